@@ -1,0 +1,143 @@
+"""The values that nodes read and make: what they hold, and how a column of them is cut by rows.
+
+`B` is the number of rows on this rank, `T` the longest response among them. Nothing here knows of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+
+class Cut(Enum):
+    """How one column is cut by rows, and so how it is packed, padded and masked."""
+
+    SAMPLE = "per sample"  # [B, ...]: one entry a row
+    TOKEN = "per token"  # [B, T, ...]: right-padded; a row's entries are its response tokens
+    RAGGED = "ragged"  # carries its own lengths
+    JSON = "json"  # a list of B JSON-able objects
+    SCALAR = "scalar"  # 0-dim: one number for the step, equal on all ranks
+
+
+class Home:
+    """Mark of a field that stays on the rank that made it: after rows moved away from it, it is None."""
+
+
+PerSample = Annotated[Tensor, Cut.SAMPLE]
+PerToken = Annotated[Tensor, Cut.TOKEN]
+Scalar = Annotated[Tensor, Cut.SCALAR]
+Rows = Annotated[list[dict[str, Any]], Cut.JSON]
+Texts = Annotated[list[str], Cut.JSON]
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of different lengths without padding: `values` `[sum(lengths), ...]`, `lengths` `[B]` int64."""
+
+    values: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def from_lists(cls, rows: Sequence[Sequence[int]]) -> Ragged:
+        """One int64 row for each list."""
+        flat = [token for row in rows for token in row]
+        return cls(torch.tensor(flat, dtype=torch.int64), torch.tensor([len(row) for row in rows], dtype=torch.int64))
+
+    def __len__(self) -> int:
+        return int(self.lengths.numel())
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """Views of the rows, in order."""
+        return torch.split(self.values, self.lengths.tolist())
+
+    def take(self, index: Tensor) -> Ragged:
+        """The rows at `index` `[K]` int64, in that order."""
+        rows = self.rows()
+        chosen = [rows[i] for i in index.tolist()]
+        values = torch.cat(chosen) if chosen else self.values[:0]
+        return Ragged(values, self.lengths[index])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of the dataset. Without a response column `T` is 0 and the mask is empty.
+
+    Attributes:
+        prompt_ids: Token ids of each prompt.
+        response_ids: `[B, T]` int64, right-padded.
+        loss_mask: `[B, T]` bool, True where a token is trained on.
+        lengths: `[B]` int64, response tokens of each row, the end-of-sequence token included.
+        rows: The dataset's rows.
+    """
+
+    prompt_ids: Ragged
+    response_ids: PerToken
+    loss_mask: PerToken
+    lengths: PerSample
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Sampled responses, `n` consecutive rows for each prompt.
+
+    Attributes:
+        prompt_ids: Token ids of each sample's prompt.
+        response_ids: `[B, T]` int64, right-padded.
+        loss_mask: `[B, T]` bool, True on generated tokens, the end-of-sequence token included.
+        lengths: `[B]` int64, generated tokens of each row.
+        logprobs: `[B, T]` float32, the engine's, of the policy version that generated, after temperature.
+        finished: `[B]` bool, False where the response was cut at the longest allowed length.
+        group: `[B]` int64, global id of the prompt that the sample answers.
+        texts: The decoded responses, special tokens left out.
+        rows: The dataset's row of each sample.
+    """
+
+    prompt_ids: Ragged
+    response_ids: PerToken
+    loss_mask: PerToken
+    lengths: PerSample
+    logprobs: PerToken
+    finished: PerSample
+    group: PerSample
+    texts: Annotated[list[str], Cut.JSON, Home]
+    rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a value: the field's name ("" for a bare tensor), its cut, and whether it stays at home."""
+
+    name: str
+    cut: Cut
+    home: bool = False
+
+
+def columns(annotation: Any) -> tuple[Column, ...]:
+    """The columns of a value of this annotated type.
+
+    Raises:
+        TypeError: The type is none of `PerSample`, `PerToken`, `Scalar`, `Rows`, `Texts`, `Ragged`, nor a frozen
+            dataclass of them.
+    """
+    if dataclasses.is_dataclass(annotation) and annotation is not Ragged:
+        hints = get_type_hints(annotation, include_extras=True)
+        return tuple(_column(field.name, hints[field.name]) for field in dataclasses.fields(annotation))
+    return (_column("", annotation),)
+
+
+def _column(name: str, annotation: Any) -> Column:
+    if annotation is Ragged:
+        return Column(name, Cut.RAGGED)
+    marks = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    cuts = [mark for mark in marks if isinstance(mark, Cut)]
+    if not cuts:
+        place = f"field `{name}`" if name else "the value"
+        raise TypeError(f"{place} is {annotation!r}; rows can be cut of PerSample, PerToken, Ragged, Rows or Texts only")
+    return Column(name, cuts[0], Home in marks)

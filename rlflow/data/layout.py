@@ -1,0 +1,45 @@
+"""Where the rows of a role live: ranks, shards, and the peers that hold copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Dealing = Literal["groups", "balanced"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How rows lie over ranks. Two equal layouts hold the same rows in the same order, so nothing moves between them.
+
+    Attributes:
+        ranks: Global ranks, in order; consecutive ones hold the same shard.
+        shards: The data-parallel size; divides the number of ranks.
+        dealing: `groups` keeps the samples of a prompt together, `balanced` evens out tokens.
+        samples_per_update: Rows of one mini-batch, each balanced in itself; None for one mini-batch in all.
+    """
+
+    ranks: tuple[int, ...]
+    shards: int
+    dealing: Dealing = "groups"
+    samples_per_update: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.shards > 0 and len(self.ranks) % self.shards == 0, self
+
+    @property
+    def copies(self) -> int:
+        """How many peers hold each shard."""
+        return len(self.ranks) // self.shards
+
+    def shard(self, rank: int) -> int:
+        """The shard that `rank` holds; `rank` is one of `ranks`."""
+        return self.ranks.index(rank) // self.copies
+
+    def peers(self, shard: int) -> tuple[int, ...]:
+        """The ranks that hold `shard`; the first of them publishes it."""
+        return self.ranks[shard * self.copies : (shard + 1) * self.copies]
+
+    def publishes(self, rank: int) -> bool:
+        """Whether `rank` is the one of its peers that speaks for their rows."""
+        return rank in self.ranks and self.ranks.index(rank) % self.copies == 0
