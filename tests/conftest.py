@@ -1,0 +1,32 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import RankPool
+
+
+def _pool(world_size: int) -> Iterator[RankPool]:
+    with RankPool(world_size) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def ranks2() -> Iterator[RankPool]:
+    """Two real processes joined by gloo, started at the first `run`."""
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def ranks3() -> Iterator[RankPool]:
+    """Three real processes joined by gloo."""
+    yield from _pool(3)
+
+
+@pytest.fixture(scope="session")
+def ranks4() -> Iterator[RankPool]:
+    """Four real processes joined by gloo."""
+    yield from _pool(4)

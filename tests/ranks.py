@@ -1,0 +1,155 @@
+"""A pool of real processes joined by gloo, started once and given one function after another."""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GRACE_S = 5.0  # after one rank has failed, how long the others may still take to answer
+
+
+class RankError(AssertionError):
+    """A rank raised, died or did not answer in time; the message says which, with its traceback."""
+
+
+class RankPool:
+    """`world_size` processes, one thread each, in one gloo group.
+
+    Ranks see `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` as torchrun sets them.
+
+        with RankPool(2) as ranks:
+            assert ranks.run(dist.get_rank) == [0, 1]
+
+    Args:
+        world_size: How many processes.
+        environment: More environment variables for them, set before the first function's module is imported there.
+    """
+
+    def __init__(self, world_size: int, environment: dict[str, str] | None = None) -> None:
+        self.world_size = world_size
+        self.environment = environment or {}
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+        """Call `function(*args)` on every rank at once; the results by rank.
+
+        Args:
+            function: A function at the top of an importable module. Its rank is `torch.distributed.get_rank()`.
+            args: Picklable, the same on every rank.
+            timeout_s: For all ranks together, their start included.
+
+        Raises:
+            RankError: A rank raised, died, or was not done in time. Ranks that hang are killed; the next `run`
+                starts new ones.
+        """
+        if not self._ranks:
+            self._start()
+        for _, connection in self._ranks:
+            connection.send_bytes(pickle.dumps((function, args)))
+        answers, failures = self._collect(time.monotonic() + timeout_s)
+        if len(answers) < self.world_size:
+            missing = [rank for rank in range(self.world_size) if rank not in answers]
+            self._kill()
+            failures.append(f"no answer from ranks {missing} of {self.world_size}; `{function.__name__}` was killed")
+        if failures:
+            raise RankError("\n".join(failures))
+        return [answers[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """End the processes."""
+        for _, connection in self._ranks:
+            connection.close()  # the rank's loop ends at the end of its pipe
+        for process, _ in self._ranks:
+            process.join(GRACE_S)
+        self._kill()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        # The parent serves the store, on a port that the system chose: no port is guessed, none is raced for.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.world_size):
+            here, there = context.Pipe()
+            environment = self.environment | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.world_size),
+                "LOCAL_WORLD_SIZE": str(self.world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # join the parent's store instead of serving one
+                "OMP_NUM_THREADS": "1",
+            }
+            process = context.Process(target=_serve, args=(there, environment), name=f"rank {rank}")
+            process.start()
+            there.close()
+            self._ranks.append((process, here))
+
+    def _collect(self, deadline: float) -> tuple[dict[int, Any], list[str]]:
+        """What every rank answered, and the tracebacks of those that raised (whose answer is None)."""
+        pending = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
+        answers: dict[int, Any] = {}
+        failures: list[str] = []
+        while pending and (left := deadline - time.monotonic()) > 0:
+            for connection in wait(list(pending), left):
+                assert isinstance(connection, Connection)
+                rank = pending.pop(connection)
+                try:
+                    answers[rank], failure = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    process = self._ranks[rank][0]
+                    process.join(GRACE_S)
+                    failure = f"died with exit code {process.exitcode}"
+                if failure:
+                    failures.append(f"rank {rank} of {self.world_size}: {failure}")
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return answers, failures
+
+    def _kill(self) -> None:
+        for process, connection in self._ranks:
+            connection.close()
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGUSR1)  # prints its stack
+                process.join(0.2)
+                process.kill()
+            process.join()
+        self._ranks = []
+
+
+def _serve(connection: Connection, environment: dict[str, str]) -> None:
+    faulthandler.register(signal.SIGUSR1)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            break
+        result, failure = None, ""
+        try:
+            function, args = pickle.loads(message)
+            result = function(*args)
+        except BaseException:
+            failure = traceback.format_exc()
+        connection.send_bytes(pickle.dumps((result, failure)))
+    dist.destroy_process_group()
