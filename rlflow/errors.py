@@ -1,8 +1,19 @@
 """The one kind of error that a user can mend."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class UserError(ValueError):
     """What a user did and can mend, in one line: what was found, why it cannot work, what to do.
 
     The command line prints the message without a traceback and exits with 2.
     """
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` Did you mean "x"?` with the known name nearest to `name`, or nothing where none is near."""
+    nearest = get_close_matches(name, known, n=1)
+    return f' Did you mean "{nearest[0]}"?' if nearest else ""
