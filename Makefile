@@ -1,0 +1,49 @@
+# The commands of rlflow; `make` alone lists them. Locked and tested on Linux x86-64 with Python 3.11.
+VENV ?= .venv
+RUN := $(VENV)/bin
+UV ?= uv
+# Where `make lock` finds the CPU build of torch.
+TORCH_CPU ?= --torch-backend cpu
+COMPILE := $(UV) pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+	--custom-compile-command "make lock"
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test exact check lint docs lock wheel clean
+
+help: ## List the commands
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 14
+
+setup: ## Make .venv from the lock of this machine, if it is not made from it already
+	@requirements/install.sh $(VENV)
+
+quickstart: setup ## Train a small language model with SFT, then with GRPO on two ranks
+	$(RUN)/rlflow fit --config configs/quickstart_sft.yaml
+	$(RUN)/rlflow fit --config configs/quickstart_grpo.yaml
+
+test: setup ## Run all tests
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest
+
+exact: setup ## Compare runs with the float64 reference
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m exact
+
+check: lint docs test ## Run what CI runs
+
+lint: setup ## Check style, types, imports and spelling
+	$(RUN)/ruff check
+	$(RUN)/ruff format --check
+	$(RUN)/mypy
+	$(RUN)/lint-imports --no-logo
+	$(RUN)/codespell
+
+docs: setup ## Build the documentation into site/
+	$(RUN)/mkdocs build --strict --quiet
+
+lock: ## Resolve requirements/*.in into requirements/*.lock (needs uv)
+	$(COMPILE) $(TORCH_CPU) requirements/cpu.in --override requirements/overrides.txt -o requirements/cpu.lock
+	$(COMPILE) requirements/cuda.in -o requirements/cuda.lock
+
+wheel: setup ## Build the wheel into dist/
+	$(RUN)/python -m build --wheel
+
+clean: ## Remove what the commands made, runs/ aside
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
