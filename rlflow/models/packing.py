@@ -1,0 +1,191 @@
+"""Rows of prompts and responses as the model reads them: packed without padding, split by a token budget.
+
+The logits at one token score the next one. So the last token of a row is not fed to the model, as nothing is left for
+it to score, and a row without a response is left out altogether.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlflow.data.batch import PerToken, Ragged
+from rlflow.errors import UserError
+
+
+class Responses(Protocol):
+    """What can be scored: a `Batch`, a `Rollout`, or anything that has these three."""
+
+    @property
+    def prompt_ids(self) -> Ragged:
+        """Token ids of each row's prompt."""
+
+    @property
+    def response_ids(self) -> Tensor:
+        """`[B, T]` int64, right-padded."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """`[B]` int64, response tokens of each row."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    prompt_ids: Ragged
+    response_ids: Tensor
+    lengths: Tensor
+
+
+def take(rows: Responses, index: Tensor) -> Responses:
+    """What scoring needs of the rows at `index` `[b]` int64, in that order."""
+    return _Rows(rows.prompt_ids.take(index), rows.response_ids[index], rows.lengths[index])
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """What one forward pass reads, and where its results belong. `R` is the number of response tokens in it.
+
+    Attributes:
+        input_ids: `[1, N]`, all sequences in one line; or `[S, L]`, one sequence a line, right-padded.
+        position_ids: Shaped like `input_ids`; starts at 0 in each sequence.
+        cu_seqlens: `[S + 1]` int32, where each sequence of the line starts, and the end; None where padded.
+        max_seqlen: Length of the longest sequence.
+        scored: `[R]` int64, flat positions in `input_ids` whose logits score a response token.
+        targets: `[R]` int64, those response tokens, row by row.
+        mask: `[B, T]` bool, where those tokens stand in the responses.
+        useful_tokens: Tokens in `input_ids` that had to be there.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor | None
+    max_seqlen: int
+    scored: Tensor
+    targets: Tensor
+    mask: Tensor
+    useful_tokens: int
+
+    def to(self, device: torch.device) -> ModelInput:
+        """The same on another device."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+    def unpack(self, values: Tensor) -> PerToken:
+        """`[R]` values as `[B, T]`, 0 where padded; differentiable, and part of the graph even without a row."""
+        return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
+
+
+def token_counts(rows: Responses) -> Tensor:
+    """`[B]` int64: the tokens of each row that the model has to read."""
+    return (rows.prompt_ids.lengths + rows.lengths - 1) * (rows.lengths > 0)
+
+
+def pack(rows: Responses) -> ModelInput:
+    """All rows in one line; a single dummy token where there is nothing to score.
+
+    Args:
+        rows: Prompts and responses, on the CPU.
+
+    Raises:
+        UserError: A row has a response and no prompt.
+    """
+    counts = token_counts(rows)
+    prompts = rows.prompt_ids.lengths
+    if bool(((prompts == 0) & (rows.lengths > 0)).any()):
+        row = int(((prompts == 0) & (rows.lengths > 0)).nonzero()[0])
+        raise UserError(f"row {row} has an empty prompt, so nothing scores its first response token; drop the row")
+
+    total = int(counts.sum())
+    # Of each token in the line: its place in its own row, and where that row's response begins.
+    position_ids = torch.arange(total) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    response_start = prompts.repeat_interleave(counts)
+
+    column = torch.arange(rows.response_ids.shape[1])
+    mask = column < rows.lengths[:, None]
+    in_prompt = position_ids < response_start
+    input_ids = torch.empty(total, dtype=torch.int64)
+    input_ids[in_prompt] = rows.prompt_ids.values[(rows.lengths > 0).repeat_interleave(prompts)]
+    input_ids[~in_prompt] = rows.response_ids[column < rows.lengths[:, None] - 1]
+    scored = (position_ids >= response_start - 1).nonzero().flatten()
+
+    lengths = counts[counts > 0]
+    if total == 0:
+        input_ids, position_ids, lengths = torch.tensor([[0], [0], [1]])
+    return ModelInput(
+        input_ids=input_ids[None],
+        position_ids=position_ids[None],
+        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32),
+        max_seqlen=int(lengths.max()),
+        scored=scored,
+        targets=rows.response_ids[mask],
+        mask=mask,
+        useful_tokens=total,
+    )
+
+
+def pad(rows: Responses) -> ModelInput:
+    """As `pack`, one sequence a line and right-padded. Causal attention keeps the padding out of what is scored."""
+    packed = pack(rows)
+    assert packed.cu_seqlens is not None
+    lengths = packed.cu_seqlens.diff()
+    slots = torch.arange(packed.max_seqlen) < lengths[:, None]  # [S, L]
+    return replace(
+        packed,
+        input_ids=torch.zeros_like(slots, dtype=torch.int64).masked_scatter(slots, packed.input_ids),
+        position_ids=torch.zeros_like(slots, dtype=torch.int64).masked_scatter(slots, packed.position_ids),
+        cu_seqlens=None,
+        scored=slots.flatten().nonzero().flatten()[packed.scored],
+    )
+
+
+def packed_micro_batches(token_counts: Tensor, budget: int, at_least: int = 1) -> list[Tensor]:
+    """Split whole rows into micro-batches of at most `budget` tokens, even in tokens.
+
+    A row above the budget stands alone. The split is a function of the arguments alone.
+
+    Args:
+        token_counts: `[B]`, tokens of each row.
+        budget: Most tokens of a micro-batch.
+        at_least: How many micro-batches to make at the least; there may be empty ones among them.
+
+    Returns:
+        Row numbers of each micro-batch, `[b]` int64 ascending.
+    """
+    counts = token_counts.tolist()
+    longest_first = sorted(range(len(counts)), key=lambda row: -counts[row])
+    number = max(1, at_least, -(-sum(counts) // budget))
+    while True:
+        split = _even(counts, longest_first, number)
+        if all(tokens <= budget or len(rows) == 1 for tokens, rows in split):
+            return [torch.tensor(sorted(rows), dtype=torch.int64) for _, rows in split]
+        number += 1
+
+
+def _even(counts: list[int], longest_first: list[int], number: int) -> list[tuple[int, list[int]]]:
+    """Deal rows, the longest first, each to the micro-batch that has the fewest tokens so far."""
+    lightest: list[tuple[int, int]] = [(0, i) for i in range(number)]
+    rows: list[list[int]] = [[] for _ in range(number)]
+    for row in longest_first:
+        tokens, i = lightest[0]
+        rows[i].append(row)
+        heapq.heapreplace(lightest, (tokens + counts[row], i))
+    return [(tokens, rows[i]) for tokens, i in sorted(lightest, key=lambda entry: entry[1])]
+
+
+def padded_micro_batches(token_counts: Tensor, budget: int, at_least: int = 1) -> list[Tensor]:
+    """As `packed_micro_batches`, where each row takes the room of the longest beside it; rows of like length meet."""
+    longest_first = torch.argsort(token_counts, descending=True, stable=True).tolist()
+    split: list[list[int]] = []
+    room = 0
+    for row in longest_first:
+        if room == 0:
+            split.append([])
+            room = max(1, budget // max(1, int(token_counts[row])))
+        split[-1].append(row)
+        room -= 1
+    split += [[] for _ in range(max(1, at_least) - len(split))]
+    return [torch.tensor(sorted(rows), dtype=torch.int64) for rows in split]

@@ -1,0 +1,143 @@
+"""The embedded model: a small random Qwen2 with a character-level tokenizer, made from a seed without a network."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlflow.errors import UserError
+
+EOS, PAD, UNKNOWN = "<|endoftext|>", "<|pad|>", "<|unknown|>"
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def resolve_model(model: str, scratch: Path) -> Path:
+    """Where the weights of `model` are: a folder, or a Hugging Face name as it stands.
+
+    Args:
+        model: `tiny`, a folder in Hugging Face form, or a Hugging Face name `organisation/name`.
+        scratch: Folder in which `tiny` is written. All ranks may call this at once.
+
+    Raises:
+        UserError: `model` is none of these.
+    """
+    if model == "tiny":
+        return write_tiny_model(scratch / "tiny")
+    folder = Path(model)
+    if folder.exists():
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"`model` is {model!r}, which has no config.json; give a model's folder in Hugging Face form"
+            )
+        return folder
+    if len(folder.parts) == 2 and not folder.is_absolute() and folder.parts[0] not in {".", "..", "~"}:
+        return folder
+    raise UserError(
+        f"`model` is {model!r}, which is neither a folder nor a Hugging Face name; "
+        "give an existing folder, organisation/name, or `tiny`"
+    )
+
+
+def write_tiny_model(
+    folder: Path,
+    *,
+    seed: int = 0,
+    hidden_size: int = 128,
+    intermediate_size: int = 384,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    tie: bool = True,
+    dtype: torch.dtype = torch.float32,
+    max_position: int = 2048,
+) -> Path:
+    """Write a Qwen2 model with random weights, and its tokenizer, in Hugging Face form; return the folder.
+
+    A folder that is there already is kept as it is. It appears whole or not at all, so several ranks may write it at
+    once.
+
+    Args:
+        folder: Where to write.
+        seed: Of the random weights; the caller's random state is left alone.
+        hidden_size: A multiple of `heads`.
+        intermediate_size: Width inside the feed-forward layers.
+        layers: Number of layers.
+        heads: Number of query heads; a multiple of `kv_heads`.
+        kv_heads: Number of key and value heads.
+        tie: Whether the output layer is the embedding.
+        dtype: Of the weights on disk.
+        max_position: Longest sequence, in tokens.
+    """
+    if (folder / "config.json").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = tiny_tokenizer(max_position)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=max_position,
+        tie_word_embeddings=tie,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.to(dtype).save_pretrained(draft)
+    tokenizer.save_pretrained(draft)
+
+    try:
+        os.rename(draft, folder)
+    except OSError:
+        # Another rank was first; its folder holds the same bytes.
+        if not (folder / "config.json").is_file():
+            raise
+        shutil.rmtree(draft)
+    return folder
+
+
+def tiny_tokenizer(max_length: int = 2048) -> Any:
+    """A tokenizer of 128 entries, one for each ASCII character, whose id is its code.
+
+    The codes of control characters serve as special tokens: 0 ends a text, 1 pads. Characters beyond ASCII become
+    `<|unknown|>`.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    special = {0: EOS, 1: PAD, 2: UNKNOWN, 3: TURN_START, 4: TURN_END}
+    written = {*range(32, 127), *map(ord, "\t\n\r")}
+    names = [special.get(i, chr(i) if i in written else f"<|reserved_{i}|>") for i in range(128)]
+
+    # Byte-pair encoding without merges: every character stands alone.
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[], unk_token=UNKNOWN))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names if len(name) > 1])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
