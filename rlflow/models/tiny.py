@@ -12,7 +12,7 @@ import torch
 
 from rlflow.errors import UserError
 
-EOS, PAD, UNKNOWN = "<|endoftext|>", "<|pad|>", "<|unknown|>"
+EOS, PAD = "<|endoftext|>", "<|pad|>"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 
 CHAT_TEMPLATE = (
@@ -118,26 +118,25 @@ def write_tiny_model(
 def tiny_tokenizer(max_length: int = 2048) -> Any:
     """A tokenizer of 128 entries, one for each ASCII character, whose id is its code.
 
-    The codes of control characters serve as special tokens: 0 ends a text, 1 pads. Characters beyond ASCII become
-    `<|unknown|>`.
+    Codes of control characters serve as special tokens: 0 ends a text, 1 pads. Characters beyond ASCII are dropped. It
+    is of the class that `AutoTokenizer` takes for every Qwen2 model, whatever the folder says.
+
+    Args:
+        max_length: Longest sequence, in tokens.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
+    from transformers import Qwen2Tokenizer
 
-    special = {0: EOS, 1: PAD, 2: UNKNOWN, 3: TURN_START, 4: TURN_END}
-    written = {*range(32, 127), *map(ord, "\t\n\r")}
-    names = [special.get(i, chr(i) if i in written else f"<|reserved_{i}|>") for i in range(128)]
-
-    # Byte-pair encoding without merges: every character stands alone.
-    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[], unk_token=UNKNOWN))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names if len(name) > 1])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    special = {code: f"<|reserved_{code}|>" for code in (*range(32), 127) if chr(code) not in "\t\n\r"}
+    special |= {0: EOS, 1: PAD, 2: TURN_START, 3: TURN_END}
+    # Byte-level vocabularies write the characters that cannot be seen as those 256 code points further on.
+    written = {code: chr(code if code > 32 else 256 + code) for code in range(127)}
+    return Qwen2Tokenizer(
+        vocab={special.get(code, written.get(code)): code for code in range(128)},
+        merges=[],
+        unk_token=None,
         eos_token=EOS,
         pad_token=PAD,
-        unk_token=UNKNOWN,
+        extra_special_tokens=list(special.values()),
         chat_template=CHAT_TEMPLATE,
         model_max_length=max_length,
-        clean_up_tokenization_spaces=False,
     )
