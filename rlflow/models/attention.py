@@ -63,11 +63,11 @@ def packed_attention(
         raise UserError(f"{type(module).__name__} caps attention scores or has attention sinks; use another model")
     if cu_seq_lens_q is None:
         return _causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
-    assert query.shape[0] == 1 and max_length_q is not None
+    assert max_length_q is not None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, scaling, cu_seq_lens_q, max_length_q, sliding_window), None
     lengths = cu_seq_lens_q.diff().tolist()
-    sequences = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    sequences = zip(*(torch.split(states, lengths, dim=2) for states in (query, key, value)), strict=True)
     outputs = [_causal(q, k, v, scaling, sliding_window).transpose(1, 2) for q, k, v in sequences]
     return torch.cat(outputs, 1), None  # [1, N, heads, head_dim]
 
@@ -94,4 +94,6 @@ def _varlen(
     # The window counts the tokens to the left and to the right of a token, itself not included; -1 is no limit.
     left = -1 if window is None else window - 1
     grouped = q.shape[1] != k.shape[1]
-    return varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=grouped)[None]
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=grouped)
+    assert isinstance(out, Tensor)
+    return out[None]

@@ -147,7 +147,8 @@ class CausalLM:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Within it, scores carry gradients, and the rows given are one micro-batch: one forward pass."""
-        assert self.trainable and self._forward is not None
+        assert self.trainable, self.model
+        assert self._forward is not None, "attach comes first"
         self._forward.train()
         self._training = True
         try:

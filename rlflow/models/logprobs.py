@@ -50,7 +50,8 @@ def token_logprobs(
     Returns:
         `[N]` log-probabilities and `[N]` entropies in nats.
     """
-    result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk_elements)
+    apply: Any = _TokenLogprobs.apply
+    result: tuple[Tensor, Tensor] = apply(hidden, weight, targets, temperature, chunk_elements)
     return result
 
 

@@ -101,7 +101,7 @@ def write_tiny_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
+        model: Any = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
     model.to(dtype).save_pretrained(draft)
     tokenizer.save_pretrained(draft)
 
@@ -131,9 +131,8 @@ def tiny_tokenizer(max_length: int = 2048) -> Any:
     # Byte-level vocabularies write the characters that cannot be seen as those 256 code points further on.
     written = {code: chr(code if code > 32 else 256 + code) for code in range(127)}
     return Qwen2Tokenizer(
-        vocab={special.get(code, written.get(code)): code for code in range(128)},
+        vocab={name: code for code, name in (written | special).items()},
         merges=[],
-        unk_token=None,
         eos_token=EOS,
         pad_token=PAD,
         extra_special_tokens=list(special.values()),
