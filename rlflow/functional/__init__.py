@@ -1,0 +1,54 @@
+"""The maths of algorithms as pure functions: tensors in, tensors out, nothing of ranks, models or configuration.
+
+`B` is the number of samples, `T` the longest response among them; tensors are `[B]` or `[B, T]`, right-padded.
+"""
+
+from rlflow.functional.advantages import group_normalized_advantages, opo_advantages, rloo_advantages
+from rlflow.functional.aggregation import Aggregation, aggregate, loss_count, loss_sum, loss_weights
+from rlflow.functional.importance import ImportanceLevel, ImportanceMode, importance_weights
+from rlflow.functional.kl import KLEstimator, kl_estimate
+from rlflow.functional.penalties import overlong_penalty
+from rlflow.functional.policy_losses import (
+    cispo_loss,
+    cpgd_loss,
+    gmpo_loss,
+    gspo_loss,
+    ppo_clip_loss,
+    ppo_is_clipped,
+)
+from rlflow.functional.preference import bradley_terry_loss, dpo_loss
+from rlflow.functional.returns import gae, reinforce_returns
+from rlflow.functional.value_losses import value_loss
+from rlflow.functional.whitening import merge_moments, moments, standardize, whiten
+
+__all__ = [
+    "Aggregation",
+    "ImportanceLevel",
+    "ImportanceMode",
+    "KLEstimator",
+    "aggregate",
+    "bradley_terry_loss",
+    "cispo_loss",
+    "cpgd_loss",
+    "dpo_loss",
+    "gae",
+    "gmpo_loss",
+    "group_normalized_advantages",
+    "gspo_loss",
+    "importance_weights",
+    "kl_estimate",
+    "loss_count",
+    "loss_sum",
+    "loss_weights",
+    "merge_moments",
+    "moments",
+    "opo_advantages",
+    "overlong_penalty",
+    "ppo_clip_loss",
+    "ppo_is_clipped",
+    "reinforce_returns",
+    "rloo_advantages",
+    "standardize",
+    "value_loss",
+    "whiten",
+]

@@ -1,0 +1,54 @@
+"""Estimators of the Kullback-Leibler divergence from a reference, from one sampled token each."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from rlflow.errors import UserError
+
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k3+"]
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator = "k3") -> Tensor:
+    """An estimate of `KL(pi || ref)` at each token; with `d = log pi - log ref` of the token, sampled from `pi`:
+
+        k1     d                       unbiased value; as a loss its expected gradient is 0
+        k2     d^2 / 2                 biased value; as a loss its expected gradient is that of KL(pi || ref)
+        k3     exp(-d) - 1 + d         unbiased value, never negative; as a loss the gradient of KL(ref || pi)
+        abs    |d|
+        k3+    the value of k3 with the gradient of k2 (straight-through)
+
+    So k2 or k3+ is the right choice in a loss, and k1, detached, in a reward (arXiv 2512.21852). The estimators are
+    John Schulman's, http://joschu.net/blog/kl-approx.html; k3 is the one in GRPO's equation 4, arXiv 2402.03300.
+    `ref_logprobs` is detached; the result is differentiable in `logprobs`.
+
+    Args:
+        logprobs: `[B, T]` of the policy.
+        ref_logprobs: `[B, T]` of the reference, for the same tokens.
+        kind: The estimator.
+
+    Returns:
+        `[B, T]`.
+
+    Raises:
+        UserError: The estimator does not exist.
+    """
+    d = logprobs - ref_logprobs.detach()
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return d.square() / 2
+    if kind == "k3":
+        return _k3(d)
+    if kind == "abs":
+        return d.abs()
+    if kind == "k3+":
+        k2 = d.square() / 2
+        return _k3(d).detach() + (k2 - k2.detach())
+    raise UserError(f"KL estimator {kind!r} does not exist; choose one of {', '.join(get_args(KLEstimator))}")
+
+
+def _k3(d: Tensor) -> Tensor:
+    return (-d).expm1() + d  # exp(-d) - 1 would lose all digits of a small d

@@ -1,0 +1,46 @@
+"""Losses on pairs of responses, of which one was preferred."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+
+def dpo_loss(
+    chosen_logprobs: Tensor,
+    rejected_logprobs: Tensor,
+    ref_chosen_logprobs: Tensor,
+    ref_rejected_logprobs: Tensor,
+    beta: float,
+) -> Tensor:
+    """`-log sigmoid(beta ((log pi(c) - log ref(c)) - (log pi(r) - log ref(r))))` of the chosen `c` and rejected `r`.
+
+    DPO, arXiv 2305.18290, equation 7. The reference's logprobs are detached.
+
+    Args:
+        chosen_logprobs: `[B]`, summed over the tokens of each chosen response.
+        rejected_logprobs: `[B]`, of the rejected response of the same pair.
+        ref_chosen_logprobs: `[B]`, the reference's of the chosen response.
+        ref_rejected_logprobs: `[B]`, the reference's of the rejected response.
+        beta: Weight of the divergence from the reference.
+
+    Returns:
+        `[B]`, one loss per pair.
+    """
+    margin = (chosen_logprobs - ref_chosen_logprobs.detach()) - (rejected_logprobs - ref_rejected_logprobs.detach())
+    return -logsigmoid(beta * margin)
+
+
+def bradley_terry_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:
+    """`-log sigmoid(s(c) - s(r))` of the chosen `c` and the rejected `r`; nothing is detached.
+
+    The reward model's loss of InstructGPT, arXiv 2203.02155, equation 1.
+
+    Args:
+        chosen_scores: `[B]`.
+        rejected_scores: `[B]`, of the same pairs.
+
+    Returns:
+        `[B]`, one loss per pair.
+    """
+    return -logsigmoid(chosen_scores - rejected_scores)

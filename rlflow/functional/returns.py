@@ -1,0 +1,67 @@
+"""Returns and advantages along the tokens of a response, from rewards per token.
+
+They are constants to the gradient: computed from detached inputs in float64, returned in the dtype of the values
+(of the rewards where there are none).
+Positions where the mask is 0 are stepped over, be they padding or, between generated tokens, the output of a tool:
+what stands there (reward, value) has no part in the result, and no discount is taken for them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlflow.functional.shapes import float_dtype, per_sample
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, bootstrap: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation, over the generated tokens `t` of each response and the next of them, `t'`:
+
+        delta_t = r_t + gamma V_t' - V_t
+        A_t     = delta_t + gamma lam A_t'
+        R_t     = A_t + V_t
+
+    After the last token `A` is 0 and `V` is `bootstrap`. arXiv 1506.02438, equation 16. Detached.
+
+    Args:
+        rewards: `[B, T]`. A reward for the whole response stands on its last generated token.
+        values: `[B, T]`, the critic's value before each token.
+        mask: `[B, T]`, nonzero on generated tokens.
+        gamma: Discount of a token.
+        lam: Decay of the sum over temporal differences.
+        bootstrap: `[B]`, the value after the last token, for responses that were cut off; None is 0 for all.
+
+    Returns:
+        Advantages and returns, `[B, T]` each, 0 where the mask is 0.
+    """
+    r, v, generated = rewards.detach().double(), values.detach().double(), mask.bool()
+    next_advantage = v.new_zeros(len(v))
+    next_value = next_advantage if bootstrap is None else per_sample(bootstrap.detach().double(), len(v))
+    advantages = torch.zeros_like(v)
+    for t in reversed(range(v.shape[1])):
+        delta = r[:, t] + gamma * next_value - v[:, t]
+        next_advantage = torch.where(generated[:, t], delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(generated[:, t], v[:, t], next_value)
+        advantages[:, t] = next_advantage
+    returns = advantages + v
+    dtype = float_dtype(values)
+    return advantages.where(generated, 0.0).to(dtype), returns.where(generated, 0.0).to(dtype)
+
+
+def reinforce_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """`G_t = r_t + gamma G_t'`, over the generated tokens `t` of each response and the next of them, `t'`.
+
+    The return of REINFORCE and REINFORCE++, arXiv 2501.03262. Detached.
+
+    Args:
+        rewards: `[B, T]`. A reward for the whole response stands on its last generated token.
+        mask: `[B, T]`, nonzero on generated tokens.
+        gamma: Discount of a token.
+
+    Returns:
+        `[B, T]`, 0 where the mask is 0.
+    """
+    returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)
+    return returns

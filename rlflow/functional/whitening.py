@@ -1,0 +1,72 @@
+"""Shift and scale to mean 0 and standard deviation 1, of one batch or of the batches of many ranks together.
+
+The statistics are three numbers, so whoever speaks with other ranks gathers theirs and merges:
+`standardize(x, mask, merge_moments(torch.stack(all_ranks_moments)))` is `whiten` over all rows of all ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlflow.functional.shapes import float_dtype
+
+
+def whiten(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """`(x - mean) / std` over the entries where `mask` is nonzero, such as all tokens of the global batch.
+
+    REINFORCE++, arXiv 2501.03262. Detached; exactly 0 where all entries are equal.
+
+    Args:
+        x: `[B]` or `[B, T]`.
+        mask: Of the shape of `x`.
+        unbiased: `N - 1` in the variance's denominator instead of `N`.
+
+    Returns:
+        Of the shape and dtype of `x`; 0 where the mask is 0.
+    """
+    return standardize(x, mask, moments(x, mask), unbiased)
+
+
+def moments(x: Tensor, mask: Tensor) -> Tensor:
+    """Count, mean and sum of squared deviations of the entries where `mask` is nonzero: `[3]` float64, detached.
+
+    Args:
+        x: Of any shape.
+        mask: Of the shape of `x`.
+    """
+    entries = x.detach().double()[mask.bool()]
+    return _pool(torch.ones_like(entries), entries, torch.zeros_like(entries))
+
+
+def merge_moments(parts: Tensor) -> Tensor:
+    """The moments `[3]` of all entries together, from those of its parts `[R, 3]`; parts may be empty.
+
+    Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
+    """
+    counts, means, squares = parts[parts[:, 0] > 0].unbind(dim=1)
+    return _pool(counts, means, squares)
+
+
+def standardize(x: Tensor, mask: Tensor, moments: Tensor, unbiased: bool = True) -> Tensor:
+    """`(x - mean) / std` with the given moments, which may be those of many ranks. Detached; 0 where the mask is 0.
+
+    Args:
+        x: `[B]` or `[B, T]`.
+        mask: Of the shape of `x`.
+        moments: `[3]`, as from `moments` or `merge_moments`.
+        unbiased: `N - 1` in the variance's denominator instead of `N`.
+    """
+    count, mean, squares = moments.unbind()
+    std = (squares / (count - 1 if unbiased else count).clamp(min=1)).sqrt()
+    counts = mask.bool() & (std > 0)
+    return ((x.detach().double() - mean) / std).where(counts, 0.0).to(float_dtype(x))
+
+
+def _pool(counts: Tensor, means: Tensor, squares: Tensor) -> Tensor:
+    """Moments of the union of `R` parts, given `[R]` each. Equal means give exactly themselves and no deviation."""
+    if not len(means):
+        return means.new_zeros(3)
+    total, offset = counts.sum(), means.min()
+    mean = offset + (counts * (means - offset)).sum() / total
+    return torch.stack([total, mean, squares.sum() + (counts * (means - mean).square()).sum()])
