@@ -1,0 +1,17 @@
+"""Engines that generate responses, and the sync that gives them the trained weights."""
+
+from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, SyncReport, sampling_seed
+from rlflow.rollout.manifest import WeightSyncError
+from rlflow.rollout.transformers import TransformersEngine
+from rlflow.rollout.vllm import VLLMEngine
+
+__all__ = [
+    "Completion",
+    "RolloutEngine",
+    "Sampling",
+    "SyncReport",
+    "TransformersEngine",
+    "VLLMEngine",
+    "WeightSyncError",
+    "sampling_seed",
+]

@@ -1,0 +1,200 @@
+"""What a rollout engine is: it holds the weights of one policy version, and generates with no other."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import UserError
+from rlflow.rollout.manifest import Manifest, Piece, WeightSyncError
+
+NO_VERSION = -1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are sampled: from the whole distribution, for anything less has other logprobs than the trainer's.
+
+    Attributes:
+        max_tokens: The longest response.
+        temperature: Divides the logits; 0 takes the likeliest token.
+        stop_token_ids: A response ends with the first of these, which belongs to it.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise UserError(f"`max_tokens` is {self.max_tokens}; a response has at least one token. Set 1 or more.")
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"`temperature` is {self.temperature}; logits are divided by it. Set 0 (greedy) or more.")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response.
+
+    Attributes:
+        token_ids: The generated tokens, the stop token included.
+        logprobs: Of each of them, after temperature; of temperature 1 where sampling was greedy.
+        finished: Ended by a stop token, not by the longest allowed length.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finished: bool
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one weight sync did.
+
+    Attributes:
+        version: The policy version that the engine now holds.
+        tensors: Tensors sent, all of them read back.
+        nbytes: Their bytes, in the engine's dtype.
+        seconds: Sending and reading back.
+    """
+
+    version: int
+    tensors: int
+    nbytes: int
+    seconds: float
+
+
+class RolloutEngine(ABC):
+    """Generates responses with the weights that it was last given. Constructors only store; `setup` builds.
+
+    Attributes:
+        tensor_parallel_size: Ranks that share one engine; each calls everything alike and gets the same responses.
+        policy_version: Of the weights it holds; `NO_VERSION` before the first sync, after `sleep`, and after a sync
+            that failed.
+    """
+
+    tensor_parallel_size: int = 1
+    policy_version: int = NO_VERSION
+
+    # Of the engine that `setup` built
+    _pieces: Sequence[Piece]
+    _dtype: torch.dtype
+    _context: int  # tokens of the longest prompt and response together
+
+    @abstractmethod
+    def setup(
+        self,
+        model_path: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        seed: int,
+    ) -> None:
+        """Build the engine in this rank's process; all ranks call it at once. It holds no policy version yet.
+
+        Args:
+            model_path: Folder or Hugging Face name.
+            dtype: Of weights and computation.
+            device: Of this rank.
+            rank: In the process group that is there already, if one is.
+            world_size: Of that group, or 1.
+            local_rank: Rank on this machine.
+            seed: Of the run. What is sampled depends on the seeds given to `generate`, not on this one.
+
+        Raises:
+            UserError: The engine cannot run this model, dtype or number of ranks.
+        """
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
+    ) -> list[Completion]:
+        """One response to each prompt, in order. A response depends on its own prompt and seed, not on the others.
+
+        Args:
+            prompts: Token ids, one list for each response wanted.
+            seeds: One for each prompt, see `sampling_seed`.
+            sampling: Shared by all.
+            version: The policy version that must generate.
+
+        Raises:
+            WeightSyncError: The engine holds another version.
+            UserError: A prompt and the longest response do not fit into the engine's context.
+        """
+        if version != self.policy_version:
+            held = f"version {self.policy_version}" if self.policy_version != NO_VERSION else "no version"
+            raise WeightSyncError(
+                f"policy version {version} shall generate and the engine holds {held}; sync the weights first"
+            )
+        longest = max(map(len, prompts), default=0)
+        if longest + sampling.max_tokens > self._context:
+            raise UserError(
+                f"a prompt of {longest} tokens and a response of up to {sampling.max_tokens} exceed the engine's "
+                f"context of {self._context} tokens; allow shorter prompts or responses, or a longer context"
+            )
+        return self._generate(prompts, seeds, sampling) if prompts else []
+
+    def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
+        """Take over the weights of `version`, then read every tensor back and compare it with what was sent.
+
+        Args:
+            buckets: Full tensors under their Hugging Face names, few at a time. A bucket is taken when the one before
+                it has been loaded, but the engine may keep single tensors for longer: do not overwrite them.
+            version: The policy version that these weights are.
+
+        Raises:
+            WeightSyncError: Names the tensors that were not sent or that the engine does not hold as sent.
+        """
+        start = time.perf_counter()
+        self.policy_version = NO_VERSION  # what a sync leaves behind that fails midway is no version
+        manifest = Manifest(self._pieces, self._dtype)
+        self._load(manifest.watch(buckets))
+        manifest.check(self._held())
+        self.policy_version = version
+        return SyncReport(version, manifest.tensors, manifest.nbytes, time.perf_counter() - start)
+
+    def sleep(self) -> None:
+        """Give the memory of weights and caches to training. Generating needs `wake_up` and a sync."""
+        self.policy_version = NO_VERSION
+
+    def wake_up(self) -> None:  # noqa: B027 - engines that keep their memory have nothing to do
+        """Take the memory back; weights come with the next sync."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the engine. The process group stays."""
+
+    @abstractmethod
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> list[Completion]: ...
+
+    @abstractmethod
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Load full tensors of the engine's dtype, and forget all that was computed with older ones."""
+
+    @abstractmethod
+    def _held(self) -> Iterator[tuple[Piece, Tensor]]:
+        """Each piece as the engine now computes with it."""
+
+
+def sampling_seed(run_seed: int, draw: int, node: str, prompt_id: int, sample: int) -> int:
+    """The seed of one response, 63 bits: the same whatever the ranks, and other for every other argument.
+
+    Args:
+        run_seed: Of the run.
+        draw: How often prompts were drawn before.
+        node: The node that samples.
+        prompt_id: Global id of the prompt.
+        sample: Index among the prompt's responses.
+    """
+    key = f"{run_seed}/{draw}/{prompt_id}/{sample}/{node}"
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1

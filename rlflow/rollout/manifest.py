@@ -1,0 +1,126 @@
+"""What a weight sync sends and what the engine then holds, compared by fingerprints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 18  # 64-bit words multiplied at once: bounds the memory of a fingerprint to 2 MiB
+MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that no chunk is lost modulo 2**64
+NAMED = 8  # tensors listed in an error
+
+
+class WeightSyncError(RuntimeError):
+    """The engine does not hold the weights that it should."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A slice of a tensor of the trainer, and where this rank's engine holds it.
+
+    Attributes:
+        name: The trainer's (Hugging Face) name.
+        place: The engine's name; one of its parameters may hold pieces of several tensors.
+        dim: Along which the slice is cut.
+        start: Of the slice in the trainer's tensor.
+        length: Of the slice.
+        row: Where a slice of rows begins in the engine's parameter.
+    """
+
+    name: str
+    place: str
+    length: int
+    dim: int = 0
+    start: int = 0
+    row: int = 0
+
+    def sent(self, tensor: Tensor) -> Tensor:
+        """The slice of the trainer's `tensor`."""
+        return tensor.narrow(self.dim, self.start, self.length)
+
+    def held(self, parameter: Tensor) -> Tensor:
+        """The slice in the engine's `parameter`."""
+        return parameter.narrow(0, self.row, self.length) if self.dim == 0 else parameter
+
+
+class Manifest:
+    """Fingerprints of one sync's tensors, taken while they pass by.
+
+    Args:
+        pieces: All that the engine holds.
+        dtype: Of the engine.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype) -> None:
+        self.tensors = 0
+        self.nbytes = 0
+        self._dtype = dtype
+        self._sent: dict[Piece, Tensor] = {}
+        self._pieces: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            self._pieces.setdefault(piece.name, []).append(piece)
+
+    def watch(self, buckets: Iterable[list[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass the tensors on in the engine's dtype, one by one.
+
+        Raises:
+            WeightSyncError: The engine has no such tensor.
+        """
+        for bucket in buckets:
+            for name, tensor in bucket:
+                if name not in self._pieces:
+                    raise WeightSyncError(f"the trainer sends `{name}`, which the engine does not have")
+                cast = tensor.detach().to(self._dtype)
+                for piece in self._pieces[name]:
+                    self._sent[piece] = fingerprint(piece.sent(cast))
+                self.tensors += 1
+                self.nbytes += cast.nbytes
+                yield name, cast
+
+    def check(self, held: Iterable[tuple[Piece, Tensor]]) -> None:
+        """Compare what the engine holds with what was sent.
+
+        Raises:
+            WeightSyncError: Names every tensor that was not sent or is held with other values.
+        """
+        unsent = [name for name, (piece, *_) in self._pieces.items() if piece not in self._sent]
+        sent_and_held = [
+            (piece, self._sent[piece], fingerprint(tensor)) for piece, tensor in held if piece in self._sent
+        ]
+        changed = [f"{piece.name} (in {piece.place})" for piece, sent, now in sent_and_held if int(sent) != int(now)]
+        problems = [
+            f"{words}: {_some(names)}" for words, names in (("not sent", unsent), ("held otherwise", changed)) if names
+        ]
+        if problems:
+            raise WeightSyncError(f"the engine does not hold the trainer's weights. {'; '.join(problems)}")
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """64 bits (0-dim int64, on the tensor's device) that differ when an element's value or place differs.
+
+    The bits, as 64-bit words, times fixed random odd numbers, summed modulo 2**64: one changed word always shows, many
+    do but for chance. -0.0 and 0.0 are the same value.
+    """
+    values = tensor.reshape(-1) + 0.0
+    values = torch.nn.functional.pad(values, (0, -values.numel() % (8 // values.element_size())))
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    factors = _factors(tensor.device)
+    for words in torch.split(values.view(torch.int64), CHUNK):
+        total = total * MULTIPLIER + (words * factors[: len(words)]).sum()
+    return total
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    limit = 2**62
+    seeded = torch.Generator().manual_seed(0)
+    return (2 * torch.randint(-limit, limit, (CHUNK,), generator=seeded) + 1).to(device)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,146 @@
+"""The reference engine: transformers' forward with a key-value cache, on any device. Slower than vLLM, and simple."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import UserError
+from rlflow.rollout.engine import Completion, RolloutEngine, Sampling
+from rlflow.rollout.manifest import Piece
+
+COMPACT_AT = 0.75  # share of rows still running below which the finished ones are dropped
+
+
+class TransformersEngine(RolloutEngine):
+    """Generates with a copy of the model of its own, in batches.
+
+    Args:
+        max_batch: Responses generated at once. Smaller takes less memory.
+    """
+
+    def __init__(self, max_batch: int = 256) -> None:
+        if max_batch < 1:
+            raise UserError(f"`max_batch` is {max_batch}; responses are generated in batches. Set 1 or more.")
+        self.max_batch = max_batch
+
+    def setup(
+        self,
+        model_path: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        seed: int,
+    ) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(model_path)
+        # Random weights: no version is held before the first sync.
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+            self._model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        self._model.eval()
+        self._dtype = dtype
+        self._device = device
+        self._context = config.max_position_embeddings
+        self._pieces = [Piece(name, name, len(value)) for name, value in self._model.named_parameters()]
+
+    def close(self) -> None:
+        del self._model
+
+    @torch.no_grad()
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        for name, value in weights:
+            self._model.get_parameter(name).copy_(value)
+
+    def _held(self) -> Iterator[tuple[Piece, Tensor]]:
+        for piece in self._pieces:
+            yield piece, self._model.get_parameter(piece.place)
+
+    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+        by_length = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # little padding in a batch
+        completions: dict[int, Completion] = {}
+        for start in range(0, len(prompts), self.max_batch):
+            rows = by_length[start : start + self.max_batch]
+            batch = self._generate_batch([prompts[row] for row in rows], [seeds[row] for row in rows], sampling)
+            completions.update(zip(rows, batch, strict=True))
+        return [completions[row] for row in range(len(prompts))]
+
+    @torch.inference_mode()
+    def _generate_batch(self, prompts: list[Sequence[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
+        """`B` responses in step; those that are finished leave the batch when enough of them are."""
+        size, steps = len(prompts), sampling.max_tokens
+        draws = _draws(seeds, steps).to(self._device)  # [B, T]
+        stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=self._device)
+        tokens = torch.zeros(size, steps, dtype=torch.int64, device=self._device)
+        logprobs = torch.zeros(size, steps, device=self._device)
+        lengths = torch.full((size,), steps, device=self._device)
+        finished = torch.zeros(size, dtype=torch.bool, device=self._device)
+
+        rows = torch.arange(size, device=self._device)  # those still in the batch
+        ids, mask = (x.to(self._device) for x in _left_padded(prompts))  # [b, P]
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        cache: Any = None
+        for step in range(steps):
+            output = self._model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
+            )
+            cache = output.past_key_values
+            chosen, chosen_logprobs = _sample(output.logits[:, -1], sampling.temperature, draws[rows, step])  # [b]
+            tokens[rows, step] = chosen
+            logprobs[rows, step] = chosen_logprobs
+            stopped = torch.isin(chosen, stops) & ~finished[rows]
+            lengths[rows[stopped]] = step + 1
+            finished[rows[stopped]] = True
+
+            running = ~finished[rows]
+            if int(running.sum()) <= COMPACT_AT * len(rows):
+                kept = running.nonzero()[:, 0]
+                if not len(kept):
+                    break
+                cache.batch_select_indices(kept)
+                rows, chosen, mask, positions = rows[kept], chosen[kept], mask[kept], positions[kept]
+            ids = chosen[:, None]
+            mask = torch.cat((mask, mask.new_ones(len(rows), 1)), dim=1)
+            positions = positions[:, -1:] + 1
+        return [
+            Completion(tuple(row[:length]), tuple(row_logprobs[:length]), done)
+            for row, row_logprobs, length, done in zip(
+                tokens.tolist(), logprobs.tolist(), lengths.tolist(), finished.tolist(), strict=True
+            )
+        ]
+
+
+def _sample(logits: Tensor, temperature: float, draws: Tensor) -> tuple[Tensor, Tensor]:
+    """Token ids `[B]` and their logprobs `[B]` of `logits` `[B, V]`; `draws` `[B]` are uniform in [0, 1)."""
+    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+    if temperature == 0:
+        chosen = logprobs.argmax(-1)
+    else:
+        # The first token at which the cumulative probability passes the draw: never one of probability 0.
+        cumulative = logprobs.double().exp().cumsum(-1)
+        chosen = torch.searchsorted(cumulative, draws[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    return chosen, logprobs.gather(-1, chosen[:, None])[:, 0]
+
+
+def _draws(seeds: Sequence[int], count: int) -> Tensor:
+    """`[B, count]` float64 uniform in [0, 1): a row depends on its seed alone, on every device."""
+    generator = torch.Generator()
+    rows = [torch.rand(count, generator=generator.manual_seed(seed), dtype=torch.float64) for seed in seeds]
+    return torch.stack(rows)
+
+
+def _left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Token ids and mask `[B, P]` int64, each row ending where the response begins."""
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    mask = torch.zeros(len(prompts), width, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return ids, mask

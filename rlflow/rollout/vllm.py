@@ -1,0 +1,311 @@
+"""vLLM in the rank's own process, beside training: the one file that knows vLLM.
+
+Weights go in through vLLM's public `reload_weights` and are read back from the layers that compute with them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlflow.errors import UserError
+from rlflow.rollout.engine import Completion, RolloutEngine, Sampling
+from rlflow.rollout.manifest import Piece, WeightSyncError
+
+TESTED = ("0.32.0",)
+UNITS = 256  # unit vectors multiplied at once when a packed weight is read back
+
+
+class VLLMEngine(RolloutEngine):
+    """One engine for every `tensor_parallel_size` ranks, each rank of them driving its own part.
+
+    Args:
+        tensor_parallel_size: Ranks that share one copy of the weights.
+        gpu_memory_utilization: Share of a GPU's memory that the engine takes for weights and cache. Training needs the
+            rest, unless the engine sleeps meanwhile.
+        kv_cache_gib: Size of the key-value cache where the engine runs on the CPU, GiB for each rank.
+        max_model_len: Tokens of the longest prompt and response together; None for the model's own limit.
+        max_num_seqs: Responses generated at once.
+        enforce_eager: Run without compilation and CUDA graphs: starts sooner, generates slower. None for yes on the
+            CPU and no elsewhere.
+        allow_untested: Accept a version of vLLM that this version of rlflow was not tested with.
+    """
+
+    def __init__(
+        self,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.5,
+        kv_cache_gib: float = 1.0,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        enforce_eager: bool | None = None,
+        allow_untested: bool = False,
+    ) -> None:
+        if tensor_parallel_size < 1:
+            raise UserError(f"`tensor_parallel_size` is {tensor_parallel_size}; ranks share an engine. Set 1 or more.")
+        if not 0 < gpu_memory_utilization < 1:
+            raise UserError(f"`gpu_memory_utilization` is {gpu_memory_utilization}; set a share between 0 and 1.")
+        self.tensor_parallel_size = tensor_parallel_size
+        self.gpu_memory_utilization = gpu_memory_utilization
+        self.kv_cache_gib = kv_cache_gib
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.enforce_eager = enforce_eager
+        self.allow_untested = allow_untested
+
+    def setup(
+        self,
+        model_path: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        seed: int,
+    ) -> None:
+        if world_size % self.tensor_parallel_size:
+            raise UserError(
+                f"`tensor_parallel_size` is {self.tensor_parallel_size}, which does not divide {world_size} ranks; "
+                "choose a divisor"
+            )
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UserError(f"vLLM does not run in {dtype}; train in fp32 or bf16, or use TransformersEngine")
+        vllm = _import_vllm(self.allow_untested)
+        # Ranks join the process group that training has made; without one vLLM makes its own.
+        launcher = "external_launcher" if dist.is_initialized() else "uni"
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))  # what the external launcher reads
+        on_cpu = device.type == "cpu"
+        with _process_state_kept(device):
+            self._llm = vllm.LLM(
+                model_path,
+                tensor_parallel_size=self.tensor_parallel_size,
+                distributed_executor_backend=launcher,
+                dtype=str(dtype).removeprefix("torch."),
+                seed=seed,
+                skip_tokenizer_init=True,
+                max_model_len=self.max_model_len,
+                max_num_seqs=self.max_num_seqs,
+                enforce_eager=on_cpu if self.enforce_eager is None else self.enforce_eager,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                kv_cache_memory_bytes=int(self.kv_cache_gib * 2**30) if on_cpu else None,
+                enable_sleep_mode=not on_cpu,
+                logprobs_mode="processed_logprobs",  # after temperature
+            )
+        self._sampling_params = vllm.SamplingParams
+        # The engine runs in this process, so that its model itself is handed out.
+        (self._model,) = self._llm.apply_model(lambda model: model)
+        self._pieces = tuple(_pieces(self._model))
+        self._dtype = dtype
+        self._device = device
+        self._context = self._llm.model_config.max_model_len
+
+    def sleep(self) -> None:
+        super().sleep()
+        if self._device.type != "cpu":
+            self._llm.sleep(level=2)  # throws the weights away: the next sync brings newer ones
+
+    def wake_up(self) -> None:
+        if self._device.type != "cpu":
+            self._llm.wake_up()
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm, self._model
+
+    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+        params = [
+            self._sampling_params(
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                seed=seed,
+                ignore_eos=True,  # `stop_token_ids` is the whole set
+                stop_token_ids=list(sampling.stop_token_ids),
+                logprobs=0,  # the sampled token's alone
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for seed in seeds
+        ]
+        # On the CPU vLLM draws from the process's generator at every token, whether it needs the number or not.
+        with torch.random.fork_rng(devices=[]):
+            requests = self._llm.generate(
+                [{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False
+            )
+        outputs = [request.outputs[0] for request in requests]
+        return [
+            Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), output.finish_reason == "stop")
+            for output in outputs
+        ]
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        _pack_heads_again(self._model)
+        if not self._llm.reset_prefix_cache():
+            raise WeightSyncError("vLLM did not reset its prefix cache: requests are still under way")
+
+    @torch.no_grad()
+    def _held(self) -> Iterator[tuple[Piece, Tensor]]:
+        for place, pieces in groupby(self._pieces, lambda piece: piece.place):
+            parameter = _read(self._model, place, self._dtype)
+            for piece in pieces:
+                yield piece, piece.held(parameter).to(self._dtype)
+
+
+def _import_vllm(allow_untested: bool) -> Any:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine belongs to this process
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the threads of this process belong to training
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    try:
+        import vllm
+    except ImportError as error:
+        raise UserError(
+            f"vLLM cannot be imported ({error}); install it or use `rollout: rlflow.rollout.TransformersEngine`"
+        ) from error
+    if vllm.__version__.split("+")[0] not in TESTED and not allow_untested:
+        raise UserError(
+            f"vLLM {vllm.__version__} was not tested with this version of rlflow, {', '.join(TESTED)} was; "
+            "install that or set `allow_untested: true`"
+        )
+    return vllm
+
+
+@contextmanager
+def _process_state_kept(device: torch.device) -> Iterator[None]:
+    """vLLM seeds the process's generators and, on the CPU, disables `torch.set_num_threads`. Training needs both."""
+    set_num_threads, python, numpy = torch.set_num_threads, random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+    torch.set_num_threads = set_num_threads
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
+def _pack_heads_again(model: Any) -> None:
+    """Take over a reloaded embedding in the output layer that is tied to it.
+
+    The CPU build computes with a packed copy of `lm_head`, and a reload refreshes only the copies of layers that were
+    sent by name. On GPUs this does nothing.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _pieces(model: Any) -> Iterator[Piece]:
+    """Where each of the engine's parameters comes from, parameter by parameter.
+
+    Raises:
+        UserError: A parameter is of a kind that is not read back.
+    """
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    fused: dict[str, list[str]] = model.packed_modules_mapping
+    names: dict[int, str] = {}  # by the parameter's identity: a tied one goes by its first name in every place
+    for path, module in model.named_modules():
+        parent, _, leaf = path.rpartition(".")
+        for kind, parameter in module.named_parameters(recurse=False):
+            place = f"{path}.{kind}"
+            _require_readable(module, parameter, place)
+            sources = [f"{parent}.{source}.{kind}".lstrip(".") for source in fused.get(leaf, [leaf])]
+            sources[0] = names.setdefault(id(parameter), sources[0])
+            if isinstance(module, RowParallelLinear) and kind == "weight":
+                columns = module.input_size_per_partition
+                yield Piece(sources[0], place, columns, dim=1, start=module.tp_rank * columns)
+            else:
+                yield from _rows(sources, place, _parts(module, parameter))
+
+
+def _require_readable(module: Any, parameter: Tensor, place: str) -> None:
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+
+    if isinstance(module, LinearBase | VocabParallelEmbedding):
+        readable = isinstance(module.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+    else:
+        readable = parameter.dim() == 1  # norms
+    if not readable:
+        raise UserError(
+            f"`{place}` is held by a {type(module).__name__}, whose weights VLLMEngine cannot read back to verify a "
+            "sync; use a dense model without quantisation, or TransformersEngine"
+        )
+
+
+def _parts(module: Any, parameter: Tensor) -> list[tuple[int, int, int]]:
+    """The tensors that the rows of a layer are made of: for each its rows in all, the first one here, the rows here."""
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear,
+        LinearBase,
+        MergedColumnParallelLinear,
+        QKVParallelLinear,
+    )
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    if isinstance(module, VocabParallelEmbedding):  # padded behind the vocabulary
+        start, stop = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
+        return [(module.org_vocab_size, start, stop - start)]
+    if isinstance(module, QKVParallelLinear):
+        kv_rank = module.tp_rank // module.num_kv_head_replicas
+        heads = (
+            (module.total_num_heads, module.tp_rank, module.num_heads, module.head_size),
+            (module.total_num_kv_heads, kv_rank, module.num_kv_heads, module.head_size),
+            (module.total_num_kv_heads, kv_rank, module.num_kv_heads, module.v_head_size),
+        )
+        return [(total * size, rank * here * size, here * size) for total, rank, here, size in heads]
+    if isinstance(module, ColumnParallelLinear):
+        sizes = module.output_sizes if isinstance(module, MergedColumnParallelLinear) else [module.output_size]
+        here = [size // module.tp_size for size in sizes]
+        return [(size, module.tp_rank * rows, rows) for size, rows in zip(sizes, here, strict=True)]
+    rows = module.output_size if isinstance(module, LinearBase) else len(parameter)
+    return [(rows, 0, rows)]
+
+
+def _rows(sources: list[str], place: str, parts: list[tuple[int, int, int]]) -> Iterator[Piece]:
+    """One piece for each part. The trainer has a tensor for each, or all of them in one."""
+    assert len(sources) in (1, len(parts)), (sources, place)
+    row = before = 0
+    for index, (size, start, length) in enumerate(parts):
+        name = sources[index] if len(sources) > 1 else sources[0]
+        yield Piece(name, place, length, start=start + before, row=row)
+        row += length
+        before += size if len(sources) == 1 else 0
+
+
+def _read(model: Any, place: str, dtype: torch.dtype) -> Tensor:
+    """The parameter that the engine computes with."""
+    from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    path, _, kind = place.rpartition(".")
+    module = model.get_submodule(path)
+    parameter: Tensor = module.get_parameter(kind)
+    if kind != "weight" or not parameter.is_cpu:
+        return parameter
+    # The CPU build computes with packed copies, and keeps the parameters empty or unused.
+    if isinstance(module, ParallelLMHead):
+        return _unpacked(module, module.embedding_dim, dtype)
+    if isinstance(module, RowParallelLinear):
+        return _unpacked(module, module.input_size_per_partition, dtype)
+    if isinstance(module, LinearBase):
+        return _unpacked(module, module.input_size, dtype)
+    return parameter
+
+
+def _unpacked(layer: Any, columns: int, dtype: torch.dtype) -> Tensor:
+    """The weight `[rows, columns]` that a layer multiplies with: its products with the unit vectors.
+
+    They are exact, for each is a sum with one term that is not 0.
+    """
+    units = torch.split(torch.eye(columns, dtype=dtype), UNITS)
+    return torch.cat([layer.quant_method.apply(layer, some) for some in units]).T
