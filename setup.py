@@ -34,6 +34,7 @@ setup(
         "jsonargparse[signatures]>=4.53,<5",
         "datasets>=4",
         "matplotlib>=3.9",
+        "psutil>=6",
         "pyarrow>=18",
         "PyYAML>=6",
         "rich>=13",

@@ -1,0 +1,37 @@
+"""What a logger is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Logger(ABC):
+    """Records a run. Only rank 0's loggers are called, in this order: `start`, `log_*` as often as need be, `finish`.
+
+    Constructors only store, so that a config can be read without opening a file or a connection.
+    """
+
+    def start(self, folder: Path, first_step: int = 0) -> None:  # noqa: B027 (a logger may have nothing to open)
+        """Open files or connections.
+
+        Args:
+            folder: The run's, which exists.
+            first_step: Of this run. When it goes on from a checkpoint, what an earlier run recorded of this and later
+                steps is replaced.
+        """
+
+    @abstractmethod
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record numbers by name. Names may differ from step to step; steps never decrease."""
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:  # noqa: B027 (nor samples to show)
+        """Record samples: prompt, response, reward and its parts, JSON-able, with the same keys in every row."""
+
+    def log_config(self, config: Mapping[str, Any]) -> None:  # noqa: B027 (nor a config)
+        """Record the resolved config, from which the caller took the secrets (`without_secrets`)."""
+
+    def finish(self) -> None:  # noqa: B027 (nor anything to close)
+        """Write out what is pending and close; also called when the run failed."""

@@ -1,0 +1,66 @@
+"""What each rank did when: a trace in Chrome's format, which ui.perfetto.dev opens."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+TRACE_FILE = "trace.json"
+
+
+class Trace:
+    """The spans of one rank, written as they end to `rank<r>.jsonl`.
+
+    So a long run needs no memory for them, and after a hang the last line says what had been done.
+
+    Args:
+        folder: Of the run's traces; made if need be.
+        rank: Of this process.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._rank = rank
+        # `perf_counter` starts anywhere, on each machine elsewhere; spans of all ranks share the wall clock.
+        self._epoch = time.time() - time.perf_counter()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / f"rank{rank}.jsonl").open("w", encoding="utf-8")
+        self._write({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}})
+
+    def span(self, name: str, category: str, start: float, end: float, **arguments: Any) -> None:
+        """Record what took from `start` to `end`.
+
+        Args:
+            name: What was done.
+            category: Its kind; Perfetto filters by it.
+            start: Of `time.perf_counter`, seconds.
+            end: Likewise.
+            arguments: JSON-able values shown with the span.
+        """
+        microseconds = {"ts": (self._epoch + start) * 1e6, "dur": (end - start) * 1e6}
+        self._write({"name": name, "cat": category, "ph": "X", **microseconds, "args": arguments})
+
+    def close(self) -> None:
+        """Close the file; no span may follow."""
+        self._file.close()
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write(json.dumps({**event, "pid": self._rank, "tid": 0}) + "\n")
+        self._file.flush()
+
+
+def merge_traces(folder: Path) -> Path:
+    """Join the files of the ranks in `folder` into its `trace.json`, time 0 being the first span's start."""
+    files = sorted(folder.glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
+    events = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    start = min((event["ts"] for event in events if "ts" in event), default=0.0)
+    merged = folder / TRACE_FILE
+    merged.write_text(json.dumps({"traceEvents": list(_from(start, events))}), encoding="utf-8")
+    return merged
+
+
+def _from(start: float, events: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    for event in events:
+        yield {**event, "ts": event["ts"] - start} if "ts" in event else event

@@ -1,0 +1,76 @@
+"""Weights & Biases. The only file that imports wandb."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rlflow.errors import UserError
+from rlflow.loggers.logger import Logger
+
+
+class WandbLogger(Logger):
+    """Metrics, the config and a table of samples, to Weights & Biases.
+
+    Args:
+        project: Name of the project.
+        name: Name of the run; None for the name of the run's folder.
+        entity: User or team; None for the login's default.
+        mode: `offline` writes to the run's folder only, from where `wandb sync` sends it later.
+        samples: Rows of the table of samples at each step.
+    """
+
+    def __init__(
+        self,
+        project: str = "rlflow",
+        name: str | None = None,
+        entity: str | None = None,
+        mode: Literal["online", "offline"] = "online",
+        samples: int = 20,
+    ) -> None:
+        self.project = project
+        self.name = name
+        self.entity = entity
+        self.mode = mode
+        self.samples = samples
+
+    def start(self, folder: Path, first_step: int = 0) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its own crash reports; read when it is imported
+        import wandb
+
+        # Output is in the run's log already, and the code is the user's: neither is sent.
+        settings = wandb.Settings(console="off", disable_code=True, silent=True)
+        try:
+            self._run = wandb.init(
+                project=self.project,
+                name=self.name or folder.name,
+                entity=self.entity,
+                mode=self.mode,
+                dir=folder,
+                settings=settings,
+            )
+        except wandb.errors.UsageError as error:
+            raise UserError(
+                f"Weights & Biases refused to start: {str(error).splitlines()[0]}. Run `wandb login`, or set the "
+                "logger's `mode: offline`"
+            ) from error
+        self._table = wandb.Table
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        if not rows:
+            return
+        shown = rows[: self.samples]
+        columns = list(shown[0])
+        table = self._table(columns=[*columns], data=[[row[column] for column in columns] for row in shown])
+        self._run.log({"samples": table}, step=step)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(config))
+
+    def finish(self) -> None:
+        self._run.finish()
