@@ -1,0 +1,99 @@
+"""One look at every row before the first step: what is too long, what cannot be read, and a digest of it all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlflow.data.prompts import Encoder, Example, PromptData
+from rlflow.data.sources import Source
+from rlflow.errors import UserError
+
+CHUNK = 1024  # rows that are encoded together, and so held in memory at once
+SHOWN = 3  # dropped rows named as examples
+
+
+@dataclass(frozen=True, eq=False)
+class Scan:
+    """What a scan found. As a string: one line for the user.
+
+    Attributes:
+        source: The dataset's name.
+        kept: `[K]` int64, rows of the source to draw from, ascending.
+        dropped: Places of the first few rows that are too long.
+        rows: Rows of the source.
+        longest_prompt: In tokens, of all rows.
+        longest_response: In tokens, of all rows; 0 without a response column.
+        digest: Of the tokens that are kept; equal where ranks, or a run and its continuation, see the same data.
+    """
+
+    source: str
+    kept: Tensor
+    dropped: tuple[str, ...]
+    rows: int
+    longest_prompt: int
+    longest_response: int
+    digest: str
+
+    def __str__(self) -> str:
+        dropped = self.rows - len(self.kept)
+        line = f"{self.source}: {len(self.kept):,} of {self.rows:,} rows kept"
+        return f"{line}; {dropped:,} too long, such as {', '.join(self.dropped)}" if dropped else line
+
+
+def scan(source: Source, data: PromptData, encode: Encoder) -> Scan:
+    """Encode every row once, a chunk at a time.
+
+    Raises:
+        UserError: There is no row to keep, a row cannot be read, or a row is too long and `data.overlong` is `error`.
+    """
+    if len(source) == 0:
+        raise UserError(f"{source.name} has no rows, so there is nothing to train on or to validate; check the dataset")
+    kept, dropped = array("q"), array("q")
+    longest_prompt = longest_response = 0
+    digest = hashlib.sha256()
+    for start in range(0, len(source), CHUNK):
+        rows = range(start, min(start + CHUNK, len(source)))
+        for row, example in zip(rows, encode(source, rows), strict=True):
+            _check_json(example, source, row)
+            longest_prompt = max(longest_prompt, len(example.prompt_ids))
+            longest_response = max(longest_response, len(example.response_ids))
+            if _is_overlong(example, data):
+                dropped.append(row)
+            else:
+                kept.append(row)
+                digest.update(array("q", [row, *example.prompt_ids, -1, *example.response_ids]))
+    places = tuple(source.where(row) for row in dropped[:SHOWN])
+    if dropped and (data.overlong == "error" or not kept):
+        limits = f"`data.max_prompt_length` {data.max_prompt_length}"
+        longest = f"the longest prompt has {longest_prompt}"
+        if data.max_response_length is not None:
+            limits += f" or `data.max_response_length` {data.max_response_length}"
+            longest += f", the longest response {longest_response}"
+        raise UserError(
+            f"{len(dropped):,} of {len(source):,} rows exceed {limits} tokens, the first of them {places[0]};"
+            f" {longest}. Raise the limit" + (", or set `data.overlong: drop`" if kept else "")
+        )
+    found = torch.tensor(kept, dtype=torch.int64)
+    return Scan(source.name, found, places, len(source), longest_prompt, longest_response, digest.hexdigest())
+
+
+def _is_overlong(example: Example, data: PromptData) -> bool:
+    response_limit = data.max_response_length
+    return len(example.prompt_ids) > data.max_prompt_length or (
+        response_limit is not None and len(example.response_ids) > response_limit
+    )
+
+
+def _check_json(example: Example, source: Source, row: int) -> None:
+    try:
+        json.dumps(example.row)
+    except TypeError as error:  # a date, bytes, an image
+        raise UserError(
+            f"{source.where(row)}: {error}, so the row cannot travel between ranks; convert or remove that column"
+        ) from error

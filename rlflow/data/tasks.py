@@ -1,0 +1,103 @@
+"""Problems made by a generator instead of read from a file."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cached_property
+from typing import Any, Literal, cast
+
+from rlflow.data.sources import Source
+from rlflow.errors import UserError, did_you_mean
+
+
+class ReasoningGym(Source):
+    """Problems of a reasoning-gym task, each question once. Training and validation problems share none.
+
+    The two splits are given the same `task`, `size`, `seed`, `validation_size` and `config`. A row is an entry of
+    reasoning-gym: `question`, `answer` and `metadata`, so `ReasoningGymScore` scores it with the task's own scorer.
+
+    Args:
+        task: Name of the task, such as `chain_sum`.
+        size: Problems drawn from the generator; of a repeated question one is kept.
+        seed: Of the draws, and of which of them are for validation.
+        split: Which problems these are.
+        validation_size: Problems set apart for validation, a random choice of all.
+        config: Settings of the task, such as `{max_terms: 2}`.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        size: int = 10_000,
+        seed: int = 0,
+        split: Literal["train", "validation"] = "train",
+        validation_size: int = 200,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        if validation_size < 0:
+            raise UserError(f"`validation_size` is {validation_size}; give 0 or more problems")
+        self.task = task
+        self.size = size
+        self.seed = seed
+        self.split = split
+        self.validation_size = validation_size
+        self.config = config or {}
+
+    @property
+    def name(self) -> str:
+        return f"reasoning-gym {self.task}[{self.split}]"
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self._problems[row]
+
+    @cached_property
+    def _problems(self) -> list[dict[str, Any]]:
+        distinct = self._draw()
+        if len(distinct) <= self.validation_size:
+            raise UserError(
+                f"reasoning-gym {self.task} gave {len(distinct)} distinct problems in {self.size} draws, no more than"
+                f" `validation_size` {self.validation_size}; raise `size`, lower `validation_size` or widen `config`"
+            )
+        # Problems that are drawn often come first, so validation takes a random part and not the first one.
+        random.Random(self.seed).shuffle(distinct)
+        if self.split == "validation":
+            return distinct[: self.validation_size]
+        return distinct[self.validation_size :]
+
+    def _draw(self) -> list[dict[str, Any]]:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+
+        if self.task not in DATASETS:
+            raise UserError(
+                f"`task` {self.task!r} is none of the {len(DATASETS)} in reasoning-gym's gallery."
+                f"{did_you_mean(self.task, DATASETS)}"
+            )
+        # Problem i is drawn from seed + i, so neighbouring seeds would give nearly the same problems.
+        first_seed = random.Random(self.seed).randrange(2**31)
+        try:
+            generator = reasoning_gym.create_dataset(self.task, seed=first_seed, size=self.size, **self.config)
+        except (TypeError, AssertionError) as error:  # an unknown setting; a value out of range
+            raise UserError(
+                f"reasoning-gym {self.task} refuses `size` {self.size} with `config` {self.config}: {error}"
+            ) from error
+        first = generator[0]
+        if generator.score_answer(first["answer"], _travelled(first)) != generator.score_answer(first["answer"], first):
+            raise UserError(
+                f"reasoning-gym {self.task} scores by Python objects that JSON does not carry, so its rows cannot"
+                " travel between ranks; choose another `task`"
+            )
+        distinct: dict[str, dict[str, Any]] = {}
+        for i in range(self.size):
+            entry = generator[i]
+            distinct.setdefault(entry["question"], _travelled(entry))
+        return list(distinct.values())
+
+
+def _travelled(entry: dict[str, Any]) -> dict[str, Any]:
+    """The entry as another rank would receive it; all ranks score this one, so that they score alike."""
+    return cast(dict[str, Any], json.loads(json.dumps(entry)))

@@ -1,0 +1,23 @@
+"""The response is the answer, or it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlflow.rewards.reward import OnError, SampleReward, column
+
+
+class ExactMatch(SampleReward):
+    """1 where the response equals the row's answer, whitespace at the ends aside, else 0.
+
+    Args:
+        answer: Column of the answer.
+        on_error: `raise` or `zero`; see `SampleReward`.
+    """
+
+    def __init__(self, answer: str = "answer", on_error: OnError = "raise") -> None:
+        super().__init__(on_error)
+        self.answer = answer
+
+    def score_sample(self, text: str, row: dict[str, Any]) -> float:
+        return float(text.strip() == str(column(row, self.answer)).strip())

@@ -1,0 +1,32 @@
+"""Mathematical equality, by math-verify."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlflow.errors import UserError
+from rlflow.rewards.reward import OnError, SampleReward, column
+
+
+class MathVerify(SampleReward):
+    """1 where the last expression of the response equals the row's answer mathematically, else 0.
+
+    math-verify itself gives up on an expression after 5 seconds, by a signal: rewards run in the main thread.
+
+    Args:
+        answer: Column of the answer: an expression, in LaTeX or plain, or a text that ends with one, as in GSM8K.
+        on_error: `raise` or `zero`; see `SampleReward`.
+    """
+
+    def __init__(self, answer: str = "answer", on_error: OnError = "raise") -> None:
+        super().__init__(on_error)
+        self.answer = answer
+
+    def score_sample(self, text: str, row: dict[str, Any]) -> float:
+        from math_verify import parse, verify
+
+        answer = str(column(row, self.answer))
+        expected = parse(f"\\boxed{{{answer}}}")  # in a box, or LaTeX without dollar signs would not be read
+        if not expected:
+            raise UserError(f"column `{self.answer}` holds {answer[:60]!r}, no expression that math-verify can read")
+        return float(verify(expected, parse(text)))

@@ -1,0 +1,36 @@
+"""Several rewards as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlflow.errors import UserError
+from rlflow.rewards.reward import Reward, Scores
+
+
+class WeightedSum(Reward):
+    """The weighted sum of several rewards; each part is logged unweighted under its name.
+
+    Args:
+        parts: The rewards by name.
+        weights: The weight of each, under the same names.
+    """
+
+    def __init__(self, parts: dict[str, Reward], weights: dict[str, float]) -> None:
+        if not parts or parts.keys() != weights.keys():
+            raise UserError(
+                f"`parts` are [{', '.join(parts)}] but `weights` are for [{', '.join(weights)}];"
+                " give at least one part, and each a weight"
+            )
+        self.parts = parts
+        self.weights = weights
+
+    def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
+        scores = {name: part.score(texts, rows) for name, part in self.parts.items()}
+        weighted = [[self.weights[name] * score for score in part.total] for name, part in scores.items()]
+        return Scores(
+            total=[sum(sample) for sample in zip(*weighted, strict=True)],
+            parts={name: part.total for name, part in scores.items()},
+            errors=sum(part.errors for part in scores.values()),
+        )

@@ -1,0 +1,137 @@
+"""Rows come back as they were written; what cannot be read is named by file and row."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from rlflow.data.sources import JSONL, HuggingFace, Parquet, Source
+from rlflow.errors import UserError
+
+ROWS = [{"question": f"{a}+{a}=", "answer": str(2 * a), "extra": {"a": a}} for a in range(5)]
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def jsonl(folder: Path) -> Source:
+    return JSONL(write(folder / "data.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS)))
+
+
+def parquet_file(folder: Path) -> Source:
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "data.parquet", row_group_size=2)
+    return Parquet(str(folder / "data.parquet"))
+
+
+def saved_split(folder: Path) -> Source:
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(folder / "saved"))
+    return HuggingFace(str(folder / "saved"))
+
+
+def saved_splits(folder: Path) -> Source:
+    other = datasets.Dataset.from_list([{"question": "other"}])
+    datasets.DatasetDict({"test": other, "train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(folder / "saved"))
+    return HuggingFace(str(folder / "saved"), split="train")
+
+
+def folder_of_files(folder: Path) -> Source:
+    (folder / "files").mkdir()
+    write(folder / "files" / "train.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS))
+    return HuggingFace(str(folder / "files"))
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("written", [jsonl, parquet_file, saved_split, saved_splits, folder_of_files])
+def test_rows_are_read_as_they_were_written_in_any_order(written, tmp_path: Path) -> None:
+    source = written(tmp_path)
+
+    assert len(source) == 5
+    assert [source[row] for row in (3, 0, 4, 1, 2, 3)] == [ROWS[row] for row in (3, 0, 4, 1, 2, 3)]
+
+
+@pytest.mark.parametrize("kind", [JSONL, Parquet])
+def test_a_source_opens_nothing_until_it_is_read(kind) -> None:
+    source = kind("nowhere/data")
+
+    with pytest.raises(UserError, match=r"no file nowhere/data in .*; check `path`"):
+        len(source)
+
+
+def test_a_folder_is_no_jsonl_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no file"):
+        len(JSONL(str(tmp_path)))
+
+
+def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path: Path) -> None:
+    source = JSONL(write(tmp_path / "a.jsonl", '{"n": 1}\n\n  \n{"n": 2}\n\n'))
+
+    assert [source[row]["n"] for row in range(len(source))] == [1, 2]
+    assert source.where(1) == f"{source.path}, line 4"
+
+
+def test_the_last_line_needs_no_newline_and_windows_ones_are_read(tmp_path: Path) -> None:
+    source = JSONL(write(tmp_path / "a.jsonl", '{"n": "é"}\r\n{"n": "\u2028"}'))
+
+    assert [source[row]["n"] for row in range(len(source))] == ["é", "\u2028"]
+
+
+def test_an_empty_jsonl_file_has_no_rows(tmp_path: Path) -> None:
+    assert len(JSONL(write(tmp_path / "a.jsonl", ""))) == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (b'{"n": 2', "line 2 is not JSON"),
+        (b'{"n": "\xff"}', "line 2 is not JSON"),
+        (b"[1, 2]", "line 2 is not a JSON object"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(line: bytes, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"n": 1}\n' + line + b"\n")
+    source = JSONL(str(tmp_path / "a.jsonl"))
+
+    with pytest.raises(UserError, match=f"a.jsonl, {complaint}") as raised:
+        source[1]
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a.parquet is not Parquet .*; check `path`"):
+        len(Parquet(write(tmp_path / "a.parquet", "question\n1+1=\n")))
+
+
+def test_a_missing_split_is_named_beside_those_that_are_there(tmp_path: Path) -> None:
+    source = saved_splits(tmp_path)
+    source = HuggingFace(source.path, split="trian")
+
+    with pytest.raises(UserError, match=re.escape('it has test, train. Did you mean "train"? Set `split`')):
+        len(source)
+
+
+def test_a_dataset_that_is_not_there_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    source = HuggingFace(str(tmp_path / "empty"))
+
+    with pytest.raises(UserError, match=r"empty\[train\] .*cannot be loaded .*; check `path`, `subset` and `split`"):
+        len(source)
+
+
+def test_parquet_keeps_what_json_cannot_carry_for_the_scan_to_name(tmp_path: Path) -> None:
+    row = {"when": datetime.date(2024, 1, 2)}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+
+    assert Parquet(str(tmp_path / "a.parquet"))[0] == row

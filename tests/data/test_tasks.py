@@ -1,0 +1,91 @@
+"""Problems of reasoning-gym: distinct, the same at every reading, validation apart from training."""
+
+from __future__ import annotations
+
+import pytest
+import reasoning_gym
+
+from rlflow.data.tasks import ReasoningGym
+from rlflow.errors import UserError
+
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 10 x 10 x {+, -}: 200 problems
+
+
+def rows(source: ReasoningGym) -> list[dict]:
+    return [source[row] for row in range(len(source))]
+
+
+def questions(source: ReasoningGym) -> list[str]:
+    return [row["question"] for row in rows(source)]
+
+
+def test_each_question_is_there_once() -> None:
+    source = ReasoningGym("chain_sum", size=3000, validation_size=0, config=SUMS)
+
+    # A problem is missed by 3,000 draws out of 200 with probability 0.995^3000 = 3e-7.
+    assert len(source) == len(set(questions(source))) == 200
+
+
+def test_training_and_validation_share_no_question_and_make_up_the_whole() -> None:
+    train = ReasoningGym("chain_sum", size=3000, validation_size=50, config=SUMS)
+    validation = ReasoningGym("chain_sum", size=3000, validation_size=50, config=SUMS, split="validation")
+
+    assert len(validation) == 50
+    assert len(set(questions(train)) | set(questions(validation))) == 200
+    assert not set(questions(train)) & set(questions(validation))
+
+
+def test_validation_is_as_hard_as_training() -> None:
+    # Half of the draws have one digit but only about 200 of 1,560 distinct problems do: were validation the first
+    # distinct problems, most of its one-digit share would be missing from training.
+    config = {**SUMS, "max_digits": 2}
+    splits = [
+        ReasoningGym("chain_sum", size=3000, validation_size=400, config=config, split=split)
+        for split in ("train", "validation")
+    ]
+    easy = [sum(row["metadata"]["num_digits"] == 1 for row in rows(split)) / len(split) for split in splits]
+
+    assert easy == pytest.approx([0.13, 0.13], abs=0.04)
+
+
+def test_the_same_arguments_give_the_same_problems_and_another_seed_others() -> None:
+    first, again, other = (
+        ReasoningGym("chain_sum", size=100, seed=seed, validation_size=10, config={"min_digits": 4})
+        for seed in (0, 0, 1)
+    )
+
+    assert rows(first) == rows(again)
+    assert not set(questions(first)) & set(questions(other))  # reasoning-gym's own neighbouring seeds share all but one
+
+
+def test_the_answer_of_a_row_is_worth_the_whole_reward() -> None:
+    source = ReasoningGym("chain_sum", size=20, validation_size=0)
+    score = reasoning_gym.get_score_answer_fn("chain_sum")
+
+    assert [score(row["answer"], row) for row in rows(source)] == [1.0] * len(source)
+
+
+def test_an_unknown_task_is_named_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"`task` 'chain_sums' .* Did you mean .chain_sum.\?"):
+        len(ReasoningGym("chain_sums"))
+
+
+@pytest.mark.parametrize("config", [{"max_term": 3}, {"min_terms": 3, "max_terms": 2}])
+def test_a_setting_that_the_task_refuses_is_named(config: dict[str, int]) -> None:
+    with pytest.raises(UserError, match=r"chain_sum refuses .*max_term"):
+        len(ReasoningGym("chain_sum", config=config))
+
+
+def test_too_few_distinct_problems_for_validation_are_counted() -> None:
+    with pytest.raises(UserError, match="200 distinct problems in 3000 draws, no more than `validation_size` 200"):
+        len(ReasoningGym("chain_sum", size=3000, validation_size=200, config=SUMS))
+
+
+def test_a_negative_validation_size_is_refused() -> None:
+    with pytest.raises(UserError, match="`validation_size` is -1"):
+        ReasoningGym("chain_sum", validation_size=-1)
+
+
+def test_a_task_that_scores_by_more_than_json_carries_is_refused() -> None:
+    with pytest.raises(UserError, match="rearc scores by Python objects that JSON does not carry"):
+        len(ReasoningGym("rearc", size=1))
