@@ -1,0 +1,34 @@
+"""The types of values: their names as a user writes them, and whether one fits where another is wanted."""
+
+from __future__ import annotations
+
+import types
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from rlflow.data.batch import PerSample, PerToken, Rows, Scalar, Texts
+
+_ALIASES = {"PerSample": PerSample, "PerToken": PerToken, "Scalar": Scalar, "Rows": Rows, "Texts": Texts}
+
+
+def type_name(annotation: Any) -> str:
+    """The type as a user writes it: `PerSample`, `Rollout`, `PerToken | None`."""
+    for name, alias in _ALIASES.items():
+        if annotation == alias:
+            return name
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " | ".join(type_name(choice) for choice in get_args(annotation))
+    if annotation is types.NoneType:
+        return "None"
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+def accepts(wanted: Any, made: Any) -> bool:
+    """Whether a value of type `made` may be passed where `wanted` is written; `Any` fits everything."""
+    if wanted is Any or made is Any or wanted == made:
+        return True
+    if get_origin(wanted) in (Union, types.UnionType):
+        return any(accepts(choice, made) for choice in get_args(wanted))
+    plain = get_args(made)[0] if get_origin(made) is Annotated else made
+    if isinstance(wanted, type) and isinstance(plain, type):
+        return issubclass(plain, wanted)
+    return bool(wanted == plain)

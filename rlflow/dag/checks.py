@@ -1,0 +1,139 @@
+"""The checks that need the whole graph: what is missing, what turns in a circle, types and rows that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+
+from rlflow.dag.annotations import accepts, type_name
+from rlflow.dag.node import BATCH, ROLLOUT, Node
+from rlflow.dag.problems import Problem
+from rlflow.data.batch import Batch, PerToken, columns
+from rlflow.errors import did_you_mean
+
+
+def missing(nodes: Mapping[str, Node], removed: Collection[str], methods: Collection[str]) -> Iterator[Problem]:
+    """Values that are read and that no node makes.
+
+    Args:
+        nodes: The graph's nodes.
+        removed: Names of nodes that were set to None.
+        methods: Names of all methods of the module, marked or not.
+    """
+    for node in nodes.values():
+        for name in node.reads:
+            source = nodes.get(name)
+            if name != BATCH and source is None:
+                if name in removed:
+                    why = "a node that was set to None. Give the parameter a default"
+                elif name in methods:
+                    why = "a method that is not a node. Mark it with `@node`"
+                else:
+                    why = "which no node makes." + (did_you_mean(name, [BATCH, *nodes]) or _values(nodes))
+                yield _problem(node, f"reads `{name}`, {why}")
+            elif source is not None and source.kind == "train":
+                why = f"a train node ({source.place}), which makes no value. Compute what is shared in another node"
+                yield _problem(node, f"reads `{name}`, {why}")
+
+
+def mistyped(nodes: Mapping[str, Node]) -> Iterator[Problem]:
+    """Values that are read as another type than they are made."""
+    for node in nodes.values():
+        for value in node.inputs:
+            source = nodes.get(value.name)
+            if value.name == BATCH and not accepts(value.annotation, Batch):
+                yield _problem(node, f"reads `batch` as {type_name(value.annotation)}, but it is a Batch. Correct it")
+            elif source is not None and source.kind != "train" and not accepts(value.annotation, source.returns):
+                made = f"`{value.name}` returns {type_name(source.returns)} ({source.place})"
+                yield _problem(node, f"reads `{value.name}` as {type_name(value.annotation)}, but {made}. Correct one")
+
+
+def miscast(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Problem]:
+    """Roles that the module does not have, or that a node cannot play.
+
+    Args:
+        nodes: The graph's nodes.
+        roles: The names of the module's model handles.
+    """
+    for node in nodes.values():
+        if node.kind == "train" and node.role in (None, ROLLOUT):
+            found = "no role" if node.role is None else "role 'rollout'"
+            yield _problem(node, f'trains and has {found}. Name the model it trains: `@node(role="...", type="train")`')
+        elif node.role not in (None, ROLLOUT, *roles):
+            known = [*roles, ROLLOUT]
+            why = did_you_mean(str(node.role), known) or f" The roles are {', '.join(known)}."
+            yield _problem(node, f"has role {node.role!r}, which names no model handle of the module.{why}")
+
+
+def unmasked(nodes: Mapping[str, Node]) -> Iterator[Problem]:
+    """Per-token losses that are not masked by exactly one of the values they read."""
+    for node in nodes.values():
+        if node.kind != "train" or node.returns != PerToken:
+            continue
+        masks = [name for name in node.reads if _has_mask(name, nodes)]
+        if len(masks) != 1:
+            found = f"{len(masks)} values with a `loss_mask` ({', '.join(masks)})" if masks else "none"
+            yield _problem(node, f"needs one value whose `loss_mask` masks its loss, and reads {found}. Read just one")
+
+
+def in_order(nodes: Mapping[str, Node]) -> tuple[tuple[Node, ...], list[Problem]]:
+    """The nodes by depth, then declaration, train nodes last; and the cycles, whose nodes are left out."""
+    reads = {node.id: [name for name in node.reads if name in nodes] for node in nodes.values()}
+    problems = []
+    while cycle := _cycle(reads):
+        path = " -> ".join(f"`{name}`" for name in cycle)
+        problems.append(_problem(nodes[cycle[0]], f"waits for itself: {path}. Break the cycle"))
+        reads = {name: needs for name, needs in reads.items() if name not in cycle}
+
+    depth: dict[str, int] = {}
+    for name in TopologicalSorter(reads).static_order():
+        depth[name] = 1 + max((depth[needed] for needed in reads.get(name, ())), default=0)
+    order = sorted((nodes[name] for name in reads), key=lambda node: (node.kind == "train", depth[node.id]))
+    return tuple(order), problems
+
+
+def row_spaces(order: Sequence[Node]) -> tuple[dict[str, str], list[Problem]]:
+    """The rows of each node's value (`batch`, or the id of a rollout node), and the nodes that mix samples.
+
+    Args:
+        order: The nodes, each after what it reads.
+    """
+    spaces: dict[str, str] = {}
+    rowless = {node.id for node in order if not node.has_rows}
+    problems = []
+    for node in order:
+        through: dict[str, str] = {}  # row space -> the value that is read in it
+        for name in node.reads:
+            if name not in rowless and spaces.get(name, BATCH) != BATCH:
+                through.setdefault(spaces[name], name)
+        read = [f"of `{space}` (in `{name}`)" for space, name in through.items()]
+        if len(read) > 1:
+            text = f"mixes samples {' and '.join(read)}, whose rows have nothing in common"
+            problems.append(_problem(node, f"{text}. Read them in nodes of their own"))
+        if node.kind == "rollout" and read:
+            problems.append(_problem(node, f"has role 'rollout' and reads samples {read[0]}; it may read prompts only"))
+        spaces[node.id] = node.id if node.samples else next(iter(through), BATCH)
+    return spaces, problems
+
+
+def _problem(node: Node, text: str) -> Problem:
+    return Problem(node.file, node.line, f"`{node.id}` {text}")
+
+
+def _values(nodes: Mapping[str, Node]) -> str:
+    return f" The values are {', '.join([BATCH, *nodes])}."
+
+
+def _has_mask(name: str, nodes: Mapping[str, Node]) -> bool:
+    made = Batch if name == BATCH else nodes[name].returns if name in nodes else None
+    return isinstance(made, type) and any(column.name == "loss_mask" for column in columns(made))
+
+
+def _cycle(reads: Mapping[str, Sequence[str]]) -> list[str]:
+    """The nodes of one cycle, each read by the next, the first once more at the end; empty where there is none."""
+    try:
+        TopologicalSorter(reads).prepare()
+    except CycleError as error:
+        cycle: list[str] = error.args[1]
+        return cycle
+    return []

@@ -1,0 +1,74 @@
+"""The graph of an algorithm, read from its module and checked before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, KeysView, Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+from rlflow.dag import checks
+from rlflow.dag.methods import read_methods
+from rlflow.dag.node import BATCH, Input, Node
+from rlflow.dag.problems import GraphError, Problem
+from rlflow.errors import UserError
+
+__all__ = ["Graph", "GraphError", "Input", "Node", "Problem"]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The nodes of an algorithm: an edge leads from a node to every node that has a parameter of its name.
+
+    Attributes:
+        nodes: By name, in the order of declaration: base classes first; an override keeps its place.
+        order: The order of execution: by depth, then declaration, train nodes last.
+    """
+
+    nodes: Mapping[str, Node]
+    order: tuple[Node, ...]
+
+    @classmethod
+    def read(cls, module: object, roles: Collection[str] = ()) -> Self:
+        """Read and check the graph of `module`, the instance: a node set to None in `__init__` is not part of it.
+
+        Args:
+            module: An instance of a class with methods marked `@node`.
+            roles: The names of its model handles; `rollout` is always one more.
+
+        Raises:
+            GraphError: All that is wrong, each with file and line.
+            UserError: The module has no node.
+        """
+        methods = read_methods(module)
+        if not methods.nodes and not methods.problems:
+            raise UserError(f"`{type(module).__name__}` has no node. Mark the steps of the algorithm with `@node`")
+        nodes = {node.id: _without_absent(node, methods.nodes) for node in methods.nodes.values()}
+        order, cycles = checks.in_order(nodes)
+        spaces, mixed = checks.row_spaces(order)
+        problems = [
+            *methods.problems,
+            *checks.missing(nodes, methods.removed, dir(module)),
+            *checks.mistyped(nodes),
+            *checks.miscast(nodes, roles),
+            *checks.unmasked(nodes),
+            *cycles,
+            *mixed,
+        ]
+        if problems:
+            raise GraphError(*sorted(problems, key=lambda problem: (problem.file, problem.line)))
+        nodes = {name: replace(node, space=spaces[name]) for name, node in nodes.items()}
+        return cls(nodes, tuple(nodes[node.id] for node in order))
+
+    def readers(self, value: str) -> tuple[Node, ...]:
+        """The nodes that read `value`, in the order of execution."""
+        return tuple(node for node in self.order if value in node.reads)
+
+    def roles(self) -> KeysView[str]:
+        """The roles that nodes use, `rollout` included, in the order of declaration: alike on every rank."""
+        return dict.fromkeys(node.role for node in self.nodes.values() if node.role is not None).keys()
+
+
+def _without_absent(node: Node, nodes: Mapping[str, Node]) -> Node:
+    """`node` without the optional inputs that nobody makes, which keep their defaults."""
+    present = [value for value in node.inputs if value.required or value.name in nodes or value.name == BATCH]
+    return replace(node, inputs=tuple(present))

@@ -1,0 +1,173 @@
+"""From a module to its nodes: which of its methods are marked, and what each one says of itself."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any, get_args, get_type_hints
+
+from rlflow.dag.annotations import type_name
+from rlflow.dag.node import BATCH, MARK, ROLLOUT, Input, Kind, Mark, Node, RowsMark, TypeMark
+from rlflow.dag.problems import Problem
+from rlflow.data.batch import PerSample, PerToken, Rollout, columns
+from rlflow.errors import did_you_mean
+
+
+@dataclass
+class Methods:
+    """The marked methods of a module.
+
+    Attributes:
+        nodes: By name, in the order of declaration: those of base classes first; an override keeps its place.
+        removed: The names of nodes that were set to None.
+        problems: What is wrong with single methods.
+    """
+
+    nodes: dict[str, Node] = field(default_factory=dict)
+    removed: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def read_methods(module: object) -> Methods:
+    """Read the marked methods of the instance `module`."""
+    found = Methods()
+    classes = type(module).__mro__
+    attributes = [item for cls in reversed(classes) for item in vars(cls).items()]
+    declared = dict.fromkeys(name for name, value in attributes if _is_marked(value))
+    for name in declared:
+        definitions = [vars(cls)[name] for cls in classes if name in vars(cls)]
+        marked = next(value for value in definitions if _is_marked(value))
+        chosen = vars(module).get(name, definitions[0])
+        if chosen is None:
+            found.removed.append(name)
+            continue
+        plain = isinstance(chosen, FunctionType) and name not in vars(module)
+        reading = _Reading(name, chosen if plain else inspect.unwrap(marked), getattr(marked, MARK))
+        if not plain:
+            text = f"`{name}` is a {type(chosen).__name__}, not a plain method, so the node of that name cannot run"
+            reading.wrong.append(f"{text}. Rename the attribute, or set it to None to remove the node")
+        node = reading.node()
+        if name != BATCH:  # told by the reading; its readers mean the dataset's rows
+            found.nodes[name] = node
+        found.problems += [Problem(reading.file, reading.line, text) for text in reading.wrong]
+    for cls in reversed(classes):
+        found.problems += _defined_twice(cls, declared)
+    return found
+
+
+def _is_marked(value: Any) -> bool:
+    return isinstance(getattr(value, MARK, None), Mark)
+
+
+def _defined_twice(cls: type, names: dict[str, None]) -> Iterator[Problem]:
+    """Nodes whose name stands twice in one class body, where Python silently keeps the last."""
+    if names.keys().isdisjoint(vars(cls)):
+        return
+    with contextlib.suppress(OSError, TypeError):  # a class typed at a prompt has no source to read
+        source, start = inspect.getsourcelines(cls)
+        body = ast.parse(textwrap.dedent("".join(source))).body[0]
+        first: dict[str, int] = {}
+        for statement in getattr(body, "body", ()):
+            if isinstance(statement, ast.FunctionDef) and statement.name in names:
+                line = start + statement.lineno - 1
+                if statement.name in first:
+                    text = f"`{statement.name}` is defined before, in line {first[statement.name]} of the same class"
+                    text += ", and only this last definition counts. Rename or delete one"
+                    yield Problem(inspect.getfile(cls), line, text)
+                first[statement.name] = line
+
+
+class _Reading:
+    """One marked method, read into a `Node`; `wrong` gathers what is wrong with it."""
+
+    def __init__(self, name: str, function: FunctionType, mark: Mark) -> None:
+        self.name = name
+        self.function = function
+        self.mark = mark
+        self.wrong: list[str] = []
+        code = inspect.unwrap(function).__code__
+        self.file = code.co_filename
+        self.line = code.co_firstlineno
+
+    def node(self) -> Node:
+        """The node, as far as it could be read."""
+        if self.name == BATCH:
+            self.wrong.append("a node may not be called `batch`, the name of the dataset's rows. Rename it")
+        hints = self._hints()
+        inputs = self._inputs(hints or {})
+        kind = self._kind()
+        returns = Any if hints is None else self._returns(hints, kind)
+        rows = self.mark.rows
+        return Node(self.name, inputs, self.mark.role, kind, returns, rows, self.file, self.line)
+
+    def _hints(self) -> dict[str, Any] | None:
+        try:
+            return get_type_hints(self.function, include_extras=True)
+        except (NameError, AttributeError, TypeError, SyntaxError) as error:  # annotations are the user's own code
+            self.wrong.append(f"the types of `{self.name}` cannot be read: {error}. Import or correct them")
+            return None
+
+    def _inputs(self, hints: dict[str, Any]) -> tuple[Input, ...]:
+        parameters = list(inspect.signature(self.function).parameters.values())
+        if not parameters or parameters[0].name != "self":
+            self.wrong.append(f"the first parameter of `{self.name}` is not `self`. Add it: a node is a plain method")
+        else:
+            del parameters[0]
+        for parameter in parameters:
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                bare = parameter.replace(annotation=parameter.empty, default=parameter.empty)
+                text = f"parameter `{bare}` of `{self.name}` is {parameter.kind.description}"
+                text += ", and values are passed by name"
+                self.wrong.append(f"{text}. Write each value that is read as a parameter of its own")
+        return tuple(
+            Input(parameter.name, parameter.default is parameter.empty, hints.get(parameter.name, Any))
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        )
+
+    def _kind(self) -> Kind:
+        mark = self.mark
+        for word, value, choice in (("type", mark.type, TypeMark), ("rows", mark.rows, RowsMark)):
+            legal = get_args(choice)
+            if value is not None and value not in legal:
+                text = f"`{word}={value!r}` of `{self.name}` is not {' or '.join(map(repr, legal))}."
+                self.wrong.append(text + did_you_mean(str(value), legal))
+        if mark.rows is not None and mark.role != ROLLOUT:
+            text = f"`rows={mark.rows!r}` of `{self.name}` has no effect: only rollout nodes make rows, and its role is"
+            self.wrong.append(f"{text} {mark.role!r}. Remove it")
+        if mark.type == "filter":
+            text = f"`{self.name}` is a filter, and filter nodes are not supported yet"
+            self.wrong.append(f"{text}. Mask the rows in the loss, or give them an advantage of 0")
+        if mark.type == "train":
+            return "train"
+        if mark.role == ROLLOUT:
+            return "rollout"
+        return "compute" if mark.role is None else "model_inference"
+
+    def _returns(self, hints: dict[str, Any], kind: Kind) -> Any:
+        if "return" not in hints:
+            text = f"`{self.name}` has no return type, which says how its value is cut by rows"
+            self.wrong.append(f"{text}. Write `-> PerSample`, `-> PerToken` or a frozen dataclass of them")
+            return Any
+        returns = hints["return"]
+        if kind == "train":
+            if returns not in (PerToken, PerSample):
+                text = f"`{self.name}` trains and returns {type_name(returns)}; a loss is cut by rows"
+                self.wrong.append(f"{text}. Return it unreduced, `-> PerToken` or `-> PerSample`")
+                return Any
+            return returns
+        if kind == "rollout" and not (isinstance(returns, type) and issubclass(returns, Rollout)):
+            text = f"`{self.name}` has role 'rollout' and returns {type_name(returns)}"
+            self.wrong.append(f"{text}, not `Rollout`. Return what `self.generate` makes, and compute in another node")
+            return Any
+        try:
+            columns(returns)
+        except (TypeError, NameError) as error:
+            self.wrong.append(f"`{self.name}` returns {type_name(returns)}, which cannot be cut by rows: {error}")
+            return Any
+        return returns

@@ -1,0 +1,144 @@
+"""`@node`, the mark that makes a method a step of the algorithm, and `Node`, what is known of such a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, overload
+
+from rlflow.data.batch import Cut, columns
+from rlflow.errors import UserError
+
+Kind = Literal["compute", "model_inference", "rollout", "train"]
+RowsMark = Literal["samples", "batch"]
+TypeMark = Literal["train", "filter"]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+BATCH = "batch"  # the one value that no node makes, and the name of the row space of its rows, the prompts
+ROLLOUT = "rollout"  # the role of the rollout engine; every other role is a model handle of the module
+MARK = "__rlflow_node__"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The arguments of `@node`, unchecked: all mistakes of a graph are reported together, by `Graph.read`."""
+
+    role: str | None = None
+    type: TypeMark | None = None
+    rows: RowsMark | None = None
+
+
+@overload
+def node(function: Method, /) -> Method: ...
+
+
+@overload
+def node(
+    *, role: str | None = None, type: TypeMark | None = None, rows: RowsMark | None = None
+) -> Callable[[Method], Method]: ...
+
+
+def node(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    role: str | None = None,
+    type: TypeMark | None = None,
+    rows: RowsMark | None = None,
+) -> Callable[..., Any]:
+    """Mark a method as a node of the graph: it makes the value of its own name from the values its parameters name.
+
+    The method itself is returned unchanged. A subclass overrides it without repeating the mark; `name = None` in a
+    subclass or on an instance removes the node.
+
+    Args:
+        function: The method, where the mark is written without parentheses.
+        role: The model handle on `self` that the node uses, or `rollout` for the engine; None for plain tensor work.
+        type: `train` for a loss that trains its role.
+        rows: Of a rollout node: `samples`, the default, makes several rows of each prompt; `batch` keeps the prompts'.
+
+    Raises:
+        UserError: A role was passed without its name, as in `@node("actor")`.
+    """
+    if isinstance(function, str):
+        raise UserError(f'`@node("{function}")` names no parameter. Write `@node(role="{function}")`')
+
+    def mark(method: Callable[..., Any]) -> Callable[..., Any]:
+        setattr(method, MARK, Mark(role, type, rows))
+        return method
+
+    return mark if function is None else mark(function)
+
+
+@dataclass(frozen=True)
+class Input:
+    """A value that a node reads.
+
+    Attributes:
+        name: The value's name.
+        required: False where the parameter has a default.
+        annotation: The parameter's type; `Any` where none is written.
+    """
+
+    name: str
+    required: bool
+    annotation: Any
+
+
+@dataclass(frozen=True)
+class Node:
+    """One step of the algorithm; the method that runs it is `getattr(module, node.id)`.
+
+    Attributes:
+        id: The method's name, which is the name of the value it makes.
+        inputs: The values it is called with, by keyword; optional ones that no node makes are left out.
+        role: The model handle it uses, `rollout` for the engine, None for plain tensor work.
+        kind: Follows from role and type.
+        returns: Its return type; `Any` where that could not be read.
+        rows: The mark of a rollout node that was written, if any.
+        file: Where the method is written.
+        line: The line of its first decorator, or of `def`.
+        space: The rows of its value: `batch`, the prompts', or the id of the rollout node that sampled them.
+    """
+
+    id: str
+    inputs: tuple[Input, ...]
+    role: str | None
+    kind: Kind
+    returns: Any
+    rows: RowsMark | None
+    file: str
+    line: int
+    space: str = BATCH
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The names of the values it reads, in the order of its parameters."""
+        return tuple(value.name for value in self.inputs)
+
+    @property
+    def samples(self) -> bool:
+        """Whether it turns rows of prompts into rows of samples, a row space of its own."""
+        return self.kind == "rollout" and self.rows != BATCH
+
+    @property
+    def input_space(self) -> str:
+        """The rows in which it sees the values it reads."""
+        return BATCH if self.kind == "rollout" else self.space
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether its value is cut by rows; one of 0-dim numbers alone is the same whatever the rows."""
+        return self.returns is Any or any(column.cut is not Cut.SCALAR for column in columns(self.returns))
+
+    @property
+    def place(self) -> str:
+        """`file:line`, the file relative to the working directory where it lies below it."""
+        return place(self.file, self.line)
+
+
+def place(file: str, line: int) -> str:
+    """`file:line` as an editor opens it, the file relative to the working directory where it lies below it."""
+    relative = os.path.relpath(file)
+    return f"{file if relative.startswith(os.pardir) else relative}:{line}"

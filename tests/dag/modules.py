@@ -1,0 +1,58 @@
+"""Small algorithms that the tests of the graph read."""
+
+from __future__ import annotations
+
+from rlflow.dag.node import node
+from rlflow.data.batch import Batch, PerSample, PerToken, Rollout
+
+
+class GRPO:
+    """The usual graph: diamonds, and several readers of one value."""
+
+    @node(role="rollout")
+    def rollout(self, batch: Batch) -> Rollout: ...
+
+    @node
+    def rewards(self, rollout: Rollout) -> PerSample: ...
+
+    @node
+    def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample: ...
+
+    @node(role="reference")
+    def ref_logprobs(self, rollout: Rollout) -> PerToken: ...
+
+    @node(role="actor")
+    def old_logprobs(self, rollout: Rollout) -> PerToken: ...
+
+    @node(role="actor", type="train")
+    def actor_loss(
+        self,
+        rollout: Rollout,
+        advantages: PerSample,
+        old_logprobs: PerToken | None = None,
+        ref_logprobs: PerToken | None = None,
+    ) -> PerToken: ...
+
+
+class ReMax(GRPO):
+    """Prompts' values read beside samples: the reward of the greedy response is the baseline of every sample."""
+
+    ref_logprobs = None
+
+    @node(role="rollout", rows="batch")
+    def greedy(self, batch: Batch) -> Rollout: ...
+
+    @node
+    def baseline(self, greedy: Rollout) -> PerSample: ...
+
+    def advantages(self, rewards: PerSample, baseline: PerSample) -> PerSample: ...
+
+
+class SFT:
+    """No rollout: one train node that reads the dataset's rows."""
+
+    @node(role="actor", type="train")
+    def actor_loss(self, batch: Batch) -> PerToken: ...
+
+
+ROLES = ("actor", "reference")
