@@ -1,0 +1,184 @@
+"""The plan: the global order of tasks, where values are moved, and when they are freed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rlflow.dag.graph import Graph
+from rlflow.dag.node import node
+from rlflow.dag.planner import Exchange, Load, Plan, Reduce, RunNode, Save, SyncWeights, TrainNode, plan
+from rlflow.data.batch import Batch, PerSample, PerToken, Rollout
+from rlflow.data.layout import Layout
+from rlflow.errors import UserError
+from tests.dag.modules import GRPO, ROLES, SFT, ReMax
+
+BOTH = (0, 1)
+GROUPS = Layout(BOTH, 2)
+BALANCED = Layout(BOTH, 2, "balanced", 64)
+
+
+def two_ranks(module: object, rollout: Layout = GROUPS) -> Plan:
+    """The plan of a module on two ranks, training and scoring balanced."""
+    layouts = {"rollout": rollout, "actor": BALANCED, "reference": BALANCED}
+    return plan(Graph.read(module, ROLES), layouts, world_size=2)
+
+
+def test_the_plan_of_grpo_on_two_ranks() -> None:
+    assert two_ranks(GRPO()).tasks == (
+        Load("batch", GROUPS),
+        SyncWeights("actor", BOTH),
+        RunNode("rollout", GROUPS, frees=("batch",)),
+        Exchange("rollout", "rollout", GROUPS, BALANCED),  # once for three readers
+        RunNode("rewards", GROUPS, frees=()),
+        RunNode("ref_logprobs", BALANCED, frees=()),
+        RunNode("old_logprobs", BALANCED, frees=()),
+        RunNode("advantages", GROUPS, frees=("rewards",)),
+        Exchange("advantages", "rollout", GROUPS, BALANCED),
+        TrainNode("actor_loss", BALANCED, frees=("rollout", "advantages", "old_logprobs", "ref_logprobs")),
+        Reduce(BOTH),
+        Save(BOTH),
+    )
+
+
+def test_rows_are_loaded_straight_into_the_layout_of_their_first_reader() -> None:
+    assert two_ranks(SFT()).tasks == (
+        Load("batch", BALANCED),
+        TrainNode("actor_loss", BALANCED, frees=("batch",)),
+        Reduce(BOTH),
+        Save(BOTH),
+    )
+
+
+def test_a_prompts_value_beside_samples_is_exchanged_even_in_one_layout() -> None:
+    found = [task for task in two_ranks(ReMax()).tasks if isinstance(task, Exchange) and task.value == "baseline"]
+    assert found == [Exchange("baseline", reader_space="rollout", source=GROUPS, target=GROUPS)]
+
+
+def test_a_rollout_node_reads_prompts_in_their_own_rows() -> None:
+    assert not any(isinstance(task, Exchange) and task.value == "batch" for task in two_ranks(ReMax()).tasks)
+
+
+def test_weights_are_brought_in_once_before_the_first_of_two_rollouts() -> None:
+    tasks = two_ranks(ReMax()).tasks
+    syncs = [i for i, task in enumerate(tasks) if isinstance(task, SyncWeights)]
+    runs = [i for i, task in enumerate(tasks) if isinstance(task, RunNode) and task.node_id in ("rollout", "greedy")]
+    assert len(syncs) == 1
+    assert syncs[0] == runs[0] - 1
+
+
+def test_weights_that_never_change_are_not_brought_in() -> None:
+    layouts = {"rollout": GROUPS, "actor": BALANCED, "reference": BALANCED}
+    tasks = plan(Graph.read(GRPO(), ROLES), layouts, world_size=2, follows=None).tasks
+    assert not any(isinstance(task, SyncWeights) for task in tasks)
+
+
+def test_following_an_unknown_role_is_told() -> None:
+    layouts = {"rollout": GROUPS, "actor": BALANCED, "reference": BALANCED}
+    found = "the rollout engine follows the weights of 'acter', and no node has this role"
+    with pytest.raises(UserError, match=f'^{found}; the roles are rollout, actor, reference. Did you mean "actor"'):
+        plan(Graph.read(GRPO(), ROLES), layouts, world_size=2, follows="acter")
+
+
+def test_equal_layouts_move_nothing() -> None:
+    layouts = dict.fromkeys(("rollout", "actor", "reference"), GROUPS)
+    assert not any(isinstance(task, Exchange) for task in plan(Graph.read(GRPO(), ROLES), layouts, 2).tasks)
+
+
+def test_a_node_without_a_role_holds_one_shard_on_each_rank_that_made_its_value() -> None:
+    tensor_parallel = Layout((0, 1, 2, 3), 2)  # two engines of two ranks
+    layouts = {"rollout": tensor_parallel, "actor": Layout((4, 5), 2, "balanced"), "reference": Layout((4, 5), 2)}
+    planned = plan(Graph.read(GRPO(), ROLES), layouts, world_size=6)
+    assert planned.layouts()["rewards"] == Layout((0, 1, 2, 3), 4)
+    assert Exchange("rollout", "rollout", tensor_parallel, Layout((0, 1, 2, 3), 4)) in planned.tasks
+
+
+def test_a_node_without_a_role_follows_the_last_planned_value_it_reads() -> None:
+    class Module(GRPO):
+        @node
+        def gaps(self, rewards: PerSample, old_logprobs: PerToken, rollout: Rollout) -> PerSample: ...
+
+    layouts = {"rollout": Layout((0, 1), 2), "actor": Layout((2, 3), 2, "balanced"), "reference": Layout((2, 3), 2)}
+    planned = plan(Graph.read(Module(), ROLES), layouts, world_size=4)
+    assert planned.layouts()["gaps"] == Layout((2, 3), 2)
+
+
+def test_a_node_without_a_role_that_reads_only_the_batch_runs_on_all_ranks() -> None:
+    class Module(SFT):
+        @node
+        def lengths(self, batch: Batch) -> PerSample: ...
+
+    planned = plan(Graph.read(Module(), ROLES), {"actor": Layout((1,), 1, "balanced")}, world_size=3)
+    assert planned.layouts()["lengths"] == Layout((0, 1, 2), 3)
+
+
+def test_a_value_that_nobody_reads_is_freed_by_its_own_node() -> None:
+    class Module(SFT):
+        @node
+        def lengths(self, batch: Batch) -> PerSample: ...
+
+    assert RunNode("lengths", GROUPS, frees=("lengths",)) in two_ranks(Module()).tasks
+
+
+def test_a_rank_runs_the_tasks_that_name_it_in_the_global_order() -> None:
+    layouts = {
+        "rollout": Layout((0,), 1),
+        "actor": Layout((1,), 1, "balanced"),
+        "reference": Layout((1,), 1, "balanced"),
+    }
+    planned = plan(Graph.read(GRPO(), ROLES), layouts, world_size=2)
+    first = [str(task).split(":")[0].split() for task in planned.for_rank(0)]
+    second = [str(task).split(":")[0].split() for task in planned.for_rank(1)]
+    assert first == [
+        ["load", "batch"],
+        ["sync", "actor", "->", "rollout"],
+        ["run", "rollout"],
+        ["exchange", "rollout"],
+        ["run", "rewards"],
+        ["run", "advantages"],
+        ["exchange", "advantages"],
+        ["reduce", "metrics"],
+        ["save", "checkpoint"],
+    ]
+    assert second == [
+        ["sync", "actor", "->", "rollout"],
+        ["exchange", "rollout"],
+        ["run", "ref_logprobs"],
+        ["run", "old_logprobs"],
+        ["exchange", "advantages"],
+        ["train", "actor_loss"],
+        ["reduce", "metrics"],
+        ["save", "checkpoint"],
+    ]
+
+
+def test_a_task_prints_all_that_tells_it_from_another() -> None:
+    layout = Layout((0, 1, 4, 5), 2, "balanced", 64)
+    task = str(Exchange("rollout", "rollout", Layout((3,), 1), layout))
+    assert task == (
+        "exchange  rollout: rank 3, 1 shard, groups"
+        " -> ranks 0-1,4-5, 2 shards x 2 copies, balanced in updates of 64 rows; rows of rollout"
+    )
+
+
+def test_the_digest_tells_plans_apart() -> None:
+    assert two_ranks(GRPO()).digest == two_ranks(GRPO()).digest
+    assert two_ranks(GRPO()).digest != two_ranks(GRPO(), rollout=Layout(BOTH, 1)).digest
+
+
+def test_the_digest_is_the_same_in_processes_that_hash_differently() -> None:
+    code = "from tests.dag import modules, test_planner as t; print(t.two_ranks(modules.ReMax()).digest)"
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert digests == {two_ranks(ReMax()).digest}
