@@ -130,9 +130,8 @@ class CausalLM:
 
     def load(self, path: Path, dtype: torch.dtype, device: torch.device) -> ScoringModel:
         """Read the weights. A strategy calls it, makes the model trainable its own way, and attaches the result."""
-        model = ScoringModel.load(path, dtype, self.gradient_checkpointing)
-        model.requires_grad_(self.trainable)
-        return model.to(device)
+        model = ScoringModel.load(path, dtype, device, self.gradient_checkpointing)
+        return model.requires_grad_(self.trainable)
 
     def attach(self, forward: nn.Module, plan: ForwardPlan) -> None:
         """Score with `forward` from now on.
@@ -141,7 +140,8 @@ class CausalLM:
             forward: The `ScoringModel`, or an engine around it that is called alike.
             plan: How rows become forward passes.
         """
-        self._forward = forward.eval()
+        forward.eval()  # a DeepSpeed engine's returns nothing
+        self._forward = forward
         self.plan = plan
 
     @contextmanager
@@ -188,15 +188,7 @@ class CausalLM:
         assert self._forward is not None, "attach comes first"
         device = next(self._forward.parameters()).device
         read = self.plan.model_input(rows).to(device)
-        logprobs, entropy = self._forward(
-            read.input_ids,
-            read.position_ids,
-            read.cu_seqlens,
-            read.max_seqlen,
-            read.scored,
-            read.targets,
-            self.temperature,
-        )
+        logprobs, entropy = self._forward(read, self.temperature)
         self.forwarded_tokens += read.input_ids.numel()
         self.useful_tokens += read.useful_tokens
         home = rows.response_ids.device

@@ -1,0 +1,164 @@
+"""DeepSpeed ZeRO 0 to 3 on CUDA and on the CPU, one engine per trained role. The one file that imports deepspeed."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.plugins.precision import DeepSpeedPrecision
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeedStrategy
+from torch import Tensor
+
+from rlflow.errors import UserError
+from rlflow.models.handle import ForwardPlan
+from rlflow.strategies.launcher import RankLauncher
+from rlflow.strategies.strategy import Role, TrainingStrategy, clip_and_step
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BUCKET_ELEMENTS = 200_000_000  # of gradients reduced, or weights gathered, at once
+PERSISTENT_ELEMENTS = 10_000  # ZeRO-3 keeps smaller parameters whole on every rank: norms and biases
+
+
+class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
+    """Data-parallel training with ZeRO; gradients are those of the global loss at every stage and rank count.
+
+    Args:
+        stage: What is divided over ranks: 0 nothing, 1 optimizer states, 2 and gradients, 3 and weights.
+        precision: Of weights and forward passes; `bf16` keeps float32 master weights and sums gradients in float32.
+        token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
+        packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
+        offload_optimizer: Keep optimizer states in CPU memory and step there (CUDA; stage 1 or more).
+        timeout_s: Seconds after which a collective that a rank does not join fails.
+    """
+
+    def __init__(
+        self,
+        stage: Literal[0, 1, 2, 3] = 2,
+        precision: Literal["fp32", "bf16"] = "fp32",
+        token_budget: int = 4096,
+        packing: bool = True,
+        offload_optimizer: bool = False,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if stage not in (0, 1, 2, 3):
+            raise UserError(f"`stage` is {stage}; ZeRO has the stages 0, 1, 2 and 3.")
+        if precision not in DTYPES:
+            raise UserError(f"`precision` is {precision!r}; DeepSpeed trains in fp32 or bf16 (fp64: SingleProcess).")
+        if offload_optimizer and stage == 0:
+            raise UserError("`offload_optimizer` needs ZeRO, and `stage` is 0. Use stage 1, 2 or 3.")
+        if timeout_s <= 0:
+            raise UserError(f"`timeout_s` is {timeout_s}; it is a number of seconds above 0.")
+        self._configure(DTYPES[precision], token_budget, packing)
+        self.stage = stage
+        self.offload_optimizer = offload_optimizer
+        self._engines: dict[str, DeepSpeedEngine] = {}
+        FabricDeepSpeedStrategy.__init__(
+            self,
+            config={},  # each role has its own
+            precision=DeepSpeedPrecision("32-true" if precision == "fp32" else "bf16-true"),
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+    def backward(self, name: str, loss: Tensor, last: bool) -> None:  # type: ignore[override]
+        """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
+        engine = self._engines[name]
+        engine.set_gradient_accumulation_boundary(last)
+        engine.backward(loss * self.world_size, scale_wrt_gas=False)  # DeepSpeed averages over ranks; this sums
+
+    def agree(self, name: str, count: int) -> int:
+        """The largest `count` over the ranks of the role."""
+        largest = torch.tensor(count)
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        return int(largest)
+
+    def setup_environment(self) -> None:
+        """Join the process group; Fabric's own refuses the CPU."""
+        self._process_group_backend = "gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        DDPStrategy.setup_environment(self)
+
+    def _setup_distributed(self) -> None:
+        DDPStrategy._setup_distributed(self)
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def _forward_plan(self, name: str) -> ForwardPlan:
+        if self.stage < 3:
+            return super()._forward_plan(name)
+        # A forward pass gathers weights, so ranks make equally many.
+        return ForwardPlan(self.token_budget, self.packing, agree=lambda count: self.agree(name, count))
+
+    def _wrap(self, name: str, role: Role) -> torch.nn.Module:
+        if role.optimizer is None and self.stage < 3:
+            return role.model
+        import deepspeed
+
+        self._set_node_environment_variables()  # which DeepSpeed reads
+        deepspeed.init_distributed(self._process_group_backend)  # over the group that is there
+        engine: torch.nn.Module
+        engine, *_ = deepspeed.initialize(
+            config=self._config(role), model=role.model, optimizer=role.optimizer, dist_init_required=False
+        )
+        self._engines[name] = engine
+        return engine
+
+    def _update(self, name: str, role: Role) -> float:
+        engine = self._engines[name]
+        if engine.optimizer is role.optimizer:  # float32 at stage 0: DeepSpeed wraps nothing and tells no norm
+            return clip_and_step(role)
+        engine.step()
+        norm = engine.get_global_grad_norm()
+        assert norm is not None
+        return float(norm)
+
+    def _gathered(self, parameters: list[torch.nn.Parameter]) -> AbstractContextManager[None]:
+        if self.stage < 3:
+            return super()._gathered(parameters)
+        import deepspeed
+
+        gathered: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(parameters)
+        return gathered
+
+    def _full_numel(self, parameter: torch.nn.Parameter) -> int:
+        return super()._full_numel(parameter) if self.stage < 3 else parameter.ds_numel  # type: ignore[attr-defined]
+
+    def _gradient(self, parameter: torch.nn.Parameter) -> Tensor:
+        from deepspeed.utils import safe_get_full_grad
+
+        gradient: Tensor = safe_get_full_grad(parameter)
+        return gradient
+
+    def _config(self, role: Role) -> dict[str, Any]:
+        """DeepSpeed's configuration of one role; what it would do on its own (clip at 1.0, print, time) is off."""
+        elements = sum(parameter.numel() for parameter in role.model.parameters())
+        bucket = min(BUCKET_ELEMENTS, elements)  # its buffers are allocated in full
+        zero: dict[str, Any] = {
+            "stage": self.stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": bucket // 4,
+            "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
+        }
+        if self.offload_optimizer:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.root_device.type == "cuda"}
+        return {
+            "train_micro_batch_size_per_gpu": 1,  # asked for, used for nothing
+            "gradient_accumulation_steps": 1,  # the boundary is set by hand in `backward`
+            "gradient_clipping": role.settings.gradient_clipping if role.optimizer is not None else 0.0,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": self.dtype == torch.bfloat16},
+            "data_types": {"grad_accum_dtype": "fp32" if self.stage else None},
+            "communication_data_type": "fp32",
+            "steps_per_print": None,
+            "wall_clock_breakdown": False,
+            "timers": {"throughput": {"enabled": False}},
+        }

@@ -1,0 +1,55 @@
+"""One process, plain torch: laptops, Macs, and the float64 runs that show the rest to be exact."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy
+from torch import Tensor
+
+from rlflow.errors import UserError
+from rlflow.strategies.strategy import Role, TrainingStrategy, clip_and_step
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+class SingleProcess(TrainingStrategy, SingleDeviceStrategy):
+    """Trains in this process without DeepSpeed; needs `trainer.devices: 1`.
+
+    Args:
+        precision: Of weights, gradients and optimizer states alike.
+        token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
+        packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
+    """
+
+    def __init__(
+        self, precision: Literal["fp32", "bf16", "fp64"] = "fp32", token_budget: int = 4096, packing: bool = True
+    ) -> None:
+        SingleDeviceStrategy.__init__(self)
+        if precision not in DTYPES:
+            raise UserError(f"`precision` is {precision!r}; it is one of {', '.join(DTYPES)}.")
+        self._configure(DTYPES[precision], token_budget, packing)
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """None before Fabric has chosen: it sets the devices of strategies that have this property."""
+        return None
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        if len(devices) != 1:
+            raise UserError(
+                f"`trainer.devices` is {len(devices)}; SingleProcess runs 1. Use DeepSpeedStrategy for more."
+            )
+        self._root_device = devices[0]
+
+    def backward(self, name: str, loss: Tensor, last: bool) -> None:  # type: ignore[override]
+        """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
+        loss.backward()
+
+    def _wrap(self, name: str, role: Role) -> torch.nn.Module:
+        return role.model
+
+    def _update(self, name: str, role: Role) -> float:
+        return clip_and_step(role)

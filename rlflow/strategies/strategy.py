@@ -1,0 +1,233 @@
+"""What the controller asks of a strategy: load roles, run backward and step, hand out weights."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from lightning.fabric.strategies.strategy import Strategy
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from rlflow.errors import UserError
+from rlflow.models.handle import CausalLM, ForwardPlan, Optimizer
+from rlflow.models.scoring import ScoringModel
+
+SAVE_BUCKET_BYTES = 256 * 2**20
+
+
+@dataclass
+class Role:
+    """A loaded model and what trains it.
+
+    Attributes:
+        handle: What the algorithm calls.
+        model: The weights, under DeepSpeed too.
+        optimizer: Steps them; None for a frozen role.
+        updates: How many updates the whole run makes; None where nobody knows.
+        done: How many of them were made; skipped ones do not count.
+    """
+
+    handle: CausalLM
+    model: ScoringModel
+    optimizer: torch.optim.Optimizer | None
+    updates: int | None
+    done: int = 0
+
+    @property
+    def settings(self) -> Optimizer:
+        """How the role is trained; it is a trained one."""
+        assert self.handle.optimizer is not None, self.handle.model
+        return self.handle.optimizer
+
+
+class TrainingStrategy(Strategy):
+    """A Fabric strategy that holds the roles of this rank by name.
+
+    A subclass says how a role is wrapped (`_wrap`), how gradients come about (`backward`) and how they are applied
+    (`_update`). Every method is called by all ranks of the role, in the same order.
+    """
+
+    dtype: torch.dtype
+    token_budget: int
+    packing: bool
+    world_size: int
+
+    def _configure(self, dtype: torch.dtype, token_budget: int, packing: bool) -> None:
+        if token_budget < 1:
+            raise UserError(f"`token_budget` is {token_budget}; a micro-batch holds at least 1 token.")
+        self.dtype = dtype
+        self.token_budget = token_budget
+        self.packing = packing
+        self._roles: dict[str, Role] = {}
+
+    def setup_role(self, name: str, handle: CausalLM, path: Path, updates: int | None = None) -> None:
+        """Load a model, wrap it, give it an optimizer if it is trained, and attach it to its handle.
+
+        Args:
+            name: The role.
+            handle: What the algorithm calls.
+            path: A folder in Hugging Face form.
+            updates: Updates in the whole run, for schedules that end.
+
+        Raises:
+            UserError: The schedule needs `updates` and there are none.
+        """
+        settings = handle.optimizer
+        if settings is not None and settings.schedule != "constant" and updates is None:
+            raise UserError(
+                f"`{name}` has the schedule `{settings.schedule}`, which ends with the run, and nobody knows how many "
+                "updates this run makes. Set `trainer.max_steps`, or the schedule `constant`."
+            )
+        model = handle.load(path, self.dtype, self.root_device)
+        optimizer = make_optimizer(settings, model.parameters()) if settings is not None else None
+        role = self._roles[name] = Role(handle, model, optimizer, updates)
+        handle.attach(self._wrap(name, role), self._forward_plan(name))
+
+    @abstractmethod
+    def backward(self, name: str, loss: Tensor, last: bool) -> None:  # type: ignore[override]
+        """Add a micro-batch's gradient to the role's.
+
+        Args:
+            name: A trained role.
+            loss: This rank's share of the global loss: already divided by what the whole update divides by, so that
+                the losses of all ranks and micro-batches add up to the loss of the update. 0-dim.
+            last: Whether this is the update's last micro-batch.
+        """
+
+    def step(self, name: str) -> float:
+        """Clip, update the weights, move the learning rate, forget the gradients.
+
+        Returns:
+            The norm of the whole gradient before clipping, the same on every rank. If it is not finite, no rank has
+            changed anything.
+        """
+        role = self._roles[name]
+        assert role.optimizer is not None, name
+        for group in role.optimizer.param_groups:
+            group["lr"] = self.learning_rate(name)
+        norm = self._update(name, role)
+        if math.isfinite(norm):
+            role.done += 1
+        return norm
+
+    def learning_rate(self, name: str) -> float:
+        """The learning rate of the role's next update."""
+        role = self._roles[name]
+        return scheduled(role.settings, role.done, role.updates)
+
+    def agree(self, name: str, count: int) -> int:
+        """The largest `count` over the ranks of the role, such as their numbers of micro-batches."""
+        return count
+
+    def weights(self, name: str, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """The role's weights as its forward uses them, full, by Hugging Face name, in buckets.
+
+        Tied weights come once. A bucket's tensors are views that hold until the next bucket is asked for. Every rank
+        iterates to the end.
+
+        Args:
+            name: The role.
+            bucket_bytes: A bucket holds at most this, or one larger tensor.
+        """
+        model = self._roles[name].model
+        parameters = [(model.hf_name(key), parameter) for key, parameter in model.named_parameters()]
+        for bucket in self._buckets(parameters, bucket_bytes):
+            with self._gathered([parameter for _, parameter in bucket]):
+                yield [(key, parameter.detach()) for key, parameter in bucket]
+
+    def gradients(self, name: str) -> dict[str, Tensor]:
+        """The full gradient of every weight by Hugging Face name, after the last `backward` and before `step`."""
+        model = self._roles[name].model
+        return {model.hf_name(key): self._gradient(parameter) for key, parameter in model.named_parameters()}
+
+    def save(self, name: str, folder: Path) -> None:
+        """Write the role's model in Hugging Face form; rank 0 holds one full copy in memory meanwhile."""
+        state: dict[str, Tensor] = {}
+        for bucket in self.weights(name, SAVE_BUCKET_BYTES):
+            if self.is_global_zero:
+                state |= {key: weight.to("cpu", copy=True) for key, weight in bucket}
+        if self.is_global_zero:
+            self._roles[name].model.save_pretrained(folder, state)
+
+    @abstractmethod
+    def _wrap(self, name: str, role: Role) -> torch.nn.Module:
+        """What the handle calls for a forward pass."""
+
+    @abstractmethod
+    def _update(self, name: str, role: Role) -> float:
+        """Apply the gradients; `step` says what of them is returned."""
+
+    def _forward_plan(self, name: str) -> ForwardPlan:
+        return ForwardPlan(self.token_budget, self.packing)
+
+    def _buckets(
+        self, parameters: list[tuple[str, torch.nn.Parameter]], limit: int
+    ) -> Iterator[list[tuple[str, torch.nn.Parameter]]]:
+        bucket: list[tuple[str, torch.nn.Parameter]] = []
+        filled = 0
+        for key, parameter in parameters:
+            size = self._full_numel(parameter) * parameter.element_size()
+            if bucket and filled + size > limit:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append((key, parameter))
+            filled += size
+        if bucket:
+            yield bucket
+
+    def _gathered(self, parameters: list[torch.nn.Parameter]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _full_numel(self, parameter: torch.nn.Parameter) -> int:
+        return parameter.numel()
+
+    def _gradient(self, parameter: torch.nn.Parameter) -> Tensor:
+        assert parameter.grad is not None
+        return parameter.grad
+
+
+def make_optimizer(settings: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The torch optimizer that `settings` names."""
+    if settings.name == "sgd":
+        return torch.optim.SGD(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
+    return torch.optim.AdamW(
+        parameters,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=True,  # one pass over weights, gradients and moments, on the CPU too
+    )
+
+
+def scheduled(settings: Optimizer, done: int, updates: int | None) -> float:
+    """The learning rate after `done` updates: a linear warm-up, then constant, or falling to 0 after `updates`."""
+    if done < settings.warmup_steps:
+        return settings.lr * (done + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.lr
+    assert updates is not None
+    progress = (done - settings.warmup_steps) / max(1, updates - settings.warmup_steps)
+    left = max(0.0, 1.0 - progress)
+    return settings.lr * (left if settings.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * left)))
+
+
+def clip_and_step(role: Role) -> float:
+    """One update of a role whose full gradients lie in `.grad`; skipped if their norm is not finite."""
+    assert role.optimizer is not None
+    parameters = [parameter for parameter in role.model.parameters() if parameter.grad is not None]
+    norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    total = norm.item()
+    limit = role.settings.gradient_clipping
+    if math.isfinite(total):
+        if 0.0 < limit < total:
+            clip_grads_with_norm_(parameters, limit, norm)
+        role.optimizer.step()
+    role.optimizer.zero_grad()
+    return total

@@ -1,0 +1,32 @@
+"""Fixtures of the strategies' tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlflow.models.tiny import write_tiny_model
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks1() -> Iterator[RankPool]:
+    """One real process in a gloo group of its own."""
+    with RankPool(1) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied model whose matrices are large enough for ZeRO-3 to divide."""
+    folder = tmp_path_factory.mktemp("strategies") / "tiny"
+    return write_tiny_model(folder, seed=1, hidden_size=128, intermediate_size=192, layers=2)
+
+
+@pytest.fixture(scope="session")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model, with an output layer of its own."""
+    folder = tmp_path_factory.mktemp("strategies") / "untied"
+    return write_tiny_model(folder, seed=2, hidden_size=128, intermediate_size=192, layers=1, tie=False)

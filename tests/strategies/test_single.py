@@ -1,0 +1,73 @@
+"""The plain strategy, float64 included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+
+from rlflow.errors import UserError
+from rlflow.models.handle import CausalLM, Optimizer
+from rlflow.strategies.single import SingleProcess
+from rlflow.strategies.strategy import scheduled
+from tests.strategies.reference import distance, plain_update
+from tests.strategies.update import backward, trained, update
+
+CLIP = 0.5
+
+
+def single(precision: str) -> SingleProcess:
+    strategy = SingleProcess(precision=precision)
+    Fabric(accelerator="cpu", devices=1, strategy=strategy).launch()
+    return strategy
+
+
+def test_in_float64_an_update_is_the_reference_s_to_rounding(tiny: Path) -> None:
+    gradients, norms, weights = plain_update(tiny, lambda p: torch.optim.SGD(p, lr=0.1), CLIP, updates=2)
+    outcome = update(single("fp64"), tiny, Optimizer(name="sgd", lr=0.1, gradient_clipping=CLIP), updates=2)
+    assert distance(outcome.gradients[1], gradients[1]) < 1e-10
+    assert outcome.norms == pytest.approx(norms, rel=1e-10)
+    assert distance(outcome.weights, weights) < 1e-12
+
+
+def test_without_a_limit_gradients_are_not_clipped(tiny: Path) -> None:
+    _, _, weights = plain_update(tiny, lambda p: torch.optim.SGD(p, lr=0.1), float("inf"), updates=1)
+    outcome = update(single("fp64"), tiny, Optimizer(name="sgd", lr=0.1, gradient_clipping=0.0))
+    assert distance(outcome.weights, weights) < 1e-12
+
+
+def test_an_update_that_is_not_finite_counts_for_nothing(tiny: Path) -> None:
+    strategy = single("fp32")
+    handle = trained(tiny, Optimizer(lr=1.0, warmup_steps=10))
+    strategy.setup_role("actor", handle, tiny)
+    backward(strategy, "actor", handle, factor=float("inf"))
+    strategy.step("actor")
+    assert strategy.learning_rate("actor") == pytest.approx(0.1)  # still the first of the warm-up
+
+
+def test_more_devices_than_one_are_refused() -> None:
+    with pytest.raises(UserError, match=r"`trainer\.devices` is 2"):
+        Fabric(accelerator="cpu", devices=2, strategy=SingleProcess())
+
+
+def test_a_schedule_that_ends_needs_to_know_when(tiny: Path) -> None:
+    with pytest.raises(UserError, match=r"trainer\.max_steps"):
+        single("fp32").setup_role("actor", CausalLM(str(tiny), optimizer=Optimizer(schedule="cosine")), tiny)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        # (1 + cos(pi x)) / 2 at x = 0, 1/4, 1/2, 3/4
+        ("cosine", [0.5, 1.0, 1.0, 0.8535534, 0.5, 0.1464466]),
+    ],
+)
+def test_the_learning_rate_rises_over_the_warm_up_and_falls_to_nothing_at_the_end(
+    schedule: str, rates: list[float]
+) -> None:
+    settings = Optimizer(lr=1.0, warmup_steps=2, schedule=schedule)  # type: ignore[arg-type]
+    assert [scheduled(settings, done, 6) for done in range(6)] == pytest.approx(rates)

@@ -1,0 +1,145 @@
+"""What the ranks of the tests run: the reference's update, through a strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor
+
+from rlflow.data.batch import Batch, Ragged
+from rlflow.models.handle import CausalLM, Optimizer
+from rlflow.strategies.deepspeed import DeepSpeedStrategy
+from rlflow.strategies.strategy import TrainingStrategy
+from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS
+
+# by number of ranks: the rows of each micro-batch of each rank; with two ranks the first has fewer
+MICRO_BATCHES = {1: [[[0], [1, 2], [3, 4, 5, 6]]], 2: [[[0, 1, 2]], [[3], [4, 5], [6]]]}
+
+
+@dataclass
+class Outcome:
+    """What one rank saw."""
+
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)  # of each update
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)  # after the last
+
+
+def launch(stage: int, precision: str = "fp32", token_budget: int = 4096) -> DeepSpeedStrategy:
+    """A DeepSpeed strategy over the pool's processes."""
+    strategy = DeepSpeedStrategy(stage, precision, token_budget)  # type: ignore[arg-type]
+    Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy).launch()
+    return strategy
+
+
+def rows_of(numbers: list[int]) -> Batch:
+    """Rows of the reference as a node sees them."""
+    rows = [ROWS[number] for number in numbers]
+    lengths = torch.tensor([len(response) for _, response, _ in rows], dtype=torch.int64)
+    response_ids = torch.zeros(len(rows), int(lengths.max()) if rows else 0, dtype=torch.int64)
+    for row, (_, response, _) in enumerate(rows):
+        response_ids[row, : len(response)] = torch.tensor(response)
+    mask = torch.arange(response_ids.shape[1]) < lengths[:, None]
+    return Batch(Ragged.from_lists([prompt for prompt, _, _ in rows]), response_ids, mask, lengths, [{}] * len(rows))
+
+
+def backward(strategy: TrainingStrategy, name: str, handle: CausalLM, factor: float = 1.0) -> None:
+    """Every backward pass of one update; `factor` multiplies this rank's loss."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    own = MICRO_BATCHES[world_size][rank]
+    count = strategy.agree(name, len(own))
+    for part in range(count):
+        numbers = own[part] if part < len(own) else []
+        weights = torch.tensor([ROWS[number][2] for number in numbers])
+        with handle.training():
+            logprobs = handle.logprobs(rows_of(numbers))  # [B, T], 0 where padded
+        strategy.backward(name, -(weights[:, None] * logprobs).sum() / TOKENS * factor, last=part == count - 1)
+
+
+def trained(folder: Path, optimizer: Optimizer) -> CausalLM:
+    return CausalLM(str(folder), optimizer=optimizer, temperature=TEMPERATURE)
+
+
+def all_weights(strategy: TrainingStrategy, name: str) -> dict[str, Tensor]:
+    return {key: weight.clone() for bucket in strategy.weights(name, 100_000) for key, weight in bucket}
+
+
+def update(strategy: TrainingStrategy, folder: Path, optimizer: Optimizer, updates: int = 1) -> Outcome:
+    """The reference's updates with one role."""
+    handle, outcome = trained(folder, optimizer), Outcome()
+    strategy.setup_role("actor", handle, folder, updates)
+    for _ in range(updates):
+        backward(strategy, "actor", handle)
+        outcome.gradients.append({key: value.clone() for key, value in strategy.gradients("actor").items()})
+        outcome.norms.append(strategy.step("actor"))
+    outcome.weights = all_weights(strategy, "actor")
+    return outcome
+
+
+def deepspeed_update(folder: Path, stage: int, precision: str, optimizer: Optimizer, updates: int = 1) -> Outcome:
+    return update(launch(stage, precision), folder, optimizer, updates)
+
+
+def two_roles(folders: list[Path], stage: int, optimizer: Optimizer) -> list[dict[str, Tensor]]:
+    """Two trained roles side by side, one update each, their passes interleaved; their weights."""
+    strategy = launch(stage)
+    handles = {f"role{number}": trained(folder, optimizer) for number, folder in enumerate(folders)}
+    for (name, handle), folder in zip(handles.items(), folders, strict=True):
+        strategy.setup_role(name, handle, folder)
+    for name, handle in handles.items():
+        backward(strategy, name, handle)
+    for name in reversed(handles):
+        strategy.step(name)
+    return [all_weights(strategy, name) for name in handles]
+
+
+def spoiled_update(folder: Path, stage: int, precision: str, optimizer: Optimizer) -> tuple[bool, float, Outcome]:
+    """An update that rank 1 makes NaN, then a good one: whether the first kept the weights, its norm, the second."""
+    strategy = launch(stage, precision)
+    handle = trained(folder, optimizer)
+    strategy.setup_role("actor", handle, folder)
+    before = all_weights(strategy, "actor")
+    backward(strategy, "actor", handle, factor=float("nan") if dist.get_rank() == 1 else 1.0)
+    norm = strategy.step("actor")
+    after = all_weights(strategy, "actor")
+    backward(strategy, "actor", handle)
+    second = Outcome(norms=[strategy.step("actor")], weights=all_weights(strategy, "actor"))
+    return all(torch.equal(before[key], after[key]) for key in before), norm, second
+
+
+def frozen_scores(folder: Path, stage: int) -> tuple[Tensor, bool]:
+    """Logprobs of all rows by a frozen role, and whether any weight wants a gradient."""
+    strategy = launch(stage, token_budget=16)  # several forward passes on rank 0, one on rank 1
+    handle = CausalLM(str(folder), trainable=False, temperature=TEMPERATURE)
+    strategy.setup_role("reference", handle, folder)
+    scores = handle.logprobs(rows_of(list(range(len(ROWS))) if dist.get_rank() == 0 else [0]))
+    wants = any(weight.requires_grad for bucket in strategy.weights("reference", 2**30) for _, weight in bucket)
+    return scores, wants or strategy._roles["reference"].optimizer is not None
+
+
+def bucket_bytes(folder: Path, stage: int, limit: int) -> tuple[list[list[int]], dict[str, Tensor]]:
+    """The sizes of the tensors in each bucket of weights, and the weights."""
+    strategy = launch(stage)
+    strategy.setup_role("actor", trained(folder, Optimizer()), folder)
+    sizes, weights = [], {}
+    for bucket in strategy.weights("actor", limit):
+        sizes.append([weight.numel() * weight.element_size() for _, weight in bucket])
+        weights |= {key: weight.clone() for key, weight in bucket}
+    return sizes, weights
+
+
+def save_after_update(folder: Path, stage: int, optimizer: Optimizer, target: Path) -> dict[str, Tensor]:
+    """Write the model after an update; the weights it had."""
+    strategy = launch(stage)
+    outcome = update(strategy, folder, optimizer)
+    strategy.save("actor", target)
+    return outcome.weights
+
+
+def agreed(stage: int) -> int:
+    """Rank r says 5 - 2r."""
+    return launch(stage).agree("actor", 5 - 2 * dist.get_rank())
