@@ -188,7 +188,7 @@ class CausalLM:
         assert self._forward is not None, "attach comes first"
         device = next(self._forward.parameters()).device
         read = self.plan.model_input(rows).to(device)
-        logprobs, entropy = self._forward(read, self.temperature)
+        logprobs, entropy = self._forward(*read.arguments(), self.temperature)
         self.forwarded_tokens += read.input_ids.numel()
         self.useful_tokens += read.useful_tokens
         home = rows.response_ids.device

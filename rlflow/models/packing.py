@@ -34,15 +34,17 @@ class Responses(Protocol):
 
 
 @dataclass(frozen=True)
-class _Rows:
+class TokenRows:
+    """Just what scoring needs of its rows; the fields are those of `Responses`."""
+
     prompt_ids: Ragged
     response_ids: Tensor
     lengths: Tensor
 
 
-def take(rows: Responses, index: Tensor) -> Responses:
-    """What scoring needs of the rows at `index` `[b]` int64, in that order."""
-    return _Rows(rows.prompt_ids.take(index), rows.response_ids[index], rows.lengths[index])
+def take(rows: Responses, index: Tensor) -> TokenRows:
+    """The rows at `index` `[b]` int64, in that order."""
+    return TokenRows(rows.prompt_ids.take(index), rows.response_ids[index], rows.lengths[index])
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,10 @@ class ModelInput:
         """The same on another device."""
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved)
+
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor | None, int, Tensor, Tensor]:
+        """What `ScoringModel` is called with, before the temperature."""
+        return self.input_ids, self.position_ids, self.cu_seqlens, self.max_seqlen, self.scored, self.targets
 
     def unpack(self, values: Tensor) -> PerToken:
         """`[R]` values as `[B, T]`, 0 where padded; differentiable, and part of the graph even without a row."""
