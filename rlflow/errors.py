@@ -17,3 +17,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean "x"?` with the known name nearest to `name`, or nothing where none is near."""
     nearest = get_close_matches(name, known, n=1)
     return f' Did you mean "{nearest[0]}"?' if nearest else ""
+
+
+def one_line(error: BaseException) -> str:
+    """What another library's error says, in one line; its type where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from rlflow.data.sources import Source
-from rlflow.errors import UserError, did_you_mean
+from rlflow.errors import UserError, did_you_mean, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,18 +129,20 @@ class Encoder:
     def _chat(self, prompt: Any, place: str) -> str:
         from jinja2 import TemplateError
 
-        if isinstance(prompt, list):
-            messages = prompt
-        else:
+        messages = prompt
+        if not isinstance(prompt, list):
             messages = [{"role": "user", "content": _text(prompt, self._data.prompt, place)}]
+        if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages):
+            raise UserError(
+                f"{place}: column `{self._data.prompt}` is {prompt!r:.60}, not messages with role and content;"
+                " mend or remove the row"
+            )
         if self._data.system_prompt is not None:
             messages = [{"role": "system", "content": self._data.system_prompt}, *messages]
         try:
             chat = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:  # a role that the template does not know, or a message without content
-            raise UserError(
-                f"{place}: the model's chat template refuses the messages ({error}); mend the row"
-            ) from error
+        except TemplateError as error:  # such as a template that knows no system role
+            raise UserError(f"{place}: the model's chat template refuses the messages ({one_line(error)})") from error
         return cast(str, chat)
 
     def _response_ids(self, rows: list[dict[str, Any]], places: list[str]) -> list[list[int]]:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from rlflow.errors import UserError, did_you_mean
+from rlflow.errors import UserError, did_you_mean, one_line
 
 
 class Source(ABC):
@@ -60,7 +60,7 @@ class JSONL(Source):
             value = json.loads(line)
         except ValueError as error:  # JSONDecodeError, and UnicodeDecodeError where the line is not UTF-8
             raise UserError(
-                f"{self.where(row)} is not JSON ({error}): {_start(line)}; mend or remove the line"
+                f"{self.where(row)} is not JSON ({one_line(error)}): {_start(line)}; mend or remove the line"
             ) from error
         if not isinstance(value, dict):
             raise UserError(
@@ -121,7 +121,7 @@ class Parquet(Source):
         try:
             return parquet.read_table(path).combine_chunks()
         except pyarrow.ArrowInvalid as error:
-            raise UserError(f"{self.path} is not Parquet ({_first_line(error)}); check `path`") from error
+            raise UserError(f"{self.path} is not Parquet ({one_line(error)}); check `path`") from error
 
 
 class HuggingFace(Source):
@@ -166,7 +166,7 @@ class HuggingFace(Source):
             return datasets.load_dataset(self.path, self.subset, split=self.split)
         except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:  # unknown name, subset, split, host
             raise UserError(
-                f"{self.name} with subset {self.subset} cannot be loaded ({_first_line(error)});"
+                f"{self.name} with subset {self.subset} cannot be loaded ({one_line(error)});"
                 " check `path`, `subset` and `split`"
             ) from error
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Literal, cast
 
 from rlflow.data.sources import Source
-from rlflow.errors import UserError, did_you_mean
+from rlflow.errors import UserError, did_you_mean, one_line
 
 
 class ReasoningGym(Source):
@@ -83,7 +83,7 @@ class ReasoningGym(Source):
             generator = reasoning_gym.create_dataset(self.task, seed=first_seed, size=self.size, **self.config)
         except (TypeError, AssertionError) as error:  # an unknown setting; a value out of range
             raise UserError(
-                f"reasoning-gym {self.task} refuses `size` {self.size} with `config` {self.config}: {error}"
+                f"reasoning-gym {self.task} refuses `size` {self.size} with `config` {self.config}: {one_line(error)}"
             ) from error
         first = generator[0]
         if generator.score_answer(first["answer"], _travelled(first)) != generator.score_answer(first["answer"], first):

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any, cast
 
-from rlflow.errors import UserError, did_you_mean
+from rlflow.errors import UserError, did_you_mean, one_line
 from rlflow.rewards.reward import OnError, SampleReward
 
 
@@ -42,7 +42,9 @@ def imported(path: str) -> Callable[[str, dict[str, Any]], float]:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise UserError(f"`function` {path!r} cannot be imported ({error}); check the path and its folder") from error
+        raise UserError(
+            f"`function` {path!r} cannot be imported ({one_line(error)}); check the path and its folder"
+        ) from error
     function = vars(module).get(name)
     if not callable(function):
         raise UserError(

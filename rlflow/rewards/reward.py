@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlflow.errors import UserError, did_you_mean
+from rlflow.errors import UserError, did_you_mean, one_line
 
 OnError = Literal["raise", "zero"]
 
@@ -67,7 +67,8 @@ class SampleReward(Reward):
             except UserError:
                 raise  # the row or the configuration is at fault, not the response
             except Exception as error:
-                failure = f"{self} failed on sample {i} with {type(error).__name__}: {error} ({_excerpt(text, row)})"
+                reason = f"{type(error).__name__}: {one_line(error)}"
+                failure = f"{self} failed on sample {i} with {reason} (response {text[:60]!r}, row {row!r:.120})"
                 if self.on_error == "raise":
                     raise UserError(f"{failure}; mend it, or set `on_error: zero`") from error
                 total.append(0.0)
@@ -101,7 +102,3 @@ def _number(score: Any) -> float:
     if not math.isfinite(score):
         raise ValueError(f"it returned {score}")
     return float(score)
-
-
-def _excerpt(text: str, row: dict[str, Any]) -> str:
-    return f"response {text[:60]!r}, row {str(row)[:120]}"

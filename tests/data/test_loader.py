@@ -1,0 +1,200 @@
+"""Global batches are the same for any number of shards, every row is dealt once, and a rank reads its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlflow.data.loader import Loader, share
+from rlflow.data.prompts import PromptData
+from rlflow.errors import UserError
+from rlflow.models.tiny import tiny_tokenizer
+from tests.data.listed import Listed
+
+TOKENIZER = tiny_tokenizer()  # one token a character; 0 ends a text
+
+
+def numbered(count: int) -> list[dict[str, Any]]:
+    """Rows whose prompt and answer are their number."""
+    return [{"question": str(row), "answer": str(row)} for row in range(count)]
+
+
+def loader(rows: list[dict[str, Any]], seed: int = 0, **settings: Any) -> Loader:
+    source = Listed(rows)
+    return Loader(source, PromptData(source, **settings), TOKENIZER, seed)
+
+
+def dealt(of: Loader, step: int, shards: int) -> list[int]:
+    """The numbers of the rows of a step, shard after shard."""
+    return [int(row["question"]) for shard in range(shards) for row in of.batch(step, shard, shards)[0].rows]
+
+
+@given(
+    rows=st.integers(1, 40),
+    prompts=st.integers(1, 12),
+    shards=st.integers(1, 5),
+    step=st.integers(0, 20),
+    seed=st.integers(0, 2**40),
+)
+def test_a_step_has_the_same_rows_in_the_same_order_for_any_number_of_shards(
+    rows: int, prompts: int, shards: int, step: int, seed: int
+) -> None:
+    data = loader(numbered(rows), seed, prompts_per_step=min(prompts, rows))
+
+    assert dealt(data, step, shards) == dealt(data, step, 1)
+    ids = torch.cat([data.batch(step, shard, shards)[1] for shard in range(shards)])
+    assert ids.tolist() == [step * min(prompts, rows) + place for place in range(min(prompts, rows))]
+
+
+def test_an_epoch_draws_every_row_once_and_leaves_out_what_fills_no_step() -> None:
+    data = loader(numbered(10), prompts_per_step=3)  # 3 steps of 3; 1 row waits
+    epoch = [number for step in range(3) for number in dealt(data, step, 2)]
+
+    assert data.steps_per_epoch == 3
+    assert len(epoch) == len(set(epoch)) == 9
+
+
+def test_epochs_have_different_orders_that_the_seed_decides() -> None:
+    first, again, other = (loader(numbered(64), seed, prompts_per_step=64) for seed in (1, 1, 2))
+
+    assert dealt(first, 0, 1) == dealt(again, 0, 1)
+    assert len({tuple(dealt(data, epoch, 1)) for data in (first, other) for epoch in (0, 1)}) == 4
+
+
+def test_a_run_continues_at_any_step() -> None:
+    straight, continued = (loader(numbered(10), prompts_per_step=4) for _ in range(2))
+    steps = [dealt(straight, step, 1) for step in range(7)]
+
+    assert dealt(continued, 6, 1) == steps[6]
+
+
+def test_the_order_is_that_of_the_source_without_shuffle() -> None:
+    data = loader(numbered(6), prompts_per_step=3, shuffle=False)
+
+    assert [dealt(data, step, 1) for step in range(3)] == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
+
+
+def test_a_shard_reads_its_own_rows_and_no_other() -> None:
+    source = Listed(numbered(12))
+    data = Loader(source, PromptData(source, prompts_per_step=6), TOKENIZER, seed=0)
+    source.reads.clear()  # the scan's
+
+    batch, _ = data.batch(1, shard=1, shards=3)
+    assert source.reads == [int(row["question"]) for row in batch.rows]
+    assert len(source.reads) == 2
+
+
+def test_shares_differ_by_at_most_one_and_may_be_empty() -> None:
+    assert [len(share(10, shard, 4)) for shard in range(4)] == [2, 3, 2, 3]
+    assert [len(share(2, shard, 4)) for shard in range(4)] == [0, 1, 0, 1]
+
+
+def test_a_shard_without_rows_has_an_empty_batch() -> None:
+    batch, ids = loader(numbered(2), prompts_per_step=2, response="answer").batch(0, shard=0, shards=4)
+
+    assert (len(batch.prompt_ids), tuple(batch.response_ids.shape), batch.rows, ids.tolist()) == (0, (0, 0), [], [])
+    assert batch.prompt_ids.values.dtype == batch.response_ids.dtype == ids.dtype == torch.int64
+
+
+def test_a_batch_is_right_padded_and_masks_the_responses() -> None:
+    rows = [{"question": "ab", "answer": "xyz"}, {"question": "c", "answer": ""}]
+    batch, _ = loader(rows, prompts_per_step=2, shuffle=False, response="answer").batch(0, 0, 1)
+
+    pad = TOKENIZER.pad_token_id
+    assert [ids.tolist() for ids in batch.prompt_ids.rows()] == [[97, 98], [99]]
+    assert batch.response_ids.tolist() == [[120, 121, 122, 0], [0, pad, pad, pad]]
+    assert batch.lengths.tolist() == [4, 1]
+    assert batch.loss_mask.tolist() == [[True] * 4, [True, False, False, False]]
+    assert batch.rows == rows
+
+
+def test_prompts_without_responses_have_none() -> None:
+    batch, _ = loader(numbered(2), prompts_per_step=2).batch(0, 0, 1)
+
+    assert tuple(batch.response_ids.shape) == tuple(batch.loss_mask.shape) == (2, 0)
+    assert batch.lengths.tolist() == [0, 0]
+
+
+def test_validation_has_all_rows_in_the_order_of_the_source_whatever_the_step_draws() -> None:
+    data = loader(numbered(5), prompts_per_step=100)
+    parts = [data.all(shard, 3) for shard in range(3)]
+
+    assert [row["question"] for batch, _ in parts for row in batch.rows] == ["0", "1", "2", "3", "4"]
+    assert torch.cat([ids for _, ids in parts]).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_rows_that_are_too_long_are_dropped_before_any_is_dealt_out() -> None:
+    lengths = [1, 9, 2, 8, 3, 7]
+    data = loader(
+        [{"question": "x" * length} for length in lengths], prompts_per_step=3, max_prompt_length=3, overlong="drop"
+    )
+
+    assert sorted(len(row["question"]) for row in data.batch(0, 0, 1)[0].rows) == [1, 2, 3]
+    assert str(data.scan) == "listed: 3 of 6 rows kept; 3 too long, such as listed, row 1, listed, row 3, listed, row 5"
+
+
+def test_a_prompt_of_just_the_limit_is_kept() -> None:
+    data = loader([{"question": "abc"}], prompts_per_step=1, max_prompt_length=3)
+
+    assert str(data.scan) == "listed: 1 of 1 rows kept"
+
+
+def test_a_prompt_that_is_too_long_stops_the_run_by_default() -> None:
+    with pytest.raises(UserError) as raised:
+        loader([{"question": "a"}, {"question": "abcd"}, {"question": "abcde"}], max_prompt_length=3)
+
+    assert str(raised.value) == (
+        "2 of 3 rows exceed `data.max_prompt_length` 3 tokens, the first of them listed, row 1; the longest prompt"
+        " has 5. Raise the limit, or set `data.overlong: drop`"
+    )
+
+
+def test_a_response_that_is_too_long_counts_its_end() -> None:
+    rows = [{"question": "a", "answer": "1234"}]
+
+    assert loader(rows, response="answer", max_response_length=5).size == 1
+    with pytest.raises(UserError, match=r"`data.max_response_length` 4 tokens, .* the longest response 5"):
+        loader(rows, response="answer", max_response_length=4)
+
+
+def test_dropping_every_row_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"2 of 2 rows exceed .* Raise the limit$"):
+        loader(numbered(2), max_prompt_length=0, overlong="drop")
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(UserError, match="listed has no rows"):
+        loader([])
+
+
+def test_fewer_rows_than_a_step_draws_are_refused() -> None:
+    with pytest.raises(UserError, match=r"3 rows, fewer than `data.prompts_per_step` 4; lower it to at most 3"):
+        _ = loader(numbered(3), prompts_per_step=4).steps_per_epoch
+
+
+def test_a_row_that_json_cannot_carry_is_named() -> None:
+    with pytest.raises(UserError, match="listed, row 1: Object of type bytes is not JSON serializable"):
+        loader([{"question": "a"}, {"question": "b", "picture": b"\x00"}])
+
+
+def test_the_digest_tells_datasets_apart_that_read_differently() -> None:
+    rows = numbered(3)
+    digests = {
+        loader(rows).scan.digest,
+        loader(rows[:2]).scan.digest,
+        loader(rows[::-1]).scan.digest,
+        loader(rows, response="answer").scan.digest,
+    }
+
+    assert len(digests) == 4
+    assert loader(rows, seed=1).scan.digest in digests
+
+
+def test_a_scan_of_several_chunks_misses_no_row() -> None:
+    data = loader(numbered(2500), prompts_per_step=2500, shuffle=False)
+
+    assert dealt(data, 0, 1) == list(range(2500))

@@ -1,0 +1,147 @@
+"""How a row becomes token ids. The tokenizer gives each character its code, so ids are read as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from rlflow.data.prompts import Encoder, Example, PromptData
+from rlflow.errors import UserError
+from rlflow.models.tiny import tiny_tokenizer
+from tests.data.listed import Listed
+
+TOKENIZER = tiny_tokenizer()
+
+
+def encode(row: dict[str, Any], tokenizer: Any = TOKENIZER, **settings: Any) -> Example:
+    source = Listed([row])
+    return Encoder(PromptData(source, **settings), tokenizer)(source, [0])[0]
+
+
+def codes(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def test_a_plain_prompt_is_its_characters() -> None:
+    assert encode({"question": "1+1="}).prompt_ids == codes("1+1=")
+
+
+def test_the_prompt_column_is_chosen_by_name() -> None:
+    assert encode({"question": "no", "p": "yes"}, prompt="p").prompt_ids == codes("yes")
+
+
+def test_dots_step_into_a_column() -> None:
+    row = {"metadata": {"expression": "1 + 1"}}
+
+    assert encode(row, prompt="metadata.expression").prompt_ids == codes("1 + 1")
+
+
+def test_a_column_whose_name_has_dots_comes_first() -> None:
+    assert encode({"a.b": "whole", "a": {"b": "inner"}}, prompt="a.b").prompt_ids == codes("whole")
+
+
+def test_a_response_ends_with_the_end_of_sequence_token() -> None:
+    assert encode({"question": "1+1=", "answer": "2"}, response="answer").response_ids == [ord("2"), 0]
+
+
+def test_without_a_response_column_there_is_no_response() -> None:
+    assert encode({"question": "1+1=", "answer": "2"}).response_ids == []
+
+
+def test_a_prompt_has_the_same_tokens_with_and_without_a_response() -> None:
+    row = {"question": "1+1=", "answer": "2"}
+
+    assert encode(row).prompt_ids == encode(row, response="answer").prompt_ids
+
+
+def test_a_chat_template_ends_where_the_assistant_begins() -> None:
+    ids = encode({"question": "hi"}, chat_template=True, system_prompt="be brief").prompt_ids
+
+    assert TOKENIZER.decode(ids) == (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_list_of_messages_is_written_as_it_is() -> None:
+    messages = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    ids = encode({"question": messages}, chat_template=True).prompt_ids
+
+    assert TOKENIZER.decode(ids).count("<|im_start|>user\nuser<|im_end|>") == 2
+
+
+def test_what_a_tokenizer_puts_before_texts_stands_before_plain_prompts_only() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|reserved_7|> $A", special_tokens=[("<|reserved_7|>", 7)]
+    )  # as Llama's tokenizers do
+
+    example = encode({"question": "ab", "answer": "c"}, tokenizer, response="answer")
+    assert (example.prompt_ids, example.response_ids) == ([7, *codes("ab")], [ord("c"), 0])
+    assert 7 not in encode({"question": "ab"}, tokenizer, chat_template=True).prompt_ids
+
+
+def test_a_missing_column_is_named_with_those_that_are_there() -> None:
+    with pytest.raises(
+        UserError, match=r"listed, row 0 has no column `questoin`; columns found: question, n\. Did"
+    ) as e:
+        encode({"question": "1+1=", "n": 1}, prompt="questoin")
+    assert str(e.value).endswith('Did you mean "question"?')
+
+
+@pytest.mark.parametrize("value", [None, 3, {"a": 1}])
+def test_a_prompt_that_is_no_text_is_named(value: Any) -> None:
+    with pytest.raises(UserError, match=r"listed, row 0: column `question` is .*, not a text"):
+        encode({"question": value})
+
+
+def test_messages_need_the_chat_template() -> None:
+    with pytest.raises(UserError, match=r"row 0: column `question` is a list of messages; set `data.chat_template"):
+        encode({"question": [{"role": "user", "content": "hi"}]})
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, "hi"])
+def test_a_message_without_role_or_content_is_named(message: Any) -> None:
+    with pytest.raises(UserError, match=r"row 0: column `question` is .*, not messages with role and content"):
+        encode({"question": [message]}, chat_template=True)
+
+
+def test_messages_that_the_template_refuses_are_named() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+
+    with pytest.raises(UserError, match=r"row 0: the model's chat template refuses the messages \(no system role\)"):
+        encode({"question": "hi"}, tokenizer, chat_template=True)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(UserError, match="listed, row 0: the prompt is empty"):
+        encode({"question": ""})
+
+
+def test_a_tokenizer_without_a_template_cannot_write_chats() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+
+    with pytest.raises(UserError, match=r"`data.chat_template` is true but the model's tokenizer has no template"):
+        encode({"question": "hi"}, tokenizer, chat_template=True)
+
+
+def test_a_tokenizer_without_an_end_cannot_end_responses() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+
+    with pytest.raises(
+        UserError, match=r"`data.response` is 'answer', but the model's tokenizer has no end-of-sequence"
+    ):
+        encode({"question": "hi", "answer": "2"}, tokenizer, response="answer")
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [({"prompts_per_step": 0}, "`prompts_per_step` is 0"), ({"system_prompt": "x"}, "set `chat_template: true`")],
+)
+def test_settings_that_cannot_work_are_refused_at_once(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        PromptData(Listed([]), **settings)

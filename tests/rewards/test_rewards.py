@@ -1,0 +1,178 @@
+"""What each reward gives, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.data.tasks import ReasoningGym
+from rlflow.errors import UserError
+from rlflow.rewards import CallableReward, ExactMatch, MathVerify, ReasoningGymScore, Scores, WeightedSum
+
+
+def length(text: str, row: dict[str, Any]) -> float:
+    return len(text)
+
+
+def inverse(text: str, row: dict[str, Any]) -> float:
+    return 1 / len(text)
+
+
+def test_exact_match_ignores_whitespace_at_the_ends_only() -> None:
+    rows = [{"answer": "4 2"}] * 4
+
+    assert ExactMatch().score(["4 2", " 4 2\n", "42", "4 2."], rows).total == [1, 1, 0, 0]
+
+
+def test_exact_match_reads_numbers_of_the_named_column() -> None:
+    assert ExactMatch("n").score(["42", "41"], [{"n": 42}] * 2).total == [1, 0]
+
+
+def test_a_row_without_the_column_is_an_error_under_either_policy() -> None:
+    with pytest.raises(
+        UserError, match=r'reads column `anwser`.*columns found: question, answer\. Did you mean "answer"'
+    ):
+        ExactMatch("anwser", on_error="zero").score(["1"], [{"question": "", "answer": "1"}])
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "score"),
+    [
+        ("so it is $\\frac{1}{2}$", "0.5", 1),
+        ("The answer is \\boxed{\\frac{\\sqrt{8}}{2}}", "\\sqrt{2}", 1),
+        ("\\boxed{(x+1)^2}", "x^2+2x+1", 1),
+        ("she sold 48 + 24 = 72", "She sold 48+24 = <<48+24=72>>72 clips.\n#### 72", 1),
+        ("1,234", "1234", 1),
+        ("$\\boxed{[1, 2)}$", "[1, 2)", 1),
+        ("\\boxed{3}", "$3$", 1),
+        ("\\boxed{0.51}", "\\frac{1}{2}", 0),
+        ("no idea", "72", 0),
+        ("", "72", 0),
+    ],
+)
+def test_math_verify_compares_as_mathematics(text: str, answer: str, score: float) -> None:
+    assert MathVerify().score([text], [{"answer": answer}]).total == [score]
+
+
+def test_an_answer_that_is_no_mathematics_is_the_datasets_fault() -> None:
+    with pytest.raises(UserError, match="column `answer` holds '', no expression"):
+        MathVerify(on_error="zero").score(["1"], [{"answer": ""}])
+
+
+@pytest.mark.parametrize("task", ["chain_sum", "gcd", "countdown", "spell_backward"])
+def test_reasoning_gym_gives_the_right_answer_full_marks_and_a_wrong_one_less(task: str) -> None:
+    source = ReasoningGym(task, size=5, validation_size=0)
+    rows = [source[row] for row in range(len(source))]
+
+    assert ReasoningGymScore(task).score([row["answer"] for row in rows], rows).total == [1.0] * len(rows)
+    assert max(ReasoningGymScore(task).score(["?"] * len(rows), rows).total) < 1
+
+
+def test_reasoning_gyms_own_partial_marks_come_through() -> None:
+    # chain_sum: an answer inside other text is worth its share of the text, 2 of 3 characters.
+    assert ReasoningGymScore("chain_sum").score(["46x"], [{"answer": "46"}]).total == [2 / 3]
+
+
+def test_an_unknown_task_is_named_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"`task` 'chain_sam' .* Did you mean .chain_sum.\?"):
+        ReasoningGymScore("chain_sam").score(["1"], [{"answer": "1"}])
+
+
+def test_a_function_is_called_with_response_and_row() -> None:
+    def starts(text: str, row: dict[str, Any]) -> bool:
+        return text.startswith(row["first"])
+
+    assert CallableReward(starts).score(["ab", "ba"], [{"first": "a"}] * 2) == Scores([1.0, 0.0])
+
+
+def test_a_function_is_found_by_its_dotted_path() -> None:
+    assert CallableReward("tests.rewards.test_rewards.length").score(["abc"], [{}]).total == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("path", "complaint"),
+    [
+        ("length", "names no module"),
+        ("nowhere.length", "cannot be imported"),
+        ("tests.rewards.test_rewards.lenght", "has no function 'lenght'. Did you mean \"length\"?"),
+        ("tests.rewards.test_rewards.__doc__", "has no function"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_named_before_anything_is_scored(path: str, complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint.replace("?", r"\?")):
+        CallableReward(path)
+
+
+def test_a_function_in_the_users_folder_that_cannot_be_imported_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_broken_rewards.py").write_text("import no_such_library\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with pytest.raises(UserError, match="No module named 'no_such_library'"):
+        CallableReward("my_broken_rewards.brevity")
+
+
+def test_a_reward_that_raises_names_the_sample() -> None:
+    with pytest.raises(UserError) as raised:
+        CallableReward(inverse).score(["ab", ""], [{"n": 0}, {"n": 1}])
+
+    assert str(raised.value) == (
+        "reward `inverse` failed on sample 1 with ZeroDivisionError: division by zero (response '', row {'n': 1});"
+        " mend it, or set `on_error: zero`"
+    )
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def test_what_a_reward_raises_is_told_in_one_line() -> None:
+    def verbose(text: str, row: dict[str, Any]) -> float:
+        raise RuntimeError("first\n  second")
+
+    with pytest.raises(UserError, match="RuntimeError: first second"):
+        CallableReward(verbose).score(["a\nb"], [{"q": "c\nd"}])
+
+
+@pytest.mark.parametrize("returned", [math.nan, math.inf, None, "1", [1.0]])
+def test_what_is_no_finite_number_is_an_error(returned: Any) -> None:
+    with pytest.raises(UserError, match=r"failed on sample 0 .* it returned"):
+        CallableReward(lambda text, row: returned).score(["a"], [{}])
+
+
+def test_under_zero_a_failed_sample_scores_0_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    reward = CallableReward(inverse, on_error="zero")
+
+    with caplog.at_level(logging.WARNING):
+        assert reward.score(["ab", "", "abcd", ""], [{}] * 4) == Scores([0.5, 0.0, 0.25, 0.0], errors=2)
+    assert "2 of 4 samples were scored 0; reward `inverse` failed on sample 1" in caplog.text
+
+
+def test_a_weighted_sum_adds_up_and_shows_its_parts() -> None:
+    reward = WeightedSum({"match": ExactMatch(), "length": CallableReward(length)}, {"match": 1.0, "length": -0.1})
+
+    scores = reward.score(["42", "421"], [{"answer": "42"}] * 2)
+    assert scores.total == pytest.approx([1 - 0.2, 0 - 0.3])
+    assert scores.parts == {"match": [1.0, 0.0], "length": [2.0, 3.0]}
+
+
+def test_a_weighted_sum_counts_the_errors_of_its_parts() -> None:
+    reward = WeightedSum(
+        {"a": CallableReward(inverse, on_error="zero"), "b": CallableReward(inverse, on_error="zero")}, {"a": 1, "b": 1}
+    )
+
+    assert reward.score([""], [{}]).errors == 2
+
+
+@pytest.mark.parametrize("weights", [{}, {"macth": 1.0}, {"match": 1.0, "length": 1.0}])
+def test_every_part_of_a_sum_needs_its_weight(weights: dict[str, float]) -> None:
+    with pytest.raises(UserError, match=r"`parts` are \[match\] but `weights` are for"):
+        WeightedSum({"match": ExactMatch()}, weights)
+
+
+def test_no_samples_have_no_scores() -> None:
+    reward = WeightedSum({"match": ExactMatch()}, {"match": 1.0})
+
+    assert reward.score([], []) == Scores([], {"match": []})
