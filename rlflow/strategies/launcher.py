@@ -129,7 +129,7 @@ def _follow(parent: int, local_rank: int, terminal: int) -> None:
         while os.getppid() == parent:
             time.sleep(POLL_S)
         if local_rank == 1:  # one of them says it
-            _say(terminal, "the first rank of this machine is gone without a word; ended the other ranks")
+            _say(terminal, "rank 0 of this machine is gone without a word; ended the other ranks")
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()

@@ -1,0 +1,47 @@
+"""A script that the launcher's tests start with two ranks and the name of what shall happen."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+from rlflow.errors import UserError
+from rlflow.strategies.launcher import RankLauncher
+
+HANGS_S = 60
+
+
+def main(happening: str) -> None:
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    print(f"rank {rank} is process {os.getpid()}", flush=True)
+    dist.init_process_group("gloo", rank=rank, world_size=2)  # both are there
+    if happening == "rank 1 exits with 2 and rank 0 hangs":
+        if rank == 1:
+            sys.exit(2)
+        time.sleep(HANGS_S)
+    elif happening == "rank 1 is killed and rank 0's collective fails":
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+    elif happening == "rank 0 finds a user's error":
+        if rank == 0:
+            raise UserError("`stage` is 7")
+        time.sleep(HANGS_S)
+    elif happening == "rank 0 is killed":
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(HANGS_S)
+    elif happening == "rank 1 ends after rank 0" and rank == 1:
+        time.sleep(2)
+        print("rank 1 is done", flush=True)
+
+
+if __name__ == "__main__":
+    environment = LightningEnvironment()
+    RankLauncher(environment, num_processes=2, num_nodes=1).launch(main, sys.argv[1])

@@ -1,0 +1,100 @@
+"""Real processes that die in real ways."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("ranks_script.py")
+HAPPENINGS = [
+    "rank 1 exits with 2 and rank 0 hangs",
+    "rank 1 is killed and rank 0's collective fails",
+    "rank 0 finds a user's error",
+    "rank 0 is killed",
+    "rank 1 ends after rank 0",
+]
+
+
+@dataclass(frozen=True)
+class Ending:
+    code: int
+    output: str
+    errors: str
+
+    def ranks_alive(self) -> list[int]:
+        """Ranks whose processes are there after the launcher has ended; they have a second to go."""
+        processes = {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d) is process (\d+)", self.output)}
+        assert processes.keys() == {0, 1}, self
+        deadline = time.monotonic() + 1.0
+        while alive := [rank for rank, pid in processes.items() if _runs(pid)]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        return alive
+
+
+def _runs(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return (
+        stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    )  # nobody reaps an orphan's zombie here
+
+
+@pytest.fixture(scope="module")
+def endings() -> dict[str, Ending]:
+    """How each script ended, all running side by side; none may take longer than the hang would."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "MASTER_PORT")}
+    scripts = {
+        happening: subprocess.Popen(
+            [sys.executable, str(SCRIPT), happening],
+            cwd=SCRIPT.parents[2],
+            env=environment | {"PYTHONPATH": str(SCRIPT.parents[2])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for happening in HAPPENINGS
+    }
+    found = {}
+    for happening, script in scripts.items():
+        output, errors = script.communicate(timeout=50)
+        found[happening] = Ending(script.returncode, output, errors)
+    return found
+
+
+def test_a_rank_that_exits_ends_one_that_hangs_with_its_code_and_one_line(endings: dict[str, Ending]) -> None:
+    ending = endings["rank 1 exits with 2 and rank 0 hangs"]
+    assert (ending.code, ending.errors) == (2, "rank 1 exited with code 2; ended the other ranks\n")
+    assert ending.ranks_alive() == []
+
+
+def test_a_killed_rank_is_named_rather_than_the_collective_that_it_broke(endings: dict[str, Ending]) -> None:
+    ending = endings["rank 1 is killed and rank 0's collective fails"]
+    assert (ending.code, ending.errors) == (1, "rank 1 was killed by SIGKILL; ended the other ranks\n")
+    assert ending.ranks_alive() == []
+
+
+def test_an_error_of_rank_0_is_its_own_to_tell_and_ends_the_others(endings: dict[str, Ending]) -> None:
+    ending = endings["rank 0 finds a user's error"]
+    assert ending.code == 1
+    assert ending.errors.endswith("UserError: `stage` is 7\n")
+    assert ending.ranks_alive() == []
+
+
+def test_when_rank_0_is_killed_the_others_end_and_say_so(endings: dict[str, Ending]) -> None:
+    ending = endings["rank 0 is killed"]
+    assert ending.errors == "rank 0 of this machine is gone without a word; ended the other ranks\n"
+    assert ending.ranks_alive() == []
+
+
+def test_a_rank_may_finish_after_rank_0(endings: dict[str, Ending]) -> None:
+    ending = endings["rank 1 ends after rank 0"]
+    assert (ending.code, ending.errors) == (0, "")
+    assert "rank 1 is done" in ending.output
