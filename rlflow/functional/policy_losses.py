@@ -89,7 +89,8 @@ def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_
 def cpgd_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """`-min(A log pi, A clip(log pi, log old + ln(1 - clip_low), log old + ln(1 + clip_high)))`.
 
-    PPO's clip without a ratio in the gradient. CPGD, arXiv 2505.12504. Its policy drift is a term of its own: add an estimate of the divergence from `old`.
+    PPO's clip without a ratio in the gradient. CPGD, arXiv 2505.12504. Its policy drift is a term of its own:
+    add an estimate of the divergence from `old`.
 
     Args:
         logprobs: `[B, T]` of the policy in training.

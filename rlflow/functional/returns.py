@@ -1,9 +1,9 @@
 """Returns and advantages along the tokens of a response, from rewards per token.
 
-They are constants to the gradient: computed from detached inputs in float64, returned in the dtype of the values
-(of the rewards where there are none).
-Positions where the mask is 0 are stepped over, be they padding or, between generated tokens, the output of a tool:
-what stands there (reward, value) has no part in the result, and no discount is taken for them.
+They are constants to the gradient: computed from detached inputs in float64, returned in the dtype of the values, or
+of the rewards where there are none. Positions where the mask is 0 are stepped over, be they padding or, between
+generated tokens, the output of a tool: what stands there (reward, value) has no part in the result, and no discount is
+taken for them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from rlflow.errors import UserError
+from rlflow.functional import group_normalized_advantages, opo_advantages, rloo_advantages
+
+
+def one_group(size: int) -> Tensor:
+    return torch.full((size,), 7, dtype=torch.int64)
+
+
+def rewards_of_two_groups() -> tuple[Tensor, Tensor]:
+    """Groups 3 and 11 of 3 and 2 samples, their samples mixed."""
+    return torch.tensor([1.0, 5.0, 0.0, 9.0, 2.0]), torch.tensor([3, 11, 3, 11, 3])
+
+
+def opo_of_equal_lengths(rewards: Tensor, group: Tensor) -> Tensor:
+    return opo_advantages(rewards, torch.full_like(group, 4), group)
+
+
+EVERY_ADVANTAGE = pytest.mark.parametrize(
+    "advantages_of", [group_normalized_advantages, rloo_advantages, opo_of_equal_lengths]
+)
+
+
+def test_group_normalized_advantages_are_those_of_grpo(known: dict[str, Any]) -> None:
+    rewards = torch.tensor(known["group_normalized"]["rewards"], dtype=torch.float32)
+    expected = torch.tensor(known["group_normalized"]["advantages"])
+    assert_close(group_normalized_advantages(rewards, one_group(4)), expected, rtol=0, atol=1e-6)
+
+
+def test_without_std_they_are_those_of_dr_grpo(known: dict[str, Any]) -> None:
+    rewards = torch.tensor(known["group_normalized"]["rewards"], dtype=torch.float32)
+    expected = torch.tensor(known["group_normalized"]["dr_grpo"])
+    assert_close(group_normalized_advantages(rewards, one_group(4), normalize_std=False), expected)
+
+
+def test_rloo_leaves_the_sample_out_of_its_baseline(known: dict[str, Any]) -> None:
+    rewards = torch.tensor(known["rloo"]["rewards"], dtype=torch.float32)
+    assert_close(rloo_advantages(rewards, one_group(4)), torch.tensor(known["rloo"]["advantages"]), rtol=0, atol=1e-6)
+
+
+def test_rloo_of_groups_of_different_sizes() -> None:
+    rewards, group = rewards_of_two_groups()
+    # group 3: 1 - (0+2)/2, 0 - (1+2)/2, 2 - (1+0)/2; group 11: 5 - 9, 9 - 5
+    assert_close(rloo_advantages(rewards, group), torch.tensor([0.0, -4.0, -1.5, 4.0, 1.5]))
+
+
+def test_opo_weighs_the_baseline_by_length() -> None:
+    # (1*1 + 0*3) / (1 + 3) = 0.25 in group 0, (2*5 + 4*5) / 10 = 3 in group 1
+    rewards, lengths = torch.tensor([1.0, 2.0, 0.0, 4.0]), torch.tensor([1, 5, 3, 5])
+    advantages = opo_advantages(rewards, lengths, torch.tensor([0, 1, 0, 1]))
+    assert_close(advantages, torch.tensor([0.75, -1.0, -0.25, 1.0]))
+
+
+def test_opo_of_responses_without_tokens_is_finite() -> None:
+    advantages = opo_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([4, 4]))
+    assert advantages.isfinite().all()
+
+
+@EVERY_ADVANTAGE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rewards_have_an_advantage_of_exactly_zero(advantages_of: Any, dtype: torch.dtype) -> None:
+    for reward in (0.7, 0.1, 1 / 3, -2.3, 1e6 / 7):
+        for size in (2, 3, 7, 12, 48):
+            rewards = torch.full((size,), reward, dtype=dtype)
+            assert (advantages_of(rewards, one_group(size)) == 0.0).all(), (reward, size)
+
+
+def test_a_group_without_variance_has_no_advantage(known: dict[str, Any]) -> None:
+    rewards = torch.tensor(known["zero_variance_group"]["rewards"])
+    expected = known["zero_variance_group"]["advantages"]
+    assert group_normalized_advantages(rewards, one_group(len(rewards)), eps=1e-9).tolist() == expected
+
+
+def test_equal_rewards_are_safe_without_eps() -> None:
+    assert group_normalized_advantages(torch.full((12,), 0.7), one_group(12), eps=0.0).tolist() == [0.0] * 12
+
+
+@EVERY_ADVANTAGE
+def test_where_the_samples_stand_does_not_matter(advantages_of: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.rand(60, generator=generator)
+    group = torch.arange(60) % 7 * 1_000_003  # groups of 8 and 9, ids far apart
+    order = torch.randperm(60, generator=generator)
+    assert_close(advantages_of(rewards[order], group[order]), advantages_of(rewards, group)[order], rtol=0, atol=1e-7)
+
+
+@EVERY_ADVANTAGE
+def test_the_advantages_of_a_group_sum_to_zero(advantages_of: Any) -> None:
+    rewards, group = rewards_of_two_groups()
+    advantages = advantages_of(rewards.double(), group)
+    assert abs(advantages[group == 3].sum().item()) < 1e-12
+    assert abs(advantages[group == 11].sum().item()) < 1e-12
+
+
+@EVERY_ADVANTAGE
+def test_a_sample_without_a_score_counts_nowhere(advantages_of: Any) -> None:
+    rewards, group = torch.tensor([1.0, torch.nan, 0.0, 0.0, 1.0, torch.nan, torch.nan]), one_group(7)
+    group[5:] = 8  # a group of which no sample has a score
+    advantages = advantages_of(rewards, group)
+    assert advantages[[1, 5, 6]].tolist() == [0.0, 0.0, 0.0]
+    assert_close(advantages[[0, 2, 3, 4]], advantages_of(rewards[[0, 2, 3, 4]], one_group(4)))
+
+
+@EVERY_ADVANTAGE
+def test_the_only_scored_sample_of_a_group_has_no_advantage(advantages_of: Any) -> None:
+    assert advantages_of(torch.tensor([3.0, torch.nan]), one_group(2)).tolist() == [0.0, 0.0]
+
+
+@EVERY_ADVANTAGE
+def test_a_group_of_one_is_refused_by_name(advantages_of: Any) -> None:
+    with pytest.raises(UserError, match=r"group 41 has 1 sample.*at least 2.*`group_size`"):
+        advantages_of(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([5, 41, 5]))
+
+
+@EVERY_ADVANTAGE
+def test_no_rows_have_no_advantages(advantages_of: Any) -> None:
+    assert advantages_of(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+@EVERY_ADVANTAGE
+def test_advantages_are_detached_and_keep_the_dtype(advantages_of: Any) -> None:
+    rewards = torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True)
+    advantages = advantages_of(rewards, one_group(2))
+    assert advantages.dtype == torch.float64
+    assert not advantages.requires_grad
+
+
+def test_integer_rewards_are_not_rounded() -> None:
+    assert_close(rloo_advantages(torch.tensor([1, 0, 0, 1]), one_group(4))[0], torch.tensor(2 / 3))

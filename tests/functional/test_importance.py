@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from rlflow.errors import UserError
+from rlflow.functional import importance_weights
+
+# Log ratios of one response of three tokens, and of one of a single token with rubbish on its padding.
+OLD = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, 80.0, torch.nan]])
+ROLLOUT = torch.tensor([[-1.2, -0.9, -1.5], [-2.0, -90.0, 0.0]])
+MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("answer", "arguments"),
+    [
+        ("plain", {"high": math.inf}),
+        ("truncated_at_2", {"mode": "truncate", "high": 2.0}),
+        ("masked_outside_0.5_2", {"mode": "mask", "low": 0.5, "high": 2.0}),
+    ],
+)
+def test_known_weights(known: dict[str, Any], answer: str, arguments: dict[str, Any]) -> None:
+    old = torch.tensor([[known["importance_weights"]["old_logprob"]]])
+    rollout = torch.tensor([[known["importance_weights"]["rollout_logprob"]]])
+    weights = importance_weights(old, rollout, torch.ones(1, 1), **arguments)
+    assert_close(weights.item(), known["importance_weights"][answer], rtol=0, atol=1e-6)
+
+
+def test_weights_of_tokens() -> None:
+    expected = torch.tensor([[math.exp(0.2), math.exp(-0.1), math.exp(0.5)], [math.e, 0.0, 0.0]])
+    assert_close(importance_weights(OLD, ROLLOUT, MASK, "token", high=9.0), expected)
+
+
+def test_weights_of_sequences_take_the_sum_of_log_ratios() -> None:
+    expected = torch.tensor([[math.exp(0.6)] * 3, [math.e, 0.0, 0.0]])
+    assert_close(importance_weights(OLD, ROLLOUT, MASK, "sequence", high=9.0), expected)
+
+
+def test_geometric_weights_take_the_mean_of_log_ratios() -> None:
+    expected = torch.tensor([[math.exp(0.2)] * 3, [math.e, 0.0, 0.0]])
+    assert_close(importance_weights(OLD, ROLLOUT, MASK, "geometric", high=9.0), expected)
+
+
+def test_truncation_has_no_lower_end() -> None:
+    weights = importance_weights(torch.tensor([[-3.0]]), torch.tensor([[-1.0]]), torch.ones(1, 1), low=0.5)
+    assert_close(weights.item(), math.exp(-2.0))
+
+
+def test_masking_drops_small_weights_too_and_keeps_its_ends() -> None:
+    log_ratios = torch.tensor([[2.0, 0.5, 0.4, 2.1, 1.0]], dtype=torch.float64).log()
+    weights = importance_weights(log_ratios, torch.zeros(1, 5), torch.ones(1, 5), mode="mask", low=0.5, high=2.0)
+    assert_close(weights, torch.tensor([[2.0, 0.5, 0.0, 0.0, 1.0]], dtype=torch.float64))
+
+
+def test_a_sequence_whose_ratio_overflows_is_truncated_or_dropped() -> None:
+    old, rollout, mask = torch.full((1, 4), -1.0), torch.full((1, 4), -30.0), torch.ones(1, 4)
+    assert importance_weights(old, rollout, mask, "sequence").tolist() == [[2.0] * 4]
+    assert importance_weights(old, rollout, mask, "sequence", "mask").tolist() == [[0.0] * 4]
+
+
+def test_weights_are_detached() -> None:
+    old = torch.zeros(1, 2, requires_grad=True)
+    assert not importance_weights(old, torch.zeros(1, 2), torch.ones(1, 2), "geometric").requires_grad
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"level": "batch"}, r"level 'batch' does not exist; choose one of token, sequence, geometric"),
+        ({"mode": "clip"}, r"mode 'clip' does not exist; choose one of truncate, mask"),
+        ({"low": 3.0}, r"`low` 3.0 and `high` 2.0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        importance_weights(OLD, ROLLOUT, MASK, **arguments)

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.testing import assert_close
+
+from rlflow.functional import bradley_terry_loss, dpo_loss
+
+
+def pair(*numbers: float) -> list[torch.Tensor]:
+    return [torch.tensor([number], dtype=torch.float64, requires_grad=True) for number in numbers]
+
+
+def test_dpo_takes_the_margin_over_the_reference() -> None:
+    # margin (-1 - -2) - (-3 - -2.5) = 1.5; -log sigmoid(0.4 * 1.5) = log(1 + e^-0.6)
+    assert_close(dpo_loss(*pair(-1.0, -3.0, -2.0, -2.5), beta=0.4).item(), math.log1p(math.exp(-0.6)))
+
+
+def test_dpo_of_a_policy_that_equals_its_reference_is_log_2_with_gradient_half_beta() -> None:
+    chosen, rejected, ref_chosen, ref_rejected = pair(-1.0, -3.0, -1.0, -3.0)
+    loss = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta=0.1)
+    loss.sum().backward()
+    assert_close(loss.item(), math.log(2.0))
+    assert chosen.grad is not None
+    assert rejected.grad is not None
+    assert_close((chosen.grad.item(), rejected.grad.item()), (-0.05, 0.05))
+    assert ref_chosen.grad is None
+    assert ref_rejected.grad is None
+
+
+def test_bradley_terry_prefers_the_higher_score() -> None:
+    assert_close(bradley_terry_loss(*pair(2.0, 1.0)).item(), math.log1p(math.exp(-1.0)))
+    assert_close(bradley_terry_loss(*pair(1.0, 2.0)).item(), math.log1p(math.exp(1.0)))
+
+
+def test_hopeless_pairs_stay_finite() -> None:
+    assert_close(bradley_terry_loss(torch.tensor([-500.0]), torch.tensor([500.0])), torch.tensor([1000.0]))
+    assert_close(dpo_loss(*pair(-5000.0, 0.0, 0.0, 0.0), beta=1.0).item(), 5000.0)
+
+
+def test_gradients_agree_with_finite_differences() -> None:
+    chosen, rejected, ref_chosen, ref_rejected = pair(-1.2, -0.7, -1.0, -3.0)
+    assert torch.autograd.gradcheck(lambda c, r: dpo_loss(c, r, ref_chosen, ref_rejected, 0.3), (chosen, rejected))
+    assert torch.autograd.gradcheck(bradley_terry_loss, (chosen, rejected))

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.testing import assert_close
+
+from rlflow.functional import merge_moments, moments, standardize, whiten
+
+GLOBAL_BATCH = torch.tensor([1.0, 1.0, -1.0, -3.0])
+EVERYWHERE = torch.ones(4, dtype=torch.bool)
+
+
+def test_whiten_with_the_unbiased_deviation(known: dict[str, Any]) -> None:
+    expected = torch.tensor(known["global_whiten"]["unbiased_std"])
+    assert_close(whiten(GLOBAL_BATCH, EVERYWHERE), expected, rtol=0, atol=1e-6)
+
+
+def test_whiten_with_the_population_deviation(known: dict[str, Any]) -> None:
+    expected = torch.tensor(known["global_whiten"]["population_std"])
+    assert_close(whiten(GLOBAL_BATCH, EVERYWHERE, unbiased=False), expected, rtol=0, atol=1e-6)
+
+
+def test_merged_moments_of_two_ranks_whiten_as_the_global_batch_does(known: dict[str, Any]) -> None:
+    here, there = GLOBAL_BATCH[:2], GLOBAL_BATCH[2:]
+    both = merge_moments(torch.stack([moments(part, torch.ones(2)) for part in (here, there)]))
+    expected = torch.tensor(known["global_whiten"]["unbiased_std"])
+    assert_close(standardize(here, torch.ones(2), both), expected[:2], rtol=0, atol=1e-6)
+    assert_close(standardize(there, torch.ones(2), both), expected[2:], rtol=0, atol=1e-6)
+
+
+def test_merged_moments_are_those_of_the_whole() -> None:
+    x = torch.randn(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 1000
+    parts = torch.stack([moments(part, torch.ones_like(part)) for part in x.split([1, 0, 60, 39])])
+    assert_close(merge_moments(parts), torch.stack([torch.tensor(100.0), x.mean(), x.var() * 99]).double())
+
+
+def test_masked_entries_count_nowhere_and_are_zero() -> None:
+    x = torch.tensor([[1.0, 99.0], [1.0, torch.nan], [-1.0, -3.0]])
+    mask = torch.tensor([[1, 0], [1, 0], [1, 1]])
+    whitened = whiten(x, mask)
+    assert_close(whitened[mask.bool()], whiten(GLOBAL_BATCH, EVERYWHERE))
+    assert whitened[~mask.bool()].tolist() == [0.0, 0.0]
+
+
+def test_equal_entries_become_exactly_zero_on_one_rank_and_on_many() -> None:
+    for size in (1, 2, 3, 12, 48):
+        x = torch.full((size,), 0.7, dtype=torch.float64)
+        assert (whiten(x, torch.ones(size)) == 0.0).all()
+        merged = merge_moments(torch.stack([moments(x, torch.ones(size))] * 3))
+        assert (standardize(x, torch.ones(size), merged) == 0.0).all()
+
+
+def test_nothing_to_whiten_is_no_error() -> None:
+    assert whiten(torch.zeros(2, 3), torch.zeros(2, 3)).tolist() == [[0.0] * 3] * 2
+    assert merge_moments(torch.zeros(2, 3, dtype=torch.float64)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_integers_are_not_rounded() -> None:
+    assert_close(whiten(torch.tensor([0, 1]), torch.ones(2)), torch.tensor([-(0.5**0.5), 0.5**0.5]))
