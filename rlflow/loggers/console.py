@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
 
 from rlflow.loggers.progress import Display, LinePerStep, LiveBar
 
@@ -22,12 +22,14 @@ class Console:
     Args:
         log: File that what is printed is appended to; its folder is made if need be.
         total_steps: Of the run.
+        steps_done: Before this run, when it goes on from a checkpoint.
         shows: Whether this process speaks on the terminal; rank 0 does.
     """
 
-    def __init__(self, log: Path, total_steps: int, shows: bool = True) -> None:
+    def __init__(self, log: Path, total_steps: int, steps_done: int = 0, shows: bool = True) -> None:
         self._log = log
         self._total_steps = total_steps
+        self._steps_done = steps_done
         self._shows = shows
 
     def __enter__(self) -> Console:
@@ -67,11 +69,11 @@ class Console:
         if not self._shows:
             return None
         display = LiveBar if self._terminal.isatty() else LinePerStep
-        return display(self._terminal, self._total_steps, time.monotonic())
+        return display(self._terminal, self._total_steps, self._steps_done, time.monotonic())
 
 
 def _flush() -> None:
-    """Write out what Python holds back, so that it goes where it went when it was printed."""
-    streams: tuple[TextIO, ...] = (sys.stdout, sys.stderr)
-    for stream in streams:
-        stream.flush()
+    """Write out what Python and C hold back, so that it goes where it went when it was printed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ctypes.CDLL(None).fflush(None)

@@ -10,12 +10,11 @@ from typing import TextIO
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-# What is shown, if the run logs it, and how. The policy's loss is not: it says nothing of progress.
+# The metric of each label, and its form; shown if the run logs it. A loss is not: a policy's says nothing of progress.
 SHOWN = {
     "reward": ("reward/mean", "{:.3f}"),
     "accuracy": ("val/accuracy", "{:.3f}"),
     "length": ("rollout/length", "{:.1f}"),
-    "tokens/s": ("rollout/tokens_per_second", "{:,.0f}"),
 }
 RECENT = 10  # steps from whose pace the time left is told
 
@@ -26,14 +25,15 @@ class Display(ABC):
     Args:
         terminal: Where to.
         total_steps: Of the run.
+        steps_done: Before this run, when it goes on from a checkpoint.
         now: Seconds of a clock that only goes forward, at the start.
     """
 
-    def __init__(self, terminal: TextIO, total_steps: int, now: float) -> None:
+    def __init__(self, terminal: TextIO, total_steps: int, steps_done: int, now: float) -> None:
         self.terminal = terminal
         self.total_steps = total_steps
         self._latest: dict[str, str] = {}
-        self._ended = deque([(0, now)], maxlen=RECENT + 1)
+        self._ended = deque([(steps_done, now)], maxlen=RECENT + 1)
 
     @abstractmethod
     def step(self, step: int, metrics: Mapping[str, float], now: float) -> None:
@@ -51,14 +51,15 @@ class Display(ABC):
         for label, (metric, form) in SHOWN.items():
             if metric in metrics:
                 self._latest[label] = f"{label} {form.format(metrics[metric])}"
-        self._ended.append((step, now))
         shown = [self._latest[label] for label in SHOWN if label in self._latest]
-        return "  ".join([*shown, f"left {duration(self._seconds_left(step))}"])
+        if "rollout/tokens" in metrics and metrics.get("time/step", 0) > 0:
+            shown.append(f"tokens/s {metrics['rollout/tokens'] / metrics['time/step']:,.0f}")
+        self._ended.append((step, now))
+        return "  ".join([*shown, f"left {duration(self._seconds_left())}"])
 
-    def _seconds_left(self, step: int) -> float:
-        first_step, began = self._ended[0]
-        _, ended = self._ended[-1]
-        return (ended - began) / max(step - first_step, 1) * (self.total_steps - step)
+    def _seconds_left(self) -> float:
+        (first_step, began), (step, ended) = self._ended[0], self._ended[-1]
+        return (ended - began) / (step - first_step) * (self.total_steps - step)
 
 
 class LinePerStep(Display):
@@ -74,8 +75,8 @@ class LinePerStep(Display):
 class LiveBar(Display):
     """A bar that moves in place."""
 
-    def __init__(self, terminal: TextIO, total_steps: int, now: float) -> None:
-        super().__init__(terminal, total_steps, now)
+    def __init__(self, terminal: TextIO, total_steps: int, steps_done: int, now: float) -> None:
+        super().__init__(terminal, total_steps, steps_done, now)
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -86,7 +87,7 @@ class LiveBar(Display):
             redirect_stderr=False,
             refresh_per_second=2,
         )
-        self._bar = self._progress.add_task("", total=total_steps, shown="")
+        self._bar = self._progress.add_task("", total=total_steps, completed=steps_done, shown="")
         self._progress.start()
 
     def step(self, step: int, metrics: Mapping[str, float], now: float) -> None:

@@ -52,9 +52,9 @@ class WandbLogger(Logger):
                 settings=settings,
             )
         except wandb.errors.UsageError as error:
+            cause = str(error).splitlines()[0].rstrip(".")
             raise UserError(
-                f"Weights & Biases refused to start: {str(error).splitlines()[0]}. Run `wandb login`, or set the "
-                "logger's `mode: offline`"
+                f"Weights & Biases refused to start: {cause}. Run `wandb login`, or set the logger's `mode: offline`"
             ) from error
         self._table = wandb.Table
 

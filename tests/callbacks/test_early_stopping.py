@@ -1,0 +1,77 @@
+"""The rule to stop by, on a real trainer that runs no step."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlflow.callbacks import EarlyStopping
+from rlflow.errors import UserError
+from rlflow.trainer import Trainer
+
+
+def stops_after(callback: EarlyStopping, values: list[float]) -> int | None:
+    """At which of the validations (the first is 1) the run is asked to stop; None if it is not."""
+    trainer = Trainer()
+    for look, value in enumerate(values, start=1):
+        callback.on_validation_end(trainer, look, {"val/accuracy": value})
+        if trainer.should_stop:
+            return look
+    return None
+
+
+def test_a_run_ends_once_the_metric_reaches_the_threshold() -> None:
+    assert stops_after(EarlyStopping("val/accuracy", stopping_threshold=0.45), [0.1, 0.44, 0.45, 0.5]) == 3
+
+
+def test_with_mode_min_smaller_is_better() -> None:
+    assert stops_after(EarlyStopping("val/accuracy", mode="min", stopping_threshold=0.2), [0.5, 0.3, 0.1]) == 3
+
+
+def test_a_run_ends_after_so_many_looks_without_a_better_value() -> None:
+    # 0.3 is the best; 0.3 and 0.2 are the two looks without better.
+    assert stops_after(EarlyStopping("val/accuracy", patience=2), [0.1, 0.3, 0.3, 0.2, 0.9]) == 4
+
+
+def test_a_better_value_starts_the_patience_anew() -> None:
+    assert stops_after(EarlyStopping("val/accuracy", patience=2), [0.3, 0.2, 0.4, 0.3, 0.5]) is None
+
+
+def test_a_gain_of_no_more_than_min_delta_is_no_better_value() -> None:
+    assert stops_after(EarlyStopping("val/accuracy", patience=2, min_delta=0.25), [0.25, 0.5, 0.5]) == 3
+
+
+def test_a_metric_of_training_is_looked_at_after_each_step() -> None:
+    trainer, callback = Trainer(), EarlyStopping("reward/mean", stopping_threshold=0.9)
+    callback.on_validation_end(trainer, 0, {"val/accuracy": 1.0})
+    callback.on_step_end(trainer, 1, {"reward/mean": 0.8})
+    assert not trainer.should_stop
+    callback.on_step_end(trainer, 2, {"reward/mean": 0.9})
+    assert trainer.should_stop
+
+
+def test_a_metric_that_the_run_does_not_log_is_the_users_error_with_the_names_it_logs() -> None:
+    callback = EarlyStopping("val/acuracy", patience=1)
+    with pytest.raises(UserError, match=r'`val/acuracy`.*Did you mean "val/accuracy"\?.*val/accuracy, val/reward'):
+        callback.on_validation_end(Trainer(), 0, {"val/reward": 0.0, "val/accuracy": 0.0})
+
+
+def test_a_metric_that_a_step_leaves_out_is_not_missed_once_it_was_seen() -> None:
+    trainer, callback = Trainer(), EarlyStopping("reward/format", patience=1)
+    callback.on_step_end(trainer, 1, {"reward/format": 0.5})
+    callback.on_step_end(trainer, 2, {"reward/mean": 0.5})
+    assert not trainer.should_stop
+
+
+def test_without_a_rule_to_stop_by_it_is_refused() -> None:
+    with pytest.raises(UserError, match="neither `stopping_threshold` nor `patience`"):
+        EarlyStopping("val/accuracy")
+
+
+def test_a_resumed_run_remembers_the_best_value_and_the_looks_since() -> None:
+    before = EarlyStopping("val/accuracy", patience=3)
+    assert stops_after(before, [0.5, 0.4, 0.4]) is None
+    after = EarlyStopping("val/accuracy", patience=3)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert stops_after(after, [0.4]) == 1

@@ -1,0 +1,49 @@
+"""The trace that Perfetto opens."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.loggers.trace import Trace, merge_traces
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> list[dict[str, Any]]:
+    """The merged events of ranks 0 and 10, rank 10 starting a quarter of a second later."""
+    now = time.perf_counter()
+    for rank, start in ((0, now), (10, now + 0.25)):
+        trace = Trace(tmp_path / "traces", rank)
+        trace.span("node rewards", "RunNode", start, start + 0.5, step=3)
+        trace.close()
+    merged: dict[str, Any] = json.loads(merge_traces(tmp_path / "traces").read_text())
+    assert list(merged) == ["traceEvents"]
+    return list(merged["traceEvents"])
+
+
+def test_a_span_has_the_fields_of_a_complete_event(events: list[dict[str, Any]]) -> None:
+    span = events[1]
+    assert (span["name"], span["cat"], span["ph"], span["args"]) == ("node rewards", "RunNode", "X", {"step": 3})
+    assert (span["ts"], span["dur"]) == (0.0, pytest.approx(0.5e6))  # microseconds
+
+
+def test_each_rank_is_a_process_with_a_name(events: list[dict[str, Any]]) -> None:
+    assert [(event["pid"], event["args"]) for event in events if event["ph"] == "M"] == [
+        (0, {"name": "rank 0"}),
+        (10, {"name": "rank 10"}),
+    ]
+
+
+def test_ranks_share_one_clock(events: list[dict[str, Any]]) -> None:
+    # The two epochs are read a moment apart; 10 ms is far below the quarter second between the spans.
+    first, second = (event["ts"] for event in events if event["ph"] == "X")
+    assert second - first == pytest.approx(0.25e6, abs=1e4)
+
+
+def test_a_span_is_on_disk_before_the_run_ends(tmp_path: Path) -> None:
+    Trace(tmp_path, 0).span("load batch", "Load", 0.0, 1.0)
+    assert json.loads((tmp_path / "rank0.jsonl").read_text().splitlines()[-1])["name"] == "load batch"

@@ -1,0 +1,79 @@
+"""What is installed: the wheel's contents, the locks, and that the package is cheap to import."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LOCKS = ["cpu.lock", "cuda.lock"]
+
+
+def pins(lock: str) -> dict[str, str]:
+    """Versions by name."""
+    lines = (ROOT / "requirements" / lock).read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.lstrip().startswith("#"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built from a copy, so that nothing is left in the checkout."""
+    source = tmp_path_factory.mktemp("source")
+    for folder in ("rlflow", "algorithms", "configs"):
+        shutil.copytree(ROOT / folder, source / folder)
+    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"],
+        cwd=source,
+        check=True,
+        capture_output=True,
+    )
+    (built,) = (source / "dist").glob("rlflow_llm-*.whl")
+    return zipfile.ZipFile(built)
+
+
+def test_the_wheel_holds_every_module_algorithm_and_config(wheel: zipfile.ZipFile) -> None:
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlflow").rglob("*.py")}
+    algorithms = {f"rlflow/algorithms/{path.name}" for path in (ROOT / "algorithms").glob("*.py")}
+    configs = {f"rlflow/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
+    assert modules | algorithms | configs | {"rlflow/py.typed"} <= set(wheel.namelist())
+
+
+def test_the_wheel_holds_nothing_beside_the_package(wheel: zipfile.ZipFile) -> None:
+    assert {name.split("/")[0].split("-")[0] for name in wheel.namelist()} == {"rlflow", "rlflow_llm"}
+
+
+def test_the_wheel_gives_the_command(wheel: zipfile.ZipFile) -> None:
+    (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    assert "rlflow = rlflow.cli:main" in wheel.read(entry_points).decode()
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_lock_pins_every_package_and_names_no_place(lock: str) -> None:
+    lines = [
+        line for line in (ROOT / "requirements" / lock).read_text().splitlines() if not line.lstrip().startswith("#")
+    ]
+    assert [line for line in lines if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*==[0-9][^ ]*", line)] == []
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_lock_has_no_malicious_release_of_lightning(lock: str) -> None:
+    assert pins(lock)["lightning"] not in {"2.6.2", "2.6.3"}  # GHSA-w37p-236h-pfx3
+
+
+def test_the_cpu_lock_leaves_out_what_breaks_the_cpu_build_of_torch() -> None:
+    assert pins("cpu.lock")["torch"].endswith("+cpu")
+    assert {"torchvision", "torchaudio", "torchcodec"}.isdisjoint(pins("cpu.lock"))
+
+
+def test_importing_the_package_imports_no_engine() -> None:
+    code = "import sys, rlflow; print([m for m in ('vllm', 'deepspeed', 'wandb', 'transformers') if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
