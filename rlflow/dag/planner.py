@@ -40,7 +40,7 @@ class SyncWeights:
     ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"sync      {self.role} -> {ROLLOUT}: {_ranks(self.ranks)}"
+        return f"sync      {self.role} -> {ROLLOUT}: {rank_ranges(self.ranks)}"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Reduce:
     ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"reduce    metrics: {_ranks(self.ranks)}"
+        return f"reduce    metrics: {rank_ranges(self.ranks)}"
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Save:
     ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"save      checkpoint: {_ranks(self.ranks)}"
+        return f"save      checkpoint: {rank_ranges(self.ranks)}"
 
 
 Task = Load | SyncWeights | Exchange | RunNode | TrainNode | Reduce | Save
@@ -231,10 +231,10 @@ def describe(layout: Layout) -> str:
     copies = f" x {layout.copies} copies" if layout.copies > 1 else ""
     updates = f" in updates of {layout.samples_per_update} rows" if layout.samples_per_update is not None else ""
     shards = f"{layout.shards} shard{'s' if layout.shards > 1 else ''}"
-    return f"{_ranks(layout.ranks)}, {shards}{copies}, {layout.dealing}{updates}"
+    return f"{rank_ranges(layout.ranks)}, {shards}{copies}, {layout.dealing}{updates}"
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
+def rank_ranges(ranks: tuple[int, ...]) -> str:
     """`rank 3`, `ranks 0-3`, `ranks 0-1,4-7`: runs of consecutive ranks, in order."""
     runs: list[list[int]] = []
     for rank in ranks:
