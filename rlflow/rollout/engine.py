@@ -170,7 +170,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free the engine. The process group stays."""
+        """Free the engine. A process group that was there before it stays."""
 
     @abstractmethod
     def _generate(

@@ -82,14 +82,14 @@ class VLLMEngine(RolloutEngine):
             raise UserError(f"vLLM does not run in {dtype}; train in fp32 or bf16, or use TransformersEngine")
         vllm = _import_vllm(self.allow_untested)
         # Ranks join the process group that training has made; without one vLLM makes its own.
-        launcher = "external_launcher" if dist.is_initialized() else "uni"
+        self._own_group = not dist.is_initialized()
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))  # what the external launcher reads
         on_cpu = device.type == "cpu"
         with _process_state_kept(device):
             self._llm = vllm.LLM(
                 model_path,
                 tensor_parallel_size=self.tensor_parallel_size,
-                distributed_executor_backend=launcher,
+                distributed_executor_backend="uni" if self._own_group else "external_launcher",
                 dtype=str(dtype).removeprefix("torch."),
                 seed=seed,
                 skip_tokenizer_init=True,
@@ -119,8 +119,13 @@ class VLLMEngine(RolloutEngine):
             self._llm.wake_up()
 
     def close(self) -> None:
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm, self._model
+        destroy_model_parallel()
+        if self._own_group:
+            destroy_distributed_environment()
 
     def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
         params = [

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlflow.errors import UserError
+from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine, WeightSyncError
+from rlflow.rollout.transformers import _draws, _sample
+from tests.rollout.trained import PROMPTS, STOP, buckets, load, logprob_gap, perturb, setup
+
+SEEDS = list(range(len(PROMPTS)))
+
+
+@pytest.fixture(scope="module")
+def engine(tied: Path) -> Iterator[RolloutEngine]:
+    engine = setup(TransformersEngine(), tied)
+    engine.update_weights(buckets(load(tied)), 0)
+    yield engine
+    engine.close()
+
+
+def test_logprobs_are_those_of_the_training_forward(tied: Path) -> None:
+    engine, model = setup(TransformersEngine(), tied), load(tied)
+    perturb(model, seed=1)
+    engine.update_weights(buckets(model), 1)
+    completions = engine.generate(PROMPTS, SEEDS, Sampling(24, 0.7, STOP), 1)
+    assert logprob_gap(model, PROMPTS, completions, temperature=0.7) < 1e-5
+
+
+def test_greedy_responses_are_those_of_transformers_generate(engine: RolloutEngine, tied: Path) -> None:
+    model = load(tied)
+    completions = engine.generate(PROMPTS, SEEDS, Sampling(24, 0.0, STOP), 0)
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=list(STOP))
+        assert [*prompt, *completion.token_ids] == expected[0].tolist()
+
+
+def test_a_response_does_not_depend_on_the_batch_it_is_in(engine: RolloutEngine) -> None:
+    sampling = Sampling(24, 1.0, STOP)
+    together = engine.generate(PROMPTS, SEEDS, sampling, 0)
+    alone = [engine.generate([prompt], [seed], sampling, 0)[0] for prompt, seed in zip(PROMPTS, SEEDS, strict=True)]
+    assert [completion.token_ids for completion in together] == [completion.token_ids for completion in alone]
+
+
+def test_batches_of_any_size_give_the_same_responses(engine: RolloutEngine, tied: Path) -> None:
+    small = setup(TransformersEngine(max_batch=4), tied)
+    small.update_weights(buckets(load(tied)), 0)
+    sampling = Sampling(16, 1.0, STOP)
+    expected = engine.generate(PROMPTS, SEEDS, sampling, 0)
+    responses = small.generate(PROMPTS, SEEDS, sampling, 0)
+    assert [completion.token_ids for completion in responses] == [completion.token_ids for completion in expected]
+
+
+def test_a_response_ends_with_its_stop_token(engine: RolloutEngine) -> None:
+    free = engine.generate(PROMPTS, SEEDS, Sampling(24, 1.0), 0)
+    stop = free[0].token_ids[3]
+    for completion, whole in zip(engine.generate(PROMPTS, SEEDS, Sampling(24, 1.0, (stop,)), 0), free, strict=True):
+        end = whole.token_ids.index(stop) + 1 if stop in whole.token_ids else 24
+        assert completion.token_ids == whole.token_ids[:end]
+        assert len(completion.logprobs) == end
+        assert completion.finished == (stop in whole.token_ids)
+
+
+def test_another_version_is_refused(engine: RolloutEngine) -> None:
+    with pytest.raises(WeightSyncError, match="policy version 1 shall generate and the engine holds version 0"):
+        engine.generate(PROMPTS, SEEDS, Sampling(4), 1)
+
+
+def test_nothing_is_generated_before_the_first_sync(tied: Path) -> None:
+    with pytest.raises(WeightSyncError, match="the engine holds no version"):
+        setup(TransformersEngine(), tied).generate(PROMPTS, SEEDS, Sampling(4), 0)
+
+
+def test_a_sync_that_leaves_a_tensor_out_leaves_no_version(tied: Path) -> None:
+    engine, model = setup(TransformersEngine(), tied), load(tied)
+    engine.update_weights(buckets(model), 0)
+    with pytest.raises(WeightSyncError, match=r"not sent: model\.norm\.weight$"):
+        engine.update_weights(buckets(model, leave_out="model.norm.weight"), 1)
+    with pytest.raises(WeightSyncError, match="the engine holds no version"):
+        engine.generate(PROMPTS, SEEDS, Sampling(4), 0)
+
+
+def test_a_prompt_beyond_the_context_is_refused(engine: RolloutEngine) -> None:
+    with pytest.raises(UserError, match=r"a prompt of 500 tokens and a response of up to 13 exceed .* 512 tokens"):
+        engine.generate([[65] * 500], [0], Sampling(13), 0)
+
+
+def test_the_processes_random_state_is_left_alone(tied: Path) -> None:
+    before = torch.get_rng_state()
+    engine = setup(TransformersEngine(), tied)
+    engine.update_weights(buckets(load(tied)), 0)
+    engine.generate(PROMPTS, SEEDS, Sampling(4), 0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_tokens_are_sampled_with_their_probability() -> None:
+    probabilities = torch.tensor([0.2, 0.0, 0.5, 0.3])
+    draws = torch.tensor([0.0, 0.19, 0.21, 0.69, 0.71, 1 - 2**-53], dtype=torch.float64)
+    chosen, logprobs = _sample(probabilities.log().expand(6, 4), 1.0, draws)
+    assert chosen.tolist() == [0, 0, 2, 2, 3, 3]
+    torch.testing.assert_close(logprobs.exp(), probabilities[chosen])
+
+
+def test_logprobs_are_taken_after_temperature() -> None:
+    _, logprobs = _sample(torch.tensor([[2.0, 0.0]]), 0.5, torch.zeros(1, dtype=torch.float64))
+    assert float(logprobs) == pytest.approx(-0.0181499, abs=1e-6)  # not -0.1269280, nor that over 0.5
+
+
+def test_draws_depend_on_their_seed_alone() -> None:
+    assert torch.equal(_draws([3, 5], 8)[1], _draws([5], 8)[0])

@@ -1,0 +1,249 @@
+"""One engine serves all tests of a model, for it takes seconds to start. Each test syncs the version that it needs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import rlflow.rollout.vllm
+from rlflow.errors import UserError
+from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine, VLLMEngine, WeightSyncError
+from tests.rollout.trained import PROMPTS, STOP, buckets, load, logprob_gap, perturb, setup
+
+SEEDS = list(range(len(PROMPTS)))
+VERSIONS = itertools.count()
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def folder(request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.getfixturevalue(request.param)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[RolloutEngine]:
+    engine = setup(VLLMEngine(kv_cache_gib=0.25), folder)
+    yield engine
+    engine.close()
+    assert not dist.is_initialized()
+
+
+@pytest.fixture
+def model(folder: Path) -> Any:
+    return load(folder)
+
+
+def _sync(engine: RolloutEngine, model: Any) -> int:
+    version = next(VERSIONS)
+    engine.update_weights(buckets(model), version)
+    return version
+
+
+def test_logprobs_are_those_of_the_training_forward_after_each_of_five_updates(
+    engine: RolloutEngine, model: Any
+) -> None:
+    for update in range(5):
+        perturb(model, seed=update)
+        completions = engine.generate(PROMPTS, SEEDS, Sampling(24, 0.7, STOP), _sync(engine, model))
+        assert logprob_gap(model, PROMPTS, completions, temperature=0.7) < 1e-4
+
+
+def test_greedy_responses_are_those_of_the_reference_engine(engine: RolloutEngine, model: Any, folder: Path) -> None:
+    perturb(model, seed=1)
+    reference = setup(TransformersEngine(), folder)
+    sampling = Sampling(48, 0.0, STOP)
+    expected = reference.generate(PROMPTS, SEEDS, sampling, _sync(reference, model))
+    completions = engine.generate(PROMPTS, SEEDS, sampling, _sync(engine, model))
+    assert [completion.token_ids for completion in completions] == [completion.token_ids for completion in expected]
+    assert logprob_gap(model, PROMPTS, completions) < 1e-4  # of temperature 1
+
+
+def test_every_tensor_that_is_left_out_is_named(engine: RolloutEngine, model: Any) -> None:
+    for name, _ in model.named_parameters():
+        with pytest.raises(WeightSyncError, match=rf"not sent: {name}$"):
+            engine.update_weights(buckets(model, leave_out=name), next(VERSIONS))
+
+
+def test_nothing_is_generated_after_a_sync_that_left_a_tensor_out(engine: RolloutEngine, model: Any) -> None:
+    version = _sync(engine, model)
+    with pytest.raises(WeightSyncError):
+        engine.update_weights(buckets(model, leave_out="model.norm.weight"), version + 1)
+    for attempt in (version, version + 1):
+        with pytest.raises(WeightSyncError, match="the engine holds no version; sync the weights first"):
+            engine.generate(PROMPTS, SEEDS, Sampling(4), attempt)
+
+
+def test_a_version_other_than_the_one_held_is_refused(engine: RolloutEngine, model: Any) -> None:
+    version = _sync(engine, model)
+    with pytest.raises(
+        WeightSyncError, match=rf"policy version {version + 1} shall generate .* holds version {version};"
+    ):
+        engine.generate(PROMPTS, SEEDS, Sampling(4), version + 1)
+
+
+def test_sleep_gives_the_version_up(engine: RolloutEngine, model: Any) -> None:
+    version = _sync(engine, model)
+    engine.sleep()
+    engine.wake_up()
+    with pytest.raises(WeightSyncError, match="the engine holds no version"):
+        engine.generate(PROMPTS, SEEDS, Sampling(4), version)
+
+
+def test_without_packing_the_tied_head_again_the_sync_fails(
+    engine: RolloutEngine, model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rlflow.rollout.vllm, "_pack_heads_again", lambda model: None)
+    perturb(model, seed=2)
+    if folder.name == "untied":  # sent by its own name, so vLLM packs it
+        _sync(engine, model)
+        return
+    with pytest.raises(WeightSyncError, match=r"held otherwise: model\.embed_tokens\.weight \(in lm_head\.weight\)$"):
+        _sync(engine, model)
+
+
+def test_every_layer_that_keeps_its_old_packed_weight_is_named(
+    engine: RolloutEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _sync(engine, model)
+    modules = dict(engine._model.named_modules())  # type: ignore[attr-defined]
+    packed = [path for path, module in modules.items() if "cpu_linear" in vars(module) and "embed" not in path]
+    assert len(packed) == 2 * 4 + 1  # qkv, o, gate_up and down of two layers; the head
+    load_weights = engine._load
+    for seed, path in enumerate(packed):
+        old = modules[path].cpu_linear
+
+        def load_all_but_one(weights: Iterator[tuple[str, Tensor]], path: str = path, old: Any = old) -> None:
+            load_weights(weights)
+            modules[path].cpu_linear = old
+
+        monkeypatch.setattr(engine, "_load", load_all_but_one)
+        perturb(model, seed)
+        with pytest.raises(WeightSyncError, match=rf"held otherwise: .*\(in {path}\.weight\)$") as error:
+            _sync(engine, model)
+        tensors = {"qkv_proj": 3, "gate_up_proj": 2}.get(path.rpartition(".")[2], 1)
+        assert error.value.args[0].count("(in") == tensors
+
+
+def test_every_norm_and_bias_that_keeps_an_old_element_is_named(
+    engine: RolloutEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_weights = engine._load
+    held = dict(engine._model.named_parameters())  # type: ignore[attr-defined]
+    places = [place for place, parameter in held.items() if parameter.dim() == 1 and len(parameter)]
+    assert len(places) == 2 * 3 + 1  # two norms and a fused bias in each layer, the last norm
+    for place in places:
+
+        def load_and_spoil(weights: Iterator[tuple[str, Tensor]], place: str = place) -> None:
+            load_weights(weights)
+            held[place].data[-1] += 1e-6
+
+        monkeypatch.setattr(engine, "_load", load_and_spoil)
+        with pytest.raises(WeightSyncError, match=rf"held otherwise: [^,]*\(in {place}\)$"):
+            _sync(engine, model)
+        monkeypatch.undo()
+
+
+def test_a_bucket_that_is_overwritten_too_early_is_noticed(engine: RolloutEngine, model: Any) -> None:
+    def reused() -> Iterator[list[tuple[str, Tensor]]]:
+        for name, parameter in model.named_parameters():
+            copy = parameter.detach().clone()
+            yield [(name, copy)]
+            copy.zero_()
+
+    # vLLM keeps the query's weight until key and value are there
+    with pytest.raises(WeightSyncError, match=r"held otherwise: model\.layers\.0\.self_attn\.q_proj\.weight \(in"):
+        engine.update_weights(reused(), next(VERSIONS))
+
+
+def test_old_keys_and_values_are_forgotten(engine: RolloutEngine, model: Any) -> None:
+    prompt = [[32 + index % 90 for index in range(300)]]  # more than two blocks of the prefix cache
+    sampling = Sampling(8, 1.0, STOP)
+    for seed in range(2):
+        perturb(model, seed=seed)
+        completions = engine.generate(prompt, [0], sampling, _sync(engine, model))
+        assert logprob_gap(model, prompt, completions) < 1e-4
+
+
+def test_a_response_depends_on_its_own_seed_alone(engine: RolloutEngine, model: Any) -> None:
+    version, sampling = _sync(engine, model), Sampling(24, 1.0, STOP)
+    together = engine.generate(PROMPTS, SEEDS, sampling, version)
+    backwards = engine.generate(PROMPTS[::-1], SEEDS[::-1], sampling, version)[::-1]
+    others = engine.generate(PROMPTS, [seed + 100 for seed in SEEDS], sampling, version)
+    assert [completion.token_ids for completion in together] == [completion.token_ids for completion in backwards]
+    assert all(one.token_ids != other.token_ids for one, other in zip(together, others, strict=True))
+
+
+def test_a_response_ends_with_its_stop_token(engine: RolloutEngine, model: Any) -> None:
+    version = _sync(engine, model)
+    free = engine.generate(PROMPTS, SEEDS, Sampling(24, 1.0), version)
+    stop = free[0].token_ids[3]
+    stopped = engine.generate(PROMPTS, SEEDS, Sampling(24, 1.0, (stop,)), version)
+    for completion, whole in zip(stopped, free, strict=True):
+        end = whole.token_ids.index(stop) + 1 if stop in whole.token_ids else 24
+        assert completion.token_ids == whole.token_ids[:end]
+        assert len(completion.logprobs) == end
+        assert completion.finished == (stop in whole.token_ids)
+
+
+def test_no_prompts_give_no_completions(engine: RolloutEngine, model: Any) -> None:
+    assert engine.generate([], [], Sampling(4), _sync(engine, model)) == []
+
+
+def test_a_prompt_beyond_the_context_is_refused(engine: RolloutEngine, model: Any) -> None:
+    with pytest.raises(UserError, match=r"a prompt of 500 tokens and a response of up to 13 exceed .* 512 tokens"):
+        engine.generate([[65] * 500], [0], Sampling(13), _sync(engine, model))
+
+
+def test_the_processes_random_state_is_left_alone(engine: RolloutEngine, model: Any) -> None:
+    before = torch.get_rng_state()
+    engine.generate(PROMPTS, SEEDS, Sampling(4), _sync(engine, model))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_training_may_still_set_its_threads(engine: RolloutEngine) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    assert torch.get_num_threads() == before + 1
+    torch.set_num_threads(before)
+
+
+def test_half_precision_is_read_back_to_the_bit(tied: Path) -> None:
+    engine, model = setup(VLLMEngine(kv_cache_gib=0.25), tied, torch.bfloat16), load(tied)
+    perturb(model, seed=4)
+    report = engine.update_weights(buckets(model), 0)
+    assert report.nbytes == 2 * sum(parameter.numel() for parameter in model.parameters())
+    load_weights = engine._load
+
+    def load_other(weights: Iterator[tuple[str, Tensor]]) -> None:
+        load_weights((name, _next_element(tensor) if "down_proj" in name else tensor) for name, tensor in weights)
+
+    engine._load = load_other  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError, match=r"held otherwise: model\.layers\.0\.mlp\.down_proj\.weight .*layers\.1"):
+        engine.update_weights(buckets(model), 1)
+    engine.close()
+
+
+def _next_element(tensor: Tensor) -> Tensor:
+    """`tensor` with its last element changed by the smallest step."""
+    changed = tensor.clone()
+    changed.view(torch.int16)[-1, -1] += 1
+    return changed
+
+
+def test_ranks_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(UserError, match="`tensor_parallel_size` is 2, which does not divide 3 ranks"):
+        VLLMEngine(tensor_parallel_size=2).setup(
+            "any", dtype=torch.float32, device=torch.device("cpu"), rank=0, world_size=3, local_rank=0, seed=0
+        )
+
+
+def test_float64_is_refused(tied: Path) -> None:
+    with pytest.raises(UserError, match=r"vLLM does not run in torch\.float64"):
+        setup(VLLMEngine(), tied, torch.float64)
