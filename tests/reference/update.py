@@ -1,0 +1,110 @@
+"""Logprobs of single responses, the mean over a batch of them, and one optimizer step from the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update of all weights, by their names in the Hugging Face model (tied weights once), on the CPU in float64.
+
+    Attributes:
+        loss: Of the whole batch.
+        gradient: Of the loss, before clipping.
+        gradient_norm: L2 norm over all parameters, before clipping.
+        after_sgd: The weights after one step of plain SGD.
+        after_adamw: The weights after the first step of AdamW. Its size hardly depends on the gradient's: where a
+            gradient is near 0, rounding decides about its direction, so compare in units of the learning rate.
+    """
+
+    loss: float
+    gradient: dict[str, Tensor]
+    gradient_norm: float
+    after_sgd: dict[str, Tensor]
+    after_adamw: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Settings of the optimizer step.
+
+    Attributes:
+        lr: Learning rate.
+        gradient_clipping: Largest norm of the gradient; 0 is off.
+        weight_decay: Of AdamW, decoupled.
+        eps: Of AdamW.
+    """
+
+    lr: float = 1e-2
+    gradient_clipping: float = 0.0
+    weight_decay: float = 0.0
+    eps: float = 1e-8
+
+
+DEFAULT_STEP = Step()
+
+
+def load_float64(folder: str | Path) -> PreTrainedModel:
+    """The causal language model in `folder`, in float64, without dropout."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
+    return model.eval()
+
+
+def response_logprobs(
+    model: PreTrainedModel, prompt_ids: Sequence[int], response_ids: Sequence[int], temperature: float
+) -> Tensor:
+    """Logprob of each token of one response, `[T]`: `log_softmax(logits / temperature)` at the position before it."""
+    ids = torch.tensor([[*prompt_ids, *response_ids]])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1]  # [T, V]
+    return (logits / temperature).log_softmax(dim=-1)[range(len(response_ids)), list(response_ids)]
+
+
+def mean_loss(losses: Sequence[Tensor], masks: Sequence[Sequence[bool]], mode: str, max_length: int | None) -> Tensor:
+    """The loss of a batch from the losses `[T]` of its responses; those without a token that counts are left out.
+
+    Args:
+        losses: One tensor for each response.
+        masks: Which tokens of each response count.
+        mode: `token-mean`, `sequence-mean-token-mean`, `sequence-mean-token-sum` or `constant`.
+        max_length: The divisor of `constant`.
+    """
+    kept = [loss[torch.tensor(mask)] for loss, mask in zip(losses, masks, strict=True) if any(mask)]
+    if mode == "token-mean":
+        return torch.cat(kept).mean()
+    if mode == "sequence-mean-token-mean":
+        return torch.stack([tokens.mean() for tokens in kept]).mean()
+    if mode == "sequence-mean-token-sum":
+        return torch.stack([tokens.sum() for tokens in kept]).mean()
+    if mode == "constant":
+        assert max_length is not None
+        return torch.stack([tokens.sum() / max_length for tokens in kept]).mean()
+    raise ValueError(mode)
+
+
+def one_update(model: PreTrainedModel, loss: Tensor, step: Step) -> Update:
+    """Differentiate `loss` and take one step of SGD and, from the same weights, one of AdamW."""
+    loss.backward()
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    gradient = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    norm = torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt().item()
+    scale = min(1.0, step.gradient_clipping / (norm + 1e-6)) if step.gradient_clipping else 1.0
+    clipped = {name: g * scale for name, g in gradient.items()}
+    return Update(
+        loss=loss.item(),
+        gradient=gradient,
+        gradient_norm=norm,
+        after_sgd={name: w - step.lr * clipped[name] for name, w in weights.items()},
+        after_adamw={name: _first_adamw_step(w, clipped[name], step) for name, w in weights.items()},
+    )
+
+
+def _first_adamw_step(weight: Tensor, gradient: Tensor, step: Step) -> Tensor:
+    # After one step the bias-corrected moments are the gradient and its square, whatever the betas: arXiv 1711.05101.
+    return weight * (1 - step.lr * step.weight_decay) - step.lr * gradient / (gradient.square().sqrt() + step.eps)
