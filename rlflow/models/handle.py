@@ -51,9 +51,11 @@ class Optimizer:
     gradient_clipping: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "warmup_steps", "gradient_clipping"):
-            if getattr(self, name) < 0:
+        for name in ("lr", "eps", "weight_decay", "warmup_steps", "gradient_clipping"):
+            if not getattr(self, name) >= 0:
                 raise UserError(f"`optimizer.{name}` is {getattr(self, name)}; give 0 or more")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"`optimizer.betas` is {self.betas}; give two numbers from 0 to below 1")
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,18 @@ class ForwardPlan:
     packing: bool = True
     agree: Callable[[int], int] = int
 
+    def __post_init__(self) -> None:
+        if self.token_budget < 1:
+            raise UserError(f"`token_budget` is {self.token_budget}; give 1 or more, 4096 say")
+
     def micro_batches(self, rows: Responses) -> list[Tensor]:
         """Row numbers of each micro-batch, as many on every rank of the role; there may be empty ones."""
-        split = packed_micro_batches if self.packing else padded_micro_batches
-        counts = token_counts(rows)
-        own = split(counts, self.token_budget)
-        return split(counts, self.token_budget, self.agree(len(own)))
+        return self.split(rows, at_least=self.agree(len(self.split(rows))))
+
+    def split(self, rows: Responses, at_least: int = 1) -> list[Tensor]:
+        """Row numbers of each micro-batch of this rank alone, at least so many; there may be empty ones."""
+        cut = packed_micro_batches if self.packing else padded_micro_batches
+        return cut(token_counts(rows), self.token_budget, at_least)
 
     def model_input(self, rows: Responses) -> ModelInput:
         """What one forward pass over all of `rows` reads."""
@@ -107,7 +115,7 @@ class CausalLM:
         samples_per_update: int | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
-        if temperature <= 0:
+        if not temperature > 0:
             raise UserError(f"`temperature` is {temperature}; it divides the logits, so give more than 0")
         if epochs < 1:
             raise UserError(f"`epochs` is {epochs}; give 1 or more")
@@ -123,6 +131,7 @@ class CausalLM:
         self.samples_per_update = samples_per_update
         self.gradient_checkpointing = gradient_checkpointing
         self.plan = ForwardPlan()
+        self.watch: Callable[[Responses, Tensor], None] = _ignore  # told of all logprobs, with their rows
         self.forwarded_tokens = 0
         self.useful_tokens = 0
         self._forward: nn.Module | None = None
@@ -166,13 +175,8 @@ class CausalLM:
         Returns:
             `[B, T]` each, in float32 (float64 where the model is), 0 where padded.
         """
-        if self._training:
-            return self._score_once(rows)
-        with torch.no_grad():
-            parts = self.plan.micro_batches(rows)
-            scores = [self._score_once(take(rows, part)) for part in parts]
-        order = torch.cat(parts).argsort().to(rows.response_ids.device)
-        logprobs, entropy = (torch.cat(values)[order] for values in zip(*scores, strict=True))
+        logprobs, entropy = self._score_once(rows) if self._training else self._score_all(rows)
+        self.watch(rows, logprobs)
         return logprobs, entropy
 
     def logprobs(self, rows: Responses) -> PerToken:
@@ -182,6 +186,15 @@ class CausalLM:
     def entropy(self, rows: Responses) -> PerToken:
         """The second of `score`."""
         return self.score(rows)[1]
+
+    @torch.no_grad()
+    def _score_all(self, rows: Responses) -> tuple[PerToken, PerToken]:
+        """Forward passes over micro-batches, without gradients."""
+        parts = self.plan.micro_batches(rows)
+        scores = [self._score_once(take(rows, part)) for part in parts]
+        order = torch.cat(parts).argsort().to(rows.response_ids.device)
+        logprobs, entropy = (torch.cat(values)[order] for values in zip(*scores, strict=True))
+        return logprobs, entropy
 
     def _score_once(self, rows: Responses) -> tuple[PerToken, PerToken]:
         """One forward pass."""
@@ -193,3 +206,7 @@ class CausalLM:
         self.useful_tokens += read.useful_tokens
         home = rows.response_ids.device
         return read.unpack(logprobs).to(home), read.unpack(entropy).to(home)
+
+
+def _ignore(rows: Responses, logprobs: Tensor) -> None:
+    """Nobody watches."""

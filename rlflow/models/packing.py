@@ -163,7 +163,7 @@ def packed_micro_batches(token_counts: Tensor, budget: int, at_least: int = 1) -
     """
     counts = token_counts.tolist()
     longest_first = sorted(range(len(counts)), key=lambda row: -counts[row])
-    number = max(1, at_least, -(-sum(counts) // budget))
+    number = max(1, at_least, -(-sum(min(tokens, budget) for tokens in counts) // budget))
     while True:
         split = _even(counts, longest_first, number)
         if all(tokens <= budget or len(rows) == 1 for tokens, rows in split):

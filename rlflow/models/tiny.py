@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -40,7 +41,7 @@ def resolve_model(model: str, scratch: Path) -> Path:
                 f"`model` is {model!r}, which has no config.json; give a model's folder in Hugging Face form"
             )
         return folder
-    if len(folder.parts) == 2 and not folder.is_absolute() and folder.parts[0] not in {".", "..", "~"}:
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
         return folder
     raise UserError(
         f"`model` is {model!r}, which is neither a folder nor a Hugging Face name; "

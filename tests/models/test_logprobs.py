@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlflow.models.logprobs import token_logprobs
+
+TOKENS, WIDTH, VOCABULARY = 7, 5, 11
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, WIDTH, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+
+
+def in_full(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    distribution = torch.distributions.Categorical(logits=hidden @ weight.T / temperature)
+    return distribution.log_prob(targets), distribution.entropy()
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = json.loads((Path(__file__).parents[1] / "known_answers.json").read_text())
+    return found
+
+
+def test_temperature_divides_the_logits(known: dict[str, dict[str, float]]) -> None:
+    # One hidden unit of 1, so that the weight's column is the logits.
+    weight = torch.tensor(known["logprob_temperature"]["logits"])[:, None]
+    temperature = known["logprob_temperature"]["temperature"]
+    logprobs, _ = token_logprobs(torch.ones(1, 1), weight, torch.tensor([0]), temperature)
+    assert logprobs.item() == pytest.approx(known["logprob_temperature"]["logprob_of_0"], abs=1e-6)
+
+
+def test_entropy_is_in_nats(known: dict[str, dict[str, float]]) -> None:
+    weight = torch.tensor(known["entropy"]["logits"])[:, None]
+    _, entropy = token_logprobs(torch.ones(1, 1), weight, torch.tensor([0]))
+    assert entropy.item() == pytest.approx(known["entropy"]["entropy"], abs=1e-6)
+
+
+@pytest.mark.parametrize("chunk_elements", [1, VOCABULARY, 3 * VOCABULARY + 4, 10**6])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chunks_change_neither_values_nor_gradients(chunk_elements: int, temperature: float) -> None:
+    hidden, weight, targets = inputs()
+    found = token_logprobs(hidden, weight, targets, temperature, chunk_elements)
+    expected = in_full(hidden, weight, targets, temperature)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    first, second = torch.randn(2, TOKENS, dtype=torch.float64)
+    gradients = [
+        torch.autograd.grad((logprobs * first + entropy * second).sum(), (hidden, weight))
+        for logprobs, entropy in (found, expected)
+    ]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 10**6])
+def test_gradients_are_those_of_finite_differences(chunk_elements: int) -> None:
+    hidden, weight, targets = inputs()
+    assert torch.autograd.gradcheck(lambda h, w: token_logprobs(h, w, targets, 0.7, chunk_elements), (hidden, weight))
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_either_result_can_be_trained_alone(wanted: int) -> None:
+    hidden, weight, targets = inputs()
+    found = torch.autograd.grad(token_logprobs(hidden, weight, targets)[wanted].sum(), (hidden, weight))
+    expected = torch.autograd.grad(in_full(hidden, weight, targets, 1.0)[wanted].sum(), (hidden, weight))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_bfloat16_states_give_float32_scores_of_the_same_logits() -> None:
+    hidden, weight, targets = inputs(torch.bfloat16)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, 1.0, VOCABULARY)
+    distribution = torch.distributions.Categorical(logits=(hidden @ weight.T).float())
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs, distribution.log_prob(targets), rtol=0, atol=1e-6)
+    torch.testing.assert_close(entropy, distribution.entropy(), rtol=0, atol=1e-6)
+
+
+def test_the_gradient_of_a_bfloat16_weight_is_summed_wider_than_bfloat16() -> None:
+    # 512 equal tokens, each alone in its chunk, over two words of logit 0: the first word's weight gets
+    # 512 * (1 - 1/2) = 256. A sum kept in bfloat16 stops at 128, where adding 1/2 no longer changes it.
+    hidden = torch.ones(512, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    logprobs, _ = token_logprobs(hidden, weight, torch.zeros(512, dtype=torch.int64), 1.0, 2)
+    logprobs.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.bfloat16
+    assert weight.grad.flatten().tolist() == [256.0, -256.0]
+
+
+def test_no_tokens_give_zero_gradients_and_not_none() -> None:
+    hidden, weight, targets = inputs()
+    logprobs, entropy = token_logprobs(hidden[:0], weight, targets[:0])
+    assert logprobs.shape == entropy.shape == (0,)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+
+
+class _Largest(TorchDispatchMode):
+    """Notes how many elements the largest tensor has that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def test_all_logits_are_never_held_at_once() -> None:
+    hidden, weight = torch.randn(64, 2, requires_grad=True), torch.randn(100, 2, requires_grad=True)
+    with _Largest() as largest:
+        logprobs, entropy = token_logprobs(hidden, weight, torch.zeros(64, dtype=torch.int64), 1.0, 400)
+        (logprobs.sum() + entropy.sum()).backward()
+    assert largest.elements == 400  # four tokens' logits, where all 64 tokens' would be 6,400

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from rlflow.data.batch import Batch
+from rlflow.errors import UserError
+from rlflow.models.packing import pack
+from rlflow.models.scoring import ScoringModel
+from rlflow.models.tiny import write_tiny_model
+
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,  # large enough for a wrong forward to show
+    "pad_token_id": 1,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+}
+
+
+def write(folder: Path, name: str, **settings: object) -> Path:
+    """A model of any architecture with random weights."""
+    config = getattr(transformers, f"{name}Config")(**SIZES | settings)
+    torch.manual_seed(0)
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_parameters_have_their_hugging_face_names(tmp_path: Path, tie: bool) -> None:
+    folder = write_tiny_model(tmp_path / "tiny", layers=1, tie=tie)
+    names = {ScoringModel.hf_name(name) for name, _ in ScoringModel.load(folder, torch.float32, CPU).named_parameters()}
+    assert names == {name for name, _ in AutoModelForCausalLM.from_pretrained(folder).named_parameters()}
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_what_is_saved_is_what_transformers_loads(tmp_path: Path, tie: bool) -> None:
+    model = ScoringModel.load(write_tiny_model(tmp_path / "tiny", layers=1, tie=tie), torch.float32, CPU)
+    changed = {model.hf_name(name): parameter.detach() + 1 for name, parameter in model.named_parameters()}
+    model.save_pretrained(tmp_path / "saved", changed)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert {name for name, _ in loaded.named_parameters()} == set(changed)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, changed[name]), name
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tie
+
+
+def test_checkpointing_computes_layers_again_and_changes_no_gradient(tiny: Path, rows: Batch) -> None:
+    gradients, calls = [], []
+    for checkpointing in (False, True):
+        model = ScoringModel.load(tiny, torch.float64, CPU, checkpointing).train()
+        count: list[int] = []
+        model.causal_lm.model.layers[1].self_attn.register_forward_hook(lambda *_, count=count: count.append(1))
+        model(*pack(rows).arguments())[0].sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        calls.append(len(count))
+    assert calls == [1, 2]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Llama", {}),
+        ("Mistral", {"sliding_window": 4}),
+        ("Qwen3", {"head_dim": 16}),
+        ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}),
+        ("Phi3", {}),
+    ],
+)
+def test_other_plain_architectures_score_as_their_own_forward(tmp_path: Path, name: str, settings: Any) -> None:
+    ScoringModel.load(write(tmp_path, name, **settings), torch.float32, CPU)  # raises where they differ
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("Granite", {"logits_scaling": 3.0}, "differ by"),  # logits divided after the output layer
+        ("Mamba", {}, "differ by"),  # a state that runs from one packed sequence into the next
+        ("Bloom", {}, "differ by"),  # attention of its own, with a mask over the whole line
+        ("Gemma2", {"head_dim": 8}, "caps attention scores"),
+        ("Phi", {}, "bias in its output layer"),
+    ],
+)
+def test_a_model_that_would_be_scored_wrongly_is_refused(tmp_path: Path, name: str, settings: Any, reason: str) -> None:
+    folder = write(tmp_path, name, **settings)
+    with pytest.raises(UserError, match=f"{name}.*{reason}"):
+        ScoringModel.load(folder, torch.float32, CPU)
+
+
+def test_dropout_is_off_even_in_training(tmp_path: Path, rows: Batch) -> None:
+    folder = write(tmp_path, "GPTNeoX", vocab_size=128, hidden_dropout=0.5, attention_dropout=0.5)
+    model = ScoringModel.load(folder, torch.float32, CPU).train()
+    first, second = (model(*pack(rows).arguments())[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("content", [None, "{}", "not json"])
+def test_a_folder_that_holds_no_model_is_refused_in_one_line(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match="cannot be loaded") as refusal:
+        ScoringModel.load(tmp_path, torch.float32, CPU)
+    assert "\n" not in str(refusal.value)
