@@ -119,13 +119,17 @@ class VLLMEngine(RolloutEngine):
             self._llm.wake_up()
 
     def close(self) -> None:
-        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
-
-        self._llm.llm_engine.engine_core.shutdown()
-        del self._llm, self._model
-        destroy_model_parallel()
+        client = self._llm.llm_engine.engine_core
         if self._own_group:
-            destroy_distributed_environment()
+            client.shutdown()
+        else:
+            # vLLM's shutdown, which also runs when its client is collected, destroys training's process group.
+            from vllm.distributed.parallel_state import destroy_model_parallel
+
+            client._finalizer.detach()
+            client.engine_core.model_executor.shutdown()
+            destroy_model_parallel()
+        del self._llm, self._model
 
     def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
         params = [

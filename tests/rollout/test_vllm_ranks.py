@@ -1,0 +1,99 @@
+"""vLLM in the processes of a gloo group: one engine for each rank, and one for two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlflow.models.tiny import write_tiny_model
+from rlflow.rollout import Completion, Sampling, VLLMEngine, WeightSyncError
+from tests.ranks import RankPool
+from tests.rollout.trained import PROMPTS, STOP, buckets, load, logprob_gap, perturb
+
+SAME_SEEDS = [list(range(len(PROMPTS)))] * 2
+OWN_SEEDS = [[seed + 100 * rank for seed in range(len(PROMPTS))] for rank in range(2)]
+
+
+def _setup(folder: Path, tensor_parallel_size: int) -> tuple[VLLMEngine, Any]:
+    engine = VLLMEngine(tensor_parallel_size, kv_cache_gib=0.25)
+    rank = dist.get_rank()
+    engine.setup(
+        str(folder), dtype=torch.float32, device=torch.device("cpu"), rank=rank, world_size=2, local_rank=rank, seed=0
+    )
+    return engine, load(folder)
+
+
+def _generate(folder: Path, tensor_parallel_size: int, seeds: list[list[int]]) -> tuple[list[Completion], float]:
+    """This rank's completions after two syncs, and their gap to the training forward."""
+    engine, model = _setup(folder, tensor_parallel_size)
+    for version in range(2):
+        perturb(model, version)
+        engine.update_weights(buckets(model), version)
+    completions = engine.generate(PROMPTS, seeds[dist.get_rank()], Sampling(24, 1.0, STOP), 1)
+    engine.close()
+    assert dist.get_world_size() == 2  # training's process group is still there
+    return completions, logprob_gap(model, PROMPTS, completions)
+
+
+def _syncs_with_one_element_changed(folder: Path) -> dict[str, str]:
+    """What a sync says, by the tensor whose last element reaches the engine changed."""
+    engine, model = _setup(folder, 2)
+    load_weights = engine._load
+    said = {}
+    for version, (changed, _) in enumerate(model.named_parameters()):
+
+        def load_other(weights: Iterator[tuple[str, Tensor]], changed: str = changed) -> None:
+            load_weights((name, _last_changed(tensor) if name == changed else tensor) for name, tensor in weights)
+
+        engine._load = load_other  # type: ignore[method-assign]
+        try:
+            engine.update_weights(buckets(model), version)
+            said[changed] = ""
+        except WeightSyncError as error:
+            said[changed] = str(error).partition("held otherwise: ")[2]
+    engine.close()
+    return said
+
+
+def _last_changed(tensor: Tensor) -> Tensor:
+    changed = tensor.clone()
+    changed.view(-1)[-1] += 1e-3
+    return changed
+
+
+def test_an_engine_for_each_rank_answers_with_its_ranks_seeds(ranks2: RankPool, tied: Path) -> None:
+    (first, first_gap), (second, second_gap) = ranks2.run(_generate, tied, 1, OWN_SEEDS, timeout_s=300)
+    assert max(first_gap, second_gap) < 1e-4
+    assert all(one.token_ids != other.token_ids for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_an_engine_for_two_ranks_answers_alike_on_both(
+    ranks2: RankPool, name: str, request: pytest.FixtureRequest
+) -> None:
+    (first, first_gap), (second, second_gap) = ranks2.run(
+        _generate, request.getfixturevalue(name), 2, SAME_SEEDS, timeout_s=300
+    )
+    assert max(first_gap, second_gap) < 1e-4
+    assert first == second
+
+
+def test_a_key_head_that_both_ranks_hold_is_synced_to_both(ranks2: RankPool, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "one_key_head", layers=1, kv_heads=1, max_position=512)
+    (first, first_gap), (second, second_gap) = ranks2.run(_generate, folder, 2, SAME_SEEDS, timeout_s=300)
+    assert max(first_gap, second_gap) < 1e-4
+    assert first == second
+
+
+def test_each_rank_reads_back_its_own_slice(ranks2: RankPool, untied: Path) -> None:
+    first, second = ranks2.run(_syncs_with_one_element_changed, untied, timeout_s=300)
+    assert len(second) == 27
+    for name in second:
+        assert second[name].startswith(f"{name} (in ")  # the last element is the second rank's
+        assert (first[name] == "") != ("norm" in name)  # norms are whole on both
