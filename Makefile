@@ -4,7 +4,8 @@ RUN := $(VENV)/bin
 UV ?= uv
 # Where `make lock` finds the CPU build of torch.
 TORCH_CPU ?= --torch-backend cpu
-COMPILE := $(UV) pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+UV_FLAGS ?=
+COMPILE := $(UV) pip compile --quiet $(UV_FLAGS) --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
 	--custom-compile-command "make lock"
 
 .DEFAULT_GOAL := help
@@ -36,7 +37,7 @@ lint: setup ## Check style, types, imports and spelling
 	$(RUN)/codespell
 
 docs: setup ## Build the documentation into site/
-	$(RUN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict --quiet
 
 lock: ## Resolve requirements/*.in into requirements/*.lock (needs uv)
 	$(COMPILE) $(TORCH_CPU) requirements/cpu.in --override requirements/overrides.txt -o requirements/cpu.lock
