@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlflow.dag.layered import GAP, Drawing, Edge, Spot, spread, arrange
+from rlflow.dag.layered import GAP, Drawing, Edge, Spot, arrange, spread
 
 
 def crossings(drawing: Drawing) -> int:
