@@ -1,0 +1,47 @@
+"""Reinforcement-learning post-training of language models, without a central node.
+
+What an algorithm is written with is here; `rlflow.functional` has the maths, `rlflow.algorithms` the algorithms.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rlflow.callbacks.callback import Callback
+from rlflow.dag.node import node
+from rlflow.data.batch import Batch, PerSample, PerToken, Ragged, Rollout, Scalar
+from rlflow.data.prompts import PromptData
+from rlflow.errors import UserError
+from rlflow.models.handle import CausalLM, Optimizer
+from rlflow.module import RLModule
+from rlflow.rewards.reward import Reward, Scores
+
+if TYPE_CHECKING:
+    from rlflow.trainer import Trainer
+
+__all__ = [
+    "Batch",
+    "Callback",
+    "CausalLM",
+    "Optimizer",
+    "PerSample",
+    "PerToken",
+    "PromptData",
+    "RLModule",
+    "Ragged",
+    "Reward",
+    "Rollout",
+    "Scalar",
+    "Scores",
+    "Trainer",
+    "UserError",
+    "node",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Trainer":  # brings Lightning, which writing an algorithm does not need
+        from rlflow.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module 'rlflow' has no attribute {name!r}")

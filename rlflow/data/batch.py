@@ -141,3 +141,32 @@ def _column(name: str, annotation: Any) -> Column:
         place = f"field `{name}`" if name else "the value"
         raise TypeError(f"{place} is {annotation!r}; rows can be cut of PerSample, PerToken, Ragged, Rows or Texts only")
     return Column(name, cuts[0], Home in marks)
+
+
+def take_rows(value: Any, annotation: Any, index: Tensor) -> Any:
+    """The rows of a value at `index` `[K]` int64, in that order; padding keeps its width."""
+    cuts = {column.name: column.cut for column in columns(annotation)}
+    if "" in cuts:
+        return _take(value, cuts[""], index)
+    taken = {name: _take(getattr(value, name), cut, index) for name, cut in cuts.items()}
+    return dataclasses.replace(value, **taken)
+
+
+def _take(column: Any, cut: Cut, index: Tensor) -> Any:
+    if column is None or cut is Cut.SCALAR:
+        return column
+    if cut is Cut.RAGGED:
+        return column.take(index)
+    if cut is Cut.JSON:
+        return [column[i] for i in index.tolist()]
+    return column[index]
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """The value with its tensors on `device`; lists stay as they are."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    moved = {field.name: to_device(getattr(value, field.name), device) for field in dataclasses.fields(value)}
+    return dataclasses.replace(value, **moved)

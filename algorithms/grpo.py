@@ -1,0 +1,114 @@
+"""Group Relative Policy Optimization: DeepSeekMath, arXiv 2402.03300; clip-higher from DAPO, arXiv 2503.14476."""
+
+from rlflow import Batch, CausalLM, Optimizer, PerSample, PerToken, Reward, RLModule, Rollout, UserError, node
+from rlflow.functional import Aggregation, group_normalized_advantages, importance_weights, kl_estimate, ppo_clip_loss
+
+
+class GRPO(RLModule):
+    """A_i = (r_i - mean_g) / std_g over the group g of a prompt; clipped policy loss, KL to a frozen reference.
+
+    Args:
+        model: Folder or hub name of the model to train, or `tiny` for the embedded one.
+        reward: What scores a response.
+        optimizer: Of the actor.
+        group_size: Responses to each prompt, at least 2.
+        max_response_length: Tokens after which a response is cut.
+        temperature: Of sampling.
+        kl_coef: Weight of the KL term; 0 leaves the reference model out.
+        clip_low: Lower clip range of the ratio.
+        clip_high: Upper clip range of the ratio.
+        loss_aggregation: How per-token losses become one number.
+        epochs: Passes over a step's samples.
+        samples_per_update: Samples of one optimizer step; None for all of the step's.
+        gradient_checkpointing: Recompute activations in the backward pass to save memory.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        reward: Reward,
+        optimizer: Optimizer = Optimizer(),
+        group_size: int = 8,
+        max_response_length: int = 256,
+        temperature: float = 1.0,
+        kl_coef: float = 0.0,
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        loss_aggregation: Aggregation = "token-mean",
+        epochs: int = 1,
+        samples_per_update: int | None = None,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        if group_size < 2:
+            raise UserError(f"`group_size` is {group_size}; group-relative advantages need at least 2. Raise it")
+        self.model = model
+        self.reward = reward
+        self.optimizer = optimizer
+        self.group_size = group_size
+        self.max_response_length = max_response_length
+        self.temperature = temperature
+        self.kl_coef = kl_coef
+        self.clip_low = clip_low
+        self.clip_high = clip_high
+        self.loss_aggregation = loss_aggregation
+        self.epochs = epochs
+        self.samples_per_update = samples_per_update
+        self.gradient_checkpointing = gradient_checkpointing
+        if kl_coef == 0:
+            self.ref_logprobs = None
+        if epochs == 1 and samples_per_update is None:
+            self.old_logprobs = None  # one update a step: the policy that is trained is the old one
+
+    def configure_models(self) -> None:
+        self.actor = CausalLM(
+            self.model,
+            optimizer=self.optimizer,
+            temperature=self.temperature,
+            epochs=self.epochs,
+            samples_per_update=self.samples_per_update,
+            gradient_checkpointing=self.gradient_checkpointing,
+        )
+        self.reference = CausalLM(self.model, trainable=False, temperature=self.temperature)
+
+    @node(role="rollout")
+    def rollout(self, batch: Batch) -> Rollout:
+        return self.generate(batch, n=self.group_size)
+
+    @node
+    def rewards(self, rollout: Rollout) -> PerSample:
+        return self.reward_function(rollout)
+
+    @node
+    def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+        return group_normalized_advantages(rewards, rollout.group)
+
+    @node(role="reference")
+    def ref_logprobs(self, rollout: Rollout) -> PerToken:
+        return self.reference.logprobs(rollout)
+
+    @node(role="actor")
+    def old_logprobs(self, rollout: Rollout) -> PerToken:
+        return self.actor.logprobs(rollout)
+
+    @node(role="actor", type="train")
+    def actor_loss(
+        self,
+        rollout: Rollout,
+        advantages: PerSample,
+        old_logprobs: PerToken | None = None,
+        ref_logprobs: PerToken | None = None,
+    ) -> PerToken:
+        mask = rollout.loss_mask
+        logprobs, entropy = self.actor.score(rollout)
+        old = logprobs.detach() if old_logprobs is None else old_logprobs
+        loss = ppo_clip_loss(logprobs, old, advantages[:, None], self.clip_low, self.clip_high)
+        loss = loss * importance_weights(old, rollout.logprobs, mask)
+
+        ratio = (logprobs - old).detach().exp()
+        self.log("actor/clip_fraction", ((ratio < 1 - self.clip_low) | (ratio > 1 + self.clip_high)).float(), mask)
+        self.log("actor/entropy", entropy.detach(), mask)
+        if ref_logprobs is None:
+            return loss
+        kl = kl_estimate(logprobs, ref_logprobs)
+        self.log("actor/kl", kl.detach(), mask)
+        return loss + self.kl_coef * kl

@@ -1,0 +1,117 @@
+"""From a YAML file and the command line to objects: jsonargparse parsers made from the constructors' signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser, Namespace
+
+from rlflow.callbacks.callback import Callback
+from rlflow.dag.draw import mermaid, svg, text
+from rlflow.dag.planner import plan
+from rlflow.data.prompts import PromptData
+from rlflow.errors import UserError
+from rlflow.loggers.logger import Logger
+from rlflow.module import RLModule
+from rlflow.placement import followed_role, layouts
+from rlflow.preparation import read_graph as read_module_graph
+from rlflow.rollout.engine import RolloutEngine
+from rlflow.strategies.strategy import TrainingStrategy
+from rlflow.trainer import Trainer
+
+TOP_LEVEL = {"strategy", "rollout", "loggers", "callbacks", "seed"}  # of Trainer, sections of their own in a config
+
+
+@dataclass(frozen=True)
+class Configured:
+    """The objects of a config; nothing is loaded."""
+
+    module: RLModule
+    data: PromptData
+    trainer: Trainer
+
+
+@dataclass(frozen=True)
+class ConfiguredGraph:
+    """A graph to be shown: for which rank, and where its drawings go."""
+
+    configured: Configured
+    rank: int
+    draw: Path | None
+
+    def show(self) -> None:
+        """Print the nodes and the rank's plan; write `<draw>.mmd` and `<draw>.svg` if asked."""
+        module, trainer = self.configured.module, self.configured.trainer
+        graph = read_module_graph(module)
+        world_size = trainer.devices * trainer.num_nodes
+        if not 0 <= self.rank < world_size:
+            raise UserError(f"`--rank` is {self.rank}, but the config has the ranks 0 to {world_size - 1}; name one")
+        tensor_parallel_size = 1 if trainer.rollout is None else trainer.rollout.tensor_parallel_size
+        placed = layouts(module, graph, world_size, tensor_parallel_size)
+        planned = plan(graph, placed, world_size, followed_role(module, graph))
+        print(text(graph, planned, self.rank))
+        if self.draw is not None:
+            self.draw.parent.mkdir(parents=True, exist_ok=True)
+            for suffix, drawing in {".mmd": mermaid(graph, planned), ".svg": svg(graph, planned)}.items():
+                path = self.draw.with_suffix(suffix)
+                path.write_text(drawing)
+                print(f"drew {path}")
+
+
+class OneLineParser(ArgumentParser):
+    """Says of a wrong config one line: the dotted key, what is wrong with it, and the nearest legal key."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise instead of printing the usage."""
+        raise UserError(one_line(message)) from ex
+
+
+def read_fit(arguments: Sequence[str]) -> Configured:
+    """The objects that `rlflow fit` runs."""
+    parser = _parser("fit", "Train a model as a config says.")
+    return _build(parser, parser.parse_args(list(arguments)))
+
+
+def read_graph(arguments: Sequence[str]) -> ConfiguredGraph:
+    """The graph that `rlflow graph` shows."""
+    parser = _parser("graph", "Print an algorithm's graph and a rank's plan.")
+    parser.add_argument("--rank", type=int, default=0, help="whose plan is printed")
+    parser.add_argument("--draw", type=str | None, default=None, help="write PATH.mmd and PATH.svg")
+    parsed = parser.parse_args(list(arguments))
+    return ConfiguredGraph(_build(parser, parsed), parsed.rank, None if parsed.draw is None else Path(parsed.draw))
+
+
+def _parser(command: str, description: str) -> OneLineParser:
+    parser = OneLineParser(prog=f"rlflow {command}", description=description)
+    parser.add_argument("--config", action="config", help="a YAML file; a later one wins, dotted options win over all")
+    parser.add_argument("--seed", type=int, default=0, help="of everything random")
+    parser.add_subclass_arguments(RLModule, "module", help="the algorithm", required=True)
+    parser.add_class_arguments(PromptData, "data")
+    parser.add_class_arguments(Trainer, "trainer", skip=TOP_LEVEL, instantiate=False)
+    parser.add_argument("--strategy", type=TrainingStrategy | None, default=None, help="how training is spread")
+    parser.add_argument("--rollout", type=RolloutEngine | None, default=None, help="the engine that generates")
+    parser.add_argument("--logger", type=list[Logger], default=[], help="beside the run's own files")
+    parser.add_argument("--callbacks", type=list[Callback], default=[], help="told of steps, nodes and validations")
+    return parser
+
+
+def _build(parser: OneLineParser, parsed: Namespace) -> Configured:
+    built: Any = parser.instantiate_classes(parsed)
+    trainer = Trainer(
+        **parsed.trainer.as_dict(),
+        strategy=built.strategy,
+        rollout=built.rollout,
+        loggers=built.logger,
+        callbacks=built.callbacks,
+        seed=built.seed,
+    )
+    trainer.resolved_config = parser.dump(parsed, skip_none=False)
+    return Configured(built.module, built.data, trainer)
+
+
+def one_line(message: str) -> str:
+    """jsonargparse's message without its indented alternatives, on one line."""
+    return " ".join(message.split())

@@ -1,0 +1,131 @@
+"""What a running node may ask for: samples, scores, metrics, and sums over the rows of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+import torch
+from torch import Tensor
+
+from rlflow.dag.node import Node
+from rlflow.data.batch import Batch, Rollout, to_device
+from rlflow.data.layout import Layout
+from rlflow.data.rows import RowSpace
+from rlflow.data.transport import Transport
+from rlflow.errors import UserError
+from rlflow.metrics import Metrics
+from rlflow.rewards.reward import Reward, Scores
+from rlflow.rollout.engine import RolloutEngine, Sampling
+from rlflow.rollout.sampling import sample
+
+
+@dataclass(frozen=True)
+class Running:
+    """The node under way: its rows, where they lie, and the policy version and step it runs at."""
+
+    node: Node
+    space: RowSpace
+    layout: Layout
+    step: int
+    version: int
+
+
+class NodeContext:
+    """Implements `rlflow.module.StepContext` for the node under way on this rank."""
+
+    def __init__(
+        self,
+        *,
+        engine: RolloutEngine | None,
+        transport: Transport,
+        metrics: Metrics,
+        device: torch.device,
+        seed: int,
+        stop_token_ids: tuple[int, ...],
+        decode: Callable[[Sequence[int]], str],
+        on_scores: Callable[[Rollout, Scores], None],
+    ) -> None:
+        self._engine = engine
+        self._transport = transport
+        self._metrics = metrics
+        self._device = device
+        self._seed = seed
+        self._stop_token_ids = stop_token_ids
+        self._decode = decode
+        self._on_scores = on_scores
+        self.running: Running | None = None
+
+    def generate(self, batch: Batch, n: int, sampling: Sampling) -> Rollout:
+        now = self._outside_training("generate")
+        if self._engine is None or now.node.kind != "rollout":
+            raise UserError(f"node `{now.node.id}` samples but is not a rollout node; mark it @node(role='rollout')")
+        ids = now.space.ids[now.space.held(now.layout, self._transport.rank)]
+        rollout = sample(
+            self._engine,
+            batch,
+            ids.tolist(),
+            n,
+            replace(sampling, stop_token_ids=self._stop_token_ids),
+            seed=self._seed,
+            draw=now.step,
+            node=now.node.id,
+            version=now.version,
+            decode=self._decode,
+        )
+        return to_device(rollout, self._device)
+
+    def score(self, reward: Reward, rollout: Rollout) -> Tensor:
+        now = self._outside_training("reward_function")
+        if rollout.texts is None or rollout.rows is None:
+            raise UserError(
+                f"node `{now.node.id}` scores rows that were moved; texts stay on the rank that made them."
+                " Score in a node without a role"
+            )
+        scores = reward.score(rollout.texts, rollout.rows)
+        self._on_scores(rollout, scores)
+        totals = torch.tensor(scores.total, dtype=torch.float32)
+        self.log("reward/mean", totals, None)
+        for name, part in scores.parts.items():
+            self.log(f"reward/{name}", torch.tensor(part, dtype=torch.float32), None)
+        if self._speaks(now):
+            self._metrics.sum("reward/errors", float(scores.errors))
+        return totals.to(self._device)
+
+    def log(self, name: str, x: Tensor, mask: Tensor | None) -> None:
+        if not self._speaks(self._now()):
+            return
+        if mask is None:
+            self._metrics.mean(name, x.detach().double().sum(), torch.tensor(float(x.numel()), device=x.device))
+        else:
+            self._metrics.mean(name, (x.detach().double() * mask).sum(), mask.sum())
+
+    def sum_over_rows(self, x: Tensor) -> Tensor:
+        now = self._outside_training("a sum over all rows")
+        parts = self._transport.all_gather(x)
+        return torch.stack([part for rank, part in enumerate(parts) if now.layout.publishes(rank)]).sum(dim=0)
+
+    def all_rows(self, x: Tensor) -> Tensor:
+        now = self._outside_training("all_rows")
+        if x.dim() != 1:
+            raise UserError(f"all_rows takes one number a row, `[B]`; node `{now.node.id}` gave {list(x.shape)}")
+        gathered = torch.empty(len(now.space.ids), dtype=x.dtype, device=x.device)
+        parts = self._transport.all_gather_ragged(x)
+        for shard, positions in enumerate(now.space.partition(now.layout).shards):
+            gathered[positions] = parts[now.layout.peers(shard)[0]]
+        return gathered
+
+    def _now(self) -> Running:
+        assert self.running is not None, "no node is running"
+        return self.running
+
+    def _speaks(self, now: Running) -> bool:
+        return now.layout.publishes(self._transport.rank)  # of several peers one, so each row counts once
+
+    def _outside_training(self, what: str) -> Running:
+        now = self._now()
+        if now.node.kind == "train":
+            raise UserError(
+                f"train node `{now.node.id}` calls for {what}; a train node runs per micro-batch, where other ranks"
+                " do not meet it. Make it a value of its own in a node without type='train'"
+            )
+        return now

@@ -1,0 +1,286 @@
+"""One rank's execution of its plan. No rank commands another: all run the same global order, each its own tasks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.callbacks.callback import Callback
+from rlflow.controller.context import NodeContext, Running
+from rlflow.controller.gap import LogprobGap
+from rlflow.controller.training import Training
+from rlflow.dag.graph import Graph
+from rlflow.dag.node import BATCH, Node
+from rlflow.dag.planner import Exchange, Load, Plan, Reduce, RunNode, Save, SyncWeights, Task, TrainNode
+from rlflow.data.batch import Batch, Rollout, to_device
+from rlflow.data.buffer import DataBuffer
+from rlflow.data.layout import Layout
+from rlflow.data.loader import Loader
+from rlflow.data.rows import Balance, RowSpace
+from rlflow.data.transport import Transport
+from rlflow.errors import UserError
+from rlflow.loggers.trace import Trace
+from rlflow.metrics import Metrics
+from rlflow.module import RLModule
+from rlflow.rewards.reward import Scores
+from rlflow.rollout.engine import RolloutEngine
+from rlflow.strategies.strategy import TrainingStrategy
+
+
+class Controller:
+    """Runs the tasks of one rank's plan, step after step, without a barrier between them.
+
+    Args:
+        module: The algorithm; its handles are attached to `strategy` already.
+        graph: Of the module.
+        plan: Of all ranks; this rank's part is taken from it.
+        follows: The role whose weights the rollout engine generates with.
+        strategy: Trains.
+        engine: Generates on this rank; None where the graph neither rolls out nor validates.
+        loader: Of the training rows.
+        transport: To the other ranks.
+        metrics: Of this rank, reduced once a step.
+        gap: The alarm for wrong rollout weights.
+        trace: Of this rank's tasks.
+        callbacks: Told of nodes and syncs.
+        seed: Of the run.
+        balance: Whether rows may move to even out tokens.
+        bucket_bytes: Weights gathered at once by a sync.
+        stop_token_ids: What ends a response.
+        decode: Token ids to text.
+        save: Writes the models to the run's folder if this step is one to save at.
+        on_scores: Told of every reward call's samples.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: RLModule,
+        graph: Graph,
+        plan: Plan,
+        follows: str | None,
+        strategy: TrainingStrategy,
+        engine: RolloutEngine | None,
+        loader: Loader,
+        transport: Transport,
+        metrics: Metrics,
+        gap: LogprobGap,
+        trace: Trace,
+        callbacks: Sequence[Callback],
+        seed: int,
+        balance: Balance,
+        bucket_bytes: int,
+        stop_token_ids: tuple[int, ...],
+        decode: Callable[[Sequence[int]], str],
+        save: Callable[[int], None],
+        on_scores: Callable[[Rollout, Scores], None],
+    ) -> None:
+        self.plan = plan.for_rank(transport.rank)
+        rollouts = [node.id for node in graph.order if node.kind == "rollout"]
+        self._last_rollout = rollouts[-1] if rollouts else None
+        self.version = 0  # of the followed role's weights: how many steps trained them
+        self._module = module
+        self._graph = graph
+        self._follows = follows
+        self._strategy = strategy
+        self._engine = engine
+        self._loader = loader
+        self._transport = transport
+        self._metrics = metrics
+        self._gap = gap
+        self._trace = trace
+        self._callbacks = callbacks
+        self._balance = balance
+        self._seed = seed
+        self._began = time.perf_counter()
+        self._bucket_bytes = bucket_bytes
+        self._save = save
+        self._buffer = DataBuffer(transport)
+        self._spaces: dict[str, RowSpace] = {}
+        self._training = Training(module, strategy, transport, metrics, seed, self._compared)
+        self._reduced: dict[str, float] = {}
+        self._context = NodeContext(
+            engine=engine,
+            transport=transport,
+            metrics=metrics,
+            device=strategy.root_device,
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+            decode=decode,
+            on_scores=on_scores,
+        )
+        module.attach(self._context)
+
+    def step(self, step: int) -> dict[str, float]:
+        """Run the plan once; the step's metrics, the same on every rank."""
+        self._buffer.reset_counters()
+        started = time.perf_counter()
+        for task in self.plan:
+            if isinstance(task, Reduce):
+                self._metrics.largest("time/step", time.perf_counter() - started)
+                self._metrics.largest("time/elapsed", time.perf_counter() - self._began)
+            self.run(task, step)
+        return self._reduced
+
+    def run(self, task: Task, step: int) -> None:
+        """One task of this rank's plan."""
+        with self._watched(task, step):
+            match task:
+                case Load():
+                    self._load(task, step)
+                case SyncWeights():
+                    self.sync_weights()
+                case Exchange():
+                    self._buffer.issue(task.value, task.target, self._spaces[task.reader_space])
+                case RunNode():
+                    self._run_node(task, step)
+                case TrainNode():
+                    self._train(task, step)
+                case Reduce():
+                    self._reduce()
+                case Save():
+                    self._save(step)
+
+    def sync_weights(self) -> None:
+        """Bring the engine to the trainer's weights, unless it has them; verified by the engine tensor by tensor."""
+        if self._engine is None or self._engine.policy_version == self.version:
+            return
+        assert self._follows is not None
+        self._engine.wake_up()
+        buckets = self._strategy.weights(self._follows, self._bucket_bytes)
+        report = self._engine.update_weights(buckets, self.version)
+        self._metrics.number("sync/verified_tensors", float(report.tensors))
+        for callback in self._callbacks:
+            callback.on_weight_sync(self.version)
+
+    def _load(self, task: Load, step: int) -> None:
+        layout = task.layout
+        batch, ids = self._loader.batch(step, layout.shard(self._transport.rank), layout.shards)
+        tokens = batch.prompt_ids.lengths + batch.lengths
+        space = self._gather_space(BATCH, layout, step, ids=ids, groups=ids, lengths=batch.lengths, tokens=tokens)
+        self._buffer.put(BATCH, to_device(batch, self._strategy.root_device), Batch, space, layout)
+
+    def _run_node(self, task: RunNode, step: int) -> None:
+        node = self._graph.nodes[task.node_id]
+        for callback in self._callbacks:
+            callback.on_node_start(node.id)
+        values, read = self._read(node, task.layout)
+        if node.kind == "rollout":
+            self._gap.open()
+        result = self._call(node, read, task.layout, step, values)
+        space = read
+        if node.samples:
+            space = self._sampled(node, task.layout, step, result)
+        elif node.role is not None:
+            self._compared(node.role)
+        if node.id == self._last_rollout and self._engine is not None:
+            self._engine.sleep()
+        self._buffer.put(node.id, result, node.returns, space, task.layout)
+        self._free(task.frees)
+        for callback in self._callbacks:
+            callback.on_node_end(node.id)
+
+    def _train(self, task: TrainNode, step: int) -> None:
+        node = self._graph.nodes[task.node_id]
+        values, space = self._read(node, task.layout)
+        self._context.running = Running(node, space, task.layout, step, self.version)
+        self._training.run(node, values, space, task.layout, step)
+        self._free(task.frees)
+        if node.role == self._follows:
+            self.version += 1
+
+    def _reduce(self) -> None:
+        self._metrics.sum("exchange/bytes", self._buffer.bytes_sent)
+        self._metrics.largest("exchange/busiest_rank_bytes", max(self._buffer.bytes_sent, self._buffer.bytes_received))
+        self._metrics.largest("exchange/held_bytes_max", self._buffer.peak_held_bytes)
+        self._metrics.largest("time/exchange_wait", self._buffer.waited_s)
+        self._reduced = self._metrics.reduce(self._transport)
+        self._gap.check(self._reduced)
+
+    def _compared(self, role: str) -> None:
+        """The followed role has seen the step's rows once, or its weights are about to change."""
+        if role == self._follows:
+            self._gap.close()
+
+    def _call(self, node: Node, space: RowSpace, layout: Layout, step: int, values: dict[str, Any]) -> Any:
+        self._context.running = Running(node, space, layout, step, self.version)
+        result = getattr(self._module, node.id)(**values)
+        self._context.running = None
+        return result
+
+    def _read(self, node: Node, layout: Layout) -> tuple[dict[str, Any], RowSpace]:
+        """The values that `node` reads, in its layout, and the row space that it runs in."""
+        space = self._spaces[node.input_space]
+        return {name: self._buffer.get(name, layout, space) for name in node.reads}, space
+
+    def _sampled(self, node: Node, layout: Layout, step: int, result: Rollout) -> RowSpace:
+        """The row space of the samples that a rollout node made, and the metrics of its responses."""
+        if not isinstance(result, Rollout):
+            raise UserError(f"rollout node `{node.id}` returned {type(result).__name__}; return what `generate` gives")
+        prompts = self._spaces[BATCH]
+        n = len(result.lengths) // max(len(prompts.held(layout, self._transport.rank)), 1)
+        ids = (result.group * n + _index_in_group(result.group)).cpu()
+        lengths = result.lengths.cpu()
+        space = self._gather_space(
+            node.id,
+            layout,
+            step,
+            ids=ids,
+            groups=result.group.cpu(),
+            lengths=lengths,
+            tokens=lengths + result.prompt_ids.lengths.cpu(),
+        )
+        if layout.publishes(self._transport.rank):
+            rows = float(len(lengths))
+            self._metrics.mean("rollout/length", lengths.sum(), lengths.new_tensor(rows))
+            self._metrics.mean("rollout/truncated", (~result.finished).sum(), lengths.new_tensor(rows))
+            self._metrics.sum("rollout/tokens", float(lengths.sum()))
+        return space
+
+    def _gather_space(self, name: str, layout: Layout, step: int, **rows: Tensor) -> RowSpace:
+        versions = torch.full_like(rows["ids"], self.version)
+        self._spaces[name] = RowSpace.gather(
+            name,
+            self._transport,
+            layout,
+            versions=versions,
+            seed=self._seed,
+            step=step,
+            balance=self._balance,
+            **rows,
+        )
+        return self._spaces[name]
+
+    def _free(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._buffer.free(name)
+
+    @contextmanager
+    def _watched(self, task: Task, step: int) -> Iterator[None]:
+        """Time a task, and say of an error where this rank stood."""
+        started = time.perf_counter()
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            error.add_note(f"rank {self._transport.rank}, step {step}: {task}")
+            raise
+        ended = time.perf_counter()
+        self._trace.span(str(task), type(task).__name__, started, ended, step=step)
+        if isinstance(task, RunNode | TrainNode):
+            self._metrics.largest(f"time/{task.node_id}", ended - started)
+        elif isinstance(task, SyncWeights | Load):
+            self._metrics.largest(f"time/{type(task).__name__.lower()}", ended - started)
+
+
+def _index_in_group(group: Tensor) -> Tensor:
+    """The position of each row among the consecutive rows of its group, `[B]` int64."""
+    _, counts = group.unique_consecutive(return_counts=True)
+    starts = counts.cumsum(0) - counts
+    return torch.arange(len(group), device=group.device) - starts.repeat_interleave(counts)

@@ -1,0 +1,67 @@
+"""The gap between rollout and training logprobs: the alarm for stale or wrong weights in the rollout engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.data.batch import Rollout
+from rlflow.errors import UserError
+from rlflow.metrics import Metrics
+
+GAP = "sync/logprob_gap"
+LARGEST_GAP = "sync/logprob_gap_max"
+
+
+class LogprobGap:
+    """Compares what the engine said of its tokens with what the trainer says, at equal weights.
+
+    It watches the followed role's forward passes from the sync until that role's first update, and takes the first
+    over each of this rank's rows: a step's rollouts were made with just these weights.
+
+    Args:
+        limit: Largest mean |logprob - rollout logprob| over all tokens of a step; above it the run stops.
+    """
+
+    def __init__(self, metrics: Metrics, limit: float) -> None:
+        self._metrics = metrics
+        self._limit = limit
+        self._watching = False
+
+    def open(self) -> None:
+        """From here on the trainer's weights are the rollout's."""
+        self._watching = True
+
+    def close(self) -> None:
+        """The trainer's weights are about to change, or the step's rows have been compared."""
+        self._watching = False
+
+    def observe(self, rows: Any, logprobs: Tensor) -> None:
+        """Compare the logprobs `[B, T]` of a forward pass over `rows` with those that came with them."""
+        if not self._watching or not isinstance(rows, Rollout):
+            return
+        mask = rows.loss_mask
+        gap = (logprobs.detach().double() - rows.logprobs.double()).abs() * mask
+        self._metrics.mean(GAP, gap.sum(), mask.sum())
+        self._metrics.largest(LARGEST_GAP, gap.max().item() if gap.numel() else 0.0)
+
+    def check(self, reduced: dict[str, float]) -> None:
+        """Stop the run if the step's gap is above the limit.
+
+        Raises:
+            UserError: The engine did not generate with the trainer's weights.
+        """
+        found = reduced.get(GAP, 0.0)
+        if not found <= self._limit:  # NaN is a gap too
+            raise UserError(
+                f"rollout and training logprobs differ by {found:.3g} on average, more than"
+                f" `trainer.logprob_gap_limit` = {self._limit:g}: the rollout engine holds other weights than the"
+                " trainer, or computes another model. Check the engine's version and dtype, or raise the limit"
+            )
+
+
+def default_gap_limit(dtype: torch.dtype) -> float:
+    """1e-3 in float32 and float64, where a healthy gap is 1e-6; 0.05 in bfloat16, where one is 0.005 to 0.02."""
+    return 0.05 if dtype == torch.bfloat16 else 1e-3

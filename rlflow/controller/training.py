@@ -1,0 +1,129 @@
+"""How a train node runs: mini-batches of the whole batch, micro-batches of this rank, one denominator for all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.dag.node import Node
+from rlflow.data.batch import PerSample, take_rows
+from rlflow.data.layout import Layout
+from rlflow.data.rows import RowSpace
+from rlflow.data.transport import Transport
+from rlflow.errors import UserError
+from rlflow.functional import loss_count, loss_sum, loss_weights
+from rlflow.metrics import Metrics
+from rlflow.models.handle import CausalLM
+from rlflow.module import RLModule
+from rlflow.rollout.engine import sampling_seed
+from rlflow.strategies.strategy import TrainingStrategy
+
+MOST_SKIPPED_UPDATES = 3  # in a row; a gradient that stays infinite or NaN is not going to mend itself
+
+
+class Training:
+    """Runs train nodes so that the gradient depends on neither micro-batches, packing, ranks nor ZeRO stage.
+
+    The masked loss of every micro-batch is divided by the token (or sample) count of the whole mini-batch over all
+    ranks and micro-batches, which is agreed before its first backward pass.
+
+    Args:
+        module: Whose train nodes run.
+        strategy: Runs backward and the optimizer.
+        transport: To the other ranks.
+        metrics: Of this rank.
+        seed: Of the run; mini-batches are a function of (seed, step, row ids).
+        before_update: Told of a role whose weights are about to change.
+    """
+
+    def __init__(
+        self,
+        module: RLModule,
+        strategy: TrainingStrategy,
+        transport: Transport,
+        metrics: Metrics,
+        seed: int,
+        before_update: Callable[[str], None],
+    ) -> None:
+        self._module = module
+        self._strategy = strategy
+        self._transport = transport
+        self._metrics = metrics
+        self._seed = seed
+        self._before_update = before_update
+        self._skipped = 0
+
+    def run(self, node: Node, values: Mapping[str, Any], space: RowSpace, layout: Layout, step: int) -> None:
+        """All epochs and mini-batches of one step. `values` are this rank's rows in `layout`, by the node's inputs."""
+        assert node.role is not None
+        handle: CausalLM = getattr(self._module, node.role)
+        mini_batches = space.held_mini_batches(layout, self._transport.rank)
+        for epoch in range(handle.epochs):
+            for number in self._order(len(mini_batches), step, epoch):
+                self._update(node, handle, values, mini_batches[number])
+
+    def _order(self, count: int, step: int, epoch: int) -> list[int]:
+        if epoch == 0:
+            return list(range(count))
+        generator = torch.Generator().manual_seed(sampling_seed(self._seed, step, "epoch", epoch, 0))
+        order: list[int] = torch.randperm(count, generator=generator).tolist()
+        return order
+
+    def _update(self, node: Node, handle: CausalLM, values: Mapping[str, Any], rows: Tensor) -> None:
+        assert node.role is not None
+        mode, longest = self._module.loss_aggregation, self._module.max_response_length
+        annotations = {value.name: value.annotation for value in node.inputs}
+        mini = {name: take_rows(value, annotations[name], rows) for name, value in values.items()}
+        scored = _scored(mini)
+        per_sample = node.returns == PerSample
+        mask = scored.loss_mask.any(dim=1) if per_sample else scored.loss_mask
+        total, most = self._agree(int(loss_count(mask, mode)), len(handle.plan.split(scored)))
+        if total == 0:
+            return  # nothing to learn from on any rank
+        method = getattr(self._module, node.id)
+        loss_here = torch.zeros((), dtype=torch.float64)
+        for part, micro in enumerate(handle.plan.split(scored, at_least=most)):
+            inputs = {name: take_rows(value, annotations[name], micro) for name, value in mini.items()}
+            with handle.training():
+                loss = method(**inputs)
+            share = loss_sum(loss, loss_weights(mask[micro], mode, longest)) / total
+            self._strategy.backward(node.role, share, last=part == most - 1)
+            loss_here = loss_here + share.detach().double().cpu()
+        self._before_update(node.role)
+        self._finish(node.role, loss_here, self._strategy.step(node.role))
+
+    def _agree(self, count: int, micro_batches: int) -> tuple[int, int]:
+        """The loss count of the whole mini-batch and the largest number of micro-batches, over all ranks."""
+        counts, numbers = torch.stack(self._transport.all_gather(torch.tensor([count, micro_batches]))).T
+        return int(counts.sum()), int(numbers.max())
+
+    def _finish(self, role: str, loss_here: Tensor, grad_norm: float) -> None:
+        first = torch.tensor(1.0 if self._transport.rank == 0 else 0.0)  # the shares add up to one loss an update
+        self._metrics.mean(f"{role}/loss", loss_here, first)
+        if math.isfinite(grad_norm):
+            self._skipped = 0
+            self._metrics.number(f"{role}/grad_norm", grad_norm)
+            return
+        self._skipped += 1
+        self._metrics.number(f"{role}/skipped_updates", 1.0)
+        if self._skipped >= MOST_SKIPPED_UPDATES:
+            raise UserError(
+                f"the gradient of `{role}` was {grad_norm} in {self._skipped} updates in a row; the weights were left"
+                " as they were. Lower the learning rate, or look for NaN in rewards and loss"
+            )
+
+
+def _scored(values: Mapping[str, Any]) -> Any:
+    """The one value that has a loss mask: the rows that the loss is of."""
+    found = [value for value in values.values() if dataclasses.is_dataclass(value) and _has_mask(value)]
+    assert len(found) == 1, f"a train node reads one value with a loss mask, not {len(found)}"
+    return found[0]
+
+
+def _has_mask(value: Any) -> bool:
+    return "loss_mask" in {field.name for field in dataclasses.fields(value)}

@@ -1,0 +1,55 @@
+"""Validation: sample a response to every held-out prompt, score it, and average. The graph is not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rlflow.data.layout import Layout
+from rlflow.data.loader import Loader
+from rlflow.data.transport import Transport
+from rlflow.metrics import Metrics
+from rlflow.module import RLModule
+from rlflow.rollout.engine import RolloutEngine, Sampling
+from rlflow.rollout.sampling import sample
+
+FULL_REWARD = 1.0
+DRAW = 0  # the same seeds at every validation, so that a difference is the policy's
+
+
+def validate(
+    module: RLModule,
+    engine: RolloutEngine,
+    loader: Loader,
+    transport: Transport,
+    layout: Layout,
+    *,
+    seed: int,
+    version: int,
+    stop_token_ids: tuple[int, ...],
+    decode: Callable[[Sequence[int]], str],
+) -> dict[str, float]:
+    """One response to each prompt at the module's temperature, and one at temperature 0.
+
+    Returns:
+        `val/reward`, `val/length`, `val/truncated` and `val/accuracy`, the share of responses with a reward of at
+        least 1; the same under `val_greedy/`. Equal on every rank.
+    """
+    assert module.reward is not None
+    metrics = Metrics()
+    batch, ids = loader.all(layout.shard(transport.rank), layout.shards)
+    for prefix, temperature in (("val", module.temperature), ("val_greedy", 0.0)):
+        sampling = Sampling(module.max_response_length, temperature, stop_token_ids)
+        rollout = sample(
+            engine, batch, ids.tolist(), 1, sampling, seed=seed, draw=DRAW, node=prefix, version=version, decode=decode
+        )
+        if not layout.publishes(transport.rank):
+            continue
+        scores = torch.tensor(module.reward.score(rollout.texts, rollout.rows).total, dtype=torch.float64)
+        rows = torch.tensor(float(len(scores)))
+        metrics.mean(f"{prefix}/reward", scores.sum(), rows)
+        metrics.mean(f"{prefix}/accuracy", (scores >= FULL_REWARD).sum(), rows)
+        metrics.mean(f"{prefix}/length", rollout.lengths.sum(), rows)
+        metrics.mean(f"{prefix}/truncated", (~rollout.finished).sum(), rows)
+    return metrics.reduce(transport)

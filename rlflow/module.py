@@ -1,0 +1,114 @@
+"""RLModule: the class that an algorithm subclasses, declaring the nodes of its graph as decorated methods."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlflow.data.batch import Batch, PerSample, Rollout
+from rlflow.errors import UserError
+from rlflow.functional import Aggregation
+from rlflow.rewards.reward import Reward
+from rlflow.rollout.engine import Sampling
+
+
+class StepContext(Protocol):
+    """What a module may ask of the controller that runs it. Every method is called by all ranks of the node alike."""
+
+    def generate(self, batch: Batch, n: int, sampling: Sampling) -> Rollout: ...
+
+    def score(self, reward: Reward, rollout: Rollout) -> Tensor: ...
+
+    def log(self, name: str, x: Tensor, mask: Tensor | None) -> None: ...
+
+    def sum_over_rows(self, x: Tensor) -> Tensor: ...
+
+    def all_rows(self, x: Tensor) -> Tensor: ...
+
+
+class RLModule:
+    """An algorithm: settings in `__init__`, models in `configure_models`, its graph in methods marked `@node`.
+
+    A node's name is the value that it makes; its parameters are the values that it reads; `batch` is the rows of the
+    dataset. The first dimension of every tensor is the rows of this rank, and nothing here needs to know of ranks.
+
+    Attributes:
+        reward: What scores responses; `reward_function` calls it. None for graphs without rollout that never validate.
+        loss_aggregation: How per-token losses become one number; see `rlflow.functional.aggregate`.
+        group_size: Samples of each prompt in one step.
+        max_response_length: Tokens after which a response is cut, and the divisor of the `constant` aggregation.
+        temperature: Of sampling, and so of every logprob.
+        stop_token_ids: Tokens that end a response beside those of the model and its tokenizer.
+    """
+
+    reward: Reward | None = None
+    loss_aggregation: Aggregation = "token-mean"
+    group_size: int = 1
+    max_response_length: int = 256
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+
+    _context: StepContext | None = None
+
+    def configure_models(self) -> None:
+        """Assign the model handles (`CausalLM`, ...) to `self`; an attribute's name is the role's name."""
+
+    def attach(self, context: StepContext) -> None:
+        """Called by the controller before the first step."""
+        self._context = context
+
+    def generate(self, batch: Batch, n: int = 1, temperature: float | None = None) -> Rollout:
+        """Sample `n` responses to each prompt; the samples of a prompt are consecutive rows.
+
+        Args:
+            batch: Prompts, `B` rows.
+            n: Responses to each prompt; the result has `B * n` rows.
+            temperature: Instead of the module's; 0 takes the likeliest token.
+        """
+        chosen = self.temperature if temperature is None else temperature
+        return self._running().generate(batch, n, Sampling(self.max_response_length, chosen))
+
+    def reward_function(self, rollout: Rollout) -> PerSample:
+        """The module's `reward` of each sample `[B]` float32; its parts are logged one by one."""
+        if self.reward is None:
+            raise UserError(f"{type(self).__name__} has no reward to score responses with; set `module.reward`")
+        return self._running().score(self.reward, rollout)
+
+    def log(self, name: str, x: Tensor, mask: Tensor | None = None) -> None:
+        """Log the mean of `x` over all rows of all ranks, or over the entries where `mask` is True.
+
+        Args:
+            name: The metric, such as `actor/kl`.
+            x: `[B]` or `[B, T]`; 0-dim for a number that is equal on all ranks.
+            mask: Of the same shape; needed for `[B, T]`, where padding must not count.
+        """
+        if x.dim() > 1 and mask is None:
+            raise UserError(f"log({name!r}) was given {list(x.shape)} without a mask; padding would count. Pass `mask=`")
+        self._running().log(name, x, mask)
+
+    def mean(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The mean over all rows of all ranks, 0-dim float64; over the entries where `mask` is True if given."""
+        weight = torch.ones_like(x, dtype=torch.float64) if mask is None else mask.double()
+        total, count = self._running().sum_over_rows(torch.stack([(x.double() * weight).sum(), weight.sum()]))
+        return total / count
+
+    def whiten(self, x: Tensor, mask: Tensor | None = None, unbiased: bool = True) -> Tensor:
+        """Shift and scale `x` to mean 0 and standard deviation 1 over all rows of all ranks; masked entries are 0."""
+        weight = torch.ones_like(x, dtype=torch.float64) if mask is None else mask.double()
+        mean = self.mean(x, mask)
+        square, count = self._running().sum_over_rows(
+            torch.stack([((x.double() - mean) ** 2 * weight).sum(), weight.sum()])
+        )
+        deviation = (square / (count - 1 if unbiased else count)).sqrt()
+        return ((x.double() - mean) / (deviation + 1e-8) * weight).to(x.dtype)
+
+    def all_rows(self, x: Tensor) -> Tensor:
+        """The entries `[N]` of all ranks' rows `[B]`, ordered by the rows' ids, the same on every rank."""
+        return self._running().all_rows(x)
+
+    def _running(self) -> StepContext:
+        if self._context is None:
+            raise UserError(f"{type(self).__name__}: nodes are run by `Trainer.fit`; there is no step under way here")
+        return self._context

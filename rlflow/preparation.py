@@ -1,0 +1,176 @@
+"""All that can be known, and refused, of a run before a process starts or a weight is loaded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlflow.dag.graph import Graph
+from rlflow.dag.node import ROLLOUT
+from rlflow.dag.planner import Plan, plan
+from rlflow.data.layout import Layout
+from rlflow.data.loader import Loader
+from rlflow.data.prompts import PromptData
+from rlflow.errors import UserError
+from rlflow.models.tiny import resolve_model
+from rlflow.module import RLModule
+from rlflow.placement import followed_role, handles, layouts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run as planned.
+
+    Attributes:
+        graph: Of the module.
+        plan: Of all ranks.
+        layouts: By role; `rollout` is the engine's.
+        follows: The role whose weights the rollout engine generates with.
+        paths: Model folder or hub name of each role that a node uses.
+        tokenizer: Of the followed role.
+        stop_token_ids: What ends a response: the end tokens of the tokenizer, of the model's generation config and of
+            the module.
+        train: Loader of the training rows.
+        validation: Loader of the held-out rows; None without.
+        steps: Of the run.
+        generates: Whether a rollout engine is needed, for the graph or to validate.
+    """
+
+    graph: Graph
+    plan: Plan
+    layouts: dict[str, Layout]
+    follows: str
+    paths: dict[str, Path]
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+    train: Loader
+    validation: Loader | None
+    steps: int
+    generates: bool
+
+
+def read_graph(module: RLModule) -> Graph:
+    """The module's checked graph, its models configured but not loaded.
+
+    Raises:
+        UserError: The graph has problems; all of them are named.
+    """
+    module.configure_models()
+    return Graph.read(module, roles=handles(module))
+
+
+def prepare(
+    module: RLModule,
+    data: PromptData,
+    *,
+    seed: int,
+    world_size: int,
+    tensor_parallel_size: int,
+    max_steps: int | None,
+    max_epochs: int | None,
+    scratch: Path,
+) -> Prepared:
+    """Check and plan a run.
+
+    Args:
+        module: The algorithm.
+        data: Its prompts.
+        seed: Of the order of rows.
+        world_size: Ranks.
+        tensor_parallel_size: Ranks of one rollout engine.
+        max_steps: Steps at most.
+        max_epochs: Passes over the data at most.
+        scratch: Folder for the embedded model.
+
+    Raises:
+        UserError: Something of this cannot work.
+    """
+    graph = read_graph(module)
+    placed = layouts(module, graph, world_size, tensor_parallel_size)
+    follows = followed_role(module, graph)
+    paths = {role: resolve_model(handles(module)[role].model, scratch) for role in graph.roles() if role != ROLLOUT}
+    tokenizer = load_tokenizer(paths[follows])
+    train = Loader(data.train, data, tokenizer, seed)
+    if data.validation is not None and module.reward is None:
+        raise UserError("`data.validation` is set but the module has no reward to score responses; set `module.reward`")
+    return Prepared(
+        graph=graph,
+        plan=plan(graph, placed, world_size, follows),
+        layouts=placed,
+        follows=follows,
+        paths=paths,
+        tokenizer=tokenizer,
+        stop_token_ids=stop_tokens(paths[follows], tokenizer, module.stop_token_ids),
+        train=train,
+        validation=None if data.validation is None else Loader(data.validation, data, tokenizer, seed),
+        steps=_steps(train.steps_per_epoch, max_steps, max_epochs),
+        generates=data.validation is not None or any(node.kind == "rollout" for node in graph.order),
+    )
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a model's folder, or of that hub name.
+
+    Raises:
+        UserError: There is none to be had.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"`model` is {str(path)!r}, whose tokenizer cannot be loaded ({reason}); check the name") from error
+    return tokenizer
+
+
+def stop_tokens(path: Path, tokenizer: PreTrainedTokenizerBase, more: tuple[int, ...]) -> tuple[int, ...]:
+    """All tokens that end a response, ascending."""
+    from transformers import GenerationConfig
+
+    found = {*more, tokenizer.eos_token_id}
+    if not path.is_dir() or (path / "generation_config.json").is_file():
+        of_model = GenerationConfig.from_pretrained(path).eos_token_id
+        found |= set(of_model) if isinstance(of_model, list) else {of_model}
+    return tuple(sorted(found - {None}))
+
+
+def updates_per_step(module: RLModule, role: str, prompts_per_step: int) -> int:
+    """Optimizer steps of a trained role in one step of the run."""
+    handle = handles(module)[role]
+    samples = prompts_per_step * module.group_size
+    return handle.epochs * math.ceil(samples / (handle.samples_per_update or samples))
+
+
+def table(module: RLModule, data: PromptData, prepared: Prepared, world_size: int, token_budget: int) -> list[str]:
+    """The batch sizes that follow from the configuration, a line each."""
+    prompts, samples = data.prompts_per_step, data.prompts_per_step * module.group_size
+    lines = [
+        f"ranks {world_size}, steps {prepared.steps}, training rows {prepared.train.size},"
+        f" validation rows {prepared.validation.size if prepared.validation else 0}",
+        f"per step: {prompts} prompts x {module.group_size} = {samples} samples;"
+        f" per rank about {prompts / world_size:g} prompts, {samples / world_size:g} samples",
+    ]
+    for role in sorted({node.role for node in prepared.graph.order if node.kind == "train" and node.role}):
+        updates = updates_per_step(module, role, prompts)
+        of = handles(module)[role].samples_per_update or samples
+        lines.append(
+            f"{role}: {updates} update(s) per step of {of} samples, about {of / world_size:g} per rank,"
+            f" in micro-batches of at most {token_budget} tokens"
+        )
+    dropped = prepared.train.scan.dropped
+    if dropped:
+        lines.append(f"dropped {dropped} overlong training rows")
+    return lines
+
+
+def _steps(steps_per_epoch: int, max_steps: int | None, max_epochs: int | None) -> int:
+    if max_steps is None and max_epochs is None:
+        raise UserError("neither `trainer.max_steps` nor `trainer.max_epochs` is set, so the run has no end; set one")
+    by_epochs = math.inf if max_epochs is None else max_epochs * steps_per_epoch
+    return int(min(by_epochs, math.inf if max_steps is None else max_steps))

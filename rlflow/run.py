@@ -1,0 +1,296 @@
+"""One rank's run: what it builds, the loop over its steps, and what it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from rlflow.controller import Controller
+from rlflow.controller.gap import LogprobGap, default_gap_limit
+from rlflow.controller.validation import validate
+from rlflow.dag.node import ROLLOUT
+from rlflow.data.batch import Rollout
+from rlflow.data.prompts import PromptData
+from rlflow.data.transport import Transport
+from rlflow.errors import UserError
+from rlflow.loggers.console import Console
+from rlflow.loggers.csv import CSVLogger
+from rlflow.loggers.curves import draw_curves
+from rlflow.loggers.jsonl import JSONLLogger
+from rlflow.loggers.secrets import without_secrets
+from rlflow.loggers.trace import Trace, merge_traces
+from rlflow.metrics import Metrics
+from rlflow.module import RLModule
+from rlflow.placement import handles
+from rlflow.preparation import Prepared, table, updates_per_step
+from rlflow.rewards.reward import Scores
+from rlflow.rollout.engine import RolloutEngine
+from rlflow.run_folder import RunFolder
+from rlflow.strategies.strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from rlflow.trainer import Trainer
+
+SAMPLES_PER_STEP = 4  # of rank 0, written to samples.jsonl
+
+
+class Run:
+    """Built on every rank once all are there; `run` trains.
+
+    Args:
+        trainer: The settings.
+        module: The algorithm.
+        data: Its prompts.
+        prepared: The plan, which every rank made alike.
+        strategy: Joined to the other ranks.
+        engine: To be set up where the run generates.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: RLModule,
+        data: PromptData,
+        prepared: Prepared,
+        strategy: TrainingStrategy,
+        engine: RolloutEngine,
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._data = data
+        self._prepared = prepared
+        self._strategy = strategy
+        self._engine = engine if prepared.generates else None
+        self._transport = Transport(strategy.root_device)
+        self._first = self._transport.rank == 0
+        self._metrics = Metrics()
+        self._samples: list[dict[str, Any]] = []
+        self._summary: dict[str, Any] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end; the run's summary."""
+        self._agree()
+        folder = self._open_folder()
+        with ExitStack() as stack:
+            log = folder.logs / f"rank{self._transport.rank}.log"
+            self._console = stack.enter_context(Console(log, self._prepared.steps, shows=self._first))
+            trace = Trace(folder.path, self._transport.rank)
+            stack.callback(trace.close)
+            self._start_loggers(folder, stack)
+            try:
+                self._train(folder, self._build(folder, trace))
+            except BaseException as error:
+                for callback in self._trainer.callbacks:
+                    callback.on_exception(self._trainer, error)
+                raise
+        if self._first and not self._trainer.fast_dev_run:
+            self._leave_behind(folder)
+        return self._summary
+
+    def _agree(self) -> None:
+        """Every rank made the same plan for the same number of steps over the same rows.
+
+        Raises:
+            UserError: One did not; it is named.
+        """
+        mine = f"{self._prepared.plan.digest}/{self._prepared.steps}/{self._prepared.train.size}"
+        plans = [text.cpu().numpy().tobytes() for text in self._transport.all_gather_ragged(_as_bytes(mine))]
+        others = [rank for rank, theirs in enumerate(plans) if theirs != plans[0]]
+        if others:
+            raise UserError(
+                f"rank {others[0]} planned another run than rank 0 ({plans[others[0]].decode()} and {plans[0].decode()}:"
+                " plan, steps, dataset); start every rank with the same config, code and data"
+            )
+
+    def _open_folder(self) -> RunFolder:
+        folder = RunFolder(self._trainer.run_dir)
+        if self._first:
+            folder = RunFolder.open(self._trainer.run_dir)
+            if self._trainer.resolved_config is not None:
+                folder.config.write_text(self._trainer.resolved_config)
+        self._strategy.barrier()
+        return folder
+
+    def _start_loggers(self, folder: RunFolder, stack: ExitStack) -> None:
+        own = [] if self._trainer.fast_dev_run else [JSONLLogger(), CSVLogger(), *self._trainer.loggers]
+        self._loggers = own if self._first else []
+        for logger in self._loggers:
+            logger.start(folder.path)
+            stack.callback(logger.finish)
+            if self._trainer.resolved_config is not None:
+                logger.log_config(without_secrets(yaml.safe_load(self._trainer.resolved_config)))
+
+    def _build(self, folder: RunFolder, trace: Trace) -> Controller:
+        trainer, prepared, strategy = self._trainer, self._prepared, self._strategy
+        for line in table(self._module, self._data, prepared, self._transport.world_size, strategy.token_budget):
+            self._console.say(line)
+        trained = {node.role for node in prepared.graph.order if node.kind == "train"}
+        for role, path in prepared.paths.items():
+            per_step = updates_per_step(self._module, role, self._data.prompts_per_step) if role in trained else 0
+            strategy.setup_role(role, handles(self._module)[role], path, prepared.steps * per_step or None)
+        if self._engine is not None:
+            self._engine.setup(
+                str(prepared.paths[prepared.follows]),
+                dtype=strategy.dtype,
+                device=strategy.root_device,
+                rank=self._transport.rank,
+                world_size=self._transport.world_size,
+                local_rank=strategy.local_rank,
+                seed=trainer.seed,
+            )
+        limit = trainer.logprob_gap_limit
+        gap = LogprobGap(self._metrics, default_gap_limit(strategy.dtype) if limit is None else limit)
+        handles(self._module)[prepared.follows].watch = gap.observe
+        return Controller(
+            module=self._module,
+            graph=prepared.graph,
+            plan=prepared.plan,
+            follows=prepared.follows,
+            strategy=strategy,
+            engine=self._engine,
+            loader=prepared.train,
+            transport=self._transport,
+            metrics=self._metrics,
+            gap=gap,
+            trace=trace,
+            callbacks=trainer.callbacks,
+            seed=trainer.seed,
+            balance=trainer.balance,
+            bucket_bytes=trainer.sync_bucket_bytes,
+            stop_token_ids=prepared.stop_token_ids,
+            decode=self._decode,
+            save=lambda step: self._save_if_due(step, folder),
+            on_scores=self._keep_samples,
+        )
+
+    def _train(self, folder: RunFolder, controller: Controller) -> None:
+        trainer, steps = self._trainer, self._prepared.steps
+        for callback in trainer.callbacks:
+            callback.on_fit_start(trainer)
+        before = after = self._validate(controller, 0)
+        self._log(before, 0)
+        done = 0
+        while done < steps and not trainer.should_stop:
+            metrics = controller.step(done)
+            done += 1
+            over = done == steps or _too_long(metrics, trainer.max_seconds)
+            if over or (trainer.validate_every_n_steps and done % trainer.validate_every_n_steps == 0):
+                after = self._validate(controller, done)
+                metrics |= after
+            self._log(metrics, done)
+            for callback in trainer.callbacks:
+                callback.on_step_end(trainer, done, metrics)
+            if over:
+                break
+        if not trainer.fast_dev_run:
+            self._save(folder)
+        for callback in trainer.callbacks:
+            callback.on_fit_end(trainer)
+        self._summary = {"steps": done, **_compared(before, after)}
+        if self._prepared.validation is not None:
+            self._summary["problems"] = self._prepared.validation.size
+
+    def _validate(self, controller: Controller, done: int) -> dict[str, float]:
+        loader = self._prepared.validation
+        if loader is None or self._engine is None:
+            return {}
+        controller.sync_weights()
+        metrics = validate(
+            self._module,
+            self._engine,
+            loader,
+            self._transport,
+            self._prepared.layouts[ROLLOUT],
+            seed=self._trainer.seed,
+            version=controller.version,
+            stop_token_ids=self._prepared.stop_token_ids,
+            decode=self._decode,
+        )
+        for callback in self._trainer.callbacks:
+            callback.on_validation_end(self._trainer, done, metrics)
+        return metrics
+
+    def _log(self, metrics: dict[str, float], done: int) -> None:
+        for logger in self._loggers:
+            if metrics:
+                logger.log_metrics(metrics, done)
+            if self._samples:
+                logger.log_samples(self._samples, done)
+        self._samples = []
+        if done:
+            self._console.step(done, metrics)
+        elif metrics:
+            self._console.say(
+                f"before training: accuracy {metrics['val/accuracy']:.3f}, greedy {metrics['val_greedy/accuracy']:.3f}"
+            )
+
+    def _keep_samples(self, rollout: Rollout, scores: Scores) -> None:
+        """Some of rank 0's samples of the step, for the loggers."""
+        if not self._first:
+            return
+        for i, prompt in enumerate(rollout.prompt_ids.rows()[: SAMPLES_PER_STEP - len(self._samples)]):
+            parts = {name: part[i] for name, part in scores.parts.items()}
+            reward = {"reward": scores.total[i], "parts": parts}
+            self._samples.append({"prompt": self._decode(prompt.tolist()), "response": rollout.texts[i], **reward})
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text = self._prepared.tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+    def _save_if_due(self, step: int, folder: RunFolder) -> None:
+        every = self._trainer.save_every_n_steps
+        if every is not None and (step + 1) % every == 0 and not self._trainer.fast_dev_run:
+            self._save(folder)
+
+    def _save(self, folder: RunFolder) -> None:
+        self._strategy.save(self._prepared.follows, folder.model)
+        if self._first:
+            self._prepared.tokenizer.save_pretrained(folder.model)
+
+    def _leave_behind(self, folder: RunFolder) -> None:
+        """The files that sum the run up, and on the terminal where they are."""
+        merge_traces(folder.path)
+        draw_curves(folder.path)
+        started_from = self._prepared.paths[self._prepared.follows]
+        self._summary = folder.write_summary(self._summary, started_from)
+        for line in _closing_lines(folder, self._summary):
+            print(line)
+
+
+def _as_bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _too_long(metrics: dict[str, float], max_seconds: float | None) -> bool:
+    """Decided from the ranks' largest, so by all alike."""
+    return max_seconds is not None and metrics["time/elapsed"] >= max_seconds
+
+
+def _compared(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Validation before and after, under the names of `summary.json`."""
+    names = {"accuracy": "val/accuracy", "greedy_accuracy": "val_greedy/accuracy", "reward": "val/reward"}
+    ends = {"before": before, "after": after}
+    return {f"{name}_{end}": of[metric] for name, metric in names.items() for end, of in ends.items() if metric in of}
+
+
+def _closing_lines(folder: RunFolder, summary: dict[str, Any]) -> list[str]:
+    lines = []
+    if "accuracy_after" in summary:
+        lines = [
+            f"accuracy on {summary['problems']} held-out problems: {summary['accuracy_before']:.3f} before,"
+            f" {summary['accuracy_after']:.3f} after (greedy {summary['greedy_accuracy_before']:.3f},"
+            f" {summary['greedy_accuracy_after']:.3f})"
+        ]
+    seconds = ", ".join(f"{stage} {time:.0f} s" for stage, time in summary["seconds"].items())
+    return [
+        *lines,
+        f"steps {summary['steps']}; time {seconds}",
+        f"left in {folder.path}/: model/ (Hugging Face form), config.yaml, summary.json, metrics.jsonl, metrics.csv,"
+        " samples.jsonl, curves.png, trace.json (ui.perfetto.dev), logs/",
+    ]

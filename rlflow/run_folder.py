@@ -1,0 +1,77 @@
+"""What a run leaves behind, and where: one folder, written by rank 0."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+def seconds_since_process_start() -> float:
+    """Wall-clock seconds since this process began, its imports included."""
+    return time.time() - psutil.Process().create_time()
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of a run's results.
+
+    Attributes:
+        path: The folder; its name is the run's.
+    """
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """An empty folder at `path`; what lay there before is kept as `<path>-1`, `-2`, ..."""
+        if path.exists() and any(path.iterdir()):
+            number = 1
+            while (kept := path.with_name(f"{path.name}-{number}")).exists():
+                number += 1
+            path.rename(kept)
+        path.mkdir(parents=True, exist_ok=True)
+        return cls(path)
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def model(self) -> Path:
+        """The trained model in Hugging Face form, with its tokenizer."""
+        return self.path / "model"
+
+    @property
+    def logs(self) -> Path:
+        """What libraries print, a file for each rank."""
+        return self.path / "logs"
+
+    @property
+    def traces(self) -> Path:
+        """The ranks' task traces, and `trace.json`, all of them in one."""
+        return self.path / "traces"
+
+    @property
+    def summary(self) -> Path:
+        """The run in a few numbers."""
+        return self.path / "summary.json"
+
+    def write_summary(self, numbers: dict[str, Any], started_from: Path) -> dict[str, Any]:
+        """Write `summary.json`; a run that started from another run's model carries on its `seconds`.
+
+        Args:
+            numbers: Of this run.
+            started_from: The model that training started from.
+        """
+        before = started_from.parent / "summary.json"
+        earlier = json.loads(before.read_text())["seconds"] if before.is_file() else {}
+        seconds = earlier | {self.path.name: round(seconds_since_process_start(), 1)}
+        summary = numbers | {"seconds": seconds}
+        self.summary.write_text(json.dumps(summary, indent=2) + "\n")
+        return summary

@@ -1,0 +1,130 @@
+"""Trainer: what a user configures of a run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rlflow.callbacks.callback import Callback
+from rlflow.data.prompts import PromptData
+from rlflow.errors import UserError
+from rlflow.loggers.logger import Logger
+from rlflow.module import RLModule
+from rlflow.preparation import prepare
+from rlflow.rollout.engine import RolloutEngine
+from rlflow.rollout.transformers import TransformersEngine
+from rlflow.run import Run
+from rlflow.strategies.deepspeed import DeepSpeedStrategy
+from rlflow.strategies.single import SingleProcess
+from rlflow.strategies.strategy import TrainingStrategy
+
+
+class Trainer:
+    """Runs an algorithm: processes, models, steps, validation, and what is left behind.
+
+    Args:
+        run_dir: Folder of the results; what lay there before is kept under another name.
+        max_steps: Steps at most; a step is one batch of prompts through the whole graph.
+        max_epochs: Passes over the training rows at most.
+        max_seconds: Stop after the step in which the run has lasted so long.
+        devices: Processes of this machine, one for each accelerator.
+        num_nodes: Machines.
+        accelerator: `cpu`, `cuda`, or what is there.
+        validate_every_n_steps: Steps between validations; one comes before the first step and one after the last.
+        save_every_n_steps: Steps between saves of the model; it is saved at the end in any case.
+        balance: `auto` moves rows between ranks to even out tokens where it pays, `off` leaves them.
+        logprob_gap_limit: Largest mean difference of rollout and training logprobs; None for 1e-3 (0.05 in bf16).
+        sync_bucket_bytes: Weights gathered at once on their way into the rollout engine.
+        fast_dev_run: Run two steps and one validation of every part, and leave nothing behind but the logs.
+        strategy: How training is spread over ranks; None for one process without DeepSpeed, else ZeRO-2.
+        rollout: The engine that generates; None for transformers' own.
+        loggers: Where metrics go beside the run's own files.
+        callbacks: Told of steps, nodes and validations.
+        seed: Of everything random.
+    """
+
+    def __init__(
+        self,
+        run_dir: str = "runs/default",
+        max_steps: int | None = None,
+        max_epochs: int | None = None,
+        max_seconds: float | None = None,
+        devices: int = 1,
+        num_nodes: int = 1,
+        accelerator: Literal["auto", "cpu", "cuda"] = "auto",
+        validate_every_n_steps: int | None = None,
+        save_every_n_steps: int | None = None,
+        balance: Literal["auto", "off"] = "auto",
+        logprob_gap_limit: float | None = None,
+        sync_bucket_bytes: int = 256 * 2**20,
+        fast_dev_run: bool = False,
+        strategy: TrainingStrategy | None = None,
+        rollout: RolloutEngine | None = None,
+        loggers: Sequence[Logger] = (),
+        callbacks: Sequence[Callback] = (),
+        seed: int = 0,
+    ) -> None:
+        for name, value in {
+            "max_steps": max_steps,
+            "max_epochs": max_epochs,
+            "devices": devices,
+            "num_nodes": num_nodes,
+            "validate_every_n_steps": validate_every_n_steps,
+            "save_every_n_steps": save_every_n_steps,
+        }.items():
+            if value is not None and value < 1:
+                raise UserError(f"`trainer.{name}` is {value}; give 1 or more")
+        self.run_dir = Path(run_dir)
+        self.max_steps = 2 if fast_dev_run else max_steps
+        self.max_epochs = max_epochs
+        self.max_seconds = max_seconds
+        self.devices = devices
+        self.num_nodes = num_nodes
+        self.accelerator = accelerator
+        self.validate_every_n_steps = validate_every_n_steps
+        self.save_every_n_steps = save_every_n_steps
+        self.balance = balance
+        self.logprob_gap_limit = logprob_gap_limit
+        self.sync_bucket_bytes = sync_bucket_bytes
+        self.fast_dev_run = fast_dev_run
+        self.strategy = strategy
+        self.rollout = rollout
+        self.loggers = list(loggers)
+        self.callbacks = list(callbacks)
+        self.seed = seed
+        self.resolved_config: str | None = None
+        self.should_stop = False
+
+    def fit(self, module: RLModule, data: PromptData) -> dict[str, Any]:
+        """Train, and return the run's summary: validation before and after, steps, seconds.
+
+        With more than one device, the first process starts the others by running its own command line again.
+
+        Raises:
+            UserError: Something that the user can mend; before processes start where it can be known then.
+        """
+        from lightning.fabric import Fabric
+
+        world_size = self.devices * self.num_nodes
+        strategy = self.strategy or (SingleProcess() if world_size == 1 else DeepSpeedStrategy())
+        engine = self.rollout or TransformersEngine()
+        with tempfile.TemporaryDirectory() as scratch:
+            prepared = prepare(
+                module,
+                data,
+                seed=self.seed,
+                world_size=world_size,
+                tensor_parallel_size=engine.tensor_parallel_size,
+                max_steps=self.max_steps,
+                max_epochs=self.max_epochs,
+                scratch=Path(scratch),
+            )
+            fabric = Fabric(
+                accelerator=self.accelerator, devices=self.devices, num_nodes=self.num_nodes, strategy=strategy
+            )
+            summary: dict[str, Any] = fabric.launch(
+                lambda _: Run(self, module, data, prepared, strategy, engine).run()
+            )
+        return summary
