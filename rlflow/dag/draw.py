@@ -75,7 +75,8 @@ def svg(graph: Graph, plan: Plan) -> str:
     boxes = _boxes(graph, plan)
     edges = _edges(graph, plan)
     depth = _depths(graph, boxes)
-    drawing = arrange(depth, edges, {box.name: _width(box) for box in boxes})
+    width_of = {box.name: _width(box) for box in boxes}
+    drawing = arrange(depth, edges, width_of)
     legend = _legend(boxes, edges)
 
     width = max(drawing.width, legend.width) + 2 * MARGIN
@@ -92,11 +93,8 @@ def svg(graph: Graph, plan: Plan) -> str:
             "</defs>",
             f'<rect width="{width:.0f}" height="{height:.0f}" rx="12" fill="#ffffff"/>',
             f'<g transform="translate({left:.1f} 0)">',
-            *_curves(drawing, {box.name: _width(box) for box in boxes}),
-            *(
-                _rectangle(box, drawing.centres[Spot(box.name, depth[box.name])], _top(depth[box.name]))
-                for box in boxes
-            ),
+            *_curves(drawing, width_of),
+            *(_rectangle(box, drawing.centres[Spot(box.name, depth[box.name])], depth[box.name]) for box in boxes),
             "</g>",
             f'<g transform="translate({(width - legend.width) / 2:.1f} {legend_top:.1f})">',
             *legend.lines,
@@ -164,7 +162,7 @@ def _width(box: _Box) -> float:
     return max(len(line) * size * CHARACTER for line, size in sizes) + 2 * PADDING
 
 
-def _rectangle(box: _Box, centre: float, top: float) -> str:
+def _rectangle(box: _Box, centre: float, layer: int) -> str:
     fill, outline = COLOURS[box.type]
     width = _width(box)
     lines = (
@@ -174,7 +172,7 @@ def _rectangle(box: _Box, centre: float, top: float) -> str:
     )
     rectangle = f'<rect x="{-width / 2:.1f}" width="{width:.1f}" height="{BOX_HEIGHT:g}" rx="8"'
     return (
-        f'<g transform="translate({centre:.1f} {top:.1f})" text-anchor="middle">'
+        f'<g transform="translate({centre:.1f} {_top(layer):.1f})" text-anchor="middle">'
         f"<title>{escape(box.name)}: {escape(box.tooltip)}</title>"
         f'{rectangle} fill="{fill}" stroke="{outline}" stroke-width="1.5"/>{"".join(lines)}</g>'
     )

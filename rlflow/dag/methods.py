@@ -68,7 +68,7 @@ def _defined_twice(cls: type, names: dict[str, None]) -> Iterator[Problem]:
     """Nodes whose name stands twice in one class body, where Python silently keeps the last."""
     if names.keys().isdisjoint(vars(cls)):
         return
-    with contextlib.suppress(OSError, TypeError):  # a class typed at a prompt has no source to read
+    with contextlib.suppress(OSError, TypeError, SyntaxError):  # a class typed at a prompt has no source to read
         source, start = inspect.getsourcelines(cls)
         body = ast.parse(textwrap.dedent("".join(source))).body[0]
         first: dict[str, int] = {}

@@ -36,7 +36,7 @@ def test_the_mark_leaves_the_method_as_it_is() -> None:
 
 def test_a_role_without_its_name_is_refused_where_it_is_written() -> None:
     with pytest.raises(UserError, match=r'Write `@node\(role="actor"\)`'):
-        node("actor")  # type: ignore[call-overload]
+        node("actor")
 
 
 def test_nodes_stand_in_the_order_of_declaration() -> None:
@@ -90,7 +90,7 @@ def test_none_on_a_class_removes_a_node_and_the_optional_input() -> None:
 
 def test_none_on_an_instance_removes_a_node_of_this_instance_only() -> None:
     module = GRPO()
-    module.ref_logprobs = None  # type: ignore[assignment, method-assign]
+    module.ref_logprobs = None
     graph = Graph.read(module, ROLES)
     assert "ref_logprobs" not in graph.nodes
     assert list(graph.roles()) == ["rollout", "actor"]
@@ -153,7 +153,7 @@ def test_a_subclass_of_the_type_that_is_read_fits() -> None:
 
 def test_a_tensor_parameter_takes_any_tensor() -> None:
     class Module(GRPO):
-        def advantages(self, rollout, rewards: torch.Tensor) -> PerSample: ...  # type: ignore[no-untyped-def]
+        def advantages(self, rollout, rewards: torch.Tensor) -> PerSample: ...
 
     assert Graph.read(Module(), ROLES).nodes["advantages"].reads == ("rollout", "rewards")
 
@@ -313,7 +313,7 @@ def test_a_value_that_cannot_be_cut_is_refused() -> None:
 def test_a_type_that_is_not_imported_is_told() -> None:
     class Module(SFT):
         @node
-        def a(self, batch: Batch) -> Unknown: ...  # type: ignore[name-defined]  # noqa: F821
+        def a(self, batch: Batch) -> Unknown: ...  # noqa: F821
 
     assert problems(Module()) == [
         "the types of `a` cannot be read: name 'Unknown' is not defined. Import or correct them"
@@ -409,7 +409,7 @@ def test_filters_are_refused() -> None:
 
 def test_misspelt_marks_are_told() -> None:
     class Module(SFT):
-        @node(role="actor", type="trian")  # type: ignore[call-overload, untyped-decorator]
+        @node(role="actor", type="trian")
         def a(self, batch: Batch) -> PerToken: ...
 
         @node(rows="batch")
@@ -427,7 +427,7 @@ def test_parameters_are_passed_by_name() -> None:
         def a(self, batch: Batch, /, **more: PerSample) -> PerSample: ...
 
         @node
-        def b(batch: Batch) -> PerSample: ...  # type: ignore[misc]
+        def b(batch: Batch) -> PerSample: ...
 
     by_name = "and values are passed by name. Write each value that is read as a parameter of its own"
     assert problems(Module()) == [
@@ -447,7 +447,7 @@ def test_no_node_is_called_batch() -> None:
 
 def test_an_attribute_that_hides_a_node_is_told() -> None:
     module = GRPO()
-    module.rewards = 1.0  # type: ignore[assignment, method-assign]
+    module.rewards = 1.0
     assert problems(module) == [
         "`rewards` is a float, not a plain method, so the node of that name cannot run."
         " Rename the attribute, or set it to None to remove the node"
@@ -459,12 +459,23 @@ class Twice(SFT):
     def a(self, batch: Batch) -> PerSample: ...
 
     @node
-    def a(self, batch: Batch) -> PerToken: ...  # type: ignore[no-redef]  # noqa: F811
+    def a(self, batch: Batch) -> PerToken: ...  # noqa: F811
 
 
 def test_two_nodes_of_one_name_in_one_class_are_told() -> None:
     (problem,) = problems(Twice())
     assert problem.startswith("`a` is defined before, in line ")
+
+
+def test_a_class_typed_at_a_prompt_is_read_without_its_source() -> None:
+    names: dict[str, Any] = {"__name__": "typed", "node": node, "Batch": Batch, "PerToken": PerToken}
+    exec(
+        "class Typed:\n"
+        "    @node(role='actor', type='train')\n"
+        "    def actor_loss(self, batch: Batch) -> PerToken: ...\n",
+        names,
+    )
+    assert list(Graph.read(names["Typed"](), ROLES).nodes) == ["actor_loss"]
 
 
 def test_a_module_without_nodes_is_told() -> None:

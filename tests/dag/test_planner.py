@@ -53,6 +53,14 @@ def test_rows_are_loaded_straight_into_the_layout_of_their_first_reader() -> Non
     )
 
 
+def test_rows_are_read_once_and_exchanged_for_readers_elsewhere() -> None:
+    class Module(SFT):
+        @node
+        def lengths(self, batch: Batch) -> PerSample: ...
+
+    assert two_ranks(Module()).tasks[:2] == (Load("batch", GROUPS), Exchange("batch", "batch", GROUPS, BALANCED))
+
+
 def test_a_prompts_value_beside_samples_is_exchanged_even_in_one_layout() -> None:
     found = [task for task in two_ranks(ReMax()).tasks if isinstance(task, Exchange) and task.value == "baseline"]
     assert found == [Exchange("baseline", reader_space="rollout", source=GROUPS, target=GROUPS)]
