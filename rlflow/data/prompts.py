@@ -19,7 +19,7 @@ class PromptData:
     Args:
         train: Rows to train on.
         validation: Rows to validate on; None for no validation.
-        prompts_per_step: Prompts of one step, over all ranks. A remainder at the end of an epoch waits for another one.
+        prompts_per_step: Prompts of one step, over all ranks. An epoch leaves out the rows that fill no step.
         prompt: Column of the prompt: a text, or with `chat_template` also a list of messages. Dots step into a column,
             as in `metadata.expression`.
         response: Column of the response to learn, a text; None where responses are sampled.

@@ -29,7 +29,7 @@ class Scan:
         rows: Rows of the source.
         longest_prompt: In tokens, of all rows.
         longest_response: In tokens, of all rows; 0 without a response column.
-        digest: Of the tokens that are kept; equal where ranks, or a run and its continuation, see the same data.
+        digest: Of the tokens of the kept rows; equal where ranks, or a run and its continuation, see the same data.
     """
 
     source: str
@@ -67,7 +67,8 @@ def scan(source: Source, data: PromptData, encode: Encoder) -> Scan:
                 dropped.append(row)
             else:
                 kept.append(row)
-                digest.update(array("q", [row, *example.prompt_ids, -1, *example.response_ids]))
+                prompt, response = example.prompt_ids, example.response_ids
+                digest.update(array("q", [len(prompt), len(response), *prompt, *response]))
     places = tuple(source.where(row) for row in dropped[:SHOWN])
     if dropped and (data.overlong == "error" or not kept):
         limits = f"`data.max_prompt_length` {data.max_prompt_length}"

@@ -94,7 +94,8 @@ class ReasoningGym(Source):
         distinct: dict[str, dict[str, Any]] = {}
         for i in range(self.size):
             entry = generator[i]
-            distinct.setdefault(entry["question"], _travelled(entry))
+            if entry["question"] not in distinct:
+                distinct[entry["question"]] = _travelled(entry)
         return list(distinct.values())
 
 

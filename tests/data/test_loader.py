@@ -183,14 +183,10 @@ def test_a_row_that_json_cannot_carry_is_named() -> None:
 
 def test_the_digest_tells_datasets_apart_that_read_differently() -> None:
     rows = numbered(3)
-    digests = {
-        loader(rows).scan.digest,
-        loader(rows[:2]).scan.digest,
-        loader(rows[::-1]).scan.digest,
-        loader(rows, response="answer").scan.digest,
-    }
+    datasets = [rows, rows[:2], rows[::-1], [{"question": "01"}, {"question": "2"}], [{"question": "012"}]]
+    digests = {loader(each).scan.digest for each in datasets} | {loader(rows, response="answer").scan.digest}
 
-    assert len(digests) == 4
+    assert len(digests) == 6
     assert loader(rows, seed=1).scan.digest in digests
 
 
