@@ -6,7 +6,7 @@ never overlap, and no edge runs through a box.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
 from statistics import fmean
@@ -89,9 +89,15 @@ def _path(edge: Edge, layer_of: Mapping[str, int]) -> list[Spot]:
 
 
 def _ordered(layers: list[list[Spot]], segments: Sequence[Segment]) -> list[list[Spot]]:
-    """Sort layers by the mean position of neighbours, sweeping down and up; the order that crosses least."""
+    """The order that crosses least, of those that sweeps lead to from passing edges on the right and on the left."""
+    slots_first = [sorted(row, key=lambda spot: spot.passing is None) for row in layers]
+    orders = [*_sweeps(layers, segments), *_sweeps(slots_first, segments)]
+    return min(orders, key=lambda order: _crossings(order, segments))
+
+
+def _sweeps(layers: list[list[Spot]], segments: Sequence[Segment]) -> Iterator[list[list[Spot]]]:
+    """Sort layers by the mean position of their neighbours above, then below, and so on; the order after each sweep."""
     above, below = _neighbours(segments)
-    best = layers
     for sweep in range(SWEEPS):
         beside, rows = (above, layers) if sweep % 2 == 0 else (below, layers[::-1])
         position = {spot: float(i) for row in rows for i, spot in enumerate(row)}
@@ -101,8 +107,7 @@ def _ordered(layers: list[list[Spot]], segments: Sequence[Segment]) -> list[list
             swept.append(sorted(row, key=wanted.__getitem__))
             position |= {spot: float(i) for i, spot in enumerate(swept[-1])}
         layers = swept if sweep % 2 == 0 else swept[::-1]
-        best = min(best, layers, key=lambda order: _crossings(order, segments))
-    return best
+        yield layers
 
 
 def _crossings(layers: Sequence[Sequence[Spot]], segments: Sequence[Segment]) -> int:

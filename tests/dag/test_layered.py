@@ -34,6 +34,13 @@ def test_edges_that_need_not_cross_do_not() -> None:
     assert crossings(drawing) == 0
 
 
+def test_a_long_edge_passes_on_the_side_where_it_crosses_nothing() -> None:
+    layers = {"a": 0, "b": 0, "c": 1, "d": 1, "e": 2, "f": 3}
+    joined = ["ac", "bd", "ce", "de", "ef", "af"]  # from `a` to `f` only the left side is free
+    drawing = arrange(layers, [Edge(*pair, "-") for pair in joined], dict.fromkeys(layers, 50.0))
+    assert crossings(drawing) == 0
+
+
 def test_edges_of_one_source_and_style_run_together() -> None:
     layers = {"a": 0, "b": 1, "c": 2, "d": 2}
     edges = [Edge("a", "b", "-"), Edge("b", "c", "-"), Edge("a", "c", "-"), Edge("a", "d", "-")]
