@@ -79,6 +79,11 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
 
     def setup_environment(self) -> None:
         """Join the process group; Fabric's own refuses the CPU."""
+        if self.root_device.type == "cuda" and self.root_device.index != self.local_rank:
+            raise UserError(
+                f"`trainer.devices` gives GPU {self.root_device.index} to local rank {self.local_rank}, and DeepSpeed "
+                "takes GPUs from 0 on. Choose them with the environment variable CUDA_VISIBLE_DEVICES."
+            )
         self._process_group_backend = "gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl"
         DDPStrategy.setup_environment(self)
 

@@ -26,8 +26,8 @@ class RankLauncher(_SubprocessScriptLauncher):
     """Runs this script once more for every further rank of this machine, unless torchrun or Slurm started them.
 
     Use it as `fabric.launch(function)`. A rank that dies ends the others within 5 seconds: one line on the terminal
-    names it, and the exit code is its own (1 if a signal killed it). When `function` raises in rank 0, the error is
-    rank 0's to report; the others are killed. Ranks of other machines learn of a death by their collectives failing.
+    names it, and the exit code is its own (1 if a signal killed it). What `function` raises in rank 0 is rank 0's to
+    report; the others are killed. Ranks of other machines learn of a death by their collectives failing.
     """
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -37,9 +37,14 @@ class RankLauncher(_SubprocessScriptLauncher):
         _set_num_threads_if_needed(num_processes=self.num_processes)
         terminal = os.dup(2)  # where the user looks, whatever the ranks redirect later
         if environment.creates_processes_externally:
-            if PARENT_VARIABLE in os.environ:
-                _follow(int(os.environ.pop(PARENT_VARIABLE)), environment.local_rank(), terminal)
-            return function(*args, **kwargs)
+            if PARENT_VARIABLE not in os.environ:
+                return function(*args, **kwargs)
+            _follow(int(os.environ.pop(PARENT_VARIABLE)), environment.local_rank(), terminal)
+            try:
+                return function(*args, **kwargs)
+            except UserError:
+                time.sleep(GRACE_S)  # rank 0 finds most of them too: it tells them once, and ends this process
+                raise
 
         os.environ[PARENT_VARIABLE] = str(os.getpid())
         self._call_children_scripts()

@@ -57,6 +57,7 @@ class TrainingStrategy(Strategy):
     token_budget: int
     packing: bool
     world_size: int
+    local_rank: int
 
     def _configure(self, dtype: torch.dtype, token_budget: int, packing: bool) -> None:
         if token_budget < 1:

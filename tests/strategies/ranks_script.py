@@ -14,7 +14,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from rlflow.errors import UserError
 from rlflow.strategies.launcher import RankLauncher
 
-HANGS_S = 60
+HANGS_S = 600
 
 
 def main(happening: str) -> None:
@@ -29,10 +29,9 @@ def main(happening: str) -> None:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.ones(1))
-    elif happening == "rank 0 finds a user's error":
-        if rank == 0:
-            raise UserError("`stage` is 7")
-        time.sleep(HANGS_S)
+    elif happening == "both ranks find a user's error":
+        time.sleep(0.5 if rank == 0 else 0.0)
+        raise UserError("`stage` is 7")
     elif happening == "rank 0 is killed":
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -23,6 +23,7 @@ from tests.strategies.update import (
     deepspeed_update,
     frozen_scores,
     save_after_update,
+    scheduled_update,
     spoiled_update,
     two_roles,
 )
@@ -96,19 +97,6 @@ def test_adamw_with_a_warm_up_and_a_linear_schedule_follows_torch(stage: int, ti
         assert distance(outcome.weights, weights) < 1e-6
 
 
-def scheduled_update(folder: Path, stage: int, settings: Optimizer) -> Outcome:
-    """Four of the five updates that the schedule is told of."""
-    from tests.strategies.update import all_weights, backward, launch, trained
-
-    strategy, handle, outcome = launch(stage), trained(folder, settings), Outcome()
-    strategy.setup_role("actor", handle, folder, updates=5)
-    for _ in range(4):
-        backward(strategy, "actor", handle)
-        outcome.norms.append(strategy.step("actor"))
-    outcome.weights = all_weights(strategy, "actor")
-    return outcome
-
-
 @pytest.mark.parametrize(("stage", "precision"), [*((stage, "fp32") for stage in STAGES), (2, "bf16"), (3, "bf16")])
 def test_an_update_that_one_rank_spoils_is_skipped_by_all_and_leaves_no_trace(
     stage: int, precision: str, tiny: Path, ranks2: RankPool
@@ -119,6 +107,14 @@ def test_an_update_that_one_rank_spoils_is_skipped_by_all_and_leaves_no_trace(
         assert not math.isfinite(norm)
         assert second.norms == expected[rank].norms
         assert all(torch.equal(second.weights[key], weight) for key, weight in expected[rank].weights.items())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradient_checkpointing_changes_no_gradient(
+    stage: int, tiny: Path, ranks2: RankPool, reference: Reference
+) -> None:
+    for outcome in ranks2.run(deepspeed_update, tiny, stage, "fp32", SGD, True):
+        assert distance(outcome.gradients[0], reference[0][0]) < 1e-5
 
 
 @pytest.mark.parametrize("stage", [2, 3])

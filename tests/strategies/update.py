@@ -60,18 +60,23 @@ def backward(strategy: TrainingStrategy, name: str, handle: CausalLM, factor: fl
         strategy.backward(name, -(weights[:, None] * logprobs).sum() / TOKENS * factor, last=part == count - 1)
 
 
-def trained(folder: Path, optimizer: Optimizer) -> CausalLM:
-    return CausalLM(str(folder), optimizer=optimizer, temperature=TEMPERATURE)
+def trained(folder: Path, optimizer: Optimizer, checkpointing: bool = False) -> CausalLM:
+    """A trained role's handle."""
+    return CausalLM(str(folder), optimizer=optimizer, temperature=TEMPERATURE, gradient_checkpointing=checkpointing)
 
 
 def all_weights(strategy: TrainingStrategy, name: str) -> dict[str, Tensor]:
+    """The role's weights now."""
     return {key: weight.clone() for bucket in strategy.weights(name, 100_000) for key, weight in bucket}
 
 
-def update(strategy: TrainingStrategy, folder: Path, optimizer: Optimizer, updates: int = 1) -> Outcome:
-    """The reference's updates with one role."""
-    handle, outcome = trained(folder, optimizer), Outcome()
+def update(
+    strategy: TrainingStrategy, folder: Path, optimizer: Optimizer, updates: int = 1, checkpointing: bool = False
+) -> Outcome:
+    """The reference's updates with one role, which scores rows without gradients before."""
+    handle, outcome = trained(folder, optimizer, checkpointing), Outcome()
     strategy.setup_role("actor", handle, folder, updates)
+    handle.logprobs(rows_of([0, 1]))
     for _ in range(updates):
         backward(strategy, "actor", handle)
         outcome.gradients.append({key: value.clone() for key, value in strategy.gradients("actor").items()})
@@ -80,8 +85,11 @@ def update(strategy: TrainingStrategy, folder: Path, optimizer: Optimizer, updat
     return outcome
 
 
-def deepspeed_update(folder: Path, stage: int, precision: str, optimizer: Optimizer, updates: int = 1) -> Outcome:
-    return update(launch(stage, precision), folder, optimizer, updates)
+def deepspeed_update(
+    folder: Path, stage: int, precision: str, optimizer: Optimizer, checkpointing: bool = False
+) -> Outcome:
+    """One update by DeepSpeed."""
+    return update(launch(stage, precision), folder, optimizer, checkpointing=checkpointing)
 
 
 def two_roles(folders: list[Path], stage: int, optimizer: Optimizer) -> list[dict[str, Tensor]]:
@@ -138,6 +146,17 @@ def save_after_update(folder: Path, stage: int, optimizer: Optimizer, target: Pa
     outcome = update(strategy, folder, optimizer)
     strategy.save("actor", target)
     return outcome.weights
+
+
+def scheduled_update(folder: Path, stage: int, optimizer: Optimizer) -> Outcome:
+    """Four of the five updates that the schedule is told of."""
+    strategy, handle, outcome = launch(stage), trained(folder, optimizer), Outcome()
+    strategy.setup_role("actor", handle, folder, updates=5)
+    for _ in range(4):
+        backward(strategy, "actor", handle)
+        outcome.norms.append(strategy.step("actor"))
+    outcome.weights = all_weights(strategy, "actor")
+    return outcome
 
 
 def agreed(stage: int) -> int:
