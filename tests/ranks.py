@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -153,3 +154,6 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
             failure = traceback.format_exc()
         connection.send_bytes(pickle.dumps((result, failure)))
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # taking torch down in good order costs seconds

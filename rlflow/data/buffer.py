@@ -1,0 +1,224 @@
+"""The values of a step, kept by name where they were made and brought to the layouts that read them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from rlflow.data.batch import Cut, Ragged, columns
+from rlflow.data.exchange import Exchange
+from rlflow.data.layout import Layout
+from rlflow.data.rows import RowSpace
+from rlflow.data.transport import Transport
+from rlflow.errors import UserError
+
+
+class DataBuffer:
+    """One rank's part of the distributed buffer.
+
+    The ranks of a value's layout put it; those that only read it declare it (put None). The ranks of two layouts
+    issue the exchanges between them in the same order; those that read then get the value, when they like.
+
+    Args:
+        transport: Of this rank.
+
+    Attributes:
+        bytes_sent: Payload to other ranks since `reset_counters`.
+        bytes_received: Payload from other ranks that was read since.
+        traffic: The two together, by value and layout.
+        waited_s: Seconds that this rank stood still for exchanges.
+        waits: The same by value and layout.
+        peak_held_bytes: The most of `held_bytes` since `reset_counters`.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._values: dict[str, _Made] = {}
+        self.reset_counters()
+
+    def put(self, name: str, value: Any, annotation: Any, space: RowSpace, layout: Layout) -> None:
+        """Keep a value, in place of an older one of this name.
+
+        Args:
+            name: Of the value.
+            value: Rows in the order of `space.held(layout, rank)`; None on ranks outside `layout`.
+            annotation: The value's type.
+            space: Its rows.
+            layout: Where they lie.
+
+        Raises:
+            UserError: The value has not as many rows as it should, or is narrower than its longest response.
+        """
+        if name in self._values:
+            self.free(name)
+        if value is not None:
+            _check(name, value, annotation, space.lengths[space.held(layout, self._transport.rank)])
+        self._values[name] = _Made(value, annotation, space, layout, _nbytes(value, annotation))
+        self._note_peak()
+
+    def issue(self, name: str, target: Layout, space: RowSpace | None = None) -> None:
+        """Start to bring a value to the ranks of `target`; called by the ranks of both layouts.
+
+        Args:
+            name: Of the value.
+            target: Where it is read.
+            space: The samples beside which it is read, where it is of their prompts.
+        """
+        made = self._values[name]
+        reader = space or made.space
+        if (target, reader) == (made.layout, made.space):
+            return
+        assert (target, reader) not in made.copies, f"`{name}` was sent to {target} before"
+        rank = self._transport.rank
+        route = made.space.route(rank, made.layout, target, reader)
+        with self._waiting(name, target):
+            held = made.space.held(made.layout, rank)
+            exchange = Exchange(self._transport, route, made.space, held, made.annotation, made.value)
+        made.copies[target, reader] = _Copy(exchange)
+        self.bytes_sent += exchange.bytes_sent
+        self.traffic[_label(name, target)] += exchange.bytes_sent
+        self._note_peak()
+
+    def get(self, name: str, layout: Layout, space: RowSpace | None = None) -> Any:
+        """The value in `layout`; waits for its exchange, issued before.
+
+        It is the object that was put where this rank reads just the rows that it holds, in their order; else one
+        object for all readers of the layout.
+
+        Args:
+            name: Of the value.
+            layout: Where it is read.
+            space: The samples beside which it is read, where it is of their prompts.
+        """
+        made = self._values[name]
+        reader = space or made.space
+        if (layout, reader) == (made.layout, made.space):
+            return made.value
+        copy = made.copies[layout, reader]
+        if copy.exchange is not None:
+            self._finish(name, layout, made, copy)
+        return copy.value
+
+    def space(self, name: str) -> RowSpace:
+        """The rows of a value."""
+        return self._values[name].space
+
+    def free(self, name: str) -> None:
+        """Forget a value and its copies, when what this rank sends of it has left."""
+        made = self._values.pop(name)
+        for (layout, _), copy in made.copies.items():
+            if copy.exchange is not None:
+                with self._waiting(name, layout):
+                    copy.exchange.wait()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the tensors and messages held now."""
+        return sum(
+            made.nbytes
+            + sum(copy.exchange.buffer_bytes if copy.exchange else copy.nbytes for copy in made.copies.values())
+            for made in self._values.values()
+        )
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Bytes of sizes, ids and lengths that this rank received since `reset_counters`."""
+        return self._transport.metadata_bytes - self._metadata_before
+
+    def reset_counters(self) -> None:
+        """Count from here."""
+        self.bytes_sent = self.bytes_received = 0
+        self.waited_s = 0.0
+        self.traffic: Counter[str] = Counter()
+        self.waits: dict[str, float] = {}
+        self.peak_held_bytes = self.held_bytes
+        self._metadata_before = self._transport.metadata_bytes
+
+    def _finish(self, name: str, layout: Layout, made: _Made, copy: _Copy) -> None:
+        exchange = copy.exchange
+        assert exchange is not None
+        with self._waiting(name, layout):
+            exchange.wait()
+        copy.value, copy.exchange = exchange.result(), None
+        if copy.value is not made.value:
+            copy.nbytes = _nbytes(copy.value, made.annotation)
+        self._transport.metadata_bytes += exchange.metadata_bytes
+        self.bytes_received += exchange.bytes_received
+        self.traffic[_label(name, layout)] += exchange.bytes_received
+        self._note_peak()
+
+    @contextmanager
+    def _waiting(self, name: str, layout: Layout) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - begin
+        self.waited_s += seconds
+        label = _label(name, layout)
+        self.waits[label] = self.waits.get(label, 0.0) + seconds
+
+    def _note_peak(self) -> None:
+        self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
+
+
+@dataclass
+class _Copy:
+    """A value in another layout: under way while `exchange` is set, then `value`."""
+
+    exchange: Exchange | None
+    value: Any = None
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A value where it was made, and its copies by the layout and the rows that read it."""
+
+    value: Any
+    annotation: Any
+    space: RowSpace
+    layout: Layout
+    nbytes: int
+    copies: dict[tuple[Layout, RowSpace], _Copy] = field(default_factory=dict)
+
+
+def _label(name: str, layout: Layout) -> str:
+    return f"{name}/{layout.dealing}{layout.shards}"
+
+
+def _check(name: str, value: Any, annotation: Any, lengths: Tensor) -> None:
+    """Refuse a value whose columns do not fit rows of these response lengths `[B]`."""
+    longest = int(lengths.max()) if len(lengths) else 0
+    for column in columns(annotation):
+        data = getattr(value, column.name) if column.name else value
+        place = f"`{name}.{column.name}`" if column.name else f"`{name}`"
+        if column.cut is Cut.SCALAR or (column.home and data is None):
+            continue
+        if len(data) != len(lengths):
+            raise UserError(
+                f"{place} has {len(data)} rows where {len(lengths)} were read; return one for each row, in their order"
+            )
+        if column.cut is Cut.TOKEN and data.shape[1] < longest:
+            raise UserError(
+                f"{place} is {data.shape[1]} tokens wide and the longest response has {longest}; "
+                "return [B, T] over the response tokens, right-padded"
+            )
+
+
+def _nbytes(value: Any, annotation: Any) -> int:
+    """Bytes of the tensors of a value."""
+    if value is None:
+        return 0
+    total = 0
+    for column in columns(annotation):
+        data = getattr(value, column.name) if column.name else value
+        if isinstance(data, Ragged):
+            total += data.values.nbytes + data.lengths.nbytes
+        elif isinstance(data, Tensor):
+            total += data.nbytes
+    return total

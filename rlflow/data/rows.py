@@ -1,0 +1,218 @@
+"""What belongs to rows and not to values: who they are, how long they are, and where they lie."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlflow.data.balance import balanced_partition, group_partition, pays
+from rlflow.data.layout import Layout
+from rlflow.data.route import Route
+from rlflow.data.transport import Transport
+
+Balance = Literal["auto", "off"]
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Which rows each shard holds.
+
+    Attributes:
+        shards: For each shard the positions of its rows (indices into the arrays of their `RowSpace`), in the order
+            in which the shard holds them. Every row is in exactly one shard.
+    """
+
+    shards: tuple[Tensor, ...]
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """For each row `[N]` its shard, and `[N]` its index within the shard."""
+        rows = torch.cat(self.shards)
+        shard, index = torch.empty_like(rows), torch.empty_like(rows)
+        shard[rows] = torch.cat([torch.full_like(held, number) for number, held in enumerate(self.shards)])
+        index[rows] = torch.cat([torch.arange(held.numel()) for held in self.shards])
+        return shard, index
+
+
+@dataclass(frozen=True, eq=False)
+class RowSpace:
+    """The rows of one step, the same object on every rank: prompts, or the samples that a rollout node made of them.
+
+    All arrays are int64, on the CPU, by ascending id.
+
+    Attributes:
+        name: Of the rows: "batch", or the rollout node's.
+        ids: `[N]`, distinct over the whole run.
+        groups: `[N]`, the id of the prompt that a row answers; of a prompt, its own.
+        lengths: `[N]`, response tokens: where `PerToken` columns are cut.
+        tokens: `[N]`, prompt and response tokens: what a row costs in a forward pass.
+        versions: `[N]`, of the policy that generated the row; -1 where none did.
+        home: The layout in which the rows were made, and their partition there.
+        seed: Of the run; with `step` it decides which rows share a mini-batch.
+        step: Of the run, from 0.
+        balance: `auto` moves rows to even out tokens where that pays; `off` leaves them where they were made,
+            unless the number of shards changes.
+    """
+
+    name: str
+    ids: Tensor
+    groups: Tensor
+    lengths: Tensor
+    tokens: Tensor
+    versions: Tensor
+    home: tuple[Layout, Partition]
+    seed: int = 0
+    step: int = 0
+    balance: Balance = "auto"
+    _partitions: dict[Layout, Partition] = field(default_factory=dict, init=False, repr=False)
+    _routes: dict[tuple[int, Layout, Layout, RowSpace], Route] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def gather(
+        cls,
+        name: str,
+        transport: Transport,
+        layout: Layout,
+        *,
+        ids: Tensor,
+        groups: Tensor,
+        lengths: Tensor,
+        tokens: Tensor,
+        versions: Tensor | None = None,
+        seed: int = 0,
+        step: int = 0,
+        balance: Balance = "auto",
+    ) -> RowSpace:
+        """Tell every rank of the rows that the shards of `layout` hold. A collective of all ranks.
+
+        The arrays are those of this rank's shard, in its order. Of several peers only the publisher's count; ranks
+        outside `layout` give empty ones.
+        """
+        versions = torch.full_like(ids, -1) if versions is None else versions
+        arrays = torch.stack([array.to("cpu", torch.int64) for array in (ids, groups, lengths, tokens, versions)])
+        speaks = layout.publishes(transport.rank)
+        gathered = transport.all_gather_ragged(arrays.flatten() if speaks else arrays.new_empty(0))
+        shards = [gathered[layout.peers(shard)[0]].view(len(arrays), -1) for shard in range(layout.shards)]
+        return cls.of_shards(name, layout, shards, seed=seed, step=step, balance=balance)
+
+    @classmethod
+    def of_shards(
+        cls,
+        name: str,
+        layout: Layout,
+        shards: Sequence[Tensor],
+        *,
+        seed: int = 0,
+        step: int = 0,
+        balance: Balance = "auto",
+    ) -> RowSpace:
+        """The space of rows that all ranks know already.
+
+        Args:
+            name: Of the rows.
+            layout: Where they were made.
+            shards: For each shard of `layout` `[5, n]` int64: ids, groups, lengths, tokens, versions of its rows.
+            seed: Of the run.
+            step: Of the run.
+            balance: Whether rows may move to even out tokens.
+        """
+        rows = torch.cat(list(shards), dim=1)  # [5, N]
+        by_id = torch.argsort(rows[0])
+        ids, groups, lengths, tokens, versions = rows[:, by_id]
+        assert bool((ids[1:] > ids[:-1]).all()), f"two rows of `{name}` have one id"
+        held = tuple(torch.searchsorted(ids, shard[0].contiguous()) for shard in shards)
+        home = (layout, Partition(held))
+        return cls(name, ids, groups, lengths, tokens, versions, home, seed, step, balance)
+
+    def __len__(self) -> int:
+        return int(self.ids.numel())
+
+    def partition(self, layout: Layout) -> Partition:
+        """Where the rows lie in `layout`; computed once, by all ranks alike."""
+        if layout not in self._partitions:
+            self._partitions[layout] = self._deal(layout)
+        return self._partitions[layout]
+
+    def held(self, layout: Layout, rank: int) -> Tensor:
+        """Positions of the rows that `rank` holds in `layout`, in its order; none where it is not one of its ranks."""
+        if rank not in layout.ranks:
+            return torch.empty(0, dtype=torch.int64)
+        return self.partition(layout).shards[layout.shard(rank)]
+
+    def route(self, rank: int, source: Layout, target: Layout, reader: RowSpace) -> Route:
+        """How these rows come from `source` to `target`, seen from `rank`; computed once.
+
+        Args:
+            rank: A rank of either layout.
+            source: Where they were made.
+            target: Where they are read.
+            reader: The rows beside which they are read: these themselves, or samples of the prompts that these are.
+        """
+        key = (rank, source, target, reader)
+        if key not in self._routes:
+            wanted = [self._read_by(reader, rows) for rows in reader.partition(target).shards]
+            self._routes[key] = Route.find(rank, source, target, self.partition(source).places, wanted)
+        return self._routes[key]
+
+    def mini_batches(self, samples_per_update: int | None) -> list[Tensor]:
+        """Positions of the rows of each mini-batch, ascending: a function of seed, step and ids, never of ranks.
+
+        Args:
+            samples_per_update: Rows of a mini-batch; the last has what is left. None for one mini-batch of all.
+        """
+        if samples_per_update is None:
+            return [torch.arange(len(self))]
+        key = hashlib.blake2b(f"{self.seed}/{self.step}/{self.name}".encode(), digest_size=7).digest()
+        shuffled = torch.randperm(len(self), generator=torch.Generator().manual_seed(int.from_bytes(key, "big")))
+        return [rows.sort().values for rows in shuffled.split(samples_per_update)]
+
+    def held_mini_batches(self, layout: Layout, rank: int) -> list[Tensor]:
+        """For each mini-batch of `layout`, which of the rows that `rank` holds belong to it: indices into its rows."""
+        held = self.held(layout, rank)
+        return [torch.isin(held, rows).nonzero()[:, 0] for rows in self.mini_batches(layout.samples_per_update)]
+
+    def _read_by(self, reader: RowSpace, rows: Tensor) -> Tensor:
+        """Positions here of what is read beside the rows at the positions `rows` in `reader`."""
+        if reader is self:
+            return rows
+        prompts = reader.groups[rows]
+        positions = torch.searchsorted(self.ids, prompts).clamp(max=max(len(self) - 1, 0))
+        assert torch.equal(self.ids[positions], prompts), f"`{reader.name}` answers prompts that `{self.name}` has not"
+        return positions
+
+    def _deal(self, layout: Layout) -> Partition:
+        made_in, at_home = self.home
+        if layout == made_in:
+            return at_home
+        can_stay = layout.shards == made_in.shards
+        if layout.dealing == "groups":
+            if can_stay and made_in.dealing == "groups":
+                return at_home
+            return Partition(group_partition(self.groups, layout.shards))
+        if can_stay and self.balance == "off":
+            return at_home
+        mini_batches = self.mini_batches(layout.samples_per_update)
+        balanced = self._balanced(mini_batches, layout.shards)
+        if can_stay and not self._pays(mini_batches, at_home, balanced):
+            return at_home
+        return balanced
+
+    def _balanced(self, mini_batches: list[Tensor], shards: int) -> Partition:
+        """Each mini-batch even in itself; a shard holds its rows by mini-batch, then by id."""
+        shares = [
+            [rows[share] for share in balanced_partition(self.tokens[rows], self.ids[rows], shards)]
+            for rows in mini_batches
+        ]
+        return Partition(tuple(torch.cat(shard) for shard in zip(*shares, strict=True)))
+
+    def _pays(self, mini_batches: list[Tensor], here: Partition, there: Partition) -> bool:
+        update = torch.empty_like(self.ids)
+        for number, rows in enumerate(mini_batches):
+            update[rows] = number
+        return pays(self.tokens, update, here.places[0], there.places[0])

@@ -1,0 +1,103 @@
+"""This process's place among the ranks, and the few collectives that the data plane is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Return when it is done; raises what went wrong with it."""
+
+
+class Transport:
+    """Collectives over `torch.distributed`; with one rank and no process group nothing is sent.
+
+    Every rank of a collective makes the same calls in the same order.
+
+    Args:
+        device: Where messages are held while they travel: `cpu` for gloo, the rank's GPU for NCCL.
+
+    Attributes:
+        rank: This process, from 0.
+        world_size: How many there are.
+        metadata_bytes: What this rank received in gathers; payload is counted by who sends it.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        joined = dist.is_available() and dist.is_initialized()
+        self.device = torch.device(device)
+        self.rank = dist.get_rank() if joined else 0
+        self.world_size = dist.get_world_size() if joined else 1
+        self.metadata_bytes = 0
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world_size)): None}
+
+    def form_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Prepare for exchanges among these ranks, ascending; a collective of all ranks, in or out of them.
+
+        Not left to the first exchange of each group: torch names groups made by their members alone
+        (`use_local_synchronization`) after how many groups each member has, and so hangs where the counts differ.
+        """
+        for ranks in sorted({*groups} - self._groups.keys()):
+            self._groups[ranks] = dist.new_group(list(ranks))
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, by rank; of the same shape and dtype everywhere."""
+        if self.world_size == 1:
+            return [tensor]
+        sent = tensor.contiguous().to(self.device)
+        received = [torch.empty_like(sent) for _ in range(self.world_size)]
+        dist.all_gather(received, sent)
+        self.metadata_bytes += sent.nbytes * self.world_size
+        return [each.to(tensor.device) for each in received]
+
+    def all_gather_ragged(self, tensor: Tensor) -> list[Tensor]:
+        """The 1-dim tensors of all ranks, by rank; lengths may differ, the dtype may not."""
+        counts = [int(count) for count in self.all_gather(torch.tensor([tensor.numel()]))]
+        padded = tensor.new_zeros(max(counts))
+        padded[: tensor.numel()] = tensor
+        return [each[:count] for each, count in zip(self.all_gather(padded), counts, strict=True)]
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """The sum or the largest over all ranks, element by element, in a new tensor."""
+        reduced = tensor.to(self.device, copy=True).contiguous()
+        if self.world_size > 1:
+            dist.all_reduce(reduced, _OPERATIONS[op])
+        return reduced.to(tensor.device)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """The tensor of rank `source`, in a new tensor; of the same shape and dtype everywhere."""
+        received = tensor.to(self.device, copy=True).contiguous()
+        if self.world_size > 1:
+            dist.broadcast(received, source)
+        return received.to(tensor.device)
+
+    def all_to_all(
+        self, send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], ranks: tuple[int, ...]
+    ) -> tuple[Tensor, Work]:
+        """Start to send a part of `send` to each of `ranks`; only they call this, with the same `ranks`.
+
+        Args:
+            send: `[sum(send_sizes)]`, on `device`; not to be written to until the work is done.
+            send_sizes: Elements for each of `ranks`, in their order.
+            receive_sizes: Elements from each of them.
+            ranks: Who takes part, ascending: all ranks, or one of the groups formed.
+
+        Returns:
+            What arrives, `[sum(receive_sizes)]`, to be read after the work's `wait`; and the work.
+        """
+        received = send.new_empty(sum(receive_sizes))
+        work = dist.all_to_all_single(
+            received, send, list(receive_sizes), list(send_sizes), group=self._groups[ranks], async_op=True
+        )
+        assert work is not None
+        return received, work
