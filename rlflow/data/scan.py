@@ -25,8 +25,8 @@ class Scan:
     Attributes:
         source: The dataset's name.
         kept: `[K]` int64, rows of the source to draw from, ascending.
-        dropped: Places of the first few rows that are too long.
         rows: Rows of the source.
+        examples: Places of the first few rows that are too long.
         longest_prompt: In tokens, of all rows.
         longest_response: In tokens, of all rows; 0 without a response column.
         digest: Of the tokens of the kept rows; equal where ranks, or a run and its continuation, see the same data.
@@ -34,16 +34,20 @@ class Scan:
 
     source: str
     kept: Tensor
-    dropped: tuple[str, ...]
     rows: int
+    examples: tuple[str, ...]
     longest_prompt: int
     longest_response: int
     digest: str
 
+    @property
+    def dropped(self) -> int:
+        """How many rows are too long."""
+        return self.rows - len(self.kept)
+
     def __str__(self) -> str:
-        dropped = self.rows - len(self.kept)
         line = f"{self.source}: {len(self.kept):,} of {self.rows:,} rows kept"
-        return f"{line}; {dropped:,} too long, such as {', '.join(self.dropped)}" if dropped else line
+        return f"{line}; {self.dropped:,} too long, such as {', '.join(self.examples)}" if self.dropped else line
 
 
 def scan(source: Source, data: PromptData, encode: Encoder) -> Scan:
@@ -81,7 +85,7 @@ def scan(source: Source, data: PromptData, encode: Encoder) -> Scan:
             f" {longest}. Raise the limit" + (", or set `data.overlong: drop`" if kept else "")
         )
     found = torch.tensor(kept, dtype=torch.int64)
-    return Scan(source.name, found, places, len(source), longest_prompt, longest_response, digest.hexdigest())
+    return Scan(source.name, found, len(source), places, longest_prompt, longest_response, digest.hexdigest())
 
 
 def _is_overlong(example: Example, data: PromptData) -> bool:
