@@ -18,7 +18,10 @@ from rlflow.errors import UserError, did_you_mean
 
 @dataclass(frozen=True)
 class Load:
-    """Read the step's rows of the dataset straight into the layout of their first reader."""
+    """Read the step's rows of the dataset, on the ranks and in the shards of their first reader, in the order drawn.
+
+    How long they are is known only then, so a first reader that wants them balanced gets them by an exchange.
+    """
 
     value: str
     layout: Layout
@@ -201,7 +204,10 @@ def _place(graph: Graph, layouts: Mapping[str, Layout], world: tuple[int, ...]) 
             ranks = placed[made[-1]].ranks if made else world
             placed[node.id] = Layout(ranks, len(ranks))
     readers = graph.readers(BATCH)
-    return {BATCH: placed[readers[0].id], **placed} if readers else placed
+    if not readers:
+        return placed
+    first = placed[readers[0].id]
+    return {BATCH: Layout(first.ranks, first.shards), **placed}
 
 
 def _exchanges(value: str, graph: Graph, placed: Mapping[str, Layout]) -> list[Exchange]:

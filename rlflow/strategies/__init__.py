@@ -1,0 +1,7 @@
+"""How training is spread over ranks."""
+
+from rlflow.strategies.deepspeed import DeepSpeedStrategy
+from rlflow.strategies.single import SingleProcess
+from rlflow.strategies.strategy import TrainingStrategy
+
+__all__ = ["DeepSpeedStrategy", "SingleProcess", "TrainingStrategy"]

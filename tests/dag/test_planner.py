@@ -44,9 +44,10 @@ def test_the_plan_of_grpo_on_two_ranks() -> None:
     )
 
 
-def test_rows_are_loaded_straight_into_the_layout_of_their_first_reader() -> None:
+def test_rows_are_loaded_on_the_ranks_of_their_first_reader_and_balanced_by_an_exchange() -> None:
     assert two_ranks(SFT()).tasks == (
-        Load("batch", BALANCED),
+        Load("batch", GROUPS),
+        Exchange("batch", "batch", GROUPS, BALANCED),
         TrainNode("actor_loss", BALANCED, frees=("batch",)),
         Reduce(BOTH),
         Save(BOTH),
