@@ -116,7 +116,7 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
 
 def test_a_missing_split_is_named_beside_those_that_are_there(tmp_path: Path) -> None:
     source = saved_splits(tmp_path)
-    source = HuggingFace(source.path, split="trian")
+    source = HuggingFace(source.path, split="trains")
 
     with pytest.raises(UserError, match=re.escape('it has test, train. Did you mean "train"? Set `split`')):
         len(source)

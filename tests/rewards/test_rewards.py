@@ -34,9 +34,9 @@ def test_exact_match_reads_numbers_of_the_named_column() -> None:
 
 def test_a_row_without_the_column_is_an_error_under_either_policy() -> None:
     with pytest.raises(
-        UserError, match=r'reads column `anwser`.*columns found: question, answer\. Did you mean "answer"'
+        UserError, match=r'reads column `answers`.*columns found: question, answer\. Did you mean "answer"'
     ):
-        ExactMatch("anwser", on_error="zero").score(["1"], [{"question": "", "answer": "1"}])
+        ExactMatch("answers", on_error="zero").score(["1"], [{"question": "", "answer": "1"}])
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_function_is_found_by_its_dotted_path() -> None:
     [
         ("length", "names no module"),
         ("nowhere.length", "cannot be imported"),
-        ("tests.rewards.test_rewards.lenght", "has no function 'lenght'. Did you mean \"length\"?"),
+        ("tests.rewards.test_rewards.lengths", "has no function 'lengths'. Did you mean \"length\"?"),
         ("tests.rewards.test_rewards.__doc__", "has no function"),
     ],
 )
@@ -166,7 +166,7 @@ def test_a_weighted_sum_counts_the_errors_of_its_parts() -> None:
     assert reward.score([""], [{}]).errors == 2
 
 
-@pytest.mark.parametrize("weights", [{}, {"macth": 1.0}, {"match": 1.0, "length": 1.0}])
+@pytest.mark.parametrize("weights", [{}, {"matches": 1.0}, {"match": 1.0, "length": 1.0}])
 def test_every_part_of_a_sum_needs_its_weight(weights: dict[str, float]) -> None:
     with pytest.raises(UserError, match=r"`parts` are \[match\] but `weights` are for"):
         WeightedSum({"match": ExactMatch()}, weights)
