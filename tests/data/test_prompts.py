@@ -84,9 +84,9 @@ def test_what_a_tokenizer_puts_before_texts_stands_before_plain_prompts_only() -
 
 def test_a_missing_column_is_named_with_those_that_are_there() -> None:
     with pytest.raises(
-        UserError, match=r"listed, row 0 has no column `questio`; columns found: question, n\. Did"
+        UserError, match=r"listed, row 0 has no column `questions`; columns found: question, n\. Did"
     ) as e:
-        encode({"question": "1+1=", "n": 1}, prompt="questio")
+        encode({"question": "1+1=", "n": 1}, prompt="questions")
     assert str(e.value).endswith('Did you mean "question"?')
 
 
