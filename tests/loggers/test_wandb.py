@@ -24,6 +24,7 @@ FULL, LAST = 1, 4
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a run of two steps left: config, metrics by step, the table of samples."""
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
     folder = tmp_path_factory.mktemp("runs") / "tiny"
@@ -37,6 +38,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     logger.log_metrics({"reward/mean": 0.75, "actor/kl": 0.01}, step=2)
     logger.finish()
+    wandb.teardown()  # as at the end of a process: its service writes the file after `finish` returned
 
     config: dict[str, Any] = {}
     history: dict[int, dict[str, Any]] = {}
