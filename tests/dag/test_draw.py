@@ -46,14 +46,24 @@ def planned(module: object) -> tuple[Graph, Plan]:
 
 
 def test_the_table_and_the_plan_of_a_rank() -> None:
-    graph, steps = planned(SFT())
-    assert text(graph, steps, rank=1).splitlines() == [
+    graph = Graph.read(SFT(), ("actor",))
+    steps = plan(graph, {"actor": Layout((1,), 1, "balanced")}, world_size=2)
+    table = [
         "node        role   type         returns   rows of  reads  written in",
         f"actor_loss  actor  MODEL_TRAIN  PerToken  batch    batch  {graph.nodes['actor_loss'].place}",
         "",
+    ]
+    assert text(graph, steps, rank=0).splitlines() == [
+        *table,
+        f"plan of rank 0, digest {steps.digest[:12]}:",
+        "  1  reduce    metrics: ranks 0-1",
+        "  2  save      checkpoint: ranks 0-1",
+    ]
+    assert text(graph, steps, rank=1).splitlines() == [
+        *table,
         f"plan of rank 1, digest {steps.digest[:12]}:",
-        "  1  load      batch: ranks 0-1, 2 shards, balanced",
-        "  2  train     actor_loss: ranks 0-1, 2 shards, balanced; frees batch",
+        "  1  load      batch: rank 1, 1 shard, balanced",
+        "  2  train     actor_loss: rank 1, 1 shard, balanced; frees batch",
         "  3  reduce    metrics: ranks 0-1",
         "  4  save      checkpoint: ranks 0-1",
     ]
