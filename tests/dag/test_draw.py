@@ -62,10 +62,11 @@ def test_the_table_and_the_plan_of_a_rank() -> None:
     assert text(graph, steps, rank=1).splitlines() == [
         *table,
         f"plan of rank 1, digest {steps.digest[:12]}:",
-        "  1  load      batch: rank 1, 1 shard, balanced",
-        "  2  train     actor_loss: rank 1, 1 shard, balanced; frees batch",
-        "  3  reduce    metrics: ranks 0-1",
-        "  4  save      checkpoint: ranks 0-1",
+        "  1  load      batch: rank 1, 1 shard, groups",
+        "  2  exchange  batch: rank 1, 1 shard, groups -> rank 1, 1 shard, balanced; rows of batch",
+        "  3  train     actor_loss: rank 1, 1 shard, balanced; frees batch",
+        "  4  reduce    metrics: ranks 0-1",
+        "  5  save      checkpoint: ranks 0-1",
     ]
 
 
@@ -74,7 +75,7 @@ def test_mermaid_has_boxes_edges_and_colours() -> None:
         "flowchart TD",
         '    node_batch["<b>batch</b><br/>DATASET"]:::DATASET',
         '    node_actor_loss["<b>actor_loss</b><br/>actor · MODEL_TRAIN"]:::MODEL_TRAIN',
-        "    node_batch --> node_actor_loss",
+        "    node_batch -. exchange .-> node_actor_loss",
         "    classDef DATASET fill:#f1f3f5,stroke:#868e96,color:#212529",
         "    classDef MODEL_TRAIN fill:#fff4e6,stroke:#e8590c,color:#212529",
     ]
