@@ -105,11 +105,12 @@ def fingerprint(tensor: Tensor) -> Tensor:
     The bits, as 64-bit words, times fixed random odd numbers, summed modulo 2**64: one changed word always shows, many
     do but for chance. -0.0 and 0.0 are the same value.
     """
-    values = tensor.reshape(-1) + 0.0
-    values = torch.nn.functional.pad(values, (0, -values.numel() % (8 // values.element_size())))
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    per_word = 8 // tensor.element_size()
     factors = _factors(tensor.device)
-    for words in torch.split(values.view(torch.int64), CHUNK):
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in torch.split(tensor.reshape(-1), CHUNK * per_word):
+        values = torch.nn.functional.pad(part + 0.0, (0, -len(part) % per_word))
+        words = values.view(torch.int64)
         total = total * MULTIPLIER + (words * factors[: len(words)]).sum()
     return total
 

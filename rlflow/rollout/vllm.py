@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,7 +87,8 @@ class VLLMEngine(RolloutEngine):
         self._own_group = not dist.is_initialized()
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))  # what the external launcher reads
         on_cpu = device.type == "cpu"
-        with _process_state_kept(device):
+        shares_memory = on_cpu and self.tensor_parallel_size > 1
+        with _process_state_kept(device), _shared_memory_named() if shares_memory else nullcontext():
             self._llm = vllm.LLM(
                 model_path,
                 tensor_parallel_size=self.tensor_parallel_size,
@@ -197,6 +200,26 @@ def _process_state_kept(device: torch.device) -> Iterator[None]:
     torch.set_num_threads = set_num_threads
     random.setstate(python)
     np.random.set_state(numpy)
+
+
+@contextmanager
+def _shared_memory_named() -> Iterator[None]:
+    """Give this run's name to the memory through which an engine's ranks exchange on the CPU, and leave no file of it.
+
+    vLLM uses the same name in every run of a machine and does not remove it: the second run would not start.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    started = torch.tensor(time.time_ns())
+    dist.broadcast(started, src=0)
+    run, group_name = f"rlflow-{int(started)}", _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda ranks: run + group_name(ranks).strip("/"))
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(group_name)
+        for file in Path("/dev/shm").glob(f"{run}*"):  # all ranks have mapped it by now
+            file.unlink(missing_ok=True)
 
 
 def _pack_heads_again(model: Any) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -201,7 +203,14 @@ def test_a_prompt_beyond_the_context_is_refused(engine: RolloutEngine, model: An
         engine.generate([[65] * 500], [0], Sampling(13), _sync(engine, model))
 
 
-def test_the_processes_random_state_is_left_alone(engine: RolloutEngine, model: Any) -> None:
+def test_building_an_engine_leaves_the_processes_random_states_alone(tied: Path) -> None:
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    setup(VLLMEngine(kv_cache_gib=0.25), tied).close()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]  # type: ignore[index]
+
+
+def test_generating_leaves_the_processes_random_state_alone(engine: RolloutEngine, model: Any) -> None:
     before = torch.get_rng_state()
     engine.generate(PROMPTS, SEEDS, Sampling(4), _sync(engine, model))
     assert torch.equal(torch.get_rng_state(), before)
