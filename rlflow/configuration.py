@@ -10,18 +10,22 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser, Namespace
 
 from rlflow.callbacks.callback import Callback
+from rlflow.complaints import complaint
 from rlflow.dag.draw import mermaid, svg, text
 from rlflow.dag.planner import plan
 from rlflow.data.prompts import PromptData
+from rlflow.data.sources import Source
 from rlflow.errors import UserError
 from rlflow.loggers.logger import Logger
 from rlflow.module import RLModule
 from rlflow.placement import followed_role, layouts
 from rlflow.preparation import read_graph as read_module_graph
+from rlflow.rewards.reward import Reward
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.trainer import Trainer
 
+NAMED_BY_CLASS = (RLModule, Source, Reward, TrainingStrategy, RolloutEngine, Logger, Callback)
 TOP_LEVEL = {"strategy", "rollout", "loggers", "callbacks", "seed"}  # of Trainer, sections of their own in a config
 
 
@@ -62,11 +66,11 @@ class ConfiguredGraph:
 
 
 class OneLineParser(ArgumentParser):
-    """Says of a wrong config one line: the dotted key, what is wrong with it, and the nearest legal key."""
+    """Says of a wrong config one line, and does not print its usage."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise instead of printing the usage."""
-        raise UserError(one_line(message)) from ex
+        """Raise what is wrong."""
+        raise complaint(message if ex is None else ex, self, NAMED_BY_CLASS) from ex
 
 
 def read_fit(arguments: Sequence[str]) -> Configured:
@@ -85,10 +89,10 @@ def read_graph(arguments: Sequence[str]) -> ConfiguredGraph:
 
 
 def _parser(command: str, description: str) -> OneLineParser:
-    parser = OneLineParser(prog=f"rlflow {command}", description=description)
+    parser = OneLineParser(prog=f"rlflow {command}", description=description, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="a YAML file; a later one wins, dotted options win over all")
     parser.add_argument("--seed", type=int, default=0, help="of everything random")
-    parser.add_subclass_arguments(RLModule, "module", help="the algorithm", required=True)
+    parser.add_argument("--module", type=RLModule, required=True, help="the algorithm")
     parser.add_class_arguments(PromptData, "data")
     parser.add_class_arguments(Trainer, "trainer", skip=TOP_LEVEL, instantiate=False)
     parser.add_argument("--strategy", type=TrainingStrategy | None, default=None, help="how training is spread")
@@ -99,7 +103,10 @@ def _parser(command: str, description: str) -> OneLineParser:
 
 
 def _build(parser: OneLineParser, parsed: Namespace) -> Configured:
-    built: Any = parser.instantiate_classes(parsed)
+    try:
+        built: Any = parser.instantiate_classes(parsed)
+    except ValueError as error:  # jsonargparse wraps what a constructor raised
+        raise complaint(error, parser, NAMED_BY_CLASS) from error
     trainer = Trainer(
         **parsed.trainer.as_dict(),
         strategy=built.strategy,
@@ -110,8 +117,3 @@ def _build(parser: OneLineParser, parsed: Namespace) -> Configured:
     )
     trainer.resolved_config = parser.dump(parsed, skip_none=False)
     return Configured(built.module, built.data, trainer)
-
-
-def one_line(message: str) -> str:
-    """jsonargparse's message without its indented alternatives, on one line."""
-    return " ".join(message.split())

@@ -85,14 +85,17 @@ class RLModule:
             mask: Of the same shape; needed for `[B, T]`, where padding must not count.
         """
         if x.dim() > 1 and mask is None:
-            raise UserError(f"log({name!r}) was given {list(x.shape)} without a mask; padding would count. Pass `mask=`")
+            raise UserError(
+                f"log({name!r}) was given {list(x.shape)} without a mask; padding would count. Pass `mask=`"
+            )
         self._running().log(name, x, mask)
 
     def mean(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The mean over all rows of all ranks, 0-dim float64; over the entries where `mask` is True if given."""
         weight = torch.ones_like(x, dtype=torch.float64) if mask is None else mask.double()
         total, count = self._running().sum_over_rows(torch.stack([(x.double() * weight).sum(), weight.sum()]))
-        return total / count
+        mean: Tensor = total / count
+        return mean
 
     def whiten(self, x: Tensor, mask: Tensor | None = None, unbiased: bool = True) -> Tensor:
         """Shift and scale `x` to mean 0 and standard deviation 1 over all rows of all ranks; masked entries are 0."""
@@ -102,7 +105,8 @@ class RLModule:
             torch.stack([((x.double() - mean) ** 2 * weight).sum(), weight.sum()])
         )
         deviation = (square / (count - 1 if unbiased else count)).sqrt()
-        return ((x.double() - mean) / (deviation + 1e-8) * weight).to(x.dtype)
+        whitened: Tensor = ((x.double() - mean) / (deviation + 1e-8) * weight).to(x.dtype)
+        return whitened
 
     def all_rows(self, x: Tensor) -> Tensor:
         """The entries `[N]` of all ranks' rows `[B]`, ordered by the rows' ids, the same on every rank."""

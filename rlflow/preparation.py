@@ -125,7 +125,9 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"`model` is {str(path)!r}, whose tokenizer cannot be loaded ({reason}); check the name") from error
+        raise UserError(
+            f"`model` is {str(path)!r}, whose tokenizer cannot be loaded ({reason}); check the name"
+        ) from error
     return tokenizer
 
 

@@ -103,8 +103,8 @@ class Run:
         others = [rank for rank, theirs in enumerate(plans) if theirs != plans[0]]
         if others:
             raise UserError(
-                f"rank {others[0]} planned another run than rank 0 ({plans[others[0]].decode()} and {plans[0].decode()}:"
-                " plan, steps, dataset); start every rank with the same config, code and data"
+                f"rank {others[0]} planned another run than rank 0 (plan/steps/rows {plans[others[0]].decode()} and"
+                f" {plans[0].decode()}); start every rank with the same config, code and data"
             )
 
     def _open_folder(self) -> RunFolder:
@@ -239,7 +239,7 @@ class Run:
             self._samples.append({"prompt": self._decode(prompt.tolist()), "response": rollout.texts[i], **reward})
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        text = self._prepared.tokenizer.decode(token_ids, skip_special_tokens=True)
+        text = self._prepared.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         assert isinstance(text, str)
         return text
 

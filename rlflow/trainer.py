@@ -124,7 +124,5 @@ class Trainer:
             fabric = Fabric(
                 accelerator=self.accelerator, devices=self.devices, num_nodes=self.num_nodes, strategy=strategy
             )
-            summary: dict[str, Any] = fabric.launch(
-                lambda _: Run(self, module, data, prepared, strategy, engine).run()
-            )
+            summary: dict[str, Any] = fabric.launch(lambda _: Run(self, module, data, prepared, strategy, engine).run())
         return summary

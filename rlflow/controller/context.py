@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
@@ -40,6 +41,7 @@ class NodeContext:
         transport: Transport,
         metrics: Metrics,
         device: torch.device,
+        dtype: torch.dtype,
         seed: int,
         stop_token_ids: tuple[int, ...],
         decode: Callable[[Sequence[int]], str],
@@ -49,6 +51,7 @@ class NodeContext:
         self._transport = transport
         self._metrics = metrics
         self._device = device
+        self._dtype = torch.float64 if dtype == torch.float64 else torch.float32  # of rewards and rollout logprobs
         self._seed = seed
         self._stop_token_ids = stop_token_ids
         self._decode = decode
@@ -71,8 +74,10 @@ class NodeContext:
             node=now.node.id,
             version=now.version,
             decode=self._decode,
+            dtype=self._dtype,
         )
-        return to_device(rollout, self._device)
+        on_device: Rollout = to_device(rollout, self._device)
+        return on_device
 
     def score(self, reward: Reward, rollout: Rollout) -> Tensor:
         now = self._outside_training("reward_function")
@@ -83,10 +88,10 @@ class NodeContext:
             )
         scores = reward.score(rollout.texts, rollout.rows)
         self._on_scores(rollout, scores)
-        totals = torch.tensor(scores.total, dtype=torch.float32)
+        totals = torch.tensor(scores.total, dtype=self._dtype)
         self.log("reward/mean", totals, None)
         for name, part in scores.parts.items():
-            self.log(f"reward/{name}", torch.tensor(part, dtype=torch.float32), None)
+            self.log(f"reward/{name}", torch.tensor(part, dtype=self._dtype), None)
         if self._speaks(now):
             self._metrics.sum("reward/errors", float(scores.errors))
         return totals.to(self._device)

@@ -102,13 +102,14 @@ class Controller:
         self._save = save
         self._buffer = DataBuffer(transport)
         self._spaces: dict[str, RowSpace] = {}
-        self._training = Training(module, strategy, transport, metrics, seed, self._compared)
+        self._training = Training(module, graph, strategy, transport, metrics, seed, self._compared)
         self._reduced: dict[str, float] = {}
         self._context = NodeContext(
             engine=engine,
             transport=transport,
             metrics=metrics,
             device=strategy.root_device,
+            dtype=strategy.dtype,
             seed=seed,
             stop_token_ids=stop_token_ids,
             decode=decode,
@@ -283,4 +284,5 @@ def _index_in_group(group: Tensor) -> Tensor:
     """The position of each row among the consecutive rows of its group, `[B]` int64."""
     _, counts = group.unique_consecutive(return_counts=True)
     starts = counts.cumsum(0) - counts
-    return torch.arange(len(group), device=group.device) - starts.repeat_interleave(counts)
+    first_row: Tensor = starts.repeat_interleave(counts)
+    return torch.arange(len(group), device=group.device) - first_row

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlflow.dag.graph import Graph
 from rlflow.dag.node import Node
 from rlflow.data.batch import PerSample, take_rows
 from rlflow.data.layout import Layout
@@ -34,6 +35,7 @@ class Training:
 
     Args:
         module: Whose train nodes run.
+        graph: Of the module.
         strategy: Runs backward and the optimizer.
         transport: To the other ranks.
         metrics: Of this rank.
@@ -44,6 +46,7 @@ class Training:
     def __init__(
         self,
         module: RLModule,
+        graph: Graph,
         strategy: TrainingStrategy,
         transport: Transport,
         metrics: Metrics,
@@ -51,6 +54,7 @@ class Training:
         before_update: Callable[[str], None],
     ) -> None:
         self._module = module
+        self._graph = graph
         self._strategy = strategy
         self._transport = transport
         self._metrics = metrics
@@ -77,8 +81,7 @@ class Training:
     def _update(self, node: Node, handle: CausalLM, values: Mapping[str, Any], rows: Tensor) -> None:
         assert node.role is not None
         mode, longest = self._module.loss_aggregation, self._module.max_response_length
-        annotations = {value.name: value.annotation for value in node.inputs}
-        mini = {name: take_rows(value, annotations[name], rows) for name, value in values.items()}
+        mini = self._take(values, rows)
         scored = _scored(mini)
         per_sample = node.returns == PerSample
         mask = scored.loss_mask.any(dim=1) if per_sample else scored.loss_mask
@@ -88,14 +91,16 @@ class Training:
         method = getattr(self._module, node.id)
         loss_here = torch.zeros((), dtype=torch.float64)
         for part, micro in enumerate(handle.plan.split(scored, at_least=most)):
-            inputs = {name: take_rows(value, annotations[name], micro) for name, value in mini.items()}
             with handle.training():
-                loss = method(**inputs)
+                loss = method(**self._take(mini, micro))
             share = loss_sum(loss, loss_weights(mask[micro], mode, longest)) / total
             self._strategy.backward(node.role, share, last=part == most - 1)
             loss_here = loss_here + share.detach().double().cpu()
         self._before_update(node.role)
         self._finish(node.role, loss_here, self._strategy.step(node.role))
+
+    def _take(self, values: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
+        return {name: take_rows(value, self._graph.type_of(name), rows) for name, value in values.items()}
 
     def _agree(self, count: int, micro_batches: int) -> tuple[int, int]:
         """The loss count of the whole mini-batch and the largest number of micro-batches, over all ranks."""

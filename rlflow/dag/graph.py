@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, KeysView, Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from rlflow.dag import checks
 from rlflow.dag.methods import read_methods
 from rlflow.dag.node import BATCH, Input, Node
 from rlflow.dag.problems import GraphError, Problem
+from rlflow.data.batch import Batch
 from rlflow.errors import UserError
 
 __all__ = ["Graph", "GraphError", "Input", "Node", "Problem"]
@@ -62,6 +63,10 @@ class Graph:
     def readers(self, value: str) -> tuple[Node, ...]:
         """The nodes that read `value`, in the order of execution."""
         return tuple(node for node in self.order if value in node.reads)
+
+    def type_of(self, value: str) -> Any:
+        """The annotated type of a value as its node declares it; `Batch` for `batch`."""
+        return Batch if value == BATCH else self.nodes[value].returns
 
     def roles(self) -> KeysView[str]:
         """The roles that nodes use, `rollout` included, in the order of declaration: alike on every rank."""

@@ -139,7 +139,8 @@ def _column(name: str, annotation: Any) -> Column:
     cuts = [mark for mark in marks if isinstance(mark, Cut)]
     if not cuts:
         place = f"field `{name}`" if name else "the value"
-        raise TypeError(f"{place} is {annotation!r}; rows can be cut of PerSample, PerToken, Ragged, Rows or Texts only")
+        legal = "PerSample, PerToken, Ragged, Rows or Texts"
+        raise TypeError(f"{place} is {annotation!r}; rows can be cut of {legal} only")
     return Column(name, cuts[0], Home in marks)
 
 

@@ -25,7 +25,8 @@ class Layout:
     samples_per_update: int | None = None
 
     def __post_init__(self) -> None:
-        assert self.shards > 0 and len(self.ranks) % self.shards == 0, self
+        assert self.shards > 0, self
+        assert len(self.ranks) % self.shards == 0, self
 
     @property
     def copies(self) -> int:

@@ -22,6 +22,7 @@ def sample(
     node: str,
     version: int,
     decode: Callable[[Sequence[int]], str],
+    dtype: torch.dtype = torch.float32,
 ) -> Rollout:
     """`n` responses to each prompt of `batch` with the policy `version`, in consecutive rows.
 
@@ -36,12 +37,13 @@ def sample(
         node: The node that samples.
         version: The policy version that must generate.
         decode: Token ids to text.
+        dtype: Of the logprobs.
     """
     prompts = [row.tolist() for row in batch.prompt_ids.rows() for _ in range(n)]
     seeds = [sampling_seed(seed, draw, node, prompt, index) for prompt in ids for index in range(n)]
     completions = engine.generate(prompts, seeds, sampling, version)
     every_n = torch.arange(len(batch.prompt_ids)).repeat_interleave(n)
-    response_ids, logprobs, lengths = _pad(completions)
+    response_ids, logprobs, lengths = _pad(completions, dtype)
     mask = torch.arange(response_ids.shape[1])[None, :] < lengths[:, None]  # [B * n, T]
     return Rollout(
         prompt_ids=batch.prompt_ids.take(every_n),
@@ -56,12 +58,12 @@ def sample(
     )
 
 
-def _pad(completions: Sequence[Completion]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _pad(completions: Sequence[Completion], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Response ids `[B, T]`, logprobs `[B, T]` and lengths `[B]`, right-padded with 0."""
     lengths = [len(completion.token_ids) for completion in completions]
     response_ids = torch.zeros(len(lengths), max(lengths, default=0), dtype=torch.int64)
-    logprobs = torch.zeros(response_ids.shape, dtype=torch.float32)
+    logprobs = torch.zeros(response_ids.shape, dtype=dtype)
     for row, (completion, length) in enumerate(zip(completions, lengths, strict=True)):
         response_ids[row, :length] = torch.tensor(completion.token_ids, dtype=torch.int64)
-        logprobs[row, :length] = torch.tensor(completion.logprobs, dtype=torch.float32)
+        logprobs[row, :length] = torch.tensor(completion.logprobs, dtype=dtype)
     return response_ids, logprobs, torch.tensor(lengths, dtype=torch.int64)
