@@ -21,6 +21,8 @@ def main(happening: str) -> None:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     print(f"rank {rank} is process {os.getpid()}", flush=True)
     dist.init_process_group("gloo", rank=rank, world_size=2)  # both are there
+    dist.barrier()
+    time.sleep(1)  # and have left the barrier
     if happening == "rank 1 exits with 2 and rank 0 hangs":
         if rank == 1:
             sys.exit(2)
