@@ -113,6 +113,7 @@ def test_a_batch_without_tokens_is_zero_and_stays_in_the_graph(mode: Aggregation
 @EVERY_MODE
 def test_a_mask_of_numbers_is_as_good_as_one_of_booleans(mode: Aggregation) -> None:
     assert aggregate(LOSS, MASK.float(), mode, max_length=4) == aggregate(LOSS, MASK, mode, max_length=4)
+    assert loss_count(MASK.float(), mode).dtype == torch.int64
 
 
 def test_a_float32_loss_stays_float32_and_a_float64_loss_loses_nothing() -> None:
