@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Logits held at once; 2**25 are 128 MiB in float32, of which about three copies live at the peak.
-CHUNK_ELEMENTS = 2**25
+# Logits held at once: 256 MiB in float32, of which two to three copies live at the peak.
+CHUNK_ELEMENTS = 2**26
 
 
 class TokenHead(nn.Module):
@@ -63,40 +63,37 @@ class _TokenLogprobs(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = hidden.new_empty(targets.shape, dtype=dtype)
         entropy = torch.empty_like(logprobs)
-        ctx.rows = max(1, chunk_elements // weight.shape[0])
-        ctx.temperature = temperature
-        for i in range(0, len(targets), ctx.rows):
-            chunk = slice(i, i + ctx.rows)
-            everything = _log_softmax(hidden[chunk], weight, temperature, dtype)  # [n, V]
-            logprobs[chunk] = everything.gather(1, targets[chunk, None])[:, 0]
-            entropy[chunk] = -everything.exp().mul_(everything).sum(1)
+        rows = max(1, chunk_elements // weight.shape[0])
+        for i in range(0, len(targets), rows):
+            chunk = slice(i, i + rows)
+            logprobs[chunk], entropy[chunk] = _scores(hidden[chunk], weight, targets[chunk], temperature, dtype)
+        ctx.rows, ctx.temperature = rows, temperature
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, targets, entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        grad_logprobs, grad_entropy = grads
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, targets, entropy = ctx.saved_tensors
-        dtype = entropy.dtype
+        grad_logprobs = torch.zeros_like(entropy) if grads[0] is None else grads[0]
+        grad_entropy = grads[1]
         grad_hidden = torch.empty_like(hidden)
-        # Summed over chunks, so kept wider than bfloat16.
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
+        # A sum over chunks, so kept wider than bfloat16.
+        grad_weight = torch.zeros_like(weight, dtype=entropy.dtype) if ctx.needs_input_grad[1] else None
         for i in range(0, len(targets), ctx.rows):
             chunk = slice(i, i + ctx.rows)
-            logprobs = _log_softmax(hidden[chunk], weight, ctx.temperature, dtype)  # [n, V]
-            # With p = softmax(z): d logp[target] / dz = onehot - p, and d entropy / dz = -p * (logp + entropy).
-            probs = logprobs.exp()
-            grad = torch.zeros_like(probs)
-            if grad_logprobs is not None:
-                grad -= probs * grad_logprobs[chunk, None]
-                grad.scatter_add_(1, targets[chunk, None], grad_logprobs[chunk, None])
-            if grad_entropy is not None:
-                grad -= probs * (logprobs + entropy[chunk, None]) * grad_entropy[chunk, None]
+            grad = _logits_gradient(
+                _log_softmax(hidden[chunk], weight, ctx.temperature, entropy.dtype),
+                targets[chunk, None],
+                entropy[chunk, None],
+                grad_logprobs[chunk, None],
+                None if grad_entropy is None else grad_entropy[chunk, None],
+            )
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
-                grad_weight += grad.T @ hidden[chunk]
+                _add_product(grad_weight, grad.T, hidden[chunk])
+            del grad  # before the next chunk's logits are made
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
@@ -104,3 +101,33 @@ def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float, dtype: torc
     """`[n, V]` in `dtype`: of the logits divided by the temperature, not the logprobs divided by it."""
     logits = (hidden @ weight.T).to(dtype)
     return logits.div_(temperature).log_softmax(1)
+
+
+def _scores(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`[n]` log-probabilities and entropies of one chunk."""
+    everything = _log_softmax(hidden, weight, temperature, dtype)  # [n, V]
+    return everything.gather(1, targets[:, None])[:, 0], -everything.exp().mul_(everything).sum(1)
+
+
+def _logits_gradient(
+    everything: Tensor, targets: Tensor, entropy: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None
+) -> Tensor:
+    """`[n, V]`, of the logits divided by the temperature; overwrites `everything`, the other arguments are `[n, 1]`.
+
+    With p = softmax(z): d logp[target] / dz = onehot - p, and d entropy / dz = -p * (logp + entropy).
+    """
+    probs = everything.exp()
+    factor = grad_logprobs
+    if grad_entropy is not None:
+        factor = everything.add_(entropy).mul_(grad_entropy).add_(grad_logprobs)
+    return probs.mul_(factor).neg_().scatter_add_(1, targets, grad_logprobs)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right`, where `total` may be of a wider dtype."""
+    if total.dtype == right.dtype:
+        total.addmm_(left, right)  # without a product of the weight's size beside it
+    else:
+        total += left @ right

@@ -171,7 +171,9 @@ def test_one_forward_may_be_asked_for_several_times_in_training(handle: Build, r
     with both.training():
         logprobs, entropy = both.score(rows)
         (logprobs.sum() + entropy.sum()).backward()
-    torch.testing.assert_close(twice, dict(named_gradients(both)), rtol=0, atol=1e-10)
+    for name, gradient in named_gradients(both):
+        # The layers' norms compute in float32 even in a float64 model.
+        assert float((twice[name] - gradient).norm() / gradient.norm()) < 1e-6, name
 
 
 def test_a_frozen_model_has_no_optimizer_and_no_gradient(handle: Build, rows: Batch) -> None:

@@ -10,9 +10,9 @@ from rlflow.data.batch import Ragged
 from rlflow.errors import UserError
 from rlflow.models.packing import TokenRows, pack, packed_micro_batches, pad, padded_micro_batches, take, token_counts
 
-# Row 0: prompt 7, response 1 2. Row 1: prompt 8, no response. Row 2: prompt 9 10, response 3.
+# Row 0: prompt 7, response 1 2. Row 1: prompt 8 8, no response. Row 2: prompt 9 10, response 3.
 ROWS = TokenRows(
-    prompt_ids=Ragged.from_lists([[7], [8], [9, 10]]),
+    prompt_ids=Ragged.from_lists([[7], [8, 8], [9, 10]]),
     response_ids=torch.tensor([[1, 2, 99], [99, 99, 99], [3, 99, 99]]),
     lengths=torch.tensor([2, 0, 1]),
 )
@@ -42,13 +42,14 @@ def test_a_position_scores_the_token_after_it() -> None:
 
 
 def test_padded_rows_score_the_same_tokens_from_a_line_each() -> None:
-    rows = TokenRows(Ragged.from_lists([[7, 6], [9]]), torch.tensor([[1, 2], [3, 0]]), torch.tensor([2, 1]))
+    rows = TokenRows(Ragged.from_lists([[9], [7, 6]]), torch.tensor([[3, 0], [1, 2]]), torch.tensor([1, 2]))
     padded = pad(rows)
-    assert padded.input_ids.tolist() == [[7, 6, 1], [9, 0, 0]]
-    assert padded.position_ids.tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert padded.input_ids.tolist() == [[9, 0, 0], [7, 6, 1]]
+    assert padded.position_ids.tolist() == [[0, 0, 0], [0, 1, 2]]
     assert padded.cu_seqlens is None
-    assert padded.scored.tolist() == [1, 2, 3]
-    assert padded.targets.tolist() == [1, 2, 3]
+    # Counted through both lines: 9 stands at 0, 6 at 4, 1 at 5.
+    assert padded.scored.tolist() == [0, 4, 5]
+    assert padded.targets.tolist() == [3, 1, 2]
 
 
 def test_values_return_to_their_rows_with_zeros_around() -> None:
