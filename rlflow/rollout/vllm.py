@@ -85,7 +85,8 @@ class VLLMEngine(RolloutEngine):
         vllm = _import_vllm(self.allow_untested)
         # Ranks join the process group that training has made; without one vLLM makes its own.
         self._own_group = not dist.is_initialized()
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))  # what the external launcher reads
+        if not self._own_group:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))  # what the external launcher reads
         on_cpu = device.type == "cpu"
         shares_memory = on_cpu and self.tensor_parallel_size > 1
         with _process_state_kept(device), _shared_memory_named() if shares_memory else nullcontext():
