@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import subprocess
@@ -141,4 +142,5 @@ def _follow(parent: int, local_rank: int, terminal: int) -> None:
 
 
 def _say(terminal: int, line: str) -> None:
-    os.write(terminal, f"{line}\n".encode(errors="replace"))
+    with contextlib.suppress(OSError):  # a terminal that is gone must not keep the ranks from ending
+        os.write(terminal, f"{line}\n".encode(errors="replace"))

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from rlflow.strategies.launcher import _say
+
 SCRIPT = Path(__file__).with_name("ranks_script.py")
 HAPPENINGS = [
     "rank 1 exits with 2 and rank 0 hangs",
@@ -94,6 +96,13 @@ def test_when_rank_0_is_killed_the_others_end_and_say_so(endings: dict[str, Endi
     ending = endings["rank 0 is killed"]
     assert ending.errors == "rank 0 of this machine is gone without a word; ended the other ranks\n"
     assert ending.ranks_alive() == []
+
+
+def test_a_terminal_that_is_gone_does_not_stop_the_ending() -> None:
+    reader, terminal = os.pipe()
+    os.close(reader)
+    _say(terminal, "rank 1 exited with code 2; ended the other ranks")
+    os.close(terminal)
 
 
 def test_a_rank_may_finish_after_rank_0(endings: dict[str, Ending]) -> None:
