@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -53,7 +54,8 @@ class DataBuffer:
             layout: Where they lie.
 
         Raises:
-            UserError: The value has not as many rows as it should, or is narrower than its longest response.
+            UserError: The value is not of its annotated type, has not as many rows as it should, or is narrower than
+                its longest response.
         """
         if name in self._values:
             self.free(name)
@@ -187,27 +189,44 @@ class _Made:
     copies: dict[tuple[Layout, RowSpace], _Copy] = field(default_factory=dict)
 
 
+_TYPES = {Cut.SAMPLE: Tensor, Cut.TOKEN: Tensor, Cut.SCALAR: Tensor, Cut.RAGGED: Ragged, Cut.JSON: list}
+_SHAPES = {Cut.SAMPLE: ("B",), Cut.TOKEN: ("B", "T"), Cut.SCALAR: ()}  # the least dimensions of tensors
+
+
 def _label(name: str, layout: Layout) -> str:
     return f"{name}/{layout.dealing}{layout.shards}"
 
 
 def _check(name: str, value: Any, annotation: Any, lengths: Tensor) -> None:
-    """Refuse a value whose columns do not fit rows of these response lengths `[B]`."""
-    longest = int(lengths.max()) if len(lengths) else 0
+    """Refuse a value that is not of its annotated type, or does not fit rows of these response lengths `[B]`."""
+    rows, longest = len(lengths), int(lengths.max()) if len(lengths) else 0
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        _check_type(f"`{name}`", value, annotation)
     for column in columns(annotation):
         data = getattr(value, column.name) if column.name else value
         place = f"`{name}.{column.name}`" if column.name else f"`{name}`"
-        if column.cut is Cut.SCALAR or (column.home and data is None):
+        if column.home and data is None:
             continue
-        if len(data) != len(lengths):
+        _check_type(place, data, _TYPES[column.cut])
+        if isinstance(data, Tensor) and data.dim() < len(_SHAPES[column.cut]):
+            shape = ", ".join(_SHAPES[column.cut])
             raise UserError(
-                f"{place} has {len(data)} rows where {len(lengths)} were read; return one for each row, in their order"
+                f"{place} has shape {list(data.shape)} and is annotated {column.cut.value}: return [{shape}]"
             )
+        if column.cut is not Cut.SCALAR and len(data) != rows:
+            raise UserError(f"{place} has {len(data)} rows where {rows} were read; return one for each, in their order")
         if column.cut is Cut.TOKEN and data.shape[1] < longest:
             raise UserError(
                 f"{place} is {data.shape[1]} tokens wide and the longest response has {longest}; "
                 "return [B, T] over the response tokens, right-padded"
             )
+
+
+def _check_type(place: str, data: Any, expected: type) -> None:
+    if not isinstance(data, expected):
+        raise UserError(
+            f"{place} is a {type(data).__name__} and is annotated as {expected.__name__}; make the two agree"
+        )
 
 
 def _nbytes(value: Any, annotation: Any) -> int:

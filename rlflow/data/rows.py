@@ -96,8 +96,7 @@ class RowSpace:
         """
         versions = torch.full_like(ids, -1) if versions is None else versions
         arrays = torch.stack([array.to("cpu", torch.int64) for array in (ids, groups, lengths, tokens, versions)])
-        speaks = layout.publishes(transport.rank)
-        gathered = transport.all_gather_ragged(arrays.flatten() if speaks else arrays.new_empty(0))
+        gathered = transport.all_gather_ragged(arrays.flatten())
         shards = [gathered[layout.peers(shard)[0]].view(len(arrays), -1) for shard in range(layout.shards)]
         return cls.of_shards(name, layout, shards, seed=seed, step=step, balance=balance)
 

@@ -136,3 +136,21 @@ def test_a_value_narrower_than_the_longest_response_is_refused() -> None:
     buffer, space = DataBuffer(Transport()), _space(ALONE, [[0, 1]], [1, 3])
     with pytest.raises(UserError, match="`loss` is 2 tokens wide and the longest response has 3"):
         buffer.put("loss", torch.zeros(2, 2), PerToken, space, ALONE)
+
+
+def test_a_number_where_a_row_tensor_is_annotated_is_refused() -> None:
+    buffer, space = DataBuffer(Transport()), _space(ALONE, [[0, 1]], [1, 3])
+    with pytest.raises(UserError, match=r"`loss` has shape \[\] and is annotated per sample: return \[B\]"):
+        buffer.put("loss", torch.zeros(()), PerSample, space, ALONE)
+
+
+def test_a_list_where_a_tensor_is_annotated_is_refused() -> None:
+    buffer, space = DataBuffer(Transport()), _space(ALONE, [[0, 1]], [1, 3])
+    with pytest.raises(UserError, match="`rewards` is a list and is annotated as Tensor"):
+        buffer.put("rewards", [0.0, 1.0], PerSample, space, ALONE)
+
+
+def test_a_tensor_where_a_dataclass_is_annotated_is_refused() -> None:
+    buffer, space = DataBuffer(Transport()), _space(ALONE, [[0]], [1])
+    with pytest.raises(UserError, match="`rollout` is a Tensor and is annotated as Everything"):
+        buffer.put("rollout", torch.zeros(1), Everything, space, ALONE)

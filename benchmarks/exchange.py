@@ -1,0 +1,228 @@
+"""The databuffer's exchange against the same rows sent through rank 0, and against a bare `all_to_all_single`.
+
+    python benchmarks/exchange.py
+
+Every rank holds 1,024 rows of uneven lengths and reads as many others, evened out by tokens. Three ways, one after
+another within each repeat: `DataBuffer` as it is; the same buffer over a transport that gathers to rank 0 and scatters
+from there (same packing, same unpacking, and rank 0 forwards without copying: kinder than a controller that unpacks);
+and one `all_to_all_single` of the very bytes, neither packed nor unpacked. The time of a repeat is that of the slowest
+rank. Where rows go is worked out once for all values of a step, and timed apart as `route_ms`. The last line printed
+is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+
+from rlflow.data.batch import PerToken
+from rlflow.data.buffer import DataBuffer
+from rlflow.data.layout import Layout
+from rlflow.data.memory import keep_freed_memory
+from rlflow.data.rows import RowSpace
+from rlflow.data.transport import Transport, Work
+
+ROWS = 1024  # on each rank
+HEADLINE_RANKS, HEADLINE_MEGABYTES = 8, 16
+
+
+def main() -> None:
+    """Measure all sizes and print a table and one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 4, 16, 64], help="of rows on each rank")
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    table = []
+    for ranks in options.ranks:
+        table += _measure(ranks, options.megabytes, options.repeats)
+        for row in table[-len(options.megabytes) :]:
+            print(_line(row), flush=True)
+    print(json.dumps(_summary(table)))
+
+
+def _measure(ranks: int, megabytes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (ranks, megabytes, repeats, folder), nprocs=ranks)
+        rows: list[dict[str, Any]] = json.loads((Path(folder) / "rows.json").read_text())
+        return rows
+
+
+def _rank(rank: int, ranks: int, megabytes: Sequence[int], repeats: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as a rank of a CPU run does
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    rows = [_compare(ranks, size, repeats) for size in megabytes]
+    if rank == 0:
+        (Path(folder) / "rows.json").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def _compare(ranks: int, megabytes: int, repeats: int) -> dict[str, Any]:
+    """One row of the table; the same on every rank."""
+    home, target = Layout(tuple(range(ranks)), ranks), Layout(tuple(range(ranks)), ranks, "balanced")
+    space, value = _rows(ranks, megabytes, home)
+    began = time.perf_counter()
+    space.route(dist.get_rank(), home, target, space)
+    route_s = time.perf_counter() - began
+
+    direct, hub = _Recorded(), _Hub()
+    brought = [_bring(transport, space, value, home, target) for transport in (direct, hub)]
+    assert torch.equal(*brought), "both ways bring the same rows"
+    message, send_sizes, receive_sizes = direct.last
+    received = torch.empty(sum(receive_sizes), dtype=torch.uint8)
+    ways: dict[str, Callable[[], object]] = {
+        "databuffer": lambda: _bring(direct, space, value, home, target),
+        "hub": lambda: _bring(hub, space, value, home, target),
+        "bare": lambda: dist.all_to_all_single(received, message, receive_sizes, send_sizes),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _, (name, way) in itertools.product(range(repeats), ways.items()):
+        seconds[name].append(_slowest(way))
+    payload = int(space.lengths[space.held(home, dist.get_rank())].sum()) * value.element_size()
+    assert sum(send_sizes) <= payload, "no rank sends more than it holds"
+    return {
+        "ranks": ranks,
+        "megabytes": megabytes,
+        "route_ms": 1000 * _largest(route_s),
+        **{f"{name}_ms": 1000 * statistics.median(times) for name, times in seconds.items()},
+        "spread_ms": {name: [1000 * min(times), 1000 * max(times)] for name, times in seconds.items()},
+        "payload_bytes": int(_largest(payload)),
+        "busiest_rank_bytes": {
+            "databuffer": int(_largest(max(sum(send_sizes), sum(receive_sizes)))),
+            "hub": int(_largest(hub.busiest_bytes)),
+        },
+    }
+
+
+def _rows(ranks: int, megabytes: int, home: Layout) -> tuple[RowSpace, Tensor]:
+    """The rows of all ranks, and this rank's: float32, of uneven lengths, `megabytes` in all, padded `[B, T]`."""
+    entries = megabytes * 2**20 // 4
+    longest = 2 * entries // ROWS
+    lengths = torch.randint(1, longest, (ranks * ROWS,), generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(ranks * ROWS)
+    arrays = torch.stack([ids, ids, lengths, lengths, torch.zeros_like(ids)])
+    space = RowSpace.of_shards("rows", home, arrays.split(ROWS, dim=1))
+    mine = lengths.split(ROWS)[dist.get_rank()]
+    value = torch.randn(ROWS, int(mine.max()))
+    value[torch.arange(value.shape[1]) >= mine[:, None]] = 0
+    return space, value
+
+
+def _bring(transport: Transport, space: RowSpace, value: Tensor, home: Layout, target: Layout) -> Tensor:
+    buffer = DataBuffer(transport)
+    buffer.put("value", value, PerToken, space, home)
+    buffer.issue("value", target)
+    found: Tensor = buffer.get("value", target)
+    return found
+
+
+def _slowest(way: Callable[[], object]) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    way()
+    return _largest(time.perf_counter() - began)
+
+
+def _largest(number: float) -> float:
+    """Over all ranks."""
+    largest = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
+
+
+class _Recorded(Transport):
+    """Remembers its last message, to send the same bytes bare."""
+
+    def all_to_all(
+        self, send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], ranks: tuple[int, ...]
+    ) -> tuple[Tensor, Work]:
+        self.last = (send, list(send_sizes), list(receive_sizes))
+        return super().all_to_all(send, send_sizes, receive_sizes, ranks)
+
+
+class _Hub(Transport):
+    """Sends everything by way of rank 0, which sends on what it received, piece by piece and without a copy.
+
+    Attributes:
+        busiest_bytes: The more of what this rank sent and received for the last message.
+    """
+
+    def all_to_all(
+        self, send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], ranks: tuple[int, ...]
+    ) -> tuple[Tensor, Work]:
+        sizes = torch.stack(self.all_gather(torch.tensor(send_sizes)))  # [giver, taker]
+        sent = send.numel() if self.rank else int(sizes.sum() - sizes[:, 0].sum())
+        self.busiest_bytes = max(sent, sum(receive_sizes) if self.rank else int(sizes.sum() - sizes[0].sum()))
+        received = send.new_empty(sum(receive_sizes))
+        parts = received.split(list(receive_sizes))
+        if self.rank:
+            waiting = [dist.irecv(part, 0) for part in parts if part.numel()]
+            dist.send(send, 0)
+        else:
+            messages = [send, *(send.new_empty(int(row.sum())) for row in sizes[1:])]
+            for arriving in [dist.irecv(messages[giver], giver) for giver in range(1, len(ranks))]:
+                assert arriving is not None
+                arriving.wait()
+            waiting = []
+            for giver, taker in itertools.product(range(len(ranks)), range(len(ranks))):
+                piece = messages[giver].split(sizes[giver].tolist())[taker]
+                if taker and piece.numel():
+                    waiting.append(dist.isend(piece, taker))
+                elif not taker:
+                    parts[giver].copy_(piece)
+        return received, _All(waiting)
+
+
+class _All:
+    """Many transfers as one."""
+
+    def __init__(self, transfers: Sequence[Work | None]) -> None:
+        self._transfers = transfers
+
+    def wait(self) -> None:
+        for transfer in self._transfers:
+            assert transfer is not None
+            transfer.wait()
+
+
+def _line(row: dict[str, Any]) -> str:
+    ways = ", ".join(
+        f"{name} {row[f'{name}_ms']:.1f} ms ({low:.1f} to {high:.1f})" for name, (low, high) in row["spread_ms"].items()
+    )
+    return f"{row['ranks']} ranks, {row['megabytes']} MB each: {ways}; routes {row['route_ms']:.1f} ms"
+
+
+def _summary(table: list[dict[str, Any]]) -> dict[str, Any]:
+    """The claims, at 8 ranks and 16 MB where these were measured, and the whole table."""
+    headline = [row for row in table if (row["ranks"], row["megabytes"]) == (HEADLINE_RANKS, HEADLINE_MEGABYTES)]
+    claims = {
+        key: value
+        for row in headline
+        for key, value in (
+            ("speedup_8_ranks_16_mb", row["hub_ms"] / row["databuffer_ms"]),
+            ("ratio_to_bare", row["databuffer_ms"] / row["bare_ms"]),
+        )
+    }
+    size = HEADLINE_MEGABYTES if headline else table[-1]["megabytes"]
+    busiest = {
+        way: {str(row["ranks"]): row["busiest_rank_bytes"][way] for row in table if row["megabytes"] == size}
+        for way in ("databuffer", "hub")
+    }
+    return {"benchmark": "exchange", **claims, "busiest_rank_bytes": busiest, "table": table}
+
+
+if __name__ == "__main__":
+    main()
