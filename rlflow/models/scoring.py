@@ -52,13 +52,7 @@ class ScoringModel(nn.Module):
         Raises:
             UserError: There is no such model, or it cannot be scored rightly here.
         """
-        from transformers import AutoModelForCausalLM
-
-        try:
-            # Eager attention is transformers' own reference; the packed one replaces it once it agrees.
-            causal_lm: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
-        except (OSError, ValueError) as error:
-            raise UserError(f"`model` {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+        causal_lm = _read(path, dtype)
         for module in causal_lm.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -106,13 +100,34 @@ class ScoringModel(nn.Module):
         return name.removeprefix("causal_lm.")
 
     def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor]) -> None:
-        """Write configuration and weights in Hugging Face form.
+        """Write configuration and weights in Hugging Face form; transformers does so on rank 0 of a process group only.
 
         Args:
             folder: Where to write.
             state_dict: Full tensors by Hugging Face name.
         """
         self.causal_lm.save_pretrained(folder, state_dict=state_dict)
+
+
+def _read(path: Path, dtype: torch.dtype) -> Any:
+    """The transformers model with eager attention, which is transformers' own reference."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", output_loading_info=True
+        )
+    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+        raise UserError(f"`model` {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    causal_lm, report = loaded
+    if report["missing_keys"]:
+        # Transformers would go on with random numbers in their place.
+        first = min(report["missing_keys"])
+        raise UserError(
+            f"`model` {str(path)!r} lacks {len(report['missing_keys'])} weights, {first!r} the first of them"
+        )
+    return causal_lm
 
 
 def _probe(vocabulary: int) -> TokenRows:

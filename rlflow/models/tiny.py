@@ -55,7 +55,7 @@ def write_tiny_model(
     seed: int = 0,
     hidden_size: int = 128,
     intermediate_size: int = 384,
-    layers: int = 4,
+    layers: int = 2,
     heads: int = 4,
     kv_heads: int = 2,
     tie: bool = True,
@@ -84,10 +84,13 @@ def write_tiny_model(
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
 
+    from safetensors.torch import save_file
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = tiny_tokenizer(max_position)
     config = Qwen2Config(
+        architectures=["Qwen2ForCausalLM"],
+        dtype=dtype,
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -103,7 +106,11 @@ def write_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
-    model.to(dtype).save_pretrained(draft)
+    # Not `model.save_pretrained`, which writes nothing on any rank but the first of a process group.
+    weights = {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
+    save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(draft)
+    model.generation_config.save_pretrained(draft)
     tokenizer.save_pretrained(draft)
 
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlflow.data.batch import Batch, Ragged
@@ -23,8 +24,6 @@ RESPONSES = (5, 0, 17, 1, 30, 9)
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of two layers whose weights are large enough for tokens to differ by whole nats."""
     folder = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden_size=32, layers=2)
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(folder / "model.safetensors")
     scaled = {name: tensor if "norm" in name else 10 * tensor for name, tensor in weights.items()}
     save_file(scaled, folder / "model.safetensors", metadata={"format": "pt"})

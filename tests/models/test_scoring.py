@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rlflow.data.batch import Batch
@@ -107,10 +108,34 @@ def test_dropout_is_off_even_in_training(tmp_path: Path, rows: Batch) -> None:
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("content", [None, "{}", "not json"])
+@pytest.mark.parametrize("content", [None, "{}", "not json", '{"model_type": "nonesuch"}', '{"model_type": "qwen2"}'])
 def test_a_folder_that_holds_no_model_is_refused_in_one_line(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match="cannot be loaded") as refusal:
         ScoringModel.load(tmp_path, torch.float32, CPU)
     assert "\n" not in str(refusal.value)
+
+
+def test_broken_weights_are_refused(tmp_path: Path) -> None:
+    weights = write_tiny_model(tmp_path / "tiny", layers=1) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(UserError, match="cannot be loaded"):
+        ScoringModel.load(tmp_path / "tiny", torch.float32, CPU)
+
+
+def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny", layers=1, intermediate_size=64)
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"intermediate_size": 64', '"intermediate_size": 32'))
+    with pytest.raises(UserError, match="cannot be loaded"):
+        ScoringModel.load(folder, torch.float32, CPU)
+
+
+def test_weights_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny", layers=1)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks 1 weights, 'model\.norm\.weight'"):
+        ScoringModel.load(folder, torch.float32, CPU)

@@ -104,6 +104,17 @@ def test_ranks_that_write_tiny_at_once_end_with_one_folder(ranks2: RankPool, tmp
     AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")
 
 
+def _write_alone(scratch: str) -> dict[str, bytes]:
+    folder = write_tiny_model(Path(scratch) / str(dist.get_rank()), layers=1)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_every_rank_writes_the_same_bytes(ranks2: RankPool, tmp_path: Path) -> None:
+    first, second = ranks2.run(_write_alone, str(tmp_path))
+    assert "model.safetensors" in first
+    assert first == second
+
+
 def test_a_folder_and_a_hub_name_stand_for_themselves(tiny: Path, tmp_path: Path) -> None:
     assert resolve_model(str(tiny), tmp_path) == tiny
     assert str(resolve_model("Qwen/Qwen2.5-0.5B", tmp_path)) == "Qwen/Qwen2.5-0.5B"
