@@ -2,12 +2,13 @@
 
     python benchmarks/exchange.py
 
-Every rank holds 1,024 rows of uneven lengths and reads as many others, evened out by tokens. Three ways, one after
-another within each repeat: `DataBuffer` as it is; the same buffer over a transport that gathers to rank 0 and scatters
-from there (same packing, same unpacking, and rank 0 forwards without copying: kinder than a controller that unpacks);
-and one `all_to_all_single` of the very bytes, neither packed nor unpacked. The time of a repeat is that of the slowest
-rank. Where rows go is worked out once for all values of a step, and timed apart as `route_ms`. The last line printed
-is JSON.
+Every rank holds 1,024 ragged rows and reads as many others, evened out by tokens. The ways, one after another within
+each repeat: `DataBuffer` as it is; the same rows in the same buffer over a transport that gathers messages to rank 0,
+regroups and scatters them (rows are packed and unpacked by the ranks that hold and read them, as in the first way);
+one `all_to_all_single` of the first way's bytes into memory that is there already, neither packed nor unpacked; and
+the rows as a right-padded tensor in `DataBuffer`, which reads twice the bytes that it receives into memory. The time
+of a repeat is that of the slowest rank. Where rows go is worked out once for all values of a step, and timed apart as
+`route_ms`. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from rlflow.data.batch import PerToken
+from rlflow.data.batch import PerToken, Ragged
 from rlflow.data.buffer import DataBuffer
 from rlflow.data.layout import Layout
 from rlflow.data.memory import keep_freed_memory
@@ -73,26 +75,33 @@ def _rank(rank: int, ranks: int, megabytes: Sequence[int], repeats: int, folder:
 def _compare(ranks: int, megabytes: int, repeats: int) -> dict[str, Any]:
     """One row of the table; the same on every rank."""
     home, target = Layout(tuple(range(ranks)), ranks), Layout(tuple(range(ranks)), ranks, "balanced")
-    space, value = _rows(ranks, megabytes, home)
+    space, ragged, padded = _rows(ranks, megabytes, home)
     began = time.perf_counter()
     space.route(dist.get_rank(), home, target, space)
     route_s = time.perf_counter() - began
 
+    def bring(transport: Transport, value: Ragged | Tensor) -> Any:
+        buffer = DataBuffer(transport)
+        buffer.put("value", value, Ragged if isinstance(value, Ragged) else PerToken, space, home)
+        buffer.issue("value", target)
+        return buffer.get("value", target)
+
     direct, hub = _Recorded(), _Hub()
-    brought = [_bring(transport, space, value, home, target) for transport in (direct, hub)]
-    assert torch.equal(*brought), "both ways bring the same rows"
+    assert torch.equal(bring(direct, ragged).values, bring(hub, ragged).values), "both ways bring the same rows"
     message, send_sizes, receive_sizes = direct.last
     received = torch.empty(sum(receive_sizes), dtype=torch.uint8)
     ways: dict[str, Callable[[], object]] = {
-        "databuffer": lambda: _bring(direct, space, value, home, target),
-        "hub": lambda: _bring(hub, space, value, home, target),
+        "databuffer": lambda: bring(direct, ragged),
+        "hub": lambda: bring(hub, ragged),
         "bare": lambda: dist.all_to_all_single(received, message, receive_sizes, send_sizes),
+        "padded": lambda: bring(direct, padded),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _, (name, way) in itertools.product(range(repeats), ways.items()):
         seconds[name].append(_slowest(way))
-    payload = int(space.lengths[space.held(home, dist.get_rank())].sum()) * value.element_size()
-    assert sum(send_sizes) <= payload, "no rank sends more than it holds"
+    payload = ragged.values.nbytes
+    heads = 8 * sum(len(rows) for rows in space.route(dist.get_rank(), home, target, space).sends)
+    assert sum(send_sizes) - heads <= payload, "no rank sends more than it holds"
     return {
         "ranks": ranks,
         "megabytes": megabytes,
@@ -107,26 +116,16 @@ def _compare(ranks: int, megabytes: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def _rows(ranks: int, megabytes: int, home: Layout) -> tuple[RowSpace, Tensor]:
-    """The rows of all ranks, and this rank's: float32, of uneven lengths, `megabytes` in all, padded `[B, T]`."""
+def _rows(ranks: int, megabytes: int, home: Layout) -> tuple[RowSpace, Ragged, Tensor]:
+    """The rows of all ranks, and this rank's twice: float32, of uneven lengths, `megabytes` in all; and padded."""
     entries = megabytes * 2**20 // 4
-    longest = 2 * entries // ROWS
-    lengths = torch.randint(1, longest, (ranks * ROWS,), generator=torch.Generator().manual_seed(0))
+    lengths = torch.randint(1, 2 * entries // ROWS, (ranks * ROWS,), generator=torch.Generator().manual_seed(0))
     ids = torch.arange(ranks * ROWS)
     arrays = torch.stack([ids, ids, lengths, lengths, torch.zeros_like(ids)])
     space = RowSpace.of_shards("rows", home, arrays.split(ROWS, dim=1))
     mine = lengths.split(ROWS)[dist.get_rank()]
-    value = torch.randn(ROWS, int(mine.max()))
-    value[torch.arange(value.shape[1]) >= mine[:, None]] = 0
-    return space, value
-
-
-def _bring(transport: Transport, space: RowSpace, value: Tensor, home: Layout, target: Layout) -> Tensor:
-    buffer = DataBuffer(transport)
-    buffer.put("value", value, PerToken, space, home)
-    buffer.issue("value", target)
-    found: Tensor = buffer.get("value", target)
-    return found
+    ragged = Ragged(torch.randn(int(mine.sum())), mine)
+    return space, ragged, pad_sequence(list(ragged.rows()), batch_first=True)
 
 
 def _slowest(way: Callable[[], object]) -> float:
@@ -154,7 +153,7 @@ class _Recorded(Transport):
 
 
 class _Hub(Transport):
-    """Sends everything by way of rank 0, which sends on what it received, piece by piece and without a copy.
+    """Gathers all messages to rank 0, regroups them there by receiver, and scatters them: as one controller would.
 
     Attributes:
         busiest_bytes: The more of what this rank sent and received for the last message.
@@ -164,38 +163,33 @@ class _Hub(Transport):
         self, send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], ranks: tuple[int, ...]
     ) -> tuple[Tensor, Work]:
         sizes = torch.stack(self.all_gather(torch.tensor(send_sizes)))  # [giver, taker]
-        sent = send.numel() if self.rank else int(sizes.sum() - sizes[:, 0].sum())
-        self.busiest_bytes = max(sent, sum(receive_sizes) if self.rank else int(sizes.sum() - sizes[0].sum()))
-        received = send.new_empty(sum(receive_sizes))
-        parts = received.split(list(receive_sizes))
-        if self.rank:
-            waiting = [dist.irecv(part, 0) for part in parts if part.numel()]
-            dist.send(send, 0)
-        else:
-            messages = [send, *(send.new_empty(int(row.sum())) for row in sizes[1:])]
-            for arriving in [dist.irecv(messages[giver], giver) for giver in range(1, len(ranks))]:
-                assert arriving is not None
-                arriving.wait()
-            waiting = []
-            for giver, taker in itertools.product(range(len(ranks)), range(len(ranks))):
-                piece = messages[giver].split(sizes[giver].tolist())[taker]
-                if taker and piece.numel():
-                    waiting.append(dist.isend(piece, taker))
-                elif not taker:
-                    parts[giver].copy_(piece)
-        return received, _All(waiting)
+        sent, received = sizes.sum(dim=1), sizes.sum(dim=0)
+        to_hub, from_hub = (
+            send.new_empty(int(total.max())) for total in (sent, received)
+        )  # collectives of equal parts
+        to_hub[: send.numel()] = send
+        gathered = [torch.empty_like(to_hub) for _ in ranks] if self.rank == 0 else None
+        dist.gather(to_hub, gathered)
+        scattered = None
+        if gathered is not None:
+            parts = [
+                message[: int(total)].split(row.tolist())
+                for message, total, row in zip(gathered, sent, sizes, strict=True)
+            ]
+            scattered = [torch.empty_like(from_hub) for _ in ranks]
+            for taker, message in enumerate(scattered):
+                torch.cat([of_giver[taker] for of_giver in parts], out=message[: int(received[taker])])
+        dist.scatter(from_hub, scattered)
+        through_hub = int(max(sent.sum() - sent[0], received.sum() - received[0]))
+        self.busiest_bytes = through_hub if self.rank == 0 else max(int(sent[self.rank]), int(received[self.rank]))
+        return from_hub[: sum(receive_sizes)], _Done()
 
 
-class _All:
-    """Many transfers as one."""
-
-    def __init__(self, transfers: Sequence[Work | None]) -> None:
-        self._transfers = transfers
+class _Done:
+    """Nothing is left to wait for."""
 
     def wait(self) -> None:
-        for transfer in self._transfers:
-            assert transfer is not None
-            transfer.wait()
+        """Return at once."""
 
 
 def _line(row: dict[str, Any]) -> str:

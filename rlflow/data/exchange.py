@@ -52,6 +52,8 @@ class Exchange:
         self._value = value
         self._data: dict[str, Data] = {} if value is None else {c.name: _data(value, c) for c in self._columns}
         self._forms = {c.name: Form.of(c.cut, self._data[c.name]) for c in self._travelling if c.name in self._data}
+        # Rows to be sent, receiver by receiver, then rows to be kept.
+        self._rows = self._bytes_of(torch.cat(route.sends if route.same else (*route.sends, route.keeps)))
         self._work: Work | None = None
         if route.moves:
             self._send()
@@ -72,27 +74,28 @@ class Exchange:
         return fields[""] if "" in fields else self._annotation(**fields)
 
     def _send(self) -> None:
-        """Pack what each rank lacks, agree on sizes where rows do not tell them, and let the messages go."""
-        pieces: list[Tensor] = []
+        """Pack what each rank lacks and let the messages go; sizes that rows do not tell are agreed meanwhile."""
+        sizes = {name: [piece.numel() for piece in pieces] for name, pieces in self._rows.items()}
+        messages: list[Tensor] = []
         send_sizes: list[int] = []
-        everything = self._bytes_of(torch.cat(self._route.sends))
         begin = 0
         for receiver, rows in zip(self._route.ranks, self._route.sends, strict=True):
             end = begin + len(rows)
-            head = self._head(receiver, [everything[column.name][begin:end] for column in self._sized])
-            body = [piece for column in self._travelling for piece in everything[column.name][begin:end]]
-            payload = sum(piece.numel() for piece in body)
-            pieces += [head, *body]
+            head = self._head(receiver, [size for column in self._sized for size in sizes[column.name][begin:end]])
+            messages.append(head)
+            for column in self._travelling:
+                messages += self._rows[column.name][begin:end]
+            payload = sum(sum(sizes[column.name][begin:end]) for column in self._travelling)
             send_sizes.append(head.numel() + payload)
             self.bytes_sent += payload
             begin = end
-        message = torch.cat(pieces)
-        self._receive_sizes = self._sizes_from_others(send_sizes)
-        self._message = message  # read by the collective until it is done
+        told = self._tell_sizes(send_sizes)
+        self._message = torch.cat(messages)  # read by the collective until it is done
+        self._receive_sizes = self._sizes_told(*told) if told else self._sizes_known()
         self._received, self._work = self._transport.all_to_all(
-            message, send_sizes, self._receive_sizes, self._route.ranks
+            self._message, send_sizes, self._receive_sizes, self._route.ranks
         )
-        self.buffer_bytes = message.nbytes + self._received.nbytes
+        self.buffer_bytes = self._message.nbytes + self._received.nbytes
 
     def _bytes_of(self, rows: Tensor) -> dict[str, list[Tensor]]:
         """The bytes of the held rows at the indices `rows`, by column."""
@@ -102,10 +105,9 @@ class Exchange:
             for column in self._travelling
         }
 
-    def _head(self, receiver: int, sized: list[list[Tensor]]) -> Tensor:
-        """What the receiver cannot know of the message: `sized` are the rows of ragged and JSON columns."""
-        sizes = torch.tensor([piece.numel() for rows in sized for piece in rows], dtype=torch.int64)
-        head = sizes.view(torch.uint8)
+    def _head(self, receiver: int, sizes: list[int]) -> Tensor:
+        """What the receiver cannot know of the message: the sizes of rows of ragged and JSON columns."""
+        head = torch.tensor(sizes, dtype=torch.int64).view(torch.uint8)
         if receiver in self._route.newcomers and self._transport.rank == self._route.introducer:
             introduction = torch.frombuffer(bytearray(self._introduction()), dtype=torch.uint8)
             head = torch.cat([torch.tensor([introduction.numel()]).view(torch.uint8), introduction, head])
@@ -129,17 +131,21 @@ class Exchange:
         self.metadata_bytes += _SIZE + size
         return message[_SIZE + size :]
 
-    def _sizes_from_others(self, send_sizes: list[int]) -> list[int]:
+    def _tell_sizes(self, send_sizes: list[int]) -> tuple[Tensor, Work] | None:
+        """Start to tell receivers how long their messages are, unless all know it."""
         if not self._sized and not self._route.newcomers:
-            return [
-                sum(sum(self._row_sizes(column, rows)) for column in self._travelling) for rows in self._route.receives
-            ]
+            return None
         ones = [1] * len(send_sizes)
-        sent = torch.tensor(send_sizes, device=self._transport.device)
-        received, work = self._transport.all_to_all(sent, ones, ones, self._route.ranks)
+        sizes = torch.tensor(send_sizes, device=self._transport.device)
+        return self._transport.all_to_all(sizes, ones, ones, self._route.ranks)
+
+    def _sizes_told(self, sizes: Tensor, work: Work) -> list[int]:
         work.wait()
-        self.metadata_bytes += received.nbytes
-        return [int(size) for size in received]
+        self.metadata_bytes += sizes.nbytes
+        return [int(size) for size in sizes]
+
+    def _sizes_known(self) -> list[int]:
+        return [sum(sum(self._row_sizes(column, rows)) for column in self._travelling) for rows in self._route.receives]
 
     def _row_sizes(self, column: Column, rows: Tensor) -> list[int]:
         """Bytes of the rows at the positions `rows`, as the row space tells them."""
@@ -148,7 +154,8 @@ class Exchange:
 
     def _unpack(self) -> dict[str, list[Tensor]]:
         """The bytes of the rows kept and received, by column, in the order of `Route.order`."""
-        arrived = self._bytes_of(self._route.keeps)
+        sent = sum(len(rows) for rows in self._route.sends)
+        arrived = {name: pieces[sent:] for name, pieces in self._rows.items()}
         if not self._route.moves:
             return arrived
         messages = list(self._received.split(self._receive_sizes))
