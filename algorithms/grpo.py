@@ -1,7 +1,14 @@
 """Group Relative Policy Optimization: DeepSeekMath, arXiv 2402.03300; clip-higher from DAPO, arXiv 2503.14476."""
 
 from rlflow import Batch, CausalLM, Optimizer, PerSample, PerToken, Reward, RLModule, Rollout, UserError, node
-from rlflow.functional import Aggregation, group_normalized_advantages, importance_weights, kl_estimate, ppo_clip_loss
+from rlflow.functional import (
+    Aggregation,
+    group_normalized_advantages,
+    importance_weights,
+    kl_estimate,
+    ppo_clip_loss,
+    ppo_is_clipped,
+)
 
 
 class GRPO(RLModule):
@@ -104,8 +111,8 @@ class GRPO(RLModule):
         loss = ppo_clip_loss(logprobs, old, advantages[:, None], self.clip_low, self.clip_high)
         loss = loss * importance_weights(old, rollout.logprobs, mask)
 
-        ratio = (logprobs - old).detach().exp()
-        self.log("actor/clip_fraction", ((ratio < 1 - self.clip_low) | (ratio > 1 + self.clip_high)).float(), mask)
+        clipped = ppo_is_clipped(logprobs, old, advantages[:, None], self.clip_low, self.clip_high)
+        self.log("actor/clip_fraction", clipped, mask)
         self.log("actor/entropy", entropy.detach(), mask)
         if ref_logprobs is None:
             return loss

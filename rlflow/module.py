@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlflow.data.batch import Batch, PerSample, Rollout
 from rlflow.errors import UserError
-from rlflow.functional import Aggregation
+from rlflow.functional import Aggregation, merge_moments, moments, standardize
 from rlflow.rewards.reward import Reward
 from rlflow.rollout.engine import Sampling
 
@@ -23,7 +23,7 @@ class StepContext(Protocol):
 
     def log(self, name: str, x: Tensor, mask: Tensor | None) -> None: ...
 
-    def sum_over_rows(self, x: Tensor) -> Tensor: ...
+    def of_each_shard(self, x: Tensor) -> Tensor: ...
 
     def all_rows(self, x: Tensor) -> Tensor: ...
 
@@ -92,27 +92,26 @@ class RLModule:
 
     def mean(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The mean over all rows of all ranks, 0-dim float64; over the entries where `mask` is True if given."""
-        weight = torch.ones_like(x, dtype=torch.float64) if mask is None else mask.double()
-        total, count = self._running().sum_over_rows(torch.stack([(x.double() * weight).sum(), weight.sum()]))
-        mean: Tensor = total / count
+        mean: Tensor = self._moments(x, mask)[1]
         return mean
 
     def whiten(self, x: Tensor, mask: Tensor | None = None, unbiased: bool = True) -> Tensor:
         """Shift and scale `x` to mean 0 and standard deviation 1 over all rows of all ranks; masked entries are 0."""
-        weight = torch.ones_like(x, dtype=torch.float64) if mask is None else mask.double()
-        mean = self.mean(x, mask)
-        square, count = self._running().sum_over_rows(
-            torch.stack([((x.double() - mean) ** 2 * weight).sum(), weight.sum()])
-        )
-        deviation = (square / (count - 1 if unbiased else count)).sqrt()
-        whitened: Tensor = ((x.double() - mean) / (deviation + 1e-8) * weight).to(x.dtype)
-        return whitened
+        return standardize(x, _all_of(x, mask), self._moments(x, mask), unbiased)
 
     def all_rows(self, x: Tensor) -> Tensor:
         """The entries `[N]` of all ranks' rows `[B]`, ordered by the rows' ids, the same on every rank."""
         return self._running().all_rows(x)
 
+    def _moments(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Count, mean and sum of squared deviations `[3]` of the entries of all ranks."""
+        return merge_moments(self._running().of_each_shard(moments(x, _all_of(x, mask))))
+
     def _running(self) -> StepContext:
         if self._context is None:
             raise UserError(f"{type(self).__name__}: nodes are run by `Trainer.fit`; there is no step under way here")
         return self._context
+
+
+def _all_of(x: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.ones_like(x, dtype=torch.bool) if mask is None else mask
