@@ -88,6 +88,10 @@ class RLModule:
             raise UserError(
                 f"log({name!r}) was given {list(x.shape)} without a mask; padding would count. Pass `mask=`"
             )
+        if mask is not None and mask.shape != x.shape:
+            raise UserError(
+                f"log({name!r}) was given {list(x.shape)} with a mask of {list(mask.shape)}; give both one shape"
+            )
         self._running().log(name, x, mask)
 
     def mean(self, x: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
+from lightning.fabric import seed_everything
 from torch import Tensor
 
 from rlflow.controller import Controller
 from rlflow.controller.gap import LogprobGap, default_gap_limit
 from rlflow.controller.validation import validate
 from rlflow.dag.node import ROLLOUT
+from rlflow.dag.planner import Exchange
 from rlflow.data.batch import Rollout
+from rlflow.data.memory import keep_freed_memory
 from rlflow.data.prompts import PromptData
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
@@ -74,12 +77,16 @@ class Run:
 
     def run(self) -> dict[str, Any]:
         """Train to the end; the run's summary."""
+        if self._strategy.root_device.type == "cpu":
+            keep_freed_memory()
+        seed_everything(self._trainer.seed, verbose=False)
         self._agree()
+        self._transport.form_groups(task.ranks for task in self._prepared.plan.tasks if isinstance(task, Exchange))
         folder = self._open_folder()
         with ExitStack() as stack:
             log = folder.logs / f"rank{self._transport.rank}.log"
             self._console = stack.enter_context(Console(log, self._prepared.steps, shows=self._first))
-            trace = Trace(folder.path, self._transport.rank)
+            trace = Trace(folder.traces, self._transport.rank)
             stack.callback(trace.close)
             self._start_loggers(folder, stack)
             try:
@@ -88,23 +95,27 @@ class Run:
                 for callback in self._trainer.callbacks:
                     callback.on_exception(self._trainer, error)
                 raise
+        if self._engine is not None:
+            self._engine.close()
+        self._strategy.barrier()  # the other ranks have written their traces
         if self._first and not self._trainer.fast_dev_run:
             self._leave_behind(folder)
         return self._summary
 
     def _agree(self) -> None:
-        """Every rank made the same plan for the same number of steps over the same rows.
+        """Every rank made the same plan for the same number of steps over the same rows, with the same seed.
 
         Raises:
             UserError: One did not; it is named.
         """
-        mine = f"{self._prepared.plan.digest}/{self._prepared.steps}/{self._prepared.train.size}"
+        prepared = self._prepared
+        mine = f"{prepared.plan.digest}/{prepared.steps}/{prepared.train.size}/{self._trainer.seed}"
         plans = [text.cpu().numpy().tobytes() for text in self._transport.all_gather_ragged(_as_bytes(mine))]
         others = [rank for rank, theirs in enumerate(plans) if theirs != plans[0]]
         if others:
             raise UserError(
-                f"rank {others[0]} planned another run than rank 0 (plan/steps/rows {plans[others[0]].decode()} and"
-                f" {plans[0].decode()}); start every rank with the same config, code and data"
+                f"rank {others[0]} planned another run than rank 0 (plan/steps/rows/seed {plans[others[0]].decode()}"
+                f" and {plans[0].decode()}); start every rank with the same config, code and data"
             )
 
     def _open_folder(self) -> RunFolder:
@@ -178,15 +189,14 @@ class Run:
         while done < steps and not trainer.should_stop:
             metrics = controller.step(done)
             done += 1
-            over = done == steps or _too_long(metrics, trainer.max_seconds)
-            if over or (trainer.validate_every_n_steps and done % trainer.validate_every_n_steps == 0):
+            for callback in trainer.callbacks:
+                callback.on_step_end(trainer, done, metrics)
+            trainer.should_stop |= _too_long(metrics, trainer.max_seconds)
+            last = done == steps or trainer.should_stop
+            if last or (trainer.validate_every_n_steps and done % trainer.validate_every_n_steps == 0):
                 after = self._validate(controller, done)
                 metrics |= after
             self._log(metrics, done)
-            for callback in trainer.callbacks:
-                callback.on_step_end(trainer, done, metrics)
-            if over:
-                break
         if not trainer.fast_dev_run:
             self._save(folder)
         for callback in trainer.callbacks:
@@ -211,6 +221,8 @@ class Run:
             stop_token_ids=self._prepared.stop_token_ids,
             decode=self._decode,
         )
+        if not any(node.kind == "rollout" for node in self._prepared.graph.order):
+            self._engine.sleep()  # else the next step's rollouts come first, and sleep follows them
         for callback in self._trainer.callbacks:
             callback.on_validation_end(self._trainer, done, metrics)
         return metrics
@@ -255,7 +267,7 @@ class Run:
 
     def _leave_behind(self, folder: RunFolder) -> None:
         """The files that sum the run up, and on the terminal where they are."""
-        merge_traces(folder.path)
+        merge_traces(folder.traces)
         draw_curves(folder.path)
         started_from = self._prepared.paths[self._prepared.follows]
         self._summary = folder.write_summary(self._summary, started_from)
@@ -288,9 +300,10 @@ def _closing_lines(folder: RunFolder, summary: dict[str, Any]) -> list[str]:
             f" {summary['greedy_accuracy_after']:.3f})"
         ]
     seconds = ", ".join(f"{stage} {time:.0f} s" for stage, time in summary["seconds"].items())
+    config = "config.yaml, " if folder.config.exists() else ""
     return [
         *lines,
         f"steps {summary['steps']}; time {seconds}",
-        f"left in {folder.path}/: model/ (Hugging Face form), config.yaml, summary.json, metrics.jsonl, metrics.csv,"
-        " samples.jsonl, curves.png, trace.json (ui.perfetto.dev), logs/",
+        f"left in {folder.path}/: model/ (Hugging Face form), {config}summary.json, metrics.jsonl, metrics.csv,"
+        " samples.jsonl, curves.png, traces/trace.json (ui.perfetto.dev), logs/",
     ]

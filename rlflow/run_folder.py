@@ -69,8 +69,9 @@ class RunFolder:
             numbers: Of this run.
             started_from: The model that training started from.
         """
-        before = started_from.parent / "summary.json"
-        earlier = json.loads(before.read_text())["seconds"] if before.is_file() else {}
+        run_before = RunFolder(started_from.parent)
+        carries_on = started_from == run_before.model and run_before.summary.is_file()
+        earlier = json.loads(run_before.summary.read_text())["seconds"] if carries_on else {}
         seconds = earlier | {self.path.name: round(seconds_since_process_start(), 1)}
         summary = numbers | {"seconds": seconds}
         self.summary.write_text(json.dumps(summary, indent=2) + "\n")

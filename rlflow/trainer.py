@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +37,8 @@ class Trainer:
         balance: `auto` moves rows between ranks to even out tokens where it pays, `off` leaves them.
         logprob_gap_limit: Largest mean difference of rollout and training logprobs; None for 1e-3 (0.05 in bf16).
         sync_bucket_bytes: Weights gathered at once on their way into the rollout engine.
-        fast_dev_run: Run two steps and one validation of every part, and leave nothing behind but the logs.
+        fast_dev_run: Run two steps of every part, with validation, and leave nothing behind but logs and traces, in
+            `<run_dir>-dev`.
         strategy: How training is spread over ranks; None for one process without DeepSpeed, else ZeRO-2.
         rollout: The engine that generates; None for transformers' own.
         loggers: Where metrics go beside the run's own files.
@@ -76,7 +77,7 @@ class Trainer:
         }.items():
             if value is not None and value < 1:
                 raise UserError(f"`trainer.{name}` is {value}; give 1 or more")
-        self.run_dir = Path(run_dir)
+        self.run_dir = Path(run_dir).with_name(f"{Path(run_dir).name}-dev") if fast_dev_run else Path(run_dir)
         self.max_steps = 2 if fast_dev_run else max_steps
         self.max_epochs = max_epochs
         self.max_seconds = max_seconds
@@ -107,6 +108,7 @@ class Trainer:
         """
         from lightning.fabric import Fabric
 
+        self.should_stop = False
         world_size = self.devices * self.num_nodes
         strategy = self.strategy or (SingleProcess() if world_size == 1 else DeepSpeedStrategy())
         engine = self.rollout or TransformersEngine()
@@ -121,8 +123,18 @@ class Trainer:
                 max_epochs=self.max_epochs,
                 scratch=Path(scratch),
             )
+            self._keep_apart(prepared.paths)
             fabric = Fabric(
                 accelerator=self.accelerator, devices=self.devices, num_nodes=self.num_nodes, strategy=strategy
             )
             summary: dict[str, Any] = fabric.launch(lambda _: Run(self, module, data, prepared, strategy, engine).run())
         return summary
+
+    def _keep_apart(self, models: Mapping[str, Path]) -> None:
+        """Refuse to start from a model that lies where the run's results go: they would move it away."""
+        for role, path in models.items():
+            if path.resolve().is_relative_to(self.run_dir.resolve()):
+                raise UserError(
+                    f"`trainer.run_dir` is {str(self.run_dir)!r}, and `{role}` starts from {str(path)!r} in it;"
+                    " give this run a folder of its own"
+                )

@@ -20,7 +20,7 @@ class Callback:
         """Everything is loaded; no step has run."""
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
-        """Step `step` (the first is 1) is done; `metrics` are its own, over all ranks."""
+        """Step `step` (the first is 1) is done, not yet validated; `metrics` are its own, over all ranks."""
 
     def on_validation_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         """Validation after step `step` is done (0: before the first)."""

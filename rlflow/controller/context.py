@@ -102,7 +102,7 @@ class NodeContext:
         if mask is None:
             self._metrics.mean(name, x.detach().double().sum(), torch.tensor(float(x.numel()), device=x.device))
         else:
-            self._metrics.mean(name, (x.detach().double() * mask).sum(), mask.sum())
+            self._metrics.mean(name, x.detach().double().where(mask.bool(), 0.0).sum(), mask.bool().sum())
 
     def of_each_shard(self, x: Tensor) -> Tensor:
         """The tensors of all shards, `[shards, ...]`; of several peers one speaks."""

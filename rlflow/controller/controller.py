@@ -191,6 +191,7 @@ class Controller:
         values, space = self._read(node, task.layout)
         self._context.running = Running(node, space, task.layout, step, self.version)
         self._training.run(node, values, space, task.layout, step)
+        self._context.running = None
         self._free(task.frees)
         if node.role == self._follows:
             self.version += 1
@@ -235,6 +236,7 @@ class Controller:
             groups=result.group.cpu(),
             lengths=lengths,
             tokens=lengths + result.prompt_ids.lengths.cpu(),
+            versions=torch.full_like(lengths, self.version),
         )
         if layout.publishes(self._transport.rank):
             rows = float(len(lengths))
@@ -244,16 +246,8 @@ class Controller:
         return space
 
     def _gather_space(self, name: str, layout: Layout, step: int, **rows: Tensor) -> RowSpace:
-        versions = torch.full_like(rows["ids"], self.version)
         self._spaces[name] = RowSpace.gather(
-            name,
-            self._transport,
-            layout,
-            versions=versions,
-            seed=self._seed,
-            step=step,
-            balance=self._balance,
-            **rows,
+            name, self._transport, layout, seed=self._seed, step=step, balance=self._balance, **rows
         )
         return self._spaces[name]
 
@@ -276,8 +270,10 @@ class Controller:
         self._trace.span(str(task), type(task).__name__, started, ended, step=step)
         if isinstance(task, RunNode | TrainNode):
             self._metrics.largest(f"time/{task.node_id}", ended - started)
-        elif isinstance(task, SyncWeights | Load):
-            self._metrics.largest(f"time/{type(task).__name__.lower()}", ended - started)
+        elif isinstance(task, SyncWeights):
+            self._metrics.largest("time/sync", ended - started)
+        elif isinstance(task, Load):
+            self._metrics.largest("time/load", ended - started)
 
 
 def _index_in_group(group: Tensor) -> Tensor:

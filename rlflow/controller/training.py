@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,7 +61,7 @@ class Training:
         self._metrics = metrics
         self._seed = seed
         self._before_update = before_update
-        self._skipped = 0
+        self._skipped: Counter[str] = Counter()  # updates in a row, by role
 
     def run(self, node: Node, values: Mapping[str, Any], space: RowSpace, layout: Layout, step: int) -> None:
         """All epochs and mini-batches of one step. `values` are this rank's rows in `layout`, by the node's inputs."""
@@ -93,6 +94,7 @@ class Training:
         for part, micro in enumerate(handle.plan.split(scored, at_least=most)):
             with handle.training():
                 loss = method(**self._take(mini, micro))
+            _check_shape(node, loss, mask[micro])
             share = loss_sum(loss, loss_weights(mask[micro], mode, longest)) / total
             self._strategy.backward(node.role, share, last=part == most - 1)
             loss_here = loss_here + share.detach().double().cpu()
@@ -111,16 +113,24 @@ class Training:
         first = torch.tensor(1.0 if self._transport.rank == 0 else 0.0)  # the shares add up to one loss an update
         self._metrics.mean(f"{role}/loss", loss_here, first)
         if math.isfinite(grad_norm):
-            self._skipped = 0
+            self._skipped[role] = 0
             self._metrics.number(f"{role}/grad_norm", grad_norm)
             return
-        self._skipped += 1
+        self._skipped[role] += 1
         self._metrics.number(f"{role}/skipped_updates", 1.0)
-        if self._skipped >= MOST_SKIPPED_UPDATES:
+        if self._skipped[role] >= MOST_SKIPPED_UPDATES:
             raise UserError(
-                f"the gradient of `{role}` was {grad_norm} in {self._skipped} updates in a row; the weights were left"
-                " as they were. Lower the learning rate, or look for NaN in rewards and loss"
+                f"the gradient of `{role}` was {grad_norm} in {self._skipped[role]} updates in a row; the weights were"
+                " left as they were. Lower the learning rate, or look for NaN in rewards and loss"
             )
+
+
+def _check_shape(node: Node, loss: Tensor, mask: Tensor) -> None:
+    if loss.shape != mask.shape:
+        raise UserError(
+            f"train node `{node.id}` returned a loss of shape {list(loss.shape)} for {list(mask.shape)};"
+            " return one number per token, or per sample where it is annotated PerSample"
+        )
 
 
 def _scored(values: Mapping[str, Any]) -> Any:
