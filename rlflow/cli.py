@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-from rlflow.errors import UserError
+from rlflow.errors import UserError, one_line
 
 # Heavy imports wait until a command is chosen, so that `rlflow --help` answers at once.
 
@@ -16,8 +18,7 @@ def fit(arguments: Sequence[str]) -> None:
     """Train a model as a config says."""
     from rlflow.configuration import read_fit
 
-    configured = read_fit(arguments)
-    configured.trainer.fit(configured.module, configured.data)
+    read_fit(arguments).fit()
 
 
 def graph(arguments: Sequence[str]) -> None:
@@ -30,9 +31,14 @@ def graph(arguments: Sequence[str]) -> None:
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"fit": fit, "graph": graph}
 
 
+class _OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; write `rlflow COMMAND --config FILE`, see `rlflow --help`")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; exit with 2 and one line for what the user can mend."""
-    parser = argparse.ArgumentParser(
+    """Run a command; exit with 2 and one line for what the user can mend, with 1 and a last line for a fault."""
+    parser = _OneLineParser(
         prog="rlflow",
         description="Reinforcement-learning post-training of language models, without a central node.",
         epilog="`rlflow COMMAND --help` lists what a command takes.",
@@ -40,13 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, function in COMMANDS.items():
         commands.add_parser(name, help=function.__doc__, add_help=False)
-    chosen, rest = parser.parse_known_args(arguments)
     sys.path.insert(0, os.getcwd())  # a user's own `my_algorithm.py` lies beside the config
     try:
+        chosen, rest = parser.parse_known_args(arguments)
         COMMANDS[chosen.command](rest)
     except UserError as error:
         print(f"rlflow: error: {error}", file=sys.stderr)
         sys.exit(2)
+    except Exception as error:
+        traceback.print_exc()
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        print(f"rlflow: {type(error).__name__}: {one_line(error)}{notes}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from rlflow.callbacks.callback import Callback
-from rlflow.complaints import complaint
+from rlflow.complaints import ConfigError, complaint, naming_keys, written
 from rlflow.dag.draw import mermaid, svg, text
 from rlflow.dag.planner import plan
 from rlflow.data.prompts import PromptData
-from rlflow.data.sources import Source
 from rlflow.errors import UserError
 from rlflow.loggers.logger import Logger
 from rlflow.module import RLModule
 from rlflow.placement import followed_role, layouts
 from rlflow.preparation import read_graph as read_module_graph
-from rlflow.rewards.reward import Reward
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.trainer import Trainer
 
-NAMED_BY_CLASS = (RLModule, Source, Reward, TrainingStrategy, RolloutEngine, Logger, Callback)
 TOP_LEVEL = {"strategy", "rollout", "loggers", "callbacks", "seed"}  # of Trainer, sections of their own in a config
 
 
 @dataclass(frozen=True)
 class Configured:
-    """The objects of a config; nothing is loaded."""
+    """The objects of a config, and the config itself with all defaults; nothing is loaded."""
 
     module: RLModule
     data: PromptData
     trainer: Trainer
+    config: Mapping[str, Any]
+
+    def fit(self) -> None:
+        """Train; a `UserError` names keys of the config."""
+        with naming_keys(self.config):
+            self.trainer.fit(self.module, self.data)
 
 
 @dataclass(frozen=True)
@@ -70,13 +74,13 @@ class OneLineParser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise what is wrong."""
-        raise complaint(message if ex is None else ex, self, NAMED_BY_CLASS) from ex
+        raise complaint(message if ex is None else ex, self) from ex
 
 
 def read_fit(arguments: Sequence[str]) -> Configured:
     """The objects that `rlflow fit` runs."""
     parser = _parser("fit", "Train a model as a config says.")
-    return _build(parser, parser.parse_args(list(arguments)))
+    return _build(parser, _parsed(parser, arguments))
 
 
 def read_graph(arguments: Sequence[str]) -> ConfiguredGraph:
@@ -84,7 +88,7 @@ def read_graph(arguments: Sequence[str]) -> ConfiguredGraph:
     parser = _parser("graph", "Print an algorithm's graph and a rank's plan.")
     parser.add_argument("--rank", type=int, default=0, help="whose plan is printed")
     parser.add_argument("--draw", type=str | None, default=None, help="write PATH.mmd and PATH.svg")
-    parsed = parser.parse_args(list(arguments))
+    parsed = _parsed(parser, arguments)
     return ConfiguredGraph(_build(parser, parsed), parsed.rank, None if parsed.draw is None else Path(parsed.draw))
 
 
@@ -102,18 +106,29 @@ def _parser(command: str, description: str) -> OneLineParser:
     return parser
 
 
-def _build(parser: OneLineParser, parsed: Namespace) -> Configured:
+def _parsed(parser: OneLineParser, arguments: Sequence[str]) -> Namespace:
+    given = written(arguments)
     try:
-        built: Any = parser.instantiate_classes(parsed)
-    except ValueError as error:  # jsonargparse wraps what a constructor raised
-        raise complaint(error, parser, NAMED_BY_CLASS) from error
-    trainer = Trainer(
-        **parsed.trainer.as_dict(),
-        strategy=built.strategy,
-        rollout=built.rollout,
-        loggers=built.logger,
-        callbacks=built.callbacks,
-        seed=built.seed,
-    )
-    trainer.resolved_config = parser.dump(parsed, skip_none=False)
-    return Configured(built.module, built.data, trainer)
+        return parser.parse_args(list(arguments))
+    except ConfigError as error:
+        raise error.told_of(given) from error
+
+
+def _build(parser: OneLineParser, parsed: Namespace) -> Configured:
+    resolved = parser.dump(parsed, skip_unset=False)
+    config = yaml.safe_load(resolved)
+    with naming_keys(config):
+        try:
+            built: Any = parser.instantiate(parsed)
+        except ValueError as error:  # jsonargparse wraps what a constructor raised
+            raise complaint(error, parser) from error
+        trainer = Trainer(
+            **parsed.trainer.as_dict(),
+            strategy=built.strategy,
+            rollout=built.rollout,
+            loggers=built.logger,
+            callbacks=built.callbacks,
+            seed=built.seed,
+        )
+    trainer.resolved_config = resolved
+    return Configured(built.module, built.data, trainer, config)

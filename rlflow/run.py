@@ -123,7 +123,8 @@ class Run:
         if self._first:
             folder = RunFolder.open(self._trainer.run_dir)
             if self._trainer.resolved_config is not None:
-                folder.config.write_text(self._trainer.resolved_config)
+                config = without_secrets(yaml.safe_load(self._trainer.resolved_config))
+                folder.config.write_text(yaml.safe_dump(config, sort_keys=False))
         self._strategy.barrier()
         return folder
 

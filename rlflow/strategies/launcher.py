@@ -20,6 +20,7 @@ from rlflow.errors import UserError
 POLL_S = 0.2
 GRACE_S = 2.0  # how long rank 0 may still take to fail in its own words after another rank has died
 END_S = 60.0  # how long the other ranks may outlive a rank 0 that is done
+TOLD = 2  # the exit code of a rank that has said on the terminal what its user can mend
 PARENT_VARIABLE = "RLFLOW_LAUNCHER_PID"
 
 
@@ -27,8 +28,9 @@ class RankLauncher(_SubprocessScriptLauncher):
     """Runs this script once more for every further rank of this machine, unless torchrun or Slurm started them.
 
     Use it as `fabric.launch(function)`. A rank that dies ends the others within 5 seconds: one line on the terminal
-    names it, and the exit code is its own (1 if a signal killed it). What `function` raises in rank 0 is rank 0's to
-    report; the others are killed. Ranks of other machines learn of a death by their collectives failing.
+    names it, unless it has told of a `UserError` itself, and the exit code is its own (1 if a signal killed it). What
+    `function` raises in rank 0 is rank 0's to report; the others are killed. Ranks of other machines learn of a death
+    by their collectives failing.
     """
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +45,7 @@ class RankLauncher(_SubprocessScriptLauncher):
             _follow(int(os.environ.pop(PARENT_VARIABLE)), environment.local_rank(), terminal)
             try:
                 return function(*args, **kwargs)
-            except UserError:
+            except Exception:
                 time.sleep(GRACE_S)  # rank 0 finds most of them too: it tells them once, and ends this process
                 raise
 
@@ -124,6 +126,8 @@ class _Watch(threading.Thread):
 
     def _report(self, rank: int) -> None:
         code = self._ranks[rank].returncode
+        if code == TOLD:
+            return
         how = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
         _say(self._terminal, f"rank {rank} {how}; ended the other ranks")
 

@@ -23,9 +23,9 @@ def main(happening: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2)  # both are there
     dist.barrier()
     time.sleep(1)  # and have left the barrier
-    if happening == "rank 1 exits with 2 and rank 0 hangs":
+    if happening == "rank 1 exits with 3 and rank 0 hangs":
         if rank == 1:
-            sys.exit(2)
+            sys.exit(3)
         time.sleep(HANGS_S)
     elif happening == "rank 1 is killed and rank 0's collective fails":
         if rank == 1:

@@ -16,7 +16,7 @@ from rlflow.strategies.launcher import _say
 
 SCRIPT = Path(__file__).with_name("ranks_script.py")
 HAPPENINGS = [
-    "rank 1 exits with 2 and rank 0 hangs",
+    "rank 1 exits with 3 and rank 0 hangs",
     "rank 1 is killed and rank 0's collective fails",
     "both ranks find a user's error",
     "rank 0 is killed",
@@ -73,8 +73,8 @@ def endings() -> dict[str, Ending]:
 
 
 def test_a_rank_that_exits_ends_one_that_hangs_with_its_code_and_one_line(endings: dict[str, Ending]) -> None:
-    ending = endings["rank 1 exits with 2 and rank 0 hangs"]
-    assert (ending.code, ending.errors) == (2, "rank 1 exited with code 2; ended the other ranks\n")
+    ending = endings["rank 1 exits with 3 and rank 0 hangs"]
+    assert (ending.code, ending.errors) == (3, "rank 1 exited with code 3; ended the other ranks\n")
     assert ending.ranks_alive() == []
 
 
