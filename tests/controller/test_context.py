@@ -1,0 +1,125 @@
+"""What a node asks of all ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlflow import Batch, PerSample, Rollout, node
+from rlflow.algorithms import GRPO
+from rlflow.controller.context import NodeContext, Running
+from rlflow.dag.graph import Graph
+from rlflow.data.layout import Layout
+from rlflow.data.prompts import PromptData
+from rlflow.data.rows import RowSpace
+from rlflow.data.transport import Transport
+from rlflow.metrics import Metrics
+from tests.controller.runs import ZERO2, Fit, OddCharacters, Paired, fit
+from tests.data.listed import Listed
+from tests.ranks import RankPool
+
+KNOWN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "known_answers.json").read_text())["global_whiten"]
+X = [1.0, 1.0, -1.0, -3.0]  # of the prompts; the first two lie on rank 0
+MEAN, POPULATION, UNBIASED = -0.5, KNOWN["population_std"], KNOWN["unbiased_std"]
+
+
+class Asks(GRPO):
+    """Asks in a node without a role, and in a rollout node, of which peers may hold copies."""
+
+    record: dict[str, Any]
+
+    @node
+    def x(self, batch: Batch) -> PerSample:
+        x = torch.tensor([row["x"] for row in batch.rows])
+        self.record = {"node": self._ask(x)}
+        return x
+
+    @node(role="rollout")
+    def rollout(self, batch: Batch, x: PerSample) -> Rollout:
+        self.record["rollout"] = self._ask(x)
+        return self.generate(batch, n=self.group_size)
+
+    def _ask(self, x: PerSample) -> dict[str, list[float]]:
+        masked = x[:, None].repeat(1, 2)  # [B, 2], whose second column shall not count
+        mask = torch.tensor([[True, False]]).expand_as(masked)
+        masked = masked.where(mask, 100.0)
+        return {
+            "held": x.tolist(),
+            "mean": [self.mean(x).item(), self.mean(masked, mask).item()],
+            "unbiased": self.whiten(x).tolist(),
+            "population": self.whiten(x, unbiased=False).tolist(),
+            "masked": self.whiten(masked, mask).flatten().tolist(),
+            "all_rows": self.all_rows(x).tolist(),
+        }
+
+
+@pytest.fixture(scope="module", params=["1 rank", "2 ranks", "2 ranks that share an engine"])
+def asked(
+    request: pytest.FixtureRequest, policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool
+) -> list[dict[str, Any]]:
+    """What each rank heard."""
+    rows = [{"question": f"{i}=", "x": x} for i, x in enumerate(X)]
+    data = PromptData(Listed(rows), None, prompts_per_step=len(X), shuffle=False)
+    module = Asks(str(policy), OddCharacters(), group_size=2, max_response_length=4)
+    folder = tmp_path_factory.mktemp("asked")
+    if request.param == "1 rank":
+        return [fit(Fit(module, data, folder)).record]
+    engine = {"engine": Paired()} if "share" in request.param else {}
+    return [result.record for result in ranks2.run(fit, Fit(module, data, folder, ZERO2, **engine))]
+
+
+@pytest.mark.parametrize("place", ["node", "rollout"])
+class TestOverAllRows:
+    def test_the_mean_is_that_of_all_rows(self, asked: list[dict[str, Any]], place: str) -> None:
+        assert [rank[place]["mean"] for rank in asked] == [[MEAN, MEAN]] * len(asked)
+
+    def test_whitening_gives_the_known_answers(self, asked: list[dict[str, Any]], place: str) -> None:
+        unbiased, population = dict(zip(X, UNBIASED, strict=True)), dict(zip(X, POPULATION, strict=True))
+        for rank in asked:
+            here = rank[place]["held"]
+            assert rank[place]["unbiased"] == pytest.approx([unbiased[x] for x in here], abs=1e-6)
+            assert rank[place]["population"] == pytest.approx([population[x] for x in here], abs=1e-6)
+            assert rank[place]["masked"][::2] == rank[place]["unbiased"]
+            assert rank[place]["masked"][1::2] == [0.0] * len(here)
+
+    def test_all_rows_are_in_the_order_drawn_on_every_rank(self, asked: list[dict[str, Any]], place: str) -> None:
+        assert [rank[place]["all_rows"] for rank in asked] == [X] * len(asked)
+
+
+def test_the_ranks_of_the_known_answers_hold_two_rows_each(asked: list[dict[str, Any]]) -> None:
+    assert [rank["node"]["held"] for rank in asked] == ([X] if len(asked) == 1 else [X[:2], X[2:]])
+
+
+def _log_on_peers(logged: list[float]) -> dict[str, float]:
+    """Both ranks hold one shard; each logs its own number for its two rows."""
+    transport, metrics, layout = Transport(), Metrics(), Layout((0, 1), 1)
+    context = NodeContext(
+        engine=None,
+        transport=transport,
+        metrics=metrics,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        seed=0,
+        stop_token_ids=(),
+        decode=str,
+        on_scores=lambda rollout, scores: None,
+    )
+    ids = torch.arange(2)
+    space = RowSpace.gather("batch", transport, layout, ids=ids, groups=ids, lengths=ids, tokens=ids)
+    module = Asks("tiny", OddCharacters())
+    module.configure_models()
+    rollout = Graph.read(module, roles=("actor", "reference")).nodes["rollout"]
+    context.running = Running(rollout, space, layout, 0, 0)
+    number = logged[dist.get_rank()]
+    context.log("plain", torch.full((2,), number), None)
+    context.log("masked", torch.tensor([[number, float("nan")]]), torch.tensor([[True, False]]))
+    return metrics.reduce(transport)
+
+
+def test_of_peers_that_hold_the_same_rows_one_logs(ranks2: RankPool) -> None:
+    assert ranks2.run(_log_on_peers, [3.0, 100.0]) == [{"masked": 3.0, "plain": 3.0}] * 2

@@ -1,0 +1,113 @@
+"""Runs with vLLM and DeepSpeed on two ranks: the same twice, and with the trainer's weights at every step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlflow.rollout.vllm import VLLMEngine
+from tests.controller.runs import ZERO2, ZERO3, Fit, LeavesOneOut, Result, SkipsASync, failing_fit, fit, grpo, sums
+from tests.ranks import RankPool
+
+STEPS = 6  # syncs before the first update and after each of five
+STRATEGIES = {2: ZERO2, 3: ZERO3}
+TENSORS = 2 + 2 * 12  # embedding, last norm; per layer two norms, q, k, v with biases, o, gate, up, down
+
+
+def _run(policy: Path, folder: Path, engine: VLLMEngine, stage: int) -> Fit:
+    module = grpo(policy, kl_coef=0.1, samples_per_update=6)
+    settings = {"max_steps": STEPS, "validate_every_n_steps": 3}
+    return Fit(module, sums(12, prompts_per_step=3, held_out=5), folder, STRATEGIES[stage], engine, settings)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def results(policy: Path, folder: Path, ranks2: RankPool) -> dict[tuple[int, int], Result]:
+    """Rank 0's results by tensor-parallel size and ZeRO stage; the run of (1, 2) was made twice in one folder."""
+    found = {}
+    for tensor_parallel_size, stage in ((1, 2), (1, 2), (2, 2), (1, 3), (2, 3)):
+        path = folder / f"tp{tensor_parallel_size}-zero{stage}"
+        engine = VLLMEngine(tensor_parallel_size, kv_cache_gib=0.25)
+        found[tensor_parallel_size, stage], _ = ranks2.run(fit, _run(policy, path, engine, stage), timeout_s=200)
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of `metrics.jsonl`, times left out."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.dumps({key: value for key, value in line.items() if not key.startswith("time/")}) for line in lines]
+
+
+def test_a_run_has_the_same_metrics_to_the_byte_when_it_is_run_again(results: Any, folder: Path) -> None:
+    first, again = _lines(folder / "tp1-zero2-1/metrics.jsonl"), _lines(folder / "tp1-zero2/metrics.jsonl")
+    assert len(first) == 1 + STEPS  # the first one is of the validation before
+    assert first == again
+
+
+def test_a_run_has_the_same_samples_to_the_byte_when_it_is_run_again(results: Any, folder: Path) -> None:
+    first, again = ((folder / name / "samples.jsonl").read_bytes() for name in ("tp1-zero2-1", "tp1-zero2"))
+    assert len(first.splitlines()) == 4 * STEPS
+    assert first == again
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+class TestWeightsInTheEngine:
+    def test_vllm_says_what_the_trainer_says_after_every_sync(
+        self, results: dict[tuple[int, int], Result], tensor_parallel_size: int, stage: int
+    ) -> None:
+        gaps = [step["sync/logprob_gap_max"] for step in results[tensor_parallel_size, stage].steps]
+        assert len(gaps) == STEPS
+        assert max(gaps) < 1e-4
+
+    def test_every_step_syncs_and_verifies_every_tensor(
+        self, results: dict[tuple[int, int], Result], tensor_parallel_size: int, stage: int
+    ) -> None:
+        synced = [step["sync/verified_tensors"] for step in results[tensor_parallel_size, stage].steps]
+        assert synced == [TENSORS] * STEPS
+
+    def test_the_saved_model_is_the_trained_one(
+        self, results: dict[tuple[int, int], Result], folder: Path, tensor_parallel_size: int, stage: int
+    ) -> None:
+        path = folder / f"tp{tensor_parallel_size}-zero{stage}/model"
+        saved = dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
+        trained = results[tensor_parallel_size, stage].weights
+        assert saved.keys() == trained.keys()
+        assert all(torch.equal(saved[name], trained[name]) for name in trained)
+        assert AutoTokenizer.from_pretrained(path).decode([49, 43]) == "1+"
+
+
+def test_a_run_with_shared_engines_moves_rows_to_the_ranks_that_score_them(
+    results: dict[tuple[int, int], Result],
+) -> None:
+    # Both peers of an engine hold all of its rows, so its own values go nowhere, and what single ranks make does.
+    assert results[2, 2].steps[0]["exchange/bytes"] > 0
+    assert results[2, 2].steps[0]["rollout/tokens"] == results[1, 2].steps[0]["rollout/tokens"]
+
+
+def test_a_sync_that_is_skipped_stops_the_run_in_its_step(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
+    run = _run(policy, tmp_path / "run", SkipsASync(kv_cache_gib=0.25), 2)
+    for result in ranks2.run(failing_fit, run, timeout_s=200):
+        assert len(result.steps) == 1
+        assert result.error.startswith("policy version 1 shall generate and the engine holds no version")
+
+
+def test_a_sync_that_leaves_one_tensor_out_stops_the_run_in_its_step_and_names_it(
+    policy: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    module = grpo(policy)
+    settings = {"max_steps": 3}
+    engine = VLLMEngine(kv_cache_gib=0.25)
+    run = Fit(module, sums(12, prompts_per_step=3), tmp_path / "run", LeavesOneOut, engine, settings)
+    for result in ranks2.run(failing_fit, run, timeout_s=200):
+        assert len(result.steps) == 1
+        assert "not sent: model.norm.weight" in result.error

@@ -1,0 +1,41 @@
+"""One number for each metric, over all ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from rlflow.data.transport import Transport
+from rlflow.metrics import Metrics
+from tests.ranks import RankPool
+
+
+def _reduced() -> tuple[list[tuple[str, float]], dict[str, float]]:
+    """A step's metrics as they come out, and those of a step in which nothing was logged."""
+    rank, metrics = dist.get_rank(), Metrics()
+    metrics.mean("mean", torch.tensor([1.0, 30.0][rank]), torch.tensor([1, 3][rank]))
+    metrics.mean("mean", torch.tensor(1.0), torch.tensor(1))
+    metrics.mean("empty", torch.tensor(0.0), torch.tensor(0))
+    metrics.number("a/number", 7.0)
+    for value in (1.0, 2.0):
+        metrics.sum("sum", value + rank)
+        metrics.largest("largest", value + rank)
+    if rank == 1:
+        metrics.largest("one/rank", -3.0)
+    transport = Transport()
+    return list(metrics.reduce(transport).items()), metrics.reduce(transport)
+
+
+def test_every_rank_has_the_metrics_over_all_of_them_sorted_by_name(ranks2: RankPool) -> None:
+    expected = [
+        ("a/number", 7.0),
+        ("largest", 3.0),
+        ("mean", (1 + 1 + 30 + 1) / (1 + 1 + 3 + 1)),  # sum over count, not the mean of the ranks' means
+        ("one/rank", -3.0),
+        ("sum", 1.0 + 2.0 + 2.0 + 3.0),
+    ]
+    assert [reduced for reduced, _ in ranks2.run(_reduced)] == [expected] * 2
+
+
+def test_a_reduction_starts_afresh(ranks2: RankPool) -> None:
+    assert [after for _, after in ranks2.run(_reduced)] == [{}, {}]

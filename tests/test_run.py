@@ -1,0 +1,148 @@
+"""A run as a whole: when it ends, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow import Batch, PerToken, UserError
+from rlflow.algorithms import SFT
+from rlflow.callbacks import Callback, EarlyStopping
+from rlflow.models.tiny import write_tiny_model
+from rlflow.rollout.transformers import TransformersEngine
+from rlflow.trainer import Trainer
+from tests.controller.runs import ZERO2, Fit, OddCharacters, answers, failing_fit_of, fit, grpo, sums
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy") / "policy"
+    return write_tiny_model(folder, hidden_size=64, intermediate_size=96, layers=1, max_position=256)
+
+
+class Notes(Callback):
+    """Keeps the order in which hooks are called."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.called.append("start")
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
+        self.called.append(f"step {step}")
+
+    def on_validation_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
+        self.called.append(f"validation {step}")
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self.called.append("end")
+
+
+def test_the_run_folder_holds_what_the_documents_say(policy: Path, tmp_path: Path) -> None:
+    summary = fit(Fit(grpo(policy), sums(8, 2, held_out=3), tmp_path / "run", settings={"max_steps": 2})).summary
+    # No config.yaml: the run was made in Python.
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "metrics.jsonl",
+        "metrics.csv",
+        "samples.jsonl",
+        "curves.png",
+        "traces",
+        "model",
+        "summary.json",
+        "logs",
+    }
+    assert {path.name for path in (tmp_path / "run/traces").iterdir()} == {"rank0.jsonl", "trace.json"}
+    assert json.loads((tmp_path / "run/summary.json").read_text()) == summary
+    assert (summary["steps"], summary["problems"], list(summary["seconds"])) == (2, 3, ["run"])
+    assert {"accuracy_before", "accuracy_after", "greedy_accuracy_before", "greedy_accuracy_after"} < summary.keys()
+
+
+def test_a_dev_run_leaves_the_real_one_s_folder_alone(policy: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/model").touch()
+    run = Fit(grpo(policy), sums(8, 2), tmp_path / "run", settings={"max_steps": 9, "fast_dev_run": True})
+    assert fit(run).summary == {"steps": 2}
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "run-dev"}
+    assert {path.name for path in (tmp_path / "run-dev").iterdir()} == {"logs", "traces"}
+
+
+def test_a_model_in_the_run_s_own_folder_is_refused(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "run/model", hidden_size=64, layers=1)
+    with pytest.raises(UserError, match=r"`trainer.run_dir` is .*, and `actor` starts from .*run/model' in it"):
+        fit(Fit(SFT(str(tmp_path / "run/model")), answers((3,), 1), tmp_path / "run"))
+
+
+def test_early_stopping_on_a_training_metric_ends_the_run_with_a_last_validation(policy: Path, tmp_path: Path) -> None:
+    notes = Notes()
+    stop = EarlyStopping("actor/loss", mode="min", stopping_threshold=1e9)
+    settings = {"max_steps": 5, "callbacks": [notes, stop]}
+    module = SFT(str(policy), reward=OddCharacters(), max_response_length=4)
+    data = answers((3, 4), 2)
+    data.validation = data.train
+    assert fit(Fit(module, data, tmp_path, settings=settings)).summary["steps"] == 1
+    assert notes.called == ["start", "validation 0", "step 1", "validation 1", "end"]
+
+
+def test_early_stopping_on_validation_ends_the_run_before_its_first_step_if_the_model_is_good(
+    policy: Path, tmp_path: Path
+) -> None:
+    stop = EarlyStopping("val/reward", stopping_threshold=-1.0)
+    run = Fit(grpo(policy), sums(8, 2, held_out=3), tmp_path, settings={"max_steps": 5, "callbacks": [stop]})
+    assert fit(run).summary["steps"] == 0
+
+
+def test_a_trainer_that_was_stopped_fits_again(policy: Path, tmp_path: Path) -> None:
+    trainer = Trainer(str(tmp_path / "run"), max_steps=2, max_seconds=1e-9, accelerator="cpu")
+    for _ in range(2):
+        assert trainer.fit(SFT(str(policy)), answers((3, 4), 2))["steps"] == 1
+
+
+class Sleeps(TransformersEngine):
+    """Counts its awakenings."""
+
+    asleep = False
+
+    def sleep(self) -> None:
+        super().sleep()
+        self.asleep = True
+
+    def wake_up(self) -> None:
+        self.asleep = False
+
+
+class ChecksSleep(SFT):
+    engine: Sleeps
+
+    def actor_loss(self, batch: Batch) -> PerToken:
+        assert self.engine.asleep
+        return super().actor_loss(batch)
+
+
+def test_the_engine_of_validation_sleeps_while_a_graph_without_rollout_trains(policy: Path, tmp_path: Path) -> None:
+    module = ChecksSleep(str(policy), reward=OddCharacters(), max_response_length=4)
+    module.engine = Sleeps()
+    data = answers((3, 4), 2)
+    data.validation = data.train
+    settings = {"max_steps": 2, "validate_every_n_steps": 1}
+    assert fit(Fit(module, data, tmp_path, engine=module.engine, settings=settings)).summary["steps"] == 2
+
+
+@pytest.mark.parametrize("what", ["plan", "seed", "steps", "rows"])
+def test_ranks_that_plan_other_runs_are_refused_and_named(
+    what: str, policy: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    ours = Fit(grpo(policy), sums(8, 2), tmp_path, ZERO2, settings={"max_steps": 2})
+    theirs = {
+        "plan": Fit(grpo(policy, kl_coef=0.1), sums(8, 2), tmp_path, ZERO2, settings={"max_steps": 2}),
+        "seed": Fit(grpo(policy), sums(8, 2), tmp_path, ZERO2, settings={"max_steps": 2, "seed": 1}),
+        "steps": Fit(grpo(policy), sums(8, 2), tmp_path, ZERO2, settings={"max_steps": 3}),
+        "rows": Fit(grpo(policy), sums(9, 2), tmp_path, ZERO2, settings={"max_steps": 2}),
+    }[what]
+    for said in ranks2.run(failing_fit_of, [ours, theirs]):
+        assert said.startswith("rank 1 planned another run than rank 0")
+        assert "\n" not in said
