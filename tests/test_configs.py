@@ -1,0 +1,33 @@
+"""The configs that are shipped: each is read, and its graph and plan are checked for its number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlflow.configuration import read_fit, read_graph
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+RANKS = {"quickstart_sft": 2, "quickstart_grpo": 2, "grpo_gsm8k_1gpu": 1, "grpo_math_8gpu": 8, "grpo_math_16nodes": 128}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
+def test_a_config_is_read_as_one_for_its_ranks(config: Path) -> None:
+    trainer = read_fit(["--config", str(config)]).trainer
+    assert trainer.devices * trainer.num_nodes == RANKS[config.stem]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
+def test_the_last_rank_of_a_config_has_a_plan_that_trains(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last = RANKS[config.stem] - 1
+    read_graph(["--config", str(config), "--rank", str(last)]).show()
+    planned = capsys.readouterr().out
+    assert f"plan of rank {last}" in planned
+    assert "train     actor_loss: " in planned
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
+def test_a_config_opens_with_a_command_that_runs_it(config: Path) -> None:
+    opening = [line for line in config.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    assert any(f"rlflow fit --config configs/{config.name}" in line for line in opening)
