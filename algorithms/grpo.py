@@ -48,6 +48,8 @@ class GRPO(RLModule):
     ) -> None:
         if group_size < 2:
             raise UserError(f"`group_size` is {group_size}; group-relative advantages need at least 2. Raise it")
+        if min(clip_low, clip_high) < 0:
+            raise UserError(f"`clip_low` is {clip_low} and `clip_high` is {clip_high}; give both 0 or more")
         self.model = model
         self.reward = reward
         self.optimizer = optimizer

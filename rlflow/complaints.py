@@ -20,6 +20,7 @@ _UNKNOWN = re.compile(r"^(?:Group '([^']+)' does not accept option|Option) '([^'
 _UNRECOGNIZED = re.compile(r"^unrecognized arguments: (?:--([\w.-]+)|(\S+))(?:[= ](.*))?")
 _REQUIRED = re.compile(r"^the following arguments are required: ([^,\s]+)")
 _TYPE = re.compile(r"Expected a (?:<class '([\w.]+)'>|(?!dot import)(\S.*))\. Got value: (.*)")
+_UNION = re.compile(r"Errors:(.*)Given value type: .*Given value: (.*)", re.S)
 _NO_CLASS = re.compile(
     r"Problem with given class_path '([^']+)':\s*(.*)|Expected a dot import path string: (\S+)", re.S
 )
@@ -169,6 +170,12 @@ def _wrong_value(message: str, keys: Sequence[str]) -> ConfigError | None:
         return ConfigError(keys, _no_class(path, why) if path else _no_path(name))
     if match := _WRONG_CLASS.search(message):
         return ConfigError(keys, f"names the class {match.group(1)}, which is no {match.group(2)}; name one that is")
+    if match := _UNION.search(message):
+        types, value = match.groups()
+        wanted = [_TYPES.get(name, f"a {name}") for name in re.findall(r"Expected a <class '([\w.]+)'>", types)]
+        if "NoneType" in types and wanted:
+            wanted = [*(each for each in wanted if each != "a NoneType"), "null"]
+            return ConfigError(keys, f"is {{value}}; give {' or '.join(wanted)}", value)
     if match := _TYPE.search(message):
         plain, special, value = match.groups()
         wanted = _TYPES.get(plain or "", f"a {plain or special}").replace("typing.", "")

@@ -58,8 +58,11 @@ def read_graph(module: RLModule) -> Graph:
     """The module's checked graph, its models configured but not loaded.
 
     Raises:
-        UserError: The graph has problems; all of them are named.
+        UserError: A size is below 1, or the graph has problems; all of them are named.
     """
+    for name, size in {"group_size": module.group_size, "max_response_length": module.max_response_length}.items():
+        if size < 1:
+            raise UserError(f"`{name}` is {size}; give 1 or more")
     module.configure_models()
     return Graph.read(module, roles=handles(module))
 

@@ -74,9 +74,13 @@ class Trainer:
             "num_nodes": num_nodes,
             "validate_every_n_steps": validate_every_n_steps,
             "save_every_n_steps": save_every_n_steps,
+            "sync_bucket_bytes": sync_bucket_bytes,
         }.items():
             if value is not None and value < 1:
                 raise UserError(f"`trainer.{name}` is {value}; give 1 or more")
+        for name, limit in {"max_seconds": max_seconds, "logprob_gap_limit": logprob_gap_limit}.items():
+            if limit is not None and not limit > 0:
+                raise UserError(f"`trainer.{name}` is {limit}; give more than 0, or null for none")
         self.run_dir = Path(run_dir).with_name(f"{Path(run_dir).name}-dev") if fast_dev_run else Path(run_dir)
         self.max_steps = 2 if fast_dev_run else max_steps
         self.max_epochs = max_epochs

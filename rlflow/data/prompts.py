@@ -47,6 +47,12 @@ class PromptData:
     ) -> None:
         if prompts_per_step < 1:
             raise UserError(f"`prompts_per_step` is {prompts_per_step}; a step needs at least 1 prompt. Raise it")
+        for name, length in {
+            "max_prompt_length": max_prompt_length,
+            "max_response_length": max_response_length,
+        }.items():
+            if length is not None and length < 1:
+                raise UserError(f"`data.{name}` is {length}; it counts tokens, so give 1 or more")
         if system_prompt is not None and not chat_template:
             raise UserError(
                 "`system_prompt` is set without `chat_template`, which writes it; set `chat_template: true`"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +21,9 @@ from rlflow.strategies.strategy import Role, TrainingStrategy, clip_and_step
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+
+# Read when deepspeed is imported, which prints a warning where it has to find out by itself.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BUCKET_ELEMENTS = 200_000_000  # of gradients reduced, or weights gathered, at once
@@ -88,6 +93,8 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         DDPStrategy.setup_environment(self)
 
     def _setup_distributed(self) -> None:
+        for announcer in ("lightning.fabric", "lightning.pytorch"):  # of every rank, on the terminal
+            logging.getLogger(announcer).setLevel(logging.WARNING)
         DDPStrategy._setup_distributed(self)
 
     def _configure_launcher(self) -> None:

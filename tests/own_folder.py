@@ -1,0 +1,124 @@
+"""A user's own folder for tests: a config, data, an algorithm and rewards, all small."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CONFIG: dict[str, Any] = {
+    "seed": 0,
+    "module": {
+        "class_path": "rlflow.algorithms.GRPO",
+        "init_args": {
+            "model": "tiny",
+            "group_size": 2,
+            "max_response_length": 4,
+            "reward": {"class_path": "rlflow.rewards.ExactMatch"},
+        },
+    },
+    "data": {"train": {"class_path": "rlflow.data.JSONL", "init_args": {"path": "rows.jsonl"}}, "prompts_per_step": 4},
+    "trainer": {"run_dir": "runs/own", "max_steps": 2, "accelerator": "cpu"},
+    "strategy": {"class_path": "rlflow.strategies.SingleProcess"},
+    "rollout": {"class_path": "rlflow.rollout.TransformersEngine"},
+}
+ROWS = [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(8)]
+REMOVED = object()
+FILES = {
+    "rows.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS),
+    "my_algorithm.py": '''
+from rlflow import PerSample, PerToken, Rollout, node
+from rlflow.algorithms import GRPO
+
+
+class ShortGRPO(GRPO):
+    """GRPO that likes brevity."""
+
+    @node
+    def rewards(self, rollout: Rollout) -> PerSample:
+        return -rollout.lengths.float()
+
+
+class Cyclic(GRPO):
+    @node
+    def rewards(self, advantages: PerSample) -> PerSample:
+        return advantages
+
+
+class WithoutInput(GRPO):
+    @node
+    def advantages(self, rollout: Rollout, rewrads: PerSample) -> PerSample:
+        return rewrads
+
+
+class WithoutRole(GRPO):
+    @node(role="actr")
+    def ref_logprobs(self, rollout: Rollout) -> PerToken:
+        return rollout.logprobs
+''',
+    "my_rewards.py": """
+import os
+import signal
+import time
+
+
+def raises(text, row):
+    raise KeyError("solution")
+
+
+def nan(text, row):
+    return float("nan")
+
+
+def raises_on_rank_1(text, row):
+    if os.environ.get("LOCAL_RANK") == "1":
+        raise KeyError("solution")
+    return 1.0
+
+
+def killed_on_rank_1(text, row):
+    if os.environ.get("LOCAL_RANK") == "1":
+        print(f"killed at {time.time()}", file=open("killed.txt", "w"), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+""",
+    "broken_algorithm.py": "import a_module_that_nobody_has\n",
+    "not_json.jsonl": '{"question": "1+1=", "answer": "2"}\n{"question": 1+1=\n',
+    "empty.jsonl": "",
+    "not_a_model/readme.txt": "no weights here\n",
+    "list.yaml": "- seed\n",
+    "torn.yaml": "trainer: {max_steps: 1\n",
+}
+
+
+def make(folder: Path) -> None:
+    """Write all files, and `my.yaml`."""
+    for name, content in FILES.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    write(folder / "my.yaml")
+
+
+def write(path: Path, changes: dict[str, Any] | None = None) -> None:
+    """Write the config with the values at dotted keys changed, or taken out (`REMOVED`)."""
+    config = copy.deepcopy(CONFIG)
+    for key, value in (changes or {}).items():
+        *above, last = key.split(".")
+        place = config
+        for step in above:
+            place = place.setdefault(step, {})
+        if value is REMOVED:
+            del place[last]
+        else:
+            place[last] = value
+    path.write_text(yaml.safe_dump(config))
+
+
+def rewarded_by(function: str) -> dict[str, Any]:
+    """The change that scores by a function of `my_rewards.py`."""
+    reward = {"class_path": "rlflow.rewards.CallableReward", "init_args": {"function": f"my_rewards.{function}"}}
+    return {"module.init_args.reward": reward}

@@ -1,0 +1,300 @@
+"""Every mistake of a user's ends in one line that names the key or the row, the value, and what to do; exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.cli import main
+from rlflow.models.scoring import ScoringModel
+from tests.own_folder import REMOVED, make, rewarded_by, write
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    make(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())  # `main` puts the folder there
+    for name in ("my_algorithm", "my_rewards", "broken_algorithm"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that the command ends in."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    errors = capfd.readouterr().err
+    assert ended.value.code == 2, errors
+    (line,) = (line for line in errors.split("\n") if line and "\r" not in line)  # transformers' bar has \r
+    assert line.startswith("rlflow: error: "), errors
+    return line.removeprefix("rlflow: error: ")
+
+
+BEFORE_ANY_MODEL: list[tuple[str, dict[str, Any], str]] = [
+    ("a misspelt section", {"modle": 3}, '`modle` (3) is no known key. Did you mean "module"?'),
+    (
+        "a misspelt key",
+        {"trainer.max_step": 3},
+        '`trainer.max_step` (3) is no known key. Did you mean "max_steps"?',
+    ),
+    (
+        "a misspelt argument of a class",
+        {"module.init_args.group_sise": 3},
+        '`module.init_args.group_sise` (3) is no known key. Did you mean "group_size"?',
+    ),
+    (
+        "a misspelt argument of a class within a class",
+        {"module.init_args.reward.init_args": {"anwser": "a"}},
+        "`module.init_args.reward.init_args.anwser` ('a') is no known key. Did you mean \"answer\"?",
+    ),
+    (
+        "a misspelt argument in a list",
+        {"callbacks": [{"class_path": "rlflow.callbacks.EarlyStopping", "init_args": {"monitr": "x"}}]},
+        "`callbacks.0.init_args.monitr` ('x') is no known key. Did you mean \"monitor\"?",
+    ),
+    (
+        "a misspelt field",
+        {"module.init_args.optimizer": {"weight_decai": 0.1}},
+        '`module.init_args.optimizer.weight_decai` (0.1) is no known key. Did you mean "weight_decay"?',
+    ),
+    (
+        "a key like none",
+        {"seeds_of_everything": 1},
+        "`seeds_of_everything` (1) is no known key. Known here: callbacks, config, data, ",
+    ),
+    ("a text for an integer", {"trainer.devices": "two"}, "`trainer.devices` is 'two'; give an integer"),
+    (
+        "a text for a number",
+        {"module.init_args.optimizer": {"lr": "fast"}},
+        "`module.init_args.optimizer.lr` is 'fast'; give a number",
+    ),
+    ("a fraction for an integer", {"data.prompts_per_step": 3.5}, "`data.prompts_per_step` is 3.5; give an integer"),
+    (
+        "none of the choices",
+        {"trainer.accelerator": "gpu"},
+        "`trainer.accelerator` is 'gpu'; give one of 'auto', 'cpu',",
+    ),
+    (
+        "none of the numbers",
+        {"strategy": {"class_path": "rlflow.strategies.DeepSpeedStrategy", "init_args": {"stage": 5}}},
+        "`strategy.init_args.stage` is 5; give one of 0, 1, 2, 3",
+    ),
+    (
+        "one entry for a list",
+        {"logger": {"class_path": "rlflow.loggers.CSVLogger"}},
+        "`logger` is {'class_path'",
+    ),
+    ("a section left out", {"data": REMOVED}, "`data.train` is missing; set it"),
+    ("an argument left out", {"module.init_args.reward": REMOVED}, "`module.init_args.reward` is missing; set it"),
+    ("no devices", {"trainer.devices": 0}, "`trainer.devices` is 0; give 1 or more"),
+    ("less than no time", {"trainer.max_seconds": -1.0}, "`trainer.max_seconds` is -1.0; give more than 0"),
+    ("a bucket of nothing", {"trainer.sync_bucket_bytes": 0}, "`trainer.sync_bucket_bytes` is 0; give 1 or more"),
+    ("a group of one", {"module.init_args.group_size": 1}, "`module.init_args.group_size` is 1; group-relative"),
+    ("no prompts", {"data.prompts_per_step": 0}, "`data.prompts_per_step` is 0; a step needs at least 1 prompt"),
+    ("prompts of no tokens", {"data.max_prompt_length": 0}, "`data.max_prompt_length` is 0; it counts tokens"),
+    (
+        "responses of no tokens",
+        {"module.init_args.max_response_length": 0},
+        "`module.init_args.max_response_length` is 0; give 1 or more",
+    ),
+    (
+        "a negative clip range",
+        {"module.init_args.clip_low": -0.1},
+        "`module.init_args.clip_low` is -0.1 and `module.init_args.clip_high` is 0.2; give both 0 or more",
+    ),
+    (
+        "a negative learning rate",
+        {"module.init_args.optimizer": {"lr": -1.0}},
+        "`module.init_args.optimizer.lr` is -1.0; give 0 or more",
+    ),
+    (
+        "engines that do not divide the ranks",
+        {"rollout": {"class_path": "rlflow.rollout.VLLMEngine", "init_args": {"tensor_parallel_size": 3}}},
+        "`rollout.init_args.tensor_parallel_size` is 3, which does not divide the 1 ranks",
+    ),
+    ("ranks for one process", {"trainer.devices": 2}, "`trainer.devices` is 2; SingleProcess runs 1."),
+    (
+        "a misspelt class",
+        {"module.class_path": "rlflow.algorithms.GRP0"},
+        'names the class rlflow.algorithms.GRP0, but rlflow.algorithms has no GRP0. Did you mean "GRPO"?',
+    ),
+    (
+        "a misspelt class within a class",
+        {"module.init_args.reward.class_path": "rlflow.rewards.ExactMatsh"},
+        "`module.init_args.reward` names the class rlflow.rewards.ExactMatsh, but rlflow.rewards has no ExactMatsh."
+        ' Did you mean "ExactMatch"?',
+    ),
+    (
+        "a misspelt module",
+        {"module.class_path": "my_algoritm.ShortGRPO"},
+        "`module` names the class my_algoritm.ShortGRPO, but there is no module my_algoritm."
+        ' Did you mean "my_algorithm"?',
+    ),
+    (
+        "a misspelt short class",
+        {"module.class_path": "GRP"},
+        '`module` names the class GRP, which is not known without its module. Did you mean "GRPO"?',
+    ),
+    (
+        "a module that cannot be imported",
+        {"module.class_path": "broken_algorithm.GRPO"},
+        "`module` names the class broken_algorithm.GRPO, which cannot be imported (No module named"
+        " 'a_module_that_nobody_has'); mend its module",
+    ),
+    (
+        "a class of another kind",
+        {"data.train.class_path": "rlflow.rewards.ExactMatch"},
+        "`data.train` names the class rlflow.rewards.ExactMatch, which is no Source; name one that is",
+    ),
+    (
+        "arguments without a class",
+        {"module": {"model": "tiny"}},
+        "`module.model` ('tiny') is no key of its own; write `class_path: module.Class`",
+    ),
+    (
+        "a misspelt function",
+        rewarded_by("rases"),
+        "`module.init_args.reward.init_args.function` 'my_rewards.rases': my_rewards has no function 'rases'."
+        ' Did you mean "raises"?',
+    ),
+    (
+        "a cycle",
+        {"module.class_path": "my_algorithm.Cyclic"},
+        "`advantages` waits for itself: `advantages` -> `rewards` -> `advantages`. Break the cycle",
+    ),
+    (
+        "a missing input",
+        {"module.class_path": "my_algorithm.WithoutInput"},
+        'my_algorithm.py:21: `advantages` reads `rewrads`, which no node makes. Did you mean "rewards"?',
+    ),
+    (
+        "an unknown role",
+        {"module.class_path": "my_algorithm.WithoutRole", "module.init_args.kl_coef": 0.1},
+        "`ref_logprobs` has role 'actr', which names no model handle of the module. Did you mean \"actor\"?",
+    ),
+    (
+        "a missing model",
+        {"module.init_args.model": "nowhere"},
+        "`module.init_args.model` is 'nowhere', which is neither a folder nor a Hugging Face name; give",
+    ),
+    (
+        "a model folder that is none",
+        {"module.init_args.model": "not_a_model"},
+        "`module.init_args.model` is 'not_a_model', which has no config.json; give a model's folder",
+    ),
+    (
+        "a missing dataset",
+        {"data.train.init_args.path": "nowhere.jsonl"},
+        "check `data.train.init_args.path`",
+    ),
+    (
+        "a line that is not JSON",
+        {"data.train.init_args.path": "not_json.jsonl"},
+        "not_json.jsonl, line 2 is not JSON (Expecting ',' delimiter: line 1 column 15 (char 14)):"
+        """ '{"question": 1+1='; mend or remove the line""",
+    ),
+    ("an empty dataset", {"data.train.init_args.path": "empty.jsonl"}, "empty.jsonl has no rows, so there is nothing"),
+    (
+        "no prompt column",
+        {"data.prompt": "qestion"},
+        'rows.jsonl, line 1 has no column `qestion`; columns found: question, answer. Did you mean "question"?',
+    ),
+    (
+        "fewer rows than a step draws",
+        {"data.prompts_per_step": 9},
+        "rows.jsonl has 8 rows, fewer than `data.prompts_per_step` 9; lower it to at most 8",
+    ),
+    (
+        "a prompt too long",
+        {"data.max_prompt_length": 3},
+        "8 of 8 rows exceed `data.max_prompt_length` 3 tokens, the first of them rows.jsonl, line 1; the",
+    ),
+    ("no end", {"trainer.max_steps": REMOVED}, "neither `trainer.max_steps` nor `trainer.max_epochs` is set"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"), [case[1:] for case in BEFORE_ANY_MODEL], ids=[c[0] for c in BEFORE_ANY_MODEL]
+)
+def test_a_wrong_config_is_refused_in_one_line_before_a_model_is_loaded(
+    folder: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    line: str,
+) -> None:
+    write(folder / "my.yaml", changes)
+    loaded: list[Path] = []
+    monkeypatch.setattr(ScoringModel, "load", lambda path, *_: loaded.append(path))
+    assert line in refusal(capfd, "fit", "--config", "my.yaml")
+    assert loaded == []
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--trainer.max_step", "3"], '`trainer.max_step` (3) is no known key. Did you mean "max_steps"?'),
+        (["--trainer.max_step=3"], '`trainer.max_step` (3) is no known key. Did you mean "max_steps"?'),
+        (["--sed", "3"], '`sed` (3) is no known key. Did you mean "seed"?'),
+        (["--module.group_sise", "3"], '`module.group_sise` (3) is no known key. Did you mean "group_size"?'),
+        (
+            ["--module.init_args.optimizer.lrr", "3"],
+            '`module.init_args.optimizer.lrr` (3) is no known key. Did you mean "lr"?',
+        ),
+        (["--trainer.devices", "many"], "`trainer.devices` is 'many'; give an integer"),
+        (["--module", "rlflow.algorithms.GRP0"], 'but rlflow.algorithms has no GRP0. Did you mean "GRPO"?'),
+        (["stray"], "`stray` is neither an option nor a value of one; an option is `--key value`"),
+        (["--seed"], "argument --seed: expected one argument"),
+        (["--config", "nowhere.yaml"], "`--config` is 'nowhere.yaml', and there is no such file in "),
+        (
+            ["--config", "list.yaml"],
+            "`--config` is 'list.yaml', which holds no `key: value` lines but ['seed']; mend it",
+        ),
+        (["--config", "torn.yaml"], "`--config` is 'torn.yaml', which is not YAML (while parsing a flow mapping"),
+    ],
+)
+def test_a_wrong_option_is_refused_in_one_line(
+    folder: Path, capfd: pytest.CaptureFixture[str], options: list[str], line: str
+) -> None:
+    assert line in refusal(capfd, "fit", "--config", "my.yaml", *options)
+
+
+def test_an_option_is_named_where_a_file_has_the_same_key(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    line = "`trainer.max_steps` is 'late'; give an integer or null"
+    assert line == refusal(capfd, "fit", "--config", "my.yaml", "--trainer.max_steps", "late")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["fti", "--config", "my.yaml"], "invalid choice: 'fti'"),
+        (["--config", "my.yaml", "fit"], "write `rlflow COMMAND --config FILE`"),
+    ],
+)
+def test_a_wrong_command_is_refused_in_one_line(
+    folder: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], line: str
+) -> None:
+    assert line in refusal(capfd, *arguments)
+
+
+def test_a_rank_that_the_graph_has_not_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capfd, "graph", "--config", "my.yaml", "--rank", "7")
+    assert line == "`--rank` is 7, but the config has the ranks 0 to 0; name one"
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"), [("raises", "KeyError: 'solution'"), ("nan", "ValueError: it returned nan")]
+)
+def test_a_reward_that_fails_is_told_with_its_sample(
+    folder: Path, capfd: pytest.CaptureFixture[str], function: str, reason: str
+) -> None:
+    write(folder / "my.yaml", rewarded_by(function))
+    line = refusal(capfd, "fit", "--config", "my.yaml")
+    assert f"reward `my_rewards.{function}` failed on sample 0 with {reason} (response " in line
+    assert "row {'question': " in line
+    assert line.endswith("; mend it, or set `on_error: zero`")
