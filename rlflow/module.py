@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +54,13 @@ class RLModule:
 
     def configure_models(self) -> None:
         """Assign the model handles (`CausalLM`, ...) to `self`; an attribute's name is the role's name."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the module keeps from step to step, JSON-able, for checkpoints; an adaptive coefficient, say."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave, before the first step of a continued run."""
 
     def attach(self, context: StepContext) -> None:
         """Called by the controller before the first step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,8 @@ import yaml
 from lightning.fabric import seed_everything
 from torch import Tensor
 
+from rlflow import checkpoint
+from rlflow.checkpoint import Progress
 from rlflow.controller import Controller
 from rlflow.controller.gap import LogprobGap, default_gap_limit
 from rlflow.controller.validation import validate
@@ -74,6 +77,12 @@ class Run:
         self._metrics = Metrics()
         self._samples: list[dict[str, Any]] = []
         self._summary: dict[str, Any] = {}
+        self._resumed: Path | None = None
+        self._progress: Progress | None = None
+        if trainer.ckpt_path is not None:
+            self._resumed = checkpoint.find(trainer.ckpt_path, trainer.run_dir)
+            self._progress = checkpoint.read_progress(self._resumed, trainer.seed, prepared.train.scan.digest)
+        self._done = 0 if self._progress is None else self._progress.step
 
     def run(self) -> dict[str, Any]:
         """Train to the end; the run's summary."""
@@ -85,7 +94,7 @@ class Run:
         folder = self._open_folder()
         with ExitStack() as stack:
             log = folder.logs / f"rank{self._transport.rank}.log"
-            self._console = stack.enter_context(Console(log, self._prepared.steps, shows=self._first))
+            self._console = stack.enter_context(Console(log, self._prepared.steps, self._done, shows=self._first))
             trace = Trace(folder.traces, self._transport.rank)
             stack.callback(trace.close)
             self._start_loggers(folder, stack)
@@ -120,7 +129,8 @@ class Run:
 
     def _open_folder(self) -> RunFolder:
         folder = RunFolder(self._trainer.run_dir)
-        if self._first:
+        goes_on = self._resumed is not None and self._resumed.is_relative_to(folder.path)
+        if self._first and not goes_on:
             folder = RunFolder.open(self._trainer.run_dir)
             if self._trainer.resolved_config is not None:
                 config = without_secrets(yaml.safe_load(self._trainer.resolved_config))
@@ -132,7 +142,7 @@ class Run:
         own = [] if self._trainer.fast_dev_run else [JSONLLogger(), CSVLogger(), *self._trainer.loggers]
         self._loggers = own if self._first else []
         for logger in self._loggers:
-            logger.start(folder.path)
+            logger.start(folder.path, first_step=self._done + 1 if self._progress else 0)
             stack.callback(logger.finish)
             if self._trainer.resolved_config is not None:
                 logger.log_config(without_secrets(yaml.safe_load(self._trainer.resolved_config)))
@@ -158,7 +168,7 @@ class Run:
         limit = trainer.logprob_gap_limit
         gap = LogprobGap(self._metrics, default_gap_limit(strategy.dtype) if limit is None else limit)
         handles(self._module)[prepared.follows].watch = gap.observe
-        return Controller(
+        controller = Controller(
             module=self._module,
             graph=prepared.graph,
             plan=prepared.plan,
@@ -176,17 +186,31 @@ class Run:
             bucket_bytes=trainer.sync_bucket_bytes,
             stop_token_ids=prepared.stop_token_ids,
             decode=self._decode,
-            save=lambda step: self._save_if_due(step, folder),
+            save=lambda done: self._save_if_due(done, folder, controller.version),
             on_scores=self._keep_samples,
         )
+        self._restore(controller)
+        return controller
+
+    def _restore(self, controller: Controller) -> None:
+        """Go on where the checkpoint was taken."""
+        if self._resumed is None or self._progress is None:
+            return
+        checkpoint.restore(self._resumed, self._strategy, self._progress)
+        controller.version = self._progress.version
+        self._module.load_state_dict(self._progress.module)
+        for callback, state in zip(self._trainer.callbacks, self._progress.callbacks, strict=True):
+            callback.load_state_dict(state)
+        self._console.say(f"continues {self._resumed} after step {self._done}")
 
     def _train(self, folder: RunFolder, controller: Controller) -> None:
         trainer, steps = self._trainer, self._prepared.steps
         for callback in trainer.callbacks:
             callback.on_fit_start(trainer)
-        before = after = self._validate(controller, 0)
-        self._log(before, 0)
-        done = 0
+        after = {} if self._progress else self._validate(controller, 0)
+        self._before = self._progress.before if self._progress else after
+        self._log(after, self._done)
+        done = self._done
         while done < steps and not trainer.should_stop:
             metrics = controller.step(done)
             done += 1
@@ -198,11 +222,12 @@ class Run:
                 after = self._validate(controller, done)
                 metrics |= after
             self._log(metrics, done)
+            controller.save(done)
         if not trainer.fast_dev_run:
             self._save(folder)
         for callback in trainer.callbacks:
             callback.on_fit_end(trainer)
-        self._summary = {"steps": done, **_compared(before, after)}
+        self._summary = {"steps": done, **_compared(self._before, after)}
         if self._prepared.validation is not None:
             self._summary["problems"] = self._prepared.validation.size
 
@@ -235,7 +260,7 @@ class Run:
             if self._samples:
                 logger.log_samples(self._samples, done)
         self._samples = []
-        if done:
+        if done > self._done:
             self._console.step(done, metrics)
         elif metrics:
             self._console.say(
@@ -256,10 +281,24 @@ class Run:
         assert isinstance(text, str)
         return text
 
-    def _save_if_due(self, step: int, folder: RunFolder) -> None:
+    def _save_if_due(self, done: int, folder: RunFolder, version: int) -> None:
         every = self._trainer.save_every_n_steps
-        if every is not None and (step + 1) % every == 0 and not self._trainer.fast_dev_run:
-            self._save(folder)
+        if every is None or done % every or self._trainer.fast_dev_run:
+            return
+        self._save(folder)
+        trained = [node.role for node in self._prepared.graph.order if node.kind == "train" and node.role]
+        progress = Progress(
+            step=done,
+            version=version,
+            seed=self._trainer.seed,
+            data=self._prepared.train.scan.digest,
+            updates={role: self._strategy.updates_done(role) for role in trained},
+            before=self._before,
+            module=self._module.state_dict(),
+            callbacks=[callback.state_dict() for callback in self._trainer.callbacks],
+        )
+        world_size = self._transport.world_size
+        checkpoint.write(folder.checkpoint, self._strategy, progress, self._transport.rank, world_size)
 
     def _save(self, folder: RunFolder) -> None:
         self._strategy.save(self._prepared.follows, folder.model)

@@ -48,6 +48,11 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def checkpoint(self) -> Path:
+        """The newest checkpoint, in a folder named by its step."""
+        return self.path / "checkpoint"
+
+    @property
     def logs(self) -> Path:
         """What libraries print, a file for each rank."""
         return self.path / "logs"

@@ -33,7 +33,8 @@ class Trainer:
         num_nodes: Machines.
         accelerator: `cpu`, `cuda`, or what is there.
         validate_every_n_steps: Steps between validations; one comes before the first step and one after the last.
-        save_every_n_steps: Steps between saves of the model; it is saved at the end in any case.
+        save_every_n_steps: Steps between checkpoints, with the model beside them; None for the model at the end alone.
+        ckpt_path: Continue from a checkpoint, to the bit: `last` of `run_dir`, or a checkpoint's folder.
         balance: `auto` moves rows between ranks to even out tokens where it pays, `off` leaves them.
         logprob_gap_limit: Largest mean difference of rollout and training logprobs; None for 1e-3 (0.05 in bf16).
         sync_bucket_bytes: Weights gathered at once on their way into the rollout engine.
@@ -57,6 +58,7 @@ class Trainer:
         accelerator: Literal["auto", "cpu", "cuda"] = "auto",
         validate_every_n_steps: int | None = None,
         save_every_n_steps: int | None = None,
+        ckpt_path: str | None = None,
         balance: Literal["auto", "off"] = "auto",
         logprob_gap_limit: float | None = None,
         sync_bucket_bytes: int = 256 * 2**20,
@@ -90,6 +92,7 @@ class Trainer:
         self.accelerator = accelerator
         self.validate_every_n_steps = validate_every_n_steps
         self.save_every_n_steps = save_every_n_steps
+        self.ckpt_path = ckpt_path
         self.balance = balance
         self.logprob_gap_limit = logprob_gap_limit
         self.sync_bucket_bytes = sync_bucket_bytes

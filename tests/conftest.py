@@ -15,6 +15,12 @@ def _pool(world_size: int) -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def ranks1() -> Iterator[RankPool]:
+    """One real process in a gloo group of its own."""
+    yield from _pool(1)
+
+
+@pytest.fixture(scope="session")
 def ranks2() -> Iterator[RankPool]:
     """Two real processes joined by gloo, started at the first `run`."""
     yield from _pool(2)

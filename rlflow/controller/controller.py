@@ -118,10 +118,12 @@ class Controller:
         module.attach(self._context)
 
     def step(self, step: int) -> dict[str, float]:
-        """Run the plan once; the step's metrics, the same on every rank."""
+        """Run the plan up to its saves; the step's metrics, the same on every rank."""
         self._buffer.reset_counters()
         started = time.perf_counter()
         for task in self.plan:
+            if isinstance(task, Save):
+                continue
             if isinstance(task, Reduce):
                 self._metrics.largest("time/step", time.perf_counter() - started)
                 self._metrics.largest("time/elapsed", time.perf_counter() - self._began)
@@ -146,6 +148,12 @@ class Controller:
                     self._reduce()
                 case Save():
                     self._save(step)
+
+    def save(self, done: int) -> None:
+        """Run the plan's saves, once callbacks and validation have seen the `done` steps: what they keep is saved too."""
+        for task in self.plan:
+            if isinstance(task, Save):
+                self.run(task, done)
 
     def sync_weights(self) -> None:
         """Bring the engine to the trainer's weights, unless it has them; verified by the engine tensor by tensor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -146,6 +146,30 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
 
         gradient: Tensor = safe_get_full_grad(parameter)
         return gradient
+
+    def _state_of(self, role: Role, parameter: torch.nn.Parameter, kinds: list[str]) -> dict[str, Tensor]:
+        if self.stage == 0 and self.dtype == torch.float32:
+            return super()._state_of(role, parameter, kinds)
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        weight = safe_get_full_fp32_param(parameter)
+        return {"weight": weight} | {kind: safe_get_full_optimizer_state(parameter, kind) for kind in kinds}
+
+    def _set_state_of(self, role: Role, parameter: torch.nn.Parameter, tensors: dict[str, Tensor]) -> None:
+        if self.stage == 0 and self.dtype == torch.float32:
+            super()._set_state_of(role, parameter, tensors)
+            return
+        import deepspeed
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        safe_set_full_fp32_param(parameter, tensors["weight"])
+        for kind, tensor in tensors.items():
+            if kind != "weight":
+                safe_set_full_optimizer_state(parameter, tensor, kind)
+        # What forward passes read is a copy of its own.
+        whole = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0) if self.stage == 3 else nullcontext()
+        with whole, torch.no_grad():
+            parameter.copy_(tensors["weight"])
 
     def _config(self, role: Role) -> dict[str, Any]:
         """DeepSpeed's configuration of one role; what it would do on its own (clip at 1.0, print, time) is off."""

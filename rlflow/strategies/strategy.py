@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,10 @@ from lightning.fabric.strategies.strategy import Strategy
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from rlflow.data.batch import Ragged
 from rlflow.errors import UserError
 from rlflow.models.handle import CausalLM, ForwardPlan, Optimizer
+from rlflow.models.packing import TokenRows
 from rlflow.models.scoring import ScoringModel
 
 SAVE_BUCKET_BYTES = 256 * 2**20
@@ -156,6 +158,72 @@ class TrainingStrategy(Strategy):
         if self.is_global_zero:
             self._roles[name].model.save_pretrained(folder, state)
 
+    def updates_done(self, name: str) -> int:
+        """Updates that the role has made."""
+        return self._roles[name].done
+
+    def training_state(self, name: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """For each parameter, by Hugging Face name: its float32 `weight` and what the optimizer keeps of it, in full.
+
+        Every rank iterates to the end and sees all. Tensors are to be copied before the next is asked for.
+        """
+        role = self._roles[name]
+        kinds = _kept_by(role)
+        for key, parameter in role.model.named_parameters():
+            yield role.model.hf_name(key), self._state_of(role, parameter, kinds)
+
+    def load_training_state(self, name: str, stored: Mapping[str, dict[str, Tensor]], updates_done: int) -> None:
+        """Go on from a state that `training_state` gave, on any number of ranks.
+
+        Args:
+            name: A trained role.
+            stored: By Hugging Face name.
+            updates_done: When it was taken.
+
+        Raises:
+            UserError: The optimizer keeps other things than those stored.
+        """
+        role = self._roles[name]
+        self._make_optimizer_state(name, role)
+        kinds = _kept_by(role)
+        for key, parameter in role.model.named_parameters():
+            tensors = stored[role.model.hf_name(key)]
+            if {*tensors} != {"weight", *kinds}:
+                raise UserError(
+                    f"role `{name}`: the checkpoint keeps {', '.join(sorted(tensors))} of each weight, but its optimizer"
+                    f" keeps {', '.join(kinds) or 'nothing'} beside the weight; continue with the same `optimizer`"
+                )
+            self._set_state_of(role, parameter, tensors)
+        assert role.optimizer is not None
+        for state in role.optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(updates_done)
+        role.done = updates_done
+
+    def _make_optimizer_state(self, name: str, role: Role) -> None:
+        """An update of length 0: optimizers make their state, and DeepSpeed its maps of it, at the first one."""
+        assert role.optimizer is not None
+        nothing = torch.zeros(0, 0, dtype=torch.int64)
+        rows = TokenRows(Ragged.from_lists([]), nothing, torch.zeros(0, dtype=torch.int64))
+        with role.handle.training():
+            logprobs = role.handle.logprobs(rows)
+        self.backward(name, logprobs.sum(), last=True)
+        for group in role.optimizer.param_groups:
+            group["lr"] = 0.0
+        self._update(name, role)
+
+    def _state_of(self, role: Role, parameter: torch.nn.Parameter, kinds: list[str]) -> dict[str, Tensor]:
+        assert role.optimizer is not None
+        return {"weight": parameter.detach()} | {kind: role.optimizer.state[parameter][kind] for kind in kinds}
+
+    def _set_state_of(self, role: Role, parameter: torch.nn.Parameter, tensors: dict[str, Tensor]) -> None:
+        assert role.optimizer is not None
+        with torch.no_grad():
+            parameter.copy_(tensors["weight"])
+            for kind, tensor in tensors.items():
+                if kind != "weight":
+                    role.optimizer.state[parameter][kind].copy_(tensor)
+
     @abstractmethod
     def _wrap(self, name: str, role: Role) -> torch.nn.Module:
         """What the handle calls for a forward pass."""
@@ -191,6 +259,13 @@ class TrainingStrategy(Strategy):
     def _gradient(self, parameter: torch.nn.Parameter) -> Tensor:
         assert parameter.grad is not None
         return parameter.grad
+
+
+def _kept_by(role: Role) -> list[str]:
+    """What the optimizer keeps of each weight, tensors of its shape, such as `exp_avg`; nothing before an update."""
+    assert role.optimizer is not None
+    kept: dict[str, object] = next(iter(role.optimizer.state.values()), {})
+    return sorted(kind for kind, value in kept.items() if isinstance(value, Tensor) and value.dim() > 0)
 
 
 def make_optimizer(settings: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:

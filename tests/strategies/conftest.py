@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rlflow.models.tiny import write_tiny_model
-from tests.ranks import RankPool
-
-
-@pytest.fixture(scope="session")
-def ranks1() -> Iterator[RankPool]:
-    """One real process in a gloo group of its own."""
-    with RankPool(1) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="session")

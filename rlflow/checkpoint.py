@@ -1,0 +1,175 @@
+"""Checkpoints that a run continues from to the bit: safetensors by parameter name, and JSON. No pickle.
+
+    checkpoint/step-00000020/
+      state.json                      step, policy version, what the run was started with, callbacks, module
+      actor-00000-of-00002.safetensors    what rank 0 wrote: `<Hugging Face name>/weight`, `.../exp_avg`, ...
+      actor-00001-of-00002.safetensors
+
+Every rank writes a share of the parameters, each of them whole, so any number of ranks at any ZeRO stage reads it.
+What a step draws (rows, mini-batches, samples) is a function of (seed, step), so no generator's state is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlflow.errors import UserError
+
+FORMAT = 1
+STATE = "state.json"
+
+
+class Trained(Protocol):
+    """The strategy, as far as checkpoints need it."""
+
+    def training_state(self, name: str) -> Iterable[tuple[str, dict[str, Tensor]]]: ...
+
+    def load_training_state(self, name: str, stored: Mapping[str, dict[str, Tensor]], updates_done: int) -> None: ...
+
+    def updates_done(self, name: str) -> int: ...
+
+    def barrier(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, and what it must be continued with.
+
+    Attributes:
+        step: Steps done.
+        version: Of the followed role's weights.
+        seed: Of the run.
+        data: Digest of the training rows.
+        updates: Updates done, by trained role.
+        before: Validation before the first step.
+        module: The module's own state.
+        callbacks: The callbacks' states, in order.
+    """
+
+    step: int
+    version: int
+    seed: int
+    data: str
+    updates: dict[str, int] = field(default_factory=dict)
+    before: dict[str, float] = field(default_factory=dict)
+    module: dict[str, Any] = field(default_factory=dict)
+    callbacks: list[dict[str, Any]] = field(default_factory=list)
+
+
+def write(folder: Path, strategy: Trained, progress: Progress, rank: int, world_size: int) -> Path:
+    """Write a checkpoint into `folder` and remove older ones; called by all ranks.
+
+    It gets its name when it is complete, so a run that is killed meanwhile leaves the one before.
+    """
+    name = f"step-{progress.step:08d}"
+    draft = folder / f"{name}.draft"
+    if rank == 0:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+    strategy.barrier()
+    for role in progress.updates:
+        share = {
+            f"{parameter}/{kind}": tensor.detach().cpu().contiguous().clone()
+            for number, (parameter, tensors) in enumerate(strategy.training_state(role))
+            for kind, tensor in tensors.items()
+            if number % world_size == rank
+        }
+        save_file(share, draft / f"{role}-{rank:05d}-of-{world_size:05d}.safetensors")
+    strategy.barrier()
+    if rank == 0:
+        (draft / STATE).write_text(json.dumps({"format": FORMAT, **asdict(progress)}, indent=2) + "\n")
+        shutil.rmtree(folder / name, ignore_errors=True)
+        draft.rename(folder / name)
+        for older in folder.glob("step-*"):
+            if older.name != name:
+                shutil.rmtree(older)
+    strategy.barrier()
+    return folder / name
+
+
+def find(path: str, run_dir: Path) -> Path:
+    """The checkpoint that `trainer.ckpt_path` names: `last` of the run's own folder, or a checkpoint's folder.
+
+    Raises:
+        UserError: There is none.
+    """
+    if path == "last":
+        found = sorted((run_dir / "checkpoint").glob("step-*/" + STATE))
+        if not found:
+            raise UserError(
+                f"`trainer.ckpt_path` is `last`, but {run_dir} has no checkpoint; leave it out to start anew"
+            )
+        return found[-1].parent
+    folder = Path(path)
+    if not (folder / STATE).is_file():
+        raise UserError(f"`trainer.ckpt_path` is {path!r}, which has no {STATE}; give a checkpoint's folder, or `last`")
+    return folder
+
+
+def read_progress(folder: Path, seed: int, data: str) -> Progress:
+    """Where the checkpointed run stood.
+
+    Args:
+        folder: Of the checkpoint.
+        seed: Of the run that is to continue it.
+        data: Digest of that run's training rows.
+
+    Raises:
+        UserError: It cannot be continued by this run: another format, seed or dataset.
+    """
+    stored = json.loads((folder / STATE).read_text())
+    if (version := stored.pop("format")) != FORMAT:
+        raise UserError(f"{folder} has the checkpoint format {version}; this version of rlflow reads format {FORMAT}")
+    progress = Progress(**stored)
+    if progress.seed != seed:
+        raise UserError(f"`seed` is {seed}, but {folder} was made with {progress.seed}; continue with the same seed")
+    if progress.data != data:
+        raise UserError(f"the training rows are not those that {folder} was made with; continue with the same `data`")
+    return progress
+
+
+def restore(folder: Path, strategy: Trained, progress: Progress) -> None:
+    """Bring every trained role to where it stood; called by all ranks.
+
+    Raises:
+        UserError: The checkpoint lacks what a role needs.
+    """
+    for role, updates in progress.updates.items():
+        strategy.load_training_state(role, Stored(folder, role), updates)
+
+
+class Stored(Mapping[str, dict[str, Tensor]]):
+    """The tensors of one role in a checkpoint by parameter, read when they are asked for."""
+
+    def __init__(self, folder: Path, role: str) -> None:
+        self._folder, self._role = folder, role
+        self._files: dict[str, dict[str, Path]] = {}  # by parameter, then kind
+        for path in sorted(folder.glob(f"{role}-*-of-*.safetensors")):
+            with safe_open(path, "pt") as file:
+                for key in file.keys():  # noqa: SIM118 - not a mapping
+                    parameter, kind = key.rsplit("/", 1)
+                    self._files.setdefault(parameter, {})[kind] = path
+
+    def __getitem__(self, parameter: str) -> dict[str, Tensor]:
+        if parameter not in self._files:
+            raise UserError(f"{self._folder} has no `{parameter}` of role `{self._role}`; is it of another model?")
+        tensors = {}
+        for kind, path in self._files[parameter].items():
+            with safe_open(path, "pt") as file:
+                tensors[kind] = file.get_tensor(f"{parameter}/{kind}")
+        return tensors
+
+    def __iter__(self) -> Any:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
