@@ -7,6 +7,7 @@ from rlflow.functional.advantages import group_normalized_advantages, opo_advant
 from rlflow.functional.aggregation import Aggregation, aggregate, loss_count, loss_sum, loss_weights
 from rlflow.functional.importance import ImportanceLevel, ImportanceMode, importance_weights
 from rlflow.functional.kl import KLEstimator, kl_estimate
+from rlflow.functional.pass_at_k import pass_at_k
 from rlflow.functional.penalties import overlong_penalty
 from rlflow.functional.policy_losses import (
     cispo_loss,
@@ -44,6 +45,7 @@ __all__ = [
     "moments",
     "opo_advantages",
     "overlong_penalty",
+    "pass_at_k",
     "ppo_clip_loss",
     "ppo_is_clipped",
     "reinforce_returns",
