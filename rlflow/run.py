@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,7 @@ from rlflow.controller.validation import validate
 from rlflow.dag.node import ROLLOUT
 from rlflow.dag.planner import Exchange
 from rlflow.data.batch import Rollout
+from rlflow.data.loader import Loader
 from rlflow.data.memory import keep_freed_memory
 from rlflow.data.prompts import PromptData
 from rlflow.data.transport import Transport
@@ -31,6 +33,7 @@ from rlflow.loggers.jsonl import JSONLLogger
 from rlflow.loggers.secrets import without_secrets
 from rlflow.loggers.trace import Trace, merge_traces
 from rlflow.metrics import Metrics
+from rlflow.models.handle import CausalLM
 from rlflow.module import RLModule
 from rlflow.placement import handles
 from rlflow.preparation import Prepared, table, updates_per_step
@@ -46,7 +49,7 @@ SAMPLES_PER_STEP = 4  # of rank 0, written to samples.jsonl
 
 
 class Run:
-    """Built on every rank once all are there; `run` trains.
+    """Built on every rank once all are there; `run` trains, `validate` validates and no more.
 
     Args:
         trainer: The settings.
@@ -91,7 +94,7 @@ class Run:
         seed_everything(self._trainer.seed, verbose=False)
         self._agree()
         self._transport.form_groups(task.ranks for task in self._prepared.plan.tasks if isinstance(task, Exchange))
-        folder = self._open_folder()
+        folder = self._open_folder(self._trainer.run_dir)
         with ExitStack() as stack:
             log = folder.logs / f"rank{self._transport.rank}.log"
             self._console = stack.enter_context(Console(log, self._prepared.steps, self._done, shows=self._first))
@@ -111,6 +114,38 @@ class Run:
             self._leave_behind(folder)
         return self._summary
 
+    def validate(self) -> dict[str, Any]:
+        """Validate the model of the config in a folder of its own; no optimizer is built.
+
+        Returns:
+            The metrics of one validation, and `problems`, the number of held-out prompts.
+        """
+        prepared, strategy, engine, loader = self._prepared, self._strategy, self._engine, self._prepared.validation
+        assert engine is not None, "a validation dataset needs an engine"
+        assert loader is not None
+        seed_everything(self._trainer.seed, verbose=False)
+        self._agree()
+        folder = self._open_folder(self._trainer.validation_dir)
+        with Console(folder.logs / f"rank{self._transport.rank}.log", prepared.steps, shows=self._first):
+            role = prepared.follows
+            frozen = CausalLM(handles(self._module)[role].model, trainable=False)
+            strategy.setup_role(role, frozen, prepared.paths[role])
+            self._set_up(engine)
+            engine.wake_up()
+            engine.update_weights(strategy.weights(role, self._trainer.sync_bucket_bytes), version=0)
+            metrics = self._measured(engine, loader, version=0)
+            for callback in self._trainer.callbacks:
+                callback.on_validation_end(self._trainer, 0, metrics)
+        engine.close()
+        results = {"problems": loader.size, **metrics}
+        if self._first:
+            folder.validation.write_text(json.dumps(results, indent=2) + "\n")
+            print(f"{prepared.paths[role]} on {loader.size} held-out problems")
+            for name, value in metrics.items():
+                print(f"  {name:<22} {value:.4f}")
+            print(f"left in {folder.path}/: validation.json, logs/")
+        return results
+
     def _agree(self) -> None:
         """Every rank made the same plan for the same number of steps over the same rows, with the same seed.
 
@@ -127,11 +162,11 @@ class Run:
                 f" and {plans[0].decode()}); start every rank with the same config, code and data"
             )
 
-    def _open_folder(self) -> RunFolder:
-        folder = RunFolder(self._trainer.run_dir)
+    def _open_folder(self, path: Path) -> RunFolder:
+        folder = RunFolder(path)
         goes_on = self._resumed is not None and self._resumed.is_relative_to(folder.path)
         if self._first and not goes_on:
-            folder = RunFolder.open(self._trainer.run_dir)
+            folder = RunFolder.open(path)
             if self._trainer.resolved_config is not None:
                 config = without_secrets(yaml.safe_load(self._trainer.resolved_config))
                 folder.config.write_text(yaml.safe_dump(config, sort_keys=False))
@@ -156,15 +191,7 @@ class Run:
             per_step = updates_per_step(self._module, role, self._data.prompts_per_step) if role in trained else 0
             strategy.setup_role(role, handles(self._module)[role], path, prepared.steps * per_step or None)
         if self._engine is not None:
-            self._engine.setup(
-                str(prepared.paths[prepared.follows]),
-                dtype=strategy.dtype,
-                device=strategy.root_device,
-                rank=self._transport.rank,
-                world_size=self._transport.world_size,
-                local_rank=strategy.local_rank,
-                seed=trainer.seed,
-            )
+            self._set_up(self._engine)
         limit = trainer.logprob_gap_limit
         gap = LogprobGap(self._metrics, default_gap_limit(strategy.dtype) if limit is None else limit)
         handles(self._module)[prepared.follows].watch = gap.observe
@@ -192,6 +219,17 @@ class Run:
         self._restore(controller)
         return controller
 
+    def _set_up(self, engine: RolloutEngine) -> None:
+        engine.setup(
+            str(self._prepared.paths[self._prepared.follows]),
+            dtype=self._strategy.dtype,
+            device=self._strategy.root_device,
+            rank=self._transport.rank,
+            world_size=self._transport.world_size,
+            local_rank=self._strategy.local_rank,
+            seed=self._trainer.seed,
+        )
+
     def _restore(self, controller: Controller) -> None:
         """Go on where the checkpoint was taken."""
         if self._resumed is None or self._progress is None:
@@ -218,10 +256,11 @@ class Run:
                 callback.on_step_end(trainer, done, metrics)
             trainer.should_stop |= _too_long(metrics, trainer.max_seconds)
             last = done == steps or trainer.should_stop
-            if last or (trainer.validate_every_n_steps and done % trainer.validate_every_n_steps == 0):
+            validates = last or (trainer.val_check_interval is not None and done % trainer.val_check_interval == 0)
+            if validates:
                 after = self._validate(controller, done)
                 metrics |= after
-            self._log(metrics, done)
+            self._log(metrics, done, records=validates or done % trainer.log_every_n_steps == 0)
             controller.save(done)
         if not trainer.fast_dev_run:
             self._save(folder)
@@ -236,25 +275,29 @@ class Run:
         if loader is None or self._engine is None:
             return {}
         controller.sync_weights()
-        metrics = validate(
-            self._module,
-            self._engine,
-            loader,
-            self._transport,
-            self._prepared.layouts[ROLLOUT],
-            seed=self._trainer.seed,
-            version=controller.version,
-            stop_token_ids=self._prepared.stop_token_ids,
-            decode=self._decode,
-        )
+        metrics = self._measured(self._engine, loader, controller.version)
         if not any(node.kind == "rollout" for node in self._prepared.graph.order):
             self._engine.sleep()  # else the next step's rollouts come first, and sleep follows them
         for callback in self._trainer.callbacks:
             callback.on_validation_end(self._trainer, done, metrics)
         return metrics
 
-    def _log(self, metrics: dict[str, float], done: int) -> None:
-        for logger in self._loggers:
+    def _measured(self, engine: RolloutEngine, loader: Loader, version: int) -> dict[str, float]:
+        return validate(
+            self._module,
+            engine,
+            loader,
+            self._transport,
+            self._prepared.layouts[ROLLOUT],
+            samples=self._trainer.val_samples,
+            seed=self._trainer.seed,
+            version=version,
+            stop_token_ids=self._prepared.stop_token_ids,
+            decode=self._decode,
+        )
+
+    def _log(self, metrics: dict[str, float], done: int, records: bool = True) -> None:
+        for logger in self._loggers if records else ():
             if metrics:
                 logger.log_metrics(metrics, done)
             if self._samples:
@@ -283,7 +326,8 @@ class Run:
 
     def _save_if_due(self, done: int, folder: RunFolder, version: int) -> None:
         every = self._trainer.save_every_n_steps
-        if every is None or done % every or self._trainer.fast_dev_run:
+        ends = self._trainer.should_stop or done == self._prepared.steps
+        if every is None or self._trainer.fast_dev_run or (done % every and not ends):
             return
         self._save(folder)
         trained = [node.role for node in self._prepared.graph.order if node.kind == "train" and node.role]

@@ -63,6 +63,11 @@ class RunFolder:
         return self.path / "traces"
 
     @property
+    def validation(self) -> Path:
+        """The metrics of `rlflow validate`."""
+        return self.path / "validation.json"
+
+    @property
     def summary(self) -> Path:
         """The run in a few numbers."""
         return self.path / "summary.json"

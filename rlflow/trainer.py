@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,8 +32,12 @@ class Trainer:
         devices: Processes of this machine, one for each accelerator.
         num_nodes: Machines.
         accelerator: `cpu`, `cuda`, or what is there.
-        validate_every_n_steps: Steps between validations; one comes before the first step and one after the last.
-        save_every_n_steps: Steps between checkpoints, with the model beside them; None for the model at the end alone.
+        val_check_interval: Steps between validations; one comes before the first step and one after the last.
+        limit_val_batches: Batches of `data.prompts_per_step` held-out prompts that are validated on at most.
+        val_samples: Responses to each held-out prompt at the module's temperature; with 2 or more, pass@k is told.
+        log_every_n_steps: Steps between those whose metrics and samples are recorded; validations always are.
+        save_every_n_steps: Steps between checkpoints, with one at the end and the model beside them; None for just the
+            model at the end.
         ckpt_path: Continue from a checkpoint, to the bit: `last` of `run_dir`, or a checkpoint's folder.
         balance: `auto` moves rows between ranks to even out tokens where it pays, `off` leaves them.
         logprob_gap_limit: Largest mean difference of rollout and training logprobs; None for 1e-3 (0.05 in bf16).
@@ -56,7 +60,10 @@ class Trainer:
         devices: int = 1,
         num_nodes: int = 1,
         accelerator: Literal["auto", "cpu", "cuda"] = "auto",
-        validate_every_n_steps: int | None = None,
+        val_check_interval: int | None = None,
+        limit_val_batches: int | None = None,
+        val_samples: int = 1,
+        log_every_n_steps: int = 1,
         save_every_n_steps: int | None = None,
         ckpt_path: str | None = None,
         balance: Literal["auto", "off"] = "auto",
@@ -74,7 +81,10 @@ class Trainer:
             "max_epochs": max_epochs,
             "devices": devices,
             "num_nodes": num_nodes,
-            "validate_every_n_steps": validate_every_n_steps,
+            "val_check_interval": val_check_interval,
+            "limit_val_batches": limit_val_batches,
+            "val_samples": val_samples,
+            "log_every_n_steps": log_every_n_steps,
             "save_every_n_steps": save_every_n_steps,
             "sync_bucket_bytes": sync_bucket_bytes,
         }.items():
@@ -90,7 +100,10 @@ class Trainer:
         self.devices = devices
         self.num_nodes = num_nodes
         self.accelerator = accelerator
-        self.validate_every_n_steps = validate_every_n_steps
+        self.val_check_interval = val_check_interval
+        self.limit_val_batches = limit_val_batches
+        self.val_samples = val_samples
+        self.log_every_n_steps = log_every_n_steps
         self.save_every_n_steps = save_every_n_steps
         self.ckpt_path = ckpt_path
         self.balance = balance
@@ -113,6 +126,40 @@ class Trainer:
         Raises:
             UserError: Something that the user can mend; before processes start where it can be known then.
         """
+        return self._launch(module, data, self.run_dir, self.max_steps, Run.run)
+
+    def validate(self, module: RLModule, data: PromptData) -> dict[str, Any]:
+        """Validate the module's model on `data.validation`; the metrics, and the number of problems.
+
+        They are those of `fit` before its first step, and lie in `<run_dir>-validate/validation.json`. No optimizer is
+        built, and no model is loaded but the one that generates.
+
+        Raises:
+            UserError: As `fit`; and if there is nothing to validate on.
+        """
+        if data.validation is None:
+            raise UserError("`data.validation` is not set, so there is nothing to validate on; name a dataset")
+        if self.ckpt_path is not None:
+            raise UserError(
+                f"`trainer.ckpt_path` is {self.ckpt_path!r}, and validation reads a model; leave it out, and set the"
+                " module's `model` to the `model` folder of the run"
+            )
+        return self._launch(module, data, self.validation_dir, 1, Run.validate)
+
+    @property
+    def validation_dir(self) -> Path:
+        """Where `validate` leaves its results: beside the run's own folder, whose model may be what it validates."""
+        return self.run_dir.with_name(f"{self.run_dir.name}-validate")
+
+    def _launch(
+        self,
+        module: RLModule,
+        data: PromptData,
+        folder: Path,
+        max_steps: int | None,
+        start: Callable[[Run], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """Prepare a run, bring up its ranks, and `start` it on each."""
         from lightning.fabric import Fabric
 
         self.should_stop = False
@@ -126,22 +173,26 @@ class Trainer:
                 seed=self.seed,
                 world_size=world_size,
                 tensor_parallel_size=engine.tensor_parallel_size,
-                max_steps=self.max_steps,
+                max_steps=max_steps,
                 max_epochs=self.max_epochs,
+                limit_val_batches=self.limit_val_batches,
                 scratch=Path(scratch),
             )
-            self._keep_apart(prepared.paths)
+            _keep_apart(prepared.paths, folder)
             fabric = Fabric(
                 accelerator=self.accelerator, devices=self.devices, num_nodes=self.num_nodes, strategy=strategy
             )
-            summary: dict[str, Any] = fabric.launch(lambda _: Run(self, module, data, prepared, strategy, engine).run())
-        return summary
+            results: dict[str, Any] = fabric.launch(
+                lambda _: start(Run(self, module, data, prepared, strategy, engine))
+            )
+        return results
 
-    def _keep_apart(self, models: Mapping[str, Path]) -> None:
-        """Refuse to start from a model that lies where the run's results go: they would move it away."""
-        for role, path in models.items():
-            if path.resolve().is_relative_to(self.run_dir.resolve()):
-                raise UserError(
-                    f"`trainer.run_dir` is {str(self.run_dir)!r}, and `{role}` starts from {str(path)!r} in it;"
-                    " give this run a folder of its own"
-                )
+
+def _keep_apart(models: Mapping[str, Path], folder: Path) -> None:
+    """Refuse to start from a model that lies where the run's results go: they would move it away."""
+    for role, path in models.items():
+        if path.resolve().is_relative_to(folder.resolve()):
+            raise UserError(
+                f"`trainer.run_dir` is {str(folder)!r}, and `{role}` starts from {str(path)!r} in it;"
+                " give this run a folder of its own"
+            )

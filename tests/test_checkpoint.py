@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlflow import checkpoint
+from rlflow.callbacks import Callback
 from rlflow.errors import UserError
 from rlflow.models.handle import Optimizer
 from rlflow.models.tiny import write_tiny_model
+from rlflow.trainer import Trainer
+from tests.controller.runs import Fit, fit, grpo, sums
 from tests.ranks import RankPool
 from tests.strategies.update import all_weights, backward, launch, trained
 
@@ -68,6 +73,43 @@ def test_another_stage_and_number_of_ranks_continue_a_checkpoint(
     assert norms == pytest.approx(through[0][0][2:], rel=1e-4)
     for name, expected in through[0][1].items():
         torch.testing.assert_close(weights[name], expected, rtol=0, atol=2e-4)  # AdamW: in units of the rate, 1e-2
+
+
+class StopAfter(Callback):
+    """Ends the run after a step, and counts the steps that it saw."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.seen = step, 0
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        self.seen += 1
+        trainer.should_stop |= step == self.step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_same_metrics_to_the_byte(model: Path, tmp_path: Path) -> None:
+    def run(name: str, stop: int, ckpt_path: str | None = None) -> tuple[list[dict[str, Any]], StopAfter]:
+        notes = StopAfter(stop)
+        settings = {"max_steps": 4, "save_every_n_steps": 3, "ckpt_path": ckpt_path, "callbacks": [notes]}
+        fit(
+            Fit(grpo(model, epochs=2, samples_per_update=5), sums(8, 2, held_out=3), tmp_path / name, settings=settings)
+        )
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        recorded = [json.loads(line) for line in lines]
+        return [{key: x for key, x in of.items() if not key.startswith("time/")} for of in recorded], notes
+
+    through, _ = run("through", 4)
+    stopped, _ = run("parts", 2)
+    assert [of["step"] for of in stopped] == [0, 1, 2]
+    resumed, notes = run("parts", 4, "last")
+    assert [of["step"] for of in resumed] == [0, 1, 2, 3, 4]
+    assert resumed[3:] == through[3:]
+    assert notes.seen == 4
 
 
 def test_a_checkpoint_holds_no_pickle_and_every_rank_wrote_a_part(

@@ -150,7 +150,7 @@ class Controller:
                     self._save(step)
 
     def save(self, done: int) -> None:
-        """Run the plan's saves, once callbacks and validation have seen the `done` steps: what they keep is saved too."""
+        """Run the plan's saves, once callbacks and validation have seen the `done` steps and keep what they saw."""
         for task in self.plan:
             if isinstance(task, Save):
                 self.run(task, done)

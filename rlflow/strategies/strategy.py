@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +88,7 @@ class TrainingStrategy(Strategy):
                 "updates this run makes. Set `trainer.max_steps`, or the schedule `constant`."
             )
         model = handle.load(path, self.dtype, self.root_device)
-        optimizer = make_optimizer(settings, model.parameters()) if settings is not None else None
+        optimizer = settings.kind(model.parameters(), **settings.keywords) if settings is not None else None
         role = self._roles[name] = Role(handle, model, optimizer, updates)
         handle.attach(self._wrap(name, role), self._forward_plan(name))
 
@@ -190,8 +190,8 @@ class TrainingStrategy(Strategy):
             tensors = stored[role.model.hf_name(key)]
             if {*tensors} != {"weight", *kinds}:
                 raise UserError(
-                    f"role `{name}`: the checkpoint keeps {', '.join(sorted(tensors))} of each weight, but its optimizer"
-                    f" keeps {', '.join(kinds) or 'nothing'} beside the weight; continue with the same `optimizer`"
+                    f"role `{name}`: stored are {', '.join(sorted(tensors))} of a weight, but this optimizer keeps"
+                    f" {', '.join(kinds) or 'nothing'} beside it; continue with the same `optimizer`"
                 )
             self._set_state_of(role, parameter, tensors)
         assert role.optimizer is not None
@@ -266,20 +266,6 @@ def _kept_by(role: Role) -> list[str]:
     assert role.optimizer is not None
     kept: dict[str, object] = next(iter(role.optimizer.state.values()), {})
     return sorted(kind for kind, value in kept.items() if isinstance(value, Tensor) and value.dim() > 0)
-
-
-def make_optimizer(settings: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The torch optimizer that `settings` names."""
-    if settings.name == "sgd":
-        return torch.optim.SGD(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
-    return torch.optim.AdamW(
-        parameters,
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=True,  # one pass over weights, gradients and moments, on the CPU too
-    )
 
 
 def scheduled(settings: Optimizer, done: int, updates: int | None) -> float:
