@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -223,3 +225,21 @@ def test_betas_outside_their_range_are_refused(betas: tuple[float, float]) -> No
 def test_a_token_budget_below_one_is_refused() -> None:
     with pytest.raises(UserError, match="`token_budget` is 0"):
         ForwardPlan(token_budget=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "adam"}, "`optimizer.name` is 'adam', and there is no such class"),
+        ({"name": "torch.optim.Adamm"}, "`optimizer.name` is 'torch.optim.Adamm', and there is no such class"),
+        ({"name": "torh.optim.Adam"}, "`optimizer.name` is 'torh.optim.Adam', and there is no such class"),
+        ({"name": "torch.nn.Linear"}, "`optimizer.name` is 'torch.nn.Linear', which is no torch.optim.Optimizer"),
+        ({"name": "torch.optim.Adam", "eps": 1e-6}, "`optimizer.eps` is 1e-06, and `optimizer.name` is a class"),
+        ({"name": "sgd", "arguments": {"momentun": 0.9}}, "sgd: got an unexpected keyword argument 'momentun'"),
+        ({"arguments": {"eps": 1e-6}}, "`optimizer.arguments` has `eps`; that is a setting"),
+        ({"arguments": {"lr": 1.0}}, "`optimizer.arguments` has `lr`; that is a setting"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_is_refused_at_once(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        Optimizer(**settings)

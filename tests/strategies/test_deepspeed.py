@@ -181,3 +181,12 @@ def test_ranks_agree_on_the_largest_count(ranks2: RankPool) -> None:
 def test_a_wrong_setting_is_named_with_its_value(settings: dict[str, object], found: str) -> None:
     with pytest.raises(UserError, match=found):
         DeepSpeedStrategy(**settings)
+
+
+def test_an_optimizer_by_class_path_follows_torch(tiny: Path, ranks2: RankPool) -> None:
+    # Weight decay sets Adam apart from AdamW, and its betas from the defaults.
+    own = {"betas": (0.7, 0.9), "weight_decay": 0.1}
+    _, _, weights = plain_update(tiny, lambda p: torch.optim.Adam(p, lr=1e-3, **own), CLIP, updates=1)
+    given = Optimizer("torch.optim.Adam", lr=1e-3, gradient_clipping=CLIP, arguments=own)
+    for outcome in ranks2.run(deepspeed_update, tiny, 2, "fp32", given):
+        assert distance(outcome.weights, weights) < 1e-5

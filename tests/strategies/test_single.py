@@ -71,3 +71,16 @@ def test_the_learning_rate_rises_over_the_warm_up_and_falls_to_nothing_at_the_en
 ) -> None:
     settings = Optimizer(lr=1.0, warmup_steps=2, schedule=schedule)  # type: ignore[arg-type]
     assert [scheduled(settings, done, 6) for done in range(6)] == pytest.approx(rates)
+
+
+def test_an_optimizer_by_class_path_with_arguments_of_its_own_is_torch_s_in_float64(tiny: Path) -> None:
+    own = {"betas": (0.7, 0.9), "weight_decay": 0.1}
+    _, _, weights = plain_update(tiny, lambda p: torch.optim.Adam(p, lr=1e-2, **own), CLIP, updates=3)
+    given = Optimizer("torch.optim.Adam", lr=1e-2, gradient_clipping=CLIP, arguments=own)
+    assert distance(update(single("fp64"), tiny, given, updates=3).weights, weights) < 1e-9
+
+
+def test_sgd_takes_a_momentum(tiny: Path) -> None:
+    _, _, weights = plain_update(tiny, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), CLIP, updates=2)
+    given = Optimizer("sgd", lr=0.1, gradient_clipping=CLIP, arguments={"momentum": 0.9})
+    assert distance(update(single("fp64"), tiny, given, updates=2).weights, weights) < 1e-12
