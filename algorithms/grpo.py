@@ -3,6 +3,7 @@
 from rlflow import Batch, CausalLM, Optimizer, PerSample, PerToken, Reward, RLModule, Rollout, UserError, node
 from rlflow.functional import (
     Aggregation,
+    KLEstimator,
     group_normalized_advantages,
     importance_weights,
     kl_estimate,
@@ -22,8 +23,11 @@ class GRPO(RLModule):
         max_response_length: Tokens after which a response is cut.
         temperature: Of sampling.
         kl_coef: Weight of the KL term; 0 leaves the reference model out.
+        kl_kind: Its estimator.
         clip_low: Lower clip range of the ratio.
         clip_high: Upper clip range of the ratio.
+        dual_clip: Ratio, above 1, from which a negative advantage no longer counts (arXiv 1912.09729); None is off.
+        normalize_std: Divide advantages by std_g; without it they are Dr. GRPO's (arXiv 2503.20783).
         loss_aggregation: How per-token losses become one number.
         epochs: Passes over a step's samples.
         samples_per_update: Samples of one optimizer step; None for all of the step's.
@@ -39,8 +43,11 @@ class GRPO(RLModule):
         max_response_length: int = 256,
         temperature: float = 1.0,
         kl_coef: float = 0.0,
+        kl_kind: KLEstimator = "k3",
         clip_low: float = 0.2,
         clip_high: float = 0.2,
+        dual_clip: float | None = None,
+        normalize_std: bool = True,
         loss_aggregation: Aggregation = "token-mean",
         epochs: int = 1,
         samples_per_update: int | None = None,
@@ -50,6 +57,8 @@ class GRPO(RLModule):
             raise UserError(f"`group_size` is {group_size}; group-relative advantages need at least 2. Raise it")
         if min(clip_low, clip_high) < 0:
             raise UserError(f"`clip_low` is {clip_low} and `clip_high` is {clip_high}; give both 0 or more")
+        if dual_clip is not None and not dual_clip > 1:
+            raise UserError(f"`dual_clip` is {dual_clip}; a ratio above 1 (3 in the paper), or null for none")
         self.model = model
         self.reward = reward
         self.optimizer = optimizer
@@ -57,8 +66,11 @@ class GRPO(RLModule):
         self.max_response_length = max_response_length
         self.temperature = temperature
         self.kl_coef = kl_coef
+        self.kl_kind = kl_kind
         self.clip_low = clip_low
         self.clip_high = clip_high
+        self.dual_clip = dual_clip
+        self.normalize_std = normalize_std
         self.loss_aggregation = loss_aggregation
         self.epochs = epochs
         self.samples_per_update = samples_per_update
@@ -89,7 +101,7 @@ class GRPO(RLModule):
 
     @node
     def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
-        return group_normalized_advantages(rewards, rollout.group)
+        return group_normalized_advantages(rewards, rollout.group, self.normalize_std)
 
     @node(role="reference")
     def ref_logprobs(self, rollout: Rollout) -> PerToken:
@@ -110,14 +122,14 @@ class GRPO(RLModule):
         mask = rollout.loss_mask
         logprobs, entropy = self.actor.score(rollout)
         old = logprobs.detach() if old_logprobs is None else old_logprobs
-        loss = ppo_clip_loss(logprobs, old, advantages[:, None], self.clip_low, self.clip_high)
+        clips = self.clip_low, self.clip_high, self.dual_clip
+        loss = ppo_clip_loss(logprobs, old, advantages[:, None], *clips)
         loss = loss * importance_weights(old, rollout.logprobs, mask)
 
-        clipped = ppo_is_clipped(logprobs, old, advantages[:, None], self.clip_low, self.clip_high)
-        self.log("actor/clip_fraction", clipped, mask)
+        self.log("actor/clip_fraction", ppo_is_clipped(logprobs, old, advantages[:, None], *clips), mask)
         self.log("actor/entropy", entropy.detach(), mask)
         if ref_logprobs is None:
             return loss
-        kl = kl_estimate(logprobs, ref_logprobs)
+        kl = kl_estimate(logprobs, ref_logprobs, self.kl_kind)
         self.log("actor/kl", kl.detach(), mask)
         return loss + self.kl_coef * kl

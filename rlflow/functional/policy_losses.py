@@ -48,9 +48,14 @@ def ppo_clip_loss(
 
 
 def ppo_is_clipped(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> Tensor:
-    """1 at tokens that the clip of `ppo_clip_loss` leaves without a gradient, else 0; the mean is the clip fraction.
+    """1 at tokens that the clips of `ppo_clip_loss` leave without a gradient, else 0; the mean is the clip fraction.
 
     Args:
         logprobs: `[B, T]` of the policy in training.
@@ -58,6 +63,7 @@ def ppo_is_clipped(
         advantages: `[B, T]`, or `[B, 1]` or `[B]` for one per sample.
         clip_low: How far below 1 the ratio still counts.
         clip_high: How far above 1 the ratio still counts.
+        dual_clip: The ratio from which a negative advantage no longer counts; None is off.
 
     Returns:
         `[B, T]`, detached, in the dtype of `logprobs`.
@@ -65,7 +71,10 @@ def ppo_is_clipped(
     ratio, advantages = _ratio_and_advantages(logprobs.detach(), old_logprobs, advantages)
     above = (advantages > 0) & (ratio > 1 + clip_high)
     below = (advantages < 0) & (ratio < 1 - clip_low)
-    return (above | below).to(logprobs.dtype)
+    clipped = above | below
+    if dual_clip is not None:
+        clipped = clipped | ((advantages < 0) & (ratio > dual_clip))
+    return clipped.to(logprobs.dtype)
 
 
 def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_high: float) -> Tensor:

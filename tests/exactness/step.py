@@ -14,6 +14,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
+from rlflow import PerToken, Rollout
 from rlflow.algorithms import GRPO
 from rlflow.data.prompts import PromptData
 from rlflow.data.sources import JSONL
@@ -24,9 +25,11 @@ from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, SyncRepor
 from rlflow.run import Run
 from rlflow.strategies import DeepSpeedStrategy, SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
+from tests.reference.grpo_float64 import Objective
 
 PROMPTS, GROUP, LONGEST = 5, 3, 12  # 15 samples: no number of ranks but 1 divides them
-KL_COEF, TEMPERATURE, LR = 0.3, 0.8, 0.05
+LR = 0.05
+OBJECTIVE = Objective(clip_high=0.28, kl_coef=0.3, max_response_length=LONGEST, temperature=0.8)
 
 
 @dataclass(frozen=True)
@@ -41,14 +44,14 @@ class Recording:
 
 @dataclass(frozen=True)
 class Setting:
-    """How the step is run; by the claim under test none of it matters."""
+    """What is computed (`objective`), and how it is run; by the claim under test none of the latter matters."""
 
     stage: int | None  # None: SingleProcess
     precision: str = "fp32"
     token_budget: int = 4096
     packing: bool = True
     balance: str = "auto"
-    aggregation: str = "token-mean"
+    objective: Objective = OBJECTIVE
 
 
 @dataclass(frozen=True)
@@ -110,20 +113,34 @@ class TwoModels(GRPO):
         self.reference = CausalLM(self.reference_model, trainable=False, temperature=self.temperature)
 
 
+class RecordedOld(TwoModels):
+    """The recorded logprobs are the old policy's too, so that the ratio is not 1 and clips have something to do."""
+
+    def old_logprobs(self, rollout: Rollout) -> PerToken:
+        assert rollout.logprobs is not None
+        return rollout.logprobs
+
+
 def one_step(recording: Recording, setting: Setting, scratch: Path) -> Outcome:
     """Run one step; what this rank then knows, the same on every rank."""
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     strategy = _strategy(setting)
-    module = TwoModels(
+    objective = setting.objective
+    module = (TwoModels if objective.dual_clip is None else RecordedOld)(
         str(recording.policy),
         CountsOnes(),
         optimizer=Optimizer("sgd", lr=LR, gradient_clipping=0.0),
         group_size=GROUP,
         max_response_length=LONGEST,
-        temperature=TEMPERATURE,
-        kl_coef=KL_COEF,
-        clip_high=0.28,
-        loss_aggregation=setting.aggregation,  # type: ignore[arg-type]
+        temperature=objective.temperature,
+        kl_coef=objective.kl_coef,
+        kl_kind=objective.kl_kind,  # type: ignore[arg-type]
+        clip_low=objective.clip_low,
+        clip_high=objective.clip_high,
+        dual_clip=objective.dual_clip,
+        normalize_std=objective.normalize_std,
+        loss_aggregation=objective.loss_aggregation,  # type: ignore[arg-type]
+        samples_per_update=None if objective.dual_clip is None else PROMPTS * GROUP,  # keeps the node `old_logprobs`
     )
     module.reference_model = str(recording.reference)
     data = PromptData(JSONL(str(recording.data)), prompts_per_step=PROMPTS)
@@ -144,6 +161,7 @@ def one_step(recording: Recording, setting: Setting, scratch: Path) -> Outcome:
         tensor_parallel_size=1,
         max_steps=1,
         max_epochs=None,
+        limit_val_batches=None,
         scratch=scratch,
     )
     Fabric(accelerator="cpu", devices=world_size, strategy=strategy).launch()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from rlflow.models.tiny import write_tiny_model
-from tests.exactness.step import GROUP, KL_COEF, LONGEST, LR, PROMPTS, TEMPERATURE, Recording, Setting, one_step
+from tests.exactness.step import GROUP, LONGEST, LR, OBJECTIVE, PROMPTS, Recording, Setting, one_step
 from tests.ranks import RankPool
 from tests.reference.grpo_float64 import Objective, Sample, grpo_update
 from tests.reference.update import Step, Update
@@ -23,12 +25,6 @@ FLOAT32 = 1e-5  # norm of the difference over the norm
 FLOAT64 = 1e-10
 SMALL, LARGE = 20, 4096  # token budgets: micro-batches of one or two samples, and all samples in one
 AGGREGATIONS = ("token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant")
-
-
-@pytest.fixture(scope="session")
-def ranks1() -> Iterator[RankPool]:
-    with RankPool(1) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +46,12 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     return Recording(policy, reference, data, [responses[p * GROUP : (p + 1) * GROUP] for p in range(PROMPTS)])
 
 
+Truth = Callable[[Objective], Update]
+
+
 @pytest.fixture(scope="module")
-def truth(recording: Recording) -> dict[str, Update]:
-    """The reference's update by aggregation."""
+def truth(recording: Recording) -> Truth:
+    """The reference's update for an objective."""
     tokenizer = AutoTokenizer.from_pretrained(recording.policy)
     (one,) = tokenizer("1")["input_ids"]
     samples = [
@@ -60,22 +59,14 @@ def truth(recording: Recording) -> dict[str, Update]:
         for p, group in enumerate(recording.responses)
         for tokens, logprobs in group
     ]
-    return {
-        mode: grpo_update(
-            recording.policy,
-            samples,
-            Objective(
-                clip_high=0.28,
-                kl_coef=KL_COEF,
-                temperature=TEMPERATURE,
-                loss_aggregation=mode,
-                max_response_length=LONGEST,
-            ),
-            Step(lr=LR),
-            recording.reference,
-        )
-        for mode in AGGREGATIONS
-    }
+
+    @cache
+    def update(objective: Objective) -> Update:
+        old = [replace(sample, old_logprobs=sample.rollout_logprobs) for sample in samples]
+        given = samples if objective.dual_clip is None else old
+        return grpo_update(recording.policy, given, objective, Step(lr=LR), recording.reference)
+
+    return update
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -85,11 +76,11 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return float((apart / sum(float(tensor.square().sum()) for tensor in expected.values())) ** 0.5)
 
 
-def check(settings: list[Setting], ranks: RankPool, recording: Recording, truth: dict[str, Update], path: Path) -> None:
+def check(settings: list[Setting], ranks: RankPool, recording: Recording, truth: Truth, path: Path) -> None:
     """Every setting's gradient and weights on every rank are the reference's."""
     wrong = []
     for number, setting in enumerate(settings):
-        expected = truth[setting.aggregation]
+        expected = truth(setting.objective)
         for rank, outcome in enumerate(ranks.run(one_step, recording, setting, path / str(number), timeout_s=240)):
             gradient, moved = (
                 difference(outcome.gradient, expected.gradient),
@@ -108,30 +99,50 @@ GRID = [
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_step_depends_on_neither_zero_stage_nor_micro_batches_nor_packing_nor_ranks(
-    world_size: int, recording: Recording, truth: dict[str, Update], tmp_path: Path, request: pytest.FixtureRequest
+    world_size: int, recording: Recording, truth: Truth, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     check(GRID, request.getfixturevalue(f"ranks{world_size}"), recording, truth, tmp_path)
 
 
 def test_every_loss_aggregation_is_that_of_the_whole_batch_over_ranks(
-    recording: Recording, truth: dict[str, Update], tmp_path: Path, ranks2: RankPool
+    recording: Recording, truth: Truth, tmp_path: Path, ranks2: RankPool
 ) -> None:
-    settings = [Setting(2, token_budget=SMALL, aggregation=mode) for mode in AGGREGATIONS]
+    settings = [
+        Setting(2, token_budget=SMALL, objective=replace(OBJECTIVE, loss_aggregation=mode)) for mode in AGGREGATIONS
+    ]
     check(settings, ranks2, recording, truth, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "objective",
+    [
+        replace(OBJECTIVE, normalize_std=False),
+        replace(OBJECTIVE, kl_kind="k1"),
+        replace(OBJECTIVE, kl_kind="k2"),
+        replace(OBJECTIVE, dual_clip=1.1),
+    ],
+    ids=["advantages without std", "k1", "k2", "dual clip"],
+)
+def test_every_variation_of_the_loss_is_the_reference_s(
+    objective: Objective, recording: Recording, truth: Truth, tmp_path: Path, ranks2: RankPool
+) -> None:
+    plain = replace(objective, dual_clip=100.0) if objective.dual_clip is not None else OBJECTIVE  # 100 never binds
+    assert difference(truth(objective).gradient, truth(plain).gradient) > 0.01  # it matters here
+    check([Setting(2, token_budget=SMALL, objective=objective)], ranks2, recording, truth, tmp_path)
+
+
 def test_the_step_does_not_depend_on_where_rows_are_trained(
-    recording: Recording, truth: dict[str, Update], tmp_path: Path, ranks4: RankPool
+    recording: Recording, truth: Truth, tmp_path: Path, ranks4: RankPool
 ) -> None:
     check([Setting(2, balance=balance) for balance in ("auto", "off")], ranks4, recording, truth, tmp_path)
 
 
 @pytest.mark.parametrize(("budget", "packing"), [(SMALL, True), (LARGE, True), (SMALL, False)])
 def test_in_float64_without_deepspeed_the_step_is_the_reference(
-    budget: int, packing: bool, recording: Recording, truth: dict[str, Update], tmp_path: Path
+    budget: int, packing: bool, recording: Recording, truth: Truth, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     outcome = one_step(recording, Setting(None, "fp64", budget, packing), tmp_path)
-    expected = truth["token-mean"]
+    expected = truth(OBJECTIVE)
     assert difference(outcome.gradient, expected.gradient) < FLOAT64
     assert difference(outcome.weights, expected.after_sgd) < FLOAT64

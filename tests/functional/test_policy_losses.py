@@ -139,11 +139,13 @@ def test_dual_clip_leaves_good_tokens_alone() -> None:
     assert loss_and_gradient(ppo_clip_loss, 5.0, 1.0, **clips, dual_clip=3.0) == plain
 
 
-def test_is_clipped_marks_the_tokens_without_a_gradient() -> None:
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+def test_is_clipped_marks_the_tokens_without_a_gradient(dual_clip: float | None) -> None:
     new, old, advantages, _ = samples()
     new.requires_grad_()
-    ppo_clip_loss(new, old, advantages, 0.2, 0.28).sum().backward()
-    marks = ppo_is_clipped(new, old, advantages, 0.2, 0.28)
+    ppo_clip_loss(new, old, advantages, 0.2, 0.28, dual_clip).sum().backward()
+    marks = ppo_is_clipped(new, old, advantages, 0.2, 0.28, dual_clip)
+    assert (marks.sum() > ppo_is_clipped(new, old, advantages, 0.2, 0.28).sum()) == (dual_clip is not None)
     assert new.grad is not None
     assert marks.tolist() == (new.grad == 0.0).double().tolist()
     assert 0 < marks.mean() < 1
