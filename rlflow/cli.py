@@ -1,4 +1,4 @@
-"""The command line: `rlflow fit`, `rlflow graph`."""
+"""The command line: `rlflow fit`, `rlflow validate`, `rlflow graph`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ def fit(arguments: Sequence[str]) -> None:
     read_fit(arguments).fit()
 
 
+def validate(arguments: Sequence[str]) -> None:
+    """Measure a config's model on its held-out prompts."""
+    from rlflow.configuration import read_validate
+
+    read_validate(arguments).validate()
+
+
 def graph(arguments: Sequence[str]) -> None:
     """Print an algorithm's graph and a rank's plan; draw it as Mermaid and SVG."""
     from rlflow.configuration import read_graph
@@ -28,7 +35,7 @@ def graph(arguments: Sequence[str]) -> None:
     read_graph(arguments).show()
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"fit": fit, "graph": graph}
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"fit": fit, "validate": validate, "graph": graph}
 
 
 class _OneLineParser(argparse.ArgumentParser):

@@ -178,10 +178,10 @@ def _wrong_value(message: str, keys: Sequence[str]) -> ConfigError | None:
             return ConfigError(keys, f"is {{value}}; give {' or '.join(wanted)}", value)
     if match := _TYPE.search(message):
         plain, special, value = match.groups()
-        wanted = _TYPES.get(plain or "", f"a {plain or special}").replace("typing.", "")
-        if wanted.startswith("a Literal["):
-            wanted = f"one of {wanted[len('a Literal[') : -1]}"
-        return ConfigError(keys, f"is {{value}}; give {wanted}", value)
+        kind = _TYPES.get(plain or "", f"a {plain or special}").replace("typing.", "")
+        if kind.startswith("a Literal["):
+            kind = f"one of {kind[len('a Literal[') : -1]}"
+        return ConfigError(keys, f"is {{value}}; give {kind}", value)
     return None
 
 

@@ -41,6 +41,11 @@ class Configured:
         with naming_keys(self.config):
             self.trainer.fit(self.module, self.data)
 
+    def validate(self) -> None:
+        """Measure the model as it is; a `UserError` names keys of the config."""
+        with naming_keys(self.config):
+            self.trainer.validate(self.module, self.data)
+
 
 @dataclass(frozen=True)
 class ConfiguredGraph:
@@ -80,6 +85,12 @@ class OneLineParser(ArgumentParser):
 def read_fit(arguments: Sequence[str]) -> Configured:
     """The objects that `rlflow fit` runs."""
     parser = _parser("fit", "Train a model as a config says.")
+    return _build(parser, _parsed(parser, arguments))
+
+
+def read_validate(arguments: Sequence[str]) -> Configured:
+    """The objects that `rlflow validate` runs."""
+    parser = _parser("validate", "Measure a config's model on its held-out prompts.")
     return _build(parser, _parsed(parser, arguments))
 
 

@@ -76,6 +76,7 @@ def prepare(
     tensor_parallel_size: int,
     max_steps: int | None,
     max_epochs: int | None,
+    limit_val_batches: int | None,
     scratch: Path,
 ) -> Prepared:
     """Check and plan a run.
@@ -88,6 +89,7 @@ def prepare(
         tensor_parallel_size: Ranks of one rollout engine.
         max_steps: Steps at most.
         max_epochs: Passes over the data at most.
+        limit_val_batches: Validation batches of `data.prompts_per_step` prompts at most.
         scratch: Folder for the embedded model.
 
     Raises:
@@ -99,6 +101,7 @@ def prepare(
     paths = {role: resolve_model(handles(module)[role].model, scratch) for role in graph.roles() if role != ROLLOUT}
     tokenizer = load_tokenizer(paths[follows])
     train = Loader(data.train, data, tokenizer, seed)
+    held_out = None if limit_val_batches is None else limit_val_batches * data.prompts_per_step
     if data.validation is not None and module.reward is None:
         raise UserError("`data.validation` is set but the module has no reward to score responses; set `module.reward`")
     return Prepared(
@@ -110,7 +113,7 @@ def prepare(
         tokenizer=tokenizer,
         stop_token_ids=stop_tokens(paths[follows], tokenizer, module.stop_token_ids),
         train=train,
-        validation=None if data.validation is None else Loader(data.validation, data, tokenizer, seed),
+        validation=None if data.validation is None else Loader(data.validation, data, tokenizer, seed, held_out),
         steps=_steps(train.steps_per_epoch, max_steps, max_epochs),
         generates=data.validation is not None or any(node.kind == "rollout" for node in graph.order),
     )

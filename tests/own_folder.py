@@ -39,7 +39,9 @@ class ShortGRPO(GRPO):
 
     @node
     def rewards(self, rollout: Rollout) -> PerSample:
-        return -rollout.lengths.float()
+        brevity = -rollout.lengths.float()
+        self.log("reward/brevity", brevity)
+        return self.reward_function(rollout) + brevity
 
 
 class Cyclic(GRPO):

@@ -169,7 +169,7 @@ BEFORE_ANY_MODEL: list[tuple[str, dict[str, Any], str]] = [
     (
         "a missing input",
         {"module.class_path": "my_algorithm.WithoutInput"},
-        'my_algorithm.py:21: `advantages` reads `rewrads`, which no node makes. Did you mean "rewards"?',
+        'my_algorithm.py:23: `advantages` reads `rewrads`, which no node makes. Did you mean "rewards"?',
     ),
     (
         "an unknown role",

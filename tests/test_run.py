@@ -102,6 +102,15 @@ def test_a_trainer_that_was_stopped_fits_again(policy: Path, tmp_path: Path) -> 
         assert trainer.fit(SFT(str(policy)), answers((3, 4), 2))["steps"] == 1
 
 
+def test_metrics_are_recorded_every_so_many_steps_and_with_each_validation(policy: Path, tmp_path: Path) -> None:
+    settings = {"max_steps": 5, "log_every_n_steps": 2, "val_check_interval": 3}
+    fit(Fit(grpo(policy), sums(8, 2, held_out=3), tmp_path, settings=settings))
+    recorded = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert recorded == [0, 2, 3, 4, 5]  # 0, 3 and 5 validate
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert sorted({sample["step"] for sample in samples}) == [2, 3, 4, 5]
+
+
 class Sleeps(TransformersEngine):
     """Counts its awakenings."""
 
@@ -128,7 +137,7 @@ def test_the_engine_of_validation_sleeps_while_a_graph_without_rollout_trains(po
     module.engine = Sleeps()
     data = answers((3, 4), 2)
     data.validation = data.train
-    settings = {"max_steps": 2, "validate_every_n_steps": 1}
+    settings = {"max_steps": 2, "val_check_interval": 1}
     assert fit(Fit(module, data, tmp_path, engine=module.engine, settings=settings)).summary["steps"] == 2
 
 

@@ -1,4 +1,4 @@
-"""Validation: sample a response to every held-out prompt, score it, and average. The graph is not run."""
+"""Validation: sample responses to every held-out prompt, score them, and average. The graph is not run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from rlflow.data.layout import Layout
 from rlflow.data.loader import Loader
 from rlflow.data.transport import Transport
+from rlflow.functional import pass_at_k
 from rlflow.metrics import Metrics
 from rlflow.module import RLModule
 from rlflow.rollout.engine import RolloutEngine, Sampling
@@ -25,31 +26,42 @@ def validate(
     transport: Transport,
     layout: Layout,
     *,
+    samples: int,
     seed: int,
     version: int,
     stop_token_ids: tuple[int, ...],
     decode: Callable[[Sequence[int]], str],
 ) -> dict[str, float]:
-    """One response to each prompt at the module's temperature, and one at temperature 0.
+    """`samples` responses to each prompt at the module's temperature, and one at temperature 0.
 
     Returns:
         `val/reward`, `val/length`, `val/truncated` and `val/accuracy`, the share of responses with a reward of at
-        least 1; the same under `val_greedy/`. Equal on every rank.
+        least 1; the same under `val_greedy/`; with several samples `val/pass@k` for each power of two up to their
+        number. Equal on every rank.
     """
     assert module.reward is not None
     metrics = Metrics()
     batch, ids = loader.all(layout.shard(transport.rank), layout.shards)
-    for prefix, temperature in (("val", module.temperature), ("val_greedy", 0.0)):
+    for prefix, temperature, n in (("val", module.temperature, samples), ("val_greedy", 0.0, 1)):
         sampling = Sampling(module.max_response_length, temperature, stop_token_ids)
         rollout = sample(
-            engine, batch, ids.tolist(), 1, sampling, seed=seed, draw=DRAW, node=prefix, version=version, decode=decode
+            engine, batch, ids.tolist(), n, sampling, seed=seed, draw=DRAW, node=prefix, version=version, decode=decode
         )
         if not layout.publishes(transport.rank):
             continue
         scores = torch.tensor(module.reward.score(rollout.texts, rollout.rows).total, dtype=torch.float64)
         rows = torch.tensor(float(len(scores)))
+        right = scores >= FULL_REWARD
         metrics.mean(f"{prefix}/reward", scores.sum(), rows)
-        metrics.mean(f"{prefix}/accuracy", (scores >= FULL_REWARD).sum(), rows)
+        metrics.mean(f"{prefix}/accuracy", right.sum(), rows)
         metrics.mean(f"{prefix}/length", rollout.lengths.sum(), rows)
         metrics.mean(f"{prefix}/truncated", (~rollout.finished).sum(), rows)
+        correct = right.reshape(-1, n).sum(dim=1)  # [B]
+        for k in powers_of_two(n) if n > 1 else ():
+            metrics.mean(f"{prefix}/pass@{k}", pass_at_k(correct, n, k).sum(), rows / n)
     return metrics.reduce(transport)
+
+
+def powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [2**i for i in range(most.bit_length())]

@@ -33,6 +33,7 @@ class Loader:
         data: How they are read.
         tokenizer: Of the model.
         seed: Of the order.
+        limit: Only the first so many rows that are kept.
 
     Raises:
         UserError: The dataset is empty, a row cannot be read, or a row is too long and `data.overlong` is `error`.
@@ -41,19 +42,27 @@ class Loader:
         scan: What the scan found; printed, it says what was dropped.
     """
 
-    def __init__(self, source: Source, data: PromptData, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+    def __init__(
+        self,
+        source: Source,
+        data: PromptData,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        limit: int | None = None,
+    ) -> None:
         self._source = source
         self._data = data
         self._encode = Encoder(data, tokenizer)
         self._pad = tokenizer.pad_token_id or 0  # never read: a batch carries its lengths
         self._seed = seed
         self.scan = scan(source, data, self._encode)
+        self._kept = self.scan.kept[:limit]
         self._order = lru_cache(maxsize=1)(self._shuffled)
 
     @property
     def size(self) -> int:
-        """Rows that are kept."""
-        return len(self.scan.kept)
+        """Rows that are kept, up to the limit."""
+        return len(self._kept)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -85,15 +94,15 @@ class Loader:
     def all(self, shard: int, shards: int) -> tuple[Batch, Tensor]:
         """This shard of all kept rows in the order of the source, and their ids `[B]` int64, as for validation."""
         mine = share(self.size, shard, shards)
-        return self._read(self.scan.kept[mine.start : mine.stop]), torch.arange(mine.start, mine.stop)
+        return self._read(self._kept[mine.start : mine.stop]), torch.arange(mine.start, mine.stop)
 
     def _shuffled(self, epoch: int) -> Tensor:
         """The kept rows `[size]` in the order of this epoch."""
         if not self._data.shuffle:
-            return self.scan.kept
+            return self._kept
         key = hashlib.blake2b(f"{self._seed}/{epoch}/order".encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
-        return self.scan.kept[torch.randperm(self.size, generator=generator)]
+        return self._kept[torch.randperm(self.size, generator=generator)]
 
     def _read(self, rows: Tensor) -> Batch:
         return collate(self._encode(self._source, rows.tolist()), self._pad)

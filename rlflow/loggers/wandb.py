@@ -1,4 +1,4 @@
-"""Weights & Biases. The only file that imports wandb."""
+"""Weights & Biases, through Lightning's logger. The only file that imports wandb."""
 
 from __future__ import annotations
 
@@ -39,38 +39,37 @@ class WandbLogger(Logger):
     def start(self, folder: Path, first_step: int = 0) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its own crash reports; read when it is imported
         import wandb
+        from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
-        # Output is in the run's log already, and the code is the user's: neither is sent.
-        settings = wandb.Settings(console="off", disable_code=True, silent=True)
+        self._logger = LightningWandbLogger(
+            name=self.name or folder.name,
+            save_dir=folder,
+            project=self.project,
+            entity=self.entity,
+            mode=self.mode,  # its own `offline` would set an environment variable
+            # Output is in the run's log already, and the code is the user's: neither is sent.
+            settings=wandb.Settings(console="off", disable_code=True, silent=True),
+        )
         try:
-            self._run = wandb.init(
-                project=self.project,
-                name=self.name or folder.name,
-                entity=self.entity,
-                mode=self.mode,
-                dir=folder,
-                settings=settings,
-            )
+            self._run = self._logger.experiment
         except wandb.errors.UsageError as error:
             cause = str(error).splitlines()[0].rstrip(".")
             raise UserError(
                 f"Weights & Biases refused to start: {cause}. Run `wandb login`, or set the logger's `mode: offline`"
             ) from error
-        self._table = wandb.Table
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._logger.log_metrics(metrics, step)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         if not rows:
             return
         shown = rows[: self.samples]
         columns = list(shown[0])
-        table = self._table(columns=[*columns], data=[[row[column] for column in columns] for row in shown])
-        self._run.log({"samples": table}, step=step)
+        self._logger.log_table("samples", columns, [[row[column] for column in columns] for row in shown], step=step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        self._run.config.update(dict(config))
+        self._logger.log_hyperparams(dict(config))
 
     def finish(self) -> None:
         self._run.finish()

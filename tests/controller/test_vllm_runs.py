@@ -21,7 +21,7 @@ TENSORS = 2 + 2 * 12  # embedding, last norm; per layer two norms, q, k, v with 
 
 def _run(policy: Path, folder: Path, engine: VLLMEngine, stage: int) -> Fit:
     module = grpo(policy, kl_coef=0.1, samples_per_update=6)
-    settings = {"max_steps": STEPS, "validate_every_n_steps": 3}
+    settings = {"max_steps": STEPS, "val_check_interval": 3}
     return Fit(module, sums(12, prompts_per_step=3, held_out=5), folder, STRATEGIES[stage], engine, settings)
 
 

@@ -52,7 +52,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             config[update.key or ".".join(update.nested_key)] = json.loads(update.value_json)
         if record.HasField("history"):
             items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            history.setdefault(record.history.step.num, {}).update(items)
+            history.setdefault(items["trainer/global_step"], {}).update(items)  # Lightning's name for a step
     (table,) = folder.rglob("*.table.json")
     return {"run": run, "config": config, "history": history, "table": json.loads(table.read_text())}
 

@@ -1,0 +1,117 @@
+"""The commands as a user gives them: real processes in the user's own folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.own_folder import REMOVED, make, rewarded_by, write
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT_S = 240
+ENDS_WITHIN_S = 5.0  # what the launcher promises; the clock also counts how long Python takes to end
+TWO_RANKS = {"trainer.devices": 2, "strategy": REMOVED}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended: its exit code, what it wrote, and when."""
+
+    code: int
+    output: str
+    errors: str
+    at: float
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """`rlflow` with these arguments, in `folder`."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "MASTER_PORT")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlflow.cli", *arguments],
+        cwd=folder,
+        env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(process: subprocess.Popen[str]) -> Ended:
+    """Wait for it."""
+    try:
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()  # its ranks follow it
+    return Ended(process.returncode, output, errors, time.time())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of a user's own for each run."""
+    changes = {
+        "runs": {"module.class_path": "my_algorithm.ShortGRPO", **TWO_RANKS},
+        "raises on rank 1": rewarded_by("raises_on_rank_1") | TWO_RANKS,
+        "killed on rank 1": rewarded_by("killed_on_rank_1") | TWO_RANKS,
+    }
+    made = {name: tmp_path_factory.mktemp("own") for name in changes}
+    for name, folder in made.items():
+        make(folder)
+        write(folder / "my.yaml", changes[name])
+    return made
+
+
+@pytest.fixture(scope="module")
+def ends(folders: dict[str, Path]) -> dict[str, Ended]:
+    """How `rlflow fit` on two ranks ended in each folder, one after the other."""
+    return {name: end(start(folder, "fit", "--config", "my.yaml")) for name, folder in folders.items()}
+
+
+def test_a_user_s_own_algorithm_trains_from_the_folder_of_its_config(
+    folders: dict[str, Path], ends: dict[str, Ended]
+) -> None:
+    assert ends["runs"].code == 0, ends["runs"].errors
+    metrics = [json.loads(line) for line in (folders["runs"] / "runs/own/metrics.jsonl").read_text().splitlines()]
+    assert [entry["reward/brevity"] < 0 for entry in metrics] == [True, True]
+
+
+def test_a_run_says_nothing_on_the_terminal_but_its_own_lines(ends: dict[str, Ended]) -> None:
+    assert ends["runs"].errors == ""
+    first_words = [line.split()[0] for line in ends["runs"].output.splitlines()]
+    assert first_words == ["ranks", "per", "actor:", "step", "step", "steps", "left"], ends["runs"].output
+
+
+def test_a_reward_that_raises_on_one_rank_ends_the_run_in_one_line(ends: dict[str, Ended]) -> None:
+    ended = ends["raises on rank 1"]
+    assert ended.code == 2, ended.errors
+    (line,) = ended.errors.splitlines()
+    assert line.startswith("rlflow: error: reward `my_rewards.raises_on_rank_1` failed on sample 0 with KeyError")
+
+
+def test_a_rank_that_is_killed_ends_the_others_in_time_with_its_name(
+    folders: dict[str, Path], ends: dict[str, Ended]
+) -> None:
+    ended = ends["killed on rank 1"]
+    assert ended.code == 1
+    assert ended.errors.splitlines()[-1] == "rank 1 was killed by SIGKILL; ended the other ranks"
+    died_at = float((folders["killed on rank 1"] / "killed.txt").read_text().split()[-1])
+    assert ended.at - died_at < ENDS_WITHIN_S
+
+
+def test_help_imports_neither_engine_nor_deepspeed_nor_wandb() -> None:
+    script = (
+        "import sys, contextlib, io, rlflow\n"
+        "from rlflow.cli import main\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as help:\n"
+        "    main(['--help'])\n"
+        "assert 'fit' in help.getvalue()\n"
+        "print(sorted({'vllm', 'deepspeed', 'wandb', 'transformers', 'lightning'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
