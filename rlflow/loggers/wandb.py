@@ -12,7 +12,7 @@ from rlflow.loggers.logger import Logger
 
 
 class WandbLogger(Logger):
-    """Metrics, the config and a table of samples, to Weights & Biases.
+    """Metrics, the config and a table of samples, to Weights & Biases; steps are its `trainer/global_step`.
 
     Args:
         project: Name of the project.
