@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rlflow.data.batch import Ragged
 from rlflow.errors import UserError
 from rlflow.models.attention import PACKED_ATTENTION, register_packed_attention
+from rlflow.models.linear import use_onednn
 from rlflow.models.logprobs import TokenHead
 from rlflow.models.packing import TokenRows, pack
 
@@ -21,7 +22,8 @@ class ScoringModel(nn.Module):
     Parameters keep their Hugging Face names behind the prefix `causal_lm.`.
 
     Args:
-        causal_lm: The transformers model; its attention and its output layer are replaced.
+        causal_lm: The transformers model; its attention, its output layer and how its linear layers compute on the
+            CPU are replaced.
 
     Raises:
         UserError: The output layer has a bias.
@@ -35,6 +37,7 @@ class ScoringModel(nn.Module):
         register_packed_attention()
         causal_lm.set_attn_implementation(PACKED_ATTENTION)
         causal_lm.set_output_embeddings(TokenHead(head.weight))
+        use_onednn(causal_lm)
         self.causal_lm = causal_lm
 
     @classmethod
