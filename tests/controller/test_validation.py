@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rlflow import UserError
 from rlflow.callbacks import Callback
 from rlflow.controller.validation import powers_of_two
 from rlflow.models.tiny import write_tiny_model
+from rlflow.rewards import SampleReward
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.run_folder import RunFolder
 from rlflow.strategies import SingleProcess
@@ -25,6 +27,13 @@ class First(Callback):
     def on_validation_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
         if step == 0:
             self.metrics = dict(metrics)
+
+
+class FirstCharacter(SampleReward):
+    """Right where the prompt's first digit is 0 and the response is of an even number of characters."""
+
+    def score_sample(self, text: str, row: dict[str, Any]) -> float:
+        return float(row["question"].startswith("0") and len(text) % 2 == 0)
 
 
 def trainer(folder: Path, **settings: Any) -> Trainer:
@@ -64,10 +73,17 @@ def test_validate_leaves_its_numbers_beside_the_run_that_it_reads(policy: Path) 
     assert (policy / "model.safetensors").is_file()
 
 
-def test_pass_at_1_is_the_accuracy(policy: Path, tmp_path: Path) -> None:
-    found = trainer(tmp_path / "run", val_samples=3).validate(grpo(policy), sums(8, 2, held_out=3))
-    assert found["val/pass@1"] == pytest.approx(found["val/accuracy"], abs=1e-12)
-    assert "val/pass@4" not in found
+def test_pass_at_k_counts_the_right_responses_of_each_prompt(policy: Path, tmp_path: Path) -> None:
+    module = grpo(policy)
+    module.reward = FirstCharacter()
+    found = trainer(tmp_path / "run", val_samples=11).validate(module, sums(8, 2, held_out=3))
+    # One of three prompts has all c right responses among its 11; the accuracy is c / 33.
+    c = round(found["val/accuracy"] * 33)
+    assert 0 < c < 10
+    chance = {k: (1 - math.comb(11 - c, k) / math.comb(11, k)) / 3 for k in (1, 2, 4, 8)}
+    assert {name: value for name, value in found.items() if "pass" in name} == {
+        f"val/pass@{k}": pytest.approx(value, abs=1e-12) for k, value in chance.items()
+    }
 
 
 def test_at_most_so_many_batches_are_validated_on(policy: Path, tmp_path: Path) -> None:
