@@ -59,12 +59,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         COMMANDS[chosen.command](rest)
     except UserError as error:
         print(f"rlflow: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _end(2)
     except Exception as error:
         traceback.print_exc()
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         print(f"rlflow: {type(error).__name__}: {one_line(error)}{notes}", file=sys.stderr)
-        sys.exit(1)
+        _end(1)
+
+
+def _end(code: int) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        sys.exit(code)
+    # Taking torch down closes the connections long before the process is gone, and rank 0 would report those.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

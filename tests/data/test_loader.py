@@ -163,7 +163,7 @@ def test_a_response_that_is_too_long_counts_its_end() -> None:
 
 def test_dropping_every_row_is_an_error() -> None:
     with pytest.raises(UserError, match=r"2 of 2 rows exceed .* Raise the limit$"):
-        loader(numbered(2), max_prompt_length=0, overlong="drop")
+        loader(numbered(12)[10:], max_prompt_length=1, overlong="drop")  # two digits each
 
 
 def test_an_empty_dataset_is_refused() -> None:
