@@ -140,10 +140,11 @@ class Run:
         results = {"problems": loader.size, **metrics}
         if self._first:
             folder.validation.write_text(json.dumps(results, indent=2) + "\n")
-            print(f"{prepared.paths[role]} on {loader.size} held-out problems")
+            print(f"{frozen.model} on {loader.size} held-out problems")
             for name, value in metrics.items():
                 print(f"  {name:<22} {value:.4f}")
-            print(f"left in {folder.path}/: validation.json, logs/")
+            config = "config.yaml, " if folder.config.exists() else ""
+            print(f"left in {folder.path}/: validation.json, {config}logs/")
         return results
 
     def _agree(self) -> None:
