@@ -249,6 +249,7 @@ class Run:
         after = {} if self._progress else self._validate(controller, 0)
         self._before = self._progress.before if self._progress else after
         self._log(after, self._done)
+        self._console.begin()
         done = self._done
         while done < steps and not trainer.should_stop:
             metrics = controller.step(done)

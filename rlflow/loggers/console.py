@@ -55,6 +55,11 @@ class Console:
         os.close(self._stderr)
         self._terminal.close()
 
+    def begin(self) -> None:
+        """Tell the time left from here on: the first step starts."""
+        if self._display is not None:
+            self._display.begin(time.monotonic())
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that step `step` (the first is 1) is done. `metrics` of validation are shown until the next ones."""
         if self._display is not None:

@@ -35,6 +35,11 @@ class Display(ABC):
         self._latest: dict[str, str] = {}
         self._ended = deque([(steps_done, now)], maxlen=RECENT + 1)
 
+    def begin(self, now: float) -> None:
+        """The first step starts: what went before, such as loading, says nothing of the pace."""
+        steps_done, _ = self._ended.pop()
+        self._ended.append((steps_done, now))
+
     @abstractmethod
     def step(self, step: int, metrics: Mapping[str, float], now: float) -> None:
         """Show that step `step` ended at `now`."""

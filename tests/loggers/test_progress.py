@@ -40,6 +40,14 @@ def test_what_a_run_does_not_log_is_not_shown() -> None:
     assert shown((1, {"actor/loss": 0.1}, 101.0)) == ["step 1/10  left 0:09"]
 
 
+def test_time_before_the_first_step_says_nothing_of_the_pace() -> None:
+    terminal = io.StringIO()
+    display = LinePerStep(terminal, 10, 0, now=100.0)
+    display.begin(160.0)  # a minute of loading
+    display.step(1, {}, 162.0)
+    assert terminal.getvalue() == "step 1/10  left 0:18\n"
+
+
 def test_time_left_follows_the_pace_of_recent_steps() -> None:
     # Steps 1 to 10 take 10 s each, 11 to 20 one second each: at 20 of 30, ten steps of one second are left.
     slow = [(step, {}, 100.0 + 10 * step) for step in range(1, 11)]
