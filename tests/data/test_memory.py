@@ -14,15 +14,15 @@ from rlflow.data.memory import keep_freed_memory
 
 
 def _fewest_faults_of_a_tensor() -> int:
-    """Pages that a 24 MB tensor faults in, after others as large were freed: 6,144 of 4 KB if they were handed back.
+    """Pages that a 64 MB tensor faults in, after others as large were freed: 16,384 of 4 KB if they were handed back.
 
-    The fewest of several: a freed piece may lack the few bytes that the next one's alignment wants, once or twice.
+    Glibc keeps up to 32 MB by itself. The fewest of several: a freed piece may lack the few bytes that the next one's alignment wants, once or twice.
     """
     assert keep_freed_memory()
     faults = []
     for _ in range(6):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(6 * 2**20)
+        torch.ones(16 * 2**20)
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return min(faults)
 
