@@ -16,7 +16,8 @@ from rlflow.data.memory import keep_freed_memory
 def _fewest_faults_of_a_tensor() -> int:
     """Pages that a 64 MB tensor faults in, after others as large were freed: 16,384 of 4 KB if they were handed back.
 
-    Glibc keeps up to 32 MB by itself. The fewest of several: a freed piece may lack the few bytes that the next one's alignment wants, once or twice.
+    Glibc keeps up to 32 MB by itself. The fewest of several: a freed piece may lack the few bytes that the next one's
+    alignment wants, once or twice.
     """
     assert keep_freed_memory()
     faults = []
