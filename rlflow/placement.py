@@ -21,9 +21,9 @@ def followed_role(module: RLModule, graph: Graph) -> str:
     Raises:
         UserError: No node trains one.
     """
-    for node in graph.order:
-        if node.kind == "train" and node.role in handles(module):
-            return node.role
+    for role in graph.trained_roles():
+        if role in handles(module):
+            return role
     raise UserError(f"no node of {type(module).__name__} trains a model; mark one @node(role=..., type='train')")
 
 
@@ -42,7 +42,7 @@ def layouts(module: RLModule, graph: Graph, world_size: int, tensor_parallel_siz
         )
     ranks = tuple(range(world_size))
     found = handles(module)
-    trained = [node.role for node in graph.order if node.kind == "train" and node.role is not None]
+    trained = graph.trained_roles()
     first = found[trained[0]].samples_per_update if trained else None
     result = {ROLLOUT: Layout(ranks, world_size // tensor_parallel_size, "groups")}
     for role in found:

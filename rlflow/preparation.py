@@ -164,7 +164,7 @@ def table(module: RLModule, data: PromptData, prepared: Prepared, world_size: in
         f"per step: {prompts} prompts x {module.group_size} = {samples} samples;"
         f" per rank about {prompts / world_size:g} prompts, {samples / world_size:g} samples",
     ]
-    for role in sorted({node.role for node in prepared.graph.order if node.kind == "train" and node.role}):
+    for role in sorted(prepared.graph.trained_roles()):
         updates = updates_per_step(module, role, prompts)
         of = handles(module)[role].samples_per_update or samples
         lines.append(

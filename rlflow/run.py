@@ -80,6 +80,8 @@ class Run:
         self._metrics = Metrics()
         self._samples: list[dict[str, Any]] = []
         self._summary: dict[str, Any] = {}
+        resolved = trainer.resolved_config
+        self._config = None if resolved is None else without_secrets(yaml.safe_load(resolved))
         self._resumed: Path | None = None
         self._progress: Progress | None = None
         if trainer.ckpt_path is not None:
@@ -168,9 +170,8 @@ class Run:
         goes_on = self._resumed is not None and self._resumed.is_relative_to(folder.path)
         if self._first and not goes_on:
             folder = RunFolder.open(path)
-            if self._trainer.resolved_config is not None:
-                config = without_secrets(yaml.safe_load(self._trainer.resolved_config))
-                folder.config.write_text(yaml.safe_dump(config, sort_keys=False))
+            if self._config is not None:
+                folder.config.write_text(yaml.safe_dump(self._config, sort_keys=False))
         self._strategy.barrier()
         return folder
 
@@ -180,14 +181,14 @@ class Run:
         for logger in self._loggers:
             logger.start(folder.path, first_step=self._done + 1 if self._progress else 0)
             stack.callback(logger.finish)
-            if self._trainer.resolved_config is not None:
-                logger.log_config(without_secrets(yaml.safe_load(self._trainer.resolved_config)))
+            if self._config is not None:
+                logger.log_config(self._config)
 
     def _build(self, folder: RunFolder, trace: Trace) -> Controller:
         trainer, prepared, strategy = self._trainer, self._prepared, self._strategy
         for line in table(self._module, self._data, prepared, self._transport.world_size, strategy.token_budget):
             self._console.say(line)
-        trained = {node.role for node in prepared.graph.order if node.kind == "train"}
+        trained = prepared.graph.trained_roles()
         for role, path in prepared.paths.items():
             per_step = updates_per_step(self._module, role, self._data.prompts_per_step) if role in trained else 0
             strategy.setup_role(role, handles(self._module)[role], path, prepared.steps * per_step or None)
@@ -264,7 +265,8 @@ class Run:
                 metrics |= after
             self._log(metrics, done, records=validates or done % trainer.log_every_n_steps == 0)
             controller.save(done)
-        if not trainer.fast_dev_run:
+        saved = trainer.save_every_n_steps is not None and done > self._done  # with the last checkpoint
+        if not saved and not trainer.fast_dev_run:
             self._save(folder)
         for callback in trainer.callbacks:
             callback.on_fit_end(trainer)
@@ -332,13 +334,12 @@ class Run:
         if every is None or self._trainer.fast_dev_run or (done % every and not ends):
             return
         self._save(folder)
-        trained = [node.role for node in self._prepared.graph.order if node.kind == "train" and node.role]
         progress = Progress(
             step=done,
             version=version,
             seed=self._trainer.seed,
             data=self._prepared.train.scan.digest,
-            updates={role: self._strategy.updates_done(role) for role in trained},
+            updates={role: self._strategy.updates_done(role) for role in self._prepared.graph.trained_roles()},
             before=self._before,
             module=self._module.state_dict(),
             callbacks=[callback.state_dict() for callback in self._trainer.callbacks],

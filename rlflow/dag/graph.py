@@ -64,6 +64,10 @@ class Graph:
         """The nodes that read `value`, in the order of execution."""
         return tuple(node for node in self.order if value in node.reads)
 
+    def trained_roles(self) -> tuple[str, ...]:
+        """The roles that train nodes train, each once, in the order of execution."""
+        return tuple(dict.fromkeys(node.role for node in self.order if node.kind == "train" and node.role is not None))
+
     def type_of(self, value: str) -> Any:
         """The annotated type of a value as its node declares it; `Batch` for `batch`."""
         return Batch if value == BATCH else self.nodes[value].returns
