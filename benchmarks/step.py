@@ -15,8 +15,7 @@ temperature 1; one update; two ranks of one thread; no reference model, no forwa
 - TRL's `GRPOTrainer`: two processes of one thread, transformers' `generate` (its vLLM does not run on a CPU), DDP, no
   gradient checkpointing. Micro-batches of 16 rows were faster than all 128 at once (`--trl-micro-batch`).
 
-TRL is no part of rlflow's installation: `pip install --no-deps -r requirements/trl.txt`, the rest of what it needs is
-there. Ratios are of medians within one run; a round runs the sides one after another. The last line is JSON.
+TRL is part of the developer's environment that `make setup` makes, not of rlflow's own needs. Ratios are of medians within one run; a round runs the sides one after another. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def main() -> None:
 def compare(given: argparse.Namespace) -> None:
     sides = [side for side in SIDES if not (side == "trl" and given.without_trl)]
     if "trl" in sides and importlib.util.find_spec("trl") is None:
-        sys.exit("TRL is not installed: `pip install --no-deps -r requirements/trl.txt`, or give --without-trl")
+        sys.exit("TRL is not installed: run this with the environment of `make setup`, or give --without-trl")
     seconds: dict[str, list[float]] = {}
     lengths: dict[str, list[float]] = {}
     for number in range(given.rounds):
