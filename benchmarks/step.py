@@ -15,7 +15,8 @@ temperature 1; one update; two ranks of one thread; no reference model, no forwa
 - TRL's `GRPOTrainer`: two processes of one thread, transformers' `generate` (its vLLM does not run on a CPU), DDP, no
   gradient checkpointing. Micro-batches of 16 rows were faster than all 128 at once (`--trl-micro-batch`).
 
-TRL is part of the developer's environment that `make setup` makes, not of rlflow's own needs. Ratios are of medians within one run; a round runs the sides one after another. The last line is JSON.
+TRL is part of the environment that `make setup` makes, not of rlflow's own needs. Ratios are of medians within one run;
+a round runs the sides one after another. The last line is JSON.
 """
 
 from __future__ import annotations
