@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.callbacks.callback import Callback
 from rlflow.dag.node import node
-from rlflow.data.batch import Batch, PerSample, PerToken, Ragged, Rollout, Scalar
+from rlflow.data.batch import Batch, Pairs, PerSample, PerToken, Ragged, Rollout, Scalar
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.models.handle import CausalLM, Optimizer
@@ -24,6 +24,7 @@ __all__ = [
     "Callback",
     "CausalLM",
     "Optimizer",
+    "Pairs",
     "PerSample",
     "PerToken",
     "PromptData",

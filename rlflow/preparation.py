@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import ROLLOUT
+from rlflow.dag.node import BATCH, ROLLOUT
 from rlflow.dag.planner import Plan, plan
+from rlflow.data.batch import Pairs
 from rlflow.data.layout import Layout
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import PromptData
@@ -96,6 +97,7 @@ def prepare(
         UserError: Something of this cannot work.
     """
     graph = read_graph(module)
+    _check_sides(module, graph, data)
     placed = layouts(module, graph, world_size, tensor_parallel_size)
     follows = followed_role(module, graph)
     paths = {role: resolve_model(handles(module)[role].model, scratch) for role in graph.roles() if role != ROLLOUT}
@@ -175,6 +177,21 @@ def table(module: RLModule, data: PromptData, prepared: Prepared, world_size: in
     if dropped:
         lines.append(f"dropped {dropped} overlong training rows")
     return lines
+
+
+def _check_sides(module: RLModule, graph: Graph, data: PromptData) -> None:
+    """Pairs have two responses, other rows one at most."""
+    name, paired = type(module).__name__, graph.type_of(BATCH) is Pairs
+    if paired and data.rejected is None:
+        raise UserError(
+            f"{name} reads `batch` as Pairs, and these are pairs without a rejected side: `data.rejected` is null; name"
+            " the column of the rejected response there, and that of the chosen one in `data.response`"
+        )
+    if not paired and data.rejected is not None:
+        raise UserError(
+            f"`data.rejected` is {data.rejected!r}, and {name} reads `batch` as Batch, whose rows have one response;"
+            " leave it out, or take an algorithm of pairs, such as DPO"
+        )
 
 
 def _steps(steps_per_epoch: int, max_steps: int | None, max_epochs: int | None) -> int:

@@ -170,9 +170,10 @@ class Controller:
     def _load(self, task: Load, step: int) -> None:
         layout = task.layout
         batch, ids = self._loader.batch(step, layout.shard(self._transport.rank), layout.shards)
-        tokens = batch.prompt_ids.lengths + batch.lengths
-        space = self._gather_space(BATCH, layout, step, ids=ids, groups=ids, lengths=batch.lengths, tokens=tokens)
-        self._buffer.put(BATCH, to_device(batch, self._strategy.root_device), Batch, space, layout)
+        lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)  # of pairs nothing is per token
+        space = self._gather_space(BATCH, layout, step, ids=ids, groups=ids, lengths=lengths, tokens=batch.tokens)
+        on_device = to_device(batch, self._strategy.root_device)
+        self._buffer.put(BATCH, on_device, self._graph.type_of(BATCH), space, layout)
 
     def _run_node(self, task: RunNode, step: int) -> None:
         node = self._graph.nodes[task.node_id]

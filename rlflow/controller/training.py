@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import Node
-from rlflow.data.batch import PerSample, take_rows
+from rlflow.data.batch import Pairs, PerSample, take_rows
 from rlflow.data.layout import Layout
 from rlflow.data.rows import RowSpace
 from rlflow.data.transport import Transport
@@ -84,8 +84,7 @@ class Training:
         mode, longest = self._module.loss_aggregation, self._module.max_response_length
         mini = self._take(values, rows)
         scored = _scored(mini)
-        per_sample = node.returns == PerSample
-        mask = scored.loss_mask.any(dim=1) if per_sample else scored.loss_mask
+        mask = _mask(scored, per_sample=node.returns == PerSample)
         total, most = self._agree(int(loss_count(mask, mode)), len(handle.plan.split(scored)))
         if total == 0:
             return  # nothing to learn from on any rank
@@ -134,11 +133,18 @@ def _check_shape(node: Node, loss: Tensor, mask: Tensor) -> None:
 
 
 def _scored(values: Mapping[str, Any]) -> Any:
-    """The one value that has a loss mask: the rows that the loss is of."""
-    found = [value for value in values.values() if dataclasses.is_dataclass(value) and _has_mask(value)]
-    assert len(found) == 1, f"a train node reads one value with a loss mask, not {len(found)}"
-    return found[0]
+    """The one value that has a loss mask, or is pairs: the rows that the loss is of. The graph's checks found it."""
+    (found,) = [value for value in values.values() if isinstance(value, Pairs) or _has_mask(value)]
+    return found
 
 
 def _has_mask(value: Any) -> bool:
-    return "loss_mask" in {field.name for field in dataclasses.fields(value)}
+    return dataclasses.is_dataclass(value) and "loss_mask" in {field.name for field in dataclasses.fields(value)}
+
+
+def _mask(scored: Any, per_sample: bool) -> Tensor:
+    """What the loss counts: tokens `[B, T]`, or samples `[B]` with a token; of pairs, each."""
+    if isinstance(scored, Pairs):
+        return torch.ones(len(scored.prompt_ids), dtype=torch.bool, device=scored.prompt_ids.lengths.device)
+    mask: Tensor = scored.loss_mask
+    return mask.any(dim=1) if per_sample else mask

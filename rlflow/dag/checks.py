@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
+from typing import Any
 
 from rlflow.dag.annotations import accepts, type_name
 from rlflow.dag.node import BATCH, ROLLOUT, Node
 from rlflow.dag.problems import Problem
-from rlflow.data.batch import Batch, PerToken, columns
+from rlflow.data.batch import Batch, Cut, Pairs, columns
 from rlflow.errors import did_you_mean
 
 
@@ -41,11 +42,43 @@ def mistyped(nodes: Mapping[str, Node]) -> Iterator[Problem]:
     for node in nodes.values():
         for value in node.inputs:
             source = nodes.get(value.name)
-            if value.name == BATCH and not accepts(value.annotation, Batch):
-                yield _problem(node, f"reads `batch` as {type_name(value.annotation)}, but it is a Batch. Correct it")
+            if value.name == BATCH and not _batch_types(value.annotation):
+                wrong = f"reads `batch` as {type_name(value.annotation)}, but it is a Batch, or Pairs"
+                yield _problem(node, f"{wrong}. Correct it")
             elif source is not None and source.kind != "train" and not accepts(value.annotation, source.returns):
                 made = f"`{value.name}` returns {type_name(source.returns)} ({source.place})"
                 yield _problem(node, f"reads `{value.name}` as {type_name(value.annotation)}, but {made}. Correct one")
+
+
+def mispaired(nodes: Mapping[str, Node], spaces: Mapping[str, str]) -> Iterator[Problem]:
+    """Nodes that read `batch` as another type than an earlier one does, or make tokens of pairs.
+
+    Args:
+        nodes: The graph's nodes.
+        spaces: The rows of each node's value, as far as they are known.
+    """
+    first: tuple[Node, type] | None = None
+    for node in nodes.values():
+        for value in node.inputs:
+            types = _batch_types(value.annotation) if value.name == BATCH else ()
+            if len(types) != 1:
+                continue
+            if first is None:
+                first = node, types[0]
+            elif types[0] is not first[1]:
+                other = f"`{first[0].id}` reads it as {first[1].__name__} ({first[0].place})"
+                yield _problem(node, f"reads `batch` as {types[0].__name__}, but {other}. Make them agree")
+    paired = type_of_batch(nodes) is Pairs
+    for node in nodes.values():
+        if paired and spaces.get(node.id) == BATCH and node.kind != "rollout" and _has_tokens(node):
+            text = f"returns {type_name(node.returns)} of pairs, and a pair has the tokens of two responses"
+            yield _problem(node, f"{text}. Return one number or vector for each pair, `-> PerSample`")
+
+
+def type_of_batch(nodes: Mapping[str, Node]) -> type:
+    """`Pairs` where a node reads `batch` as that, else `Batch`."""
+    types = [_batch_types(value.annotation) for node in nodes.values() for value in node.inputs if value.name == BATCH]
+    return Pairs if (Pairs,) in types else Batch
 
 
 def miscast(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Problem]:
@@ -66,11 +99,11 @@ def miscast(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Probl
 
 
 def unmasked(nodes: Mapping[str, Node]) -> Iterator[Problem]:
-    """Per-token losses that are not masked by exactly one of the values they read."""
+    """Train nodes that do not read exactly one value that says which rows their loss is of."""
     for node in nodes.values():
-        if node.kind != "train" or node.returns != PerToken:
+        if node.kind != "train":
             continue
-        masks = [name for name in node.reads if _has_mask(name, nodes)]
+        masks = [name for name in node.reads if _is_trained_on(name, nodes)]
         if len(masks) != 1:
             found = f"{len(masks)} values with a `loss_mask` ({', '.join(masks)})" if masks else "none"
             yield _problem(node, f"needs one value whose `loss_mask` masks its loss, and reads {found}. Read just one")
@@ -124,9 +157,21 @@ def _values(nodes: Mapping[str, Node]) -> str:
     return f" The values are {', '.join([BATCH, *nodes])}."
 
 
-def _has_mask(name: str, nodes: Mapping[str, Node]) -> bool:
-    made = Batch if name == BATCH else nodes[name].returns if name in nodes else None
-    return isinstance(made, type) and any(column.name == "loss_mask" for column in columns(made))
+def _batch_types(annotation: Any) -> tuple[type, ...]:
+    """Which of the two types of `batch` fit an annotation."""
+    return tuple(kind for kind in (Batch, Pairs) if accepts(annotation, kind))
+
+
+def _has_tokens(node: Node) -> bool:
+    return node.returns is not Any and any(column.cut is Cut.TOKEN for column in columns(node.returns))
+
+
+def _is_trained_on(name: str, nodes: Mapping[str, Node]) -> bool:
+    """Whether a value has a loss mask, or is pairs, all of which count."""
+    made = type_of_batch(nodes) if name == BATCH else nodes[name].returns if name in nodes else None
+    if not isinstance(made, type):
+        return False
+    return issubclass(made, Pairs) or any(column.name == "loss_mask" for column in columns(made))
 
 
 def _cycle(reads: Mapping[str, Sequence[str]]) -> list[str]:

@@ -10,7 +10,6 @@ from rlflow.dag import checks
 from rlflow.dag.methods import read_methods
 from rlflow.dag.node import BATCH, Input, Node
 from rlflow.dag.problems import GraphError, Problem
-from rlflow.data.batch import Batch
 from rlflow.errors import UserError
 
 __all__ = ["Graph", "GraphError", "Input", "Node", "Problem"]
@@ -50,6 +49,7 @@ class Graph:
             *methods.problems,
             *checks.missing(nodes, methods.removed, dir(module)),
             *checks.mistyped(nodes),
+            *checks.mispaired(nodes, spaces),
             *checks.miscast(nodes, roles),
             *checks.unmasked(nodes),
             *cycles,
@@ -69,8 +69,8 @@ class Graph:
         return tuple(dict.fromkeys(node.role for node in self.order if node.kind == "train" and node.role is not None))
 
     def type_of(self, value: str) -> Any:
-        """The annotated type of a value as its node declares it; `Batch` for `batch`."""
-        return Batch if value == BATCH else self.nodes[value].returns
+        """The annotated type of a value as its node declares it; of `batch` as its readers do: `Batch` or `Pairs`."""
+        return checks.type_of_batch(self.nodes) if value == BATCH else self.nodes[value].returns
 
     def roles(self) -> KeysView[str]:
         """The roles that nodes use, `rollout` included, in the order of declaration: alike on every rank."""

@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 class Cut(Enum):
@@ -63,6 +64,33 @@ class Ragged:
         values = torch.cat(chosen) if chosen else self.values[:0]
         return Ragged(values, self.lengths[index])
 
+    def followed_by(self, other: Ragged) -> Ragged:
+        """The rows of both, these first."""
+        return Ragged(torch.cat([self.values, other.values]), torch.cat([self.lengths, other.lengths]))
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Prompts and responses, as a model scores them.
+
+    Attributes:
+        prompt_ids: Token ids of each row's prompt.
+        response_ids: `[B, T]` int64, right-padded.
+        lengths: `[B]` int64, response tokens of each row.
+    """
+
+    prompt_ids: Ragged
+    response_ids: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def padded(cls, prompt_ids: Ragged, response_ids: Ragged) -> TokenRows:
+        """The responses right-padded with zeros, which nothing reads: the rows carry their lengths."""
+        rows = response_ids.rows()
+        values = response_ids.values
+        padded = pad_sequence(list(rows), batch_first=True) if rows else values.new_zeros(0, 0)
+        return cls(prompt_ids, padded, response_ids.lengths)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -81,6 +109,52 @@ class Batch:
     loss_mask: PerToken
     lengths: PerSample
     rows: Rows
+
+    @property
+    def tokens(self) -> Tensor:
+        """`[B]` int64, prompt and response tokens of each row."""
+        return self.prompt_ids.lengths + self.lengths
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Rows of the dataset that have two responses each, of which the chosen one was preferred.
+
+    A response ends with the end-of-sequence token. A model that scores both reads the prompt twice.
+
+    Attributes:
+        prompt_ids: Token ids of each prompt.
+        chosen_ids: Token ids of each chosen response.
+        rejected_ids: Token ids of each rejected response.
+        rows: The dataset's rows.
+    """
+
+    prompt_ids: Ragged
+    chosen_ids: Ragged
+    rejected_ids: Ragged
+    rows: Rows
+
+    @property
+    def chosen(self) -> TokenRows:
+        """`B` rows to score: each prompt with its chosen response."""
+        return TokenRows.padded(self.prompt_ids, self.chosen_ids)
+
+    @property
+    def rejected(self) -> TokenRows:
+        """`B` rows to score: each prompt with its rejected response."""
+        return TokenRows.padded(self.prompt_ids, self.rejected_ids)
+
+    @property
+    def both(self) -> TokenRows:
+        """`2 B` rows to score in one call: all `chosen`, then all `rejected`; `tensor_split(2)` parts what it gives."""
+        return TokenRows.padded(
+            self.prompt_ids.followed_by(self.prompt_ids), self.chosen_ids.followed_by(self.rejected_ids)
+        )
+
+    @property
+    def tokens(self) -> Tensor:
+        """`[B]` int64, what a model reads of each pair."""
+        return 2 * self.prompt_ids.lengths + self.chosen_ids.lengths + self.rejected_ids.lengths
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlflow.data.batch import Batch, Ragged
+from rlflow.data.batch import Batch, Pairs, Ragged
 from rlflow.data.prompts import Encoder, Example, PromptData
 from rlflow.data.scan import scan
 from rlflow.data.sources import Source
@@ -78,11 +78,12 @@ class Loader:
             )
         return self.size // self._data.prompts_per_step
 
-    def batch(self, step: int, shard: int, shards: int) -> tuple[Batch, Tensor]:
+    def batch(self, step: int, shard: int, shards: int) -> tuple[Batch | Pairs, Tensor]:
         """This shard's rows of step `step`, counted from the start of the run, and their ids.
 
         Returns:
-            The rows, and ids `[B]` int64: the row's place among all that the run draws.
+            The rows, `Pairs` where `data.rejected` is set, and ids `[B]` int64: the row's place among all that the run
+            draws.
         """
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
         drawn = self._data.prompts_per_step
@@ -91,7 +92,7 @@ class Loader:
         rows = self._order(epoch)[first + mine.start : first + mine.stop]
         return self._read(rows), torch.arange(mine.start, mine.stop) + step * drawn
 
-    def all(self, shard: int, shards: int) -> tuple[Batch, Tensor]:
+    def all(self, shard: int, shards: int) -> tuple[Batch | Pairs, Tensor]:
         """This shard of all kept rows in the order of the source, and their ids `[B]` int64, as for validation."""
         mine = share(self.size, shard, shards)
         return self._read(self._kept[mine.start : mine.stop]), torch.arange(mine.start, mine.stop)
@@ -104,8 +105,9 @@ class Loader:
         generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
         return self._kept[torch.randperm(self.size, generator=generator)]
 
-    def _read(self, rows: Tensor) -> Batch:
-        return collate(self._encode(self._source, rows.tolist()), self._pad)
+    def _read(self, rows: Tensor) -> Batch | Pairs:
+        examples = self._encode(self._source, rows.tolist())
+        return collate(examples, self._pad) if self._data.rejected is None else collate_pairs(examples)
 
 
 def share(count: int, shard: int, shards: int) -> range:
@@ -123,5 +125,15 @@ def collate(examples: Sequence[Example], pad: int) -> Batch:
         response_ids=padded,  # [B, T]
         loss_mask=torch.arange(padded.shape[1]) < lengths[:, None],
         lengths=lengths,
+        rows=[example.row for example in examples],
+    )
+
+
+def collate_pairs(examples: Sequence[Example]) -> Pairs:
+    """The examples as pairs, in their order."""
+    return Pairs(
+        prompt_ids=Ragged.from_lists([example.prompt_ids for example in examples]),
+        chosen_ids=Ragged.from_lists([example.response_ids for example in examples]),
+        rejected_ids=Ragged.from_lists([example.rejected_ids for example in examples]),
         rows=[example.row for example in examples],
     )

@@ -22,7 +22,9 @@ class PromptData:
         prompts_per_step: Prompts of one step, over all ranks. An epoch leaves out the rows that fill no step.
         prompt: Column of the prompt: a text, or with `chat_template` also a list of messages. Dots step into a column,
             as in `metadata.expression`.
-        response: Column of the response to learn, a text; None where responses are sampled.
+        response: Column of the response to learn, a text; None where responses are sampled. Beside `rejected`, of the
+            response that was chosen.
+        rejected: Column of the response that was rejected, a text, for algorithms that read `Pairs`; None for others.
         chat_template: Write prompts in the tokenizer's chat template, as the user's message.
         system_prompt: System message before each prompt; needs `chat_template`.
         max_prompt_length: Longest prompt, in tokens.
@@ -38,6 +40,7 @@ class PromptData:
         prompts_per_step: int = 32,
         prompt: str = "question",
         response: str | None = None,
+        rejected: str | None = None,
         chat_template: bool = False,
         system_prompt: str | None = None,
         max_prompt_length: int = 512,
@@ -53,6 +56,11 @@ class PromptData:
         }.items():
             if length is not None and length < 1:
                 raise UserError(f"`data.{name}` is {length}; it counts tokens, so give 1 or more")
+        if rejected is not None and response is None:
+            raise UserError(
+                f"`data.rejected` is {rejected!r} without `data.response`, the column of the response that was chosen;"
+                " set both"
+            )
         if system_prompt is not None and not chat_template:
             raise UserError(
                 "`system_prompt` is set without `chat_template`, which writes it; set `chat_template: true`"
@@ -62,6 +70,7 @@ class PromptData:
         self.prompts_per_step = prompts_per_step
         self.prompt = prompt
         self.response = response
+        self.rejected = rejected
         self.chat_template = chat_template
         self.system_prompt = system_prompt
         self.max_prompt_length = max_prompt_length
@@ -72,11 +81,12 @@ class PromptData:
 
 @dataclass(frozen=True)
 class Example:
-    """One row in tokens; `response_ids` ends with the end-of-sequence token, and is empty without a response column."""
+    """One row in tokens; a response ends with the end-of-sequence token, and is empty without its column."""
 
     row: dict[str, Any]
     prompt_ids: list[int]
     response_ids: list[int]
+    rejected_ids: list[int]
 
 
 class Encoder:
@@ -107,7 +117,8 @@ class Encoder:
         """The given rows of `source`, in that order.
 
         Raises:
-            UserError: A row lacks a column, or the column holds no text; the row's place is named.
+            UserError: A row lacks a column, the column holds no text, or the two responses of a pair are one; the
+                row's place is named.
         """
         if not rows:
             return []
@@ -119,8 +130,11 @@ class Encoder:
         for ids, place in zip(prompt_ids, places, strict=True):
             if not ids:
                 raise UserError(f"{place}: the prompt is empty, so nothing can follow it; remove the row")
-        response_ids = self._response_ids(values, places)
-        return [Example(*parts) for parts in zip(values, prompt_ids, response_ids, strict=True)]
+        response_ids = self._response_ids(self._data.response, values, places)
+        rejected_ids = self._response_ids(self._data.rejected, values, places)
+        if self._data.rejected is not None:
+            self._check_differ(response_ids, rejected_ids, places)
+        return [Example(*parts) for parts in zip(values, prompt_ids, response_ids, rejected_ids, strict=True)]
 
     def _prompt(self, row: dict[str, Any], place: str) -> str:
         prompt = _column(row, self._data.prompt, place)
@@ -151,13 +165,21 @@ class Encoder:
             raise UserError(f"{place}: the model's chat template refuses the messages ({one_line(error)})") from error
         return cast(str, chat)
 
-    def _response_ids(self, rows: list[dict[str, Any]], places: list[str]) -> list[list[int]]:
-        column = self._data.response
+    def _response_ids(self, column: str | None, rows: list[dict[str, Any]], places: list[str]) -> list[list[int]]:
         if column is None:
             return [[] for _ in rows]
         texts = [_text(_column(row, column, place), column, place) for row, place in zip(rows, places, strict=True)]
         ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [[*response, self._tokenizer.eos_token_id] for response in ids]
+
+    def _check_differ(self, chosen: list[list[int]], rejected: list[list[int]], places: list[str]) -> None:
+        for one, other, place in zip(chosen, rejected, places, strict=True):
+            if one == other:
+                text = self._tokenizer.decode(one[:-1])
+                raise UserError(
+                    f"{place}: columns `{self._data.response}` and `{self._data.rejected}` are both {text!r:.60}, and a"
+                    " pair is two responses; mend or remove the row"
+                )
 
 
 def _column(row: dict[str, Any], path: str, place: str) -> Any:

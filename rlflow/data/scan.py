@@ -66,13 +66,13 @@ def scan(source: Source, data: PromptData, encode: Encoder) -> Scan:
         for row, example in zip(rows, encode(source, rows), strict=True):
             _check_json(example, source, row)
             longest_prompt = max(longest_prompt, len(example.prompt_ids))
-            longest_response = max(longest_response, len(example.response_ids))
+            longest_response = max(longest_response, _longest_response(example))
             if _is_overlong(example, data):
                 dropped.append(row)
             else:
                 kept.append(row)
-                prompt, response = example.prompt_ids, example.response_ids
-                digest.update(array("q", [len(prompt), len(response), *prompt, *response]))
+                prompt, response, rejected = example.prompt_ids, example.response_ids, example.rejected_ids
+                digest.update(array("q", [len(prompt), len(response), *prompt, *response, *rejected]))
     places = tuple(source.where(row) for row in dropped[:SHOWN])
     if dropped and (data.overlong == "error" or not kept):
         limits = f"`data.max_prompt_length` {data.max_prompt_length}"
@@ -91,8 +91,12 @@ def scan(source: Source, data: PromptData, encode: Encoder) -> Scan:
 def _is_overlong(example: Example, data: PromptData) -> bool:
     response_limit = data.max_response_length
     return len(example.prompt_ids) > data.max_prompt_length or (
-        response_limit is not None and len(example.response_ids) > response_limit
+        response_limit is not None and _longest_response(example) > response_limit
     )
+
+
+def _longest_response(example: Example) -> int:
+    return max(len(example.response_ids), len(example.rejected_ids))
 
 
 def _check_json(example: Example, source: Source, row: int) -> None:

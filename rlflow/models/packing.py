@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rlflow.data.batch import PerToken, Ragged
+from rlflow.data.batch import PerToken, Ragged, TokenRows
 from rlflow.errors import UserError
 
 
@@ -31,15 +31,6 @@ class Responses(Protocol):
     @property
     def lengths(self) -> Tensor:
         """`[B]` int64, response tokens of each row."""
-
-
-@dataclass(frozen=True)
-class TokenRows:
-    """Just what scoring needs of its rows; the fields are those of `Responses`."""
-
-    prompt_ids: Ragged
-    response_ids: Tensor
-    lengths: Tensor
 
 
 def take(rows: Responses, index: Tensor) -> TokenRows:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlflow.data.batch import Ragged
+from rlflow.data.batch import Ragged, TokenRows
 from rlflow.errors import UserError
 from rlflow.models.attention import PACKED_ATTENTION, register_packed_attention
 from rlflow.models.linear import use_onednn
 from rlflow.models.logprobs import TokenHead
-from rlflow.models.packing import TokenRows, pack
+from rlflow.models.packing import pack
 
 
 class ScoringModel(nn.Module):

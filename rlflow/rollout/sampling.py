@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rlflow.data.batch import Batch, Rollout
+from rlflow.data.batch import Batch, Pairs, Rollout
 from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, sampling_seed
 
 
 def sample(
     engine: RolloutEngine,
-    batch: Batch,
+    batch: Batch | Pairs,
     ids: Sequence[int],
     n: int,
     sampling: Sampling,

@@ -14,10 +14,9 @@ from lightning.fabric.strategies.strategy import Strategy
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from rlflow.data.batch import Ragged
+from rlflow.data.batch import Ragged, TokenRows
 from rlflow.errors import UserError
 from rlflow.models.handle import CausalLM, ForwardPlan, Optimizer
-from rlflow.models.packing import TokenRows
 from rlflow.models.scoring import ScoringModel
 
 SAVE_BUCKET_BYTES = 256 * 2**20

@@ -13,7 +13,7 @@ import torch
 
 from rlflow.dag.graph import Graph, GraphError, Problem
 from rlflow.dag.node import node
-from rlflow.data.batch import Batch, PerSample, PerToken, Rollout, Scalar
+from rlflow.data.batch import Batch, Pairs, PerSample, PerToken, Rollout, Scalar
 from rlflow.errors import UserError
 from tests.dag.modules import GRPO, ROLES, SFT, ReMax
 
@@ -297,7 +297,7 @@ def test_the_batch_is_a_batch() -> None:
     class Module(SFT):
         def actor_loss(self, batch: Rollout) -> PerToken: ...
 
-    assert problems(Module()) == ["`actor_loss` reads `batch` as Rollout, but it is a Batch. Correct it"]
+    assert problems(Module()) == ["`actor_loss` reads `batch` as Rollout, but it is a Batch, or Pairs. Correct it"]
 
 
 def test_a_value_that_cannot_be_cut_is_refused() -> None:
@@ -386,6 +386,61 @@ def test_one_number_of_another_rollout_may_be_read() -> None:
         def advantages(self, rewards: PerSample, mean_length: Scalar) -> PerSample: ...
 
     assert Graph.read(Module(), ROLES).nodes["advantages"].space == "rollout"
+
+
+class DPO:
+    @node(role="reference")
+    def ref_logprobs(self, batch: Pairs) -> PerSample: ...
+
+    @node(role="actor", type="train")
+    def actor_loss(self, batch: Pairs, ref_logprobs: PerSample) -> PerSample: ...
+
+
+def test_the_readers_of_batch_say_whether_it_is_pairs() -> None:
+    class Indifferent(DPO):
+        @node
+        def a(self, batch: Any) -> PerSample: ...
+
+    assert Graph.read(Indifferent(), ROLES).type_of("batch") is Pairs
+    assert Graph.read(SFT(), ROLES).type_of("batch") is Batch
+
+
+def test_the_readers_of_batch_agree_on_its_type() -> None:
+    class Module(DPO):
+        @node
+        def a(self, batch: Batch) -> PerSample: ...
+
+    (problem,) = problems(Module())
+    assert problem.startswith("`a` reads `batch` as Batch, but `ref_logprobs` reads it as Pairs (")
+    assert problem.endswith("). Make them agree")
+
+
+def test_nothing_of_a_pair_is_per_token() -> None:
+    class Module(DPO):
+        @node
+        def a(self, ref_logprobs: PerSample) -> PerToken: ...
+
+        @node(role="actor", type="train")
+        def actor_loss(self, batch: Pairs, ref_logprobs: PerSample) -> PerToken: ...
+
+    of_pairs = "returns PerToken of pairs, and a pair has the tokens of two responses"
+    assert problems(Module()) == [
+        f"`{name}` {of_pairs}. Return one number or vector for each pair, `-> PerSample`"
+        for name in ("a", "actor_loss")
+    ]
+
+
+def test_a_loss_per_sample_says_too_which_rows_it_is_of() -> None:
+    class Module(SFT):
+        @node
+        def lengths(self, batch: Batch) -> PerSample: ...
+
+        @node(role="actor", type="train")
+        def actor_loss(self, lengths: PerSample) -> PerSample: ...
+
+    assert problems(Module()) == [
+        "`actor_loss` needs one value whose `loss_mask` masks its loss, and reads none. Read just one"
+    ]
 
 
 def test_a_rollout_node_reads_prompts_only() -> None:

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlflow.data.batch import PerSample, PerToken, Ragged
+from rlflow.data.batch import Pairs, PerSample, PerToken, Ragged
 from rlflow.data.buffer import DataBuffer
 from rlflow.data.layout import Layout
+from rlflow.data.loader import collate_pairs
+from rlflow.data.prompts import Example
 from rlflow.data.rows import RowSpace
 from rlflow.data.transport import Transport
 from tests.data.everything import Everything, differences, everything
@@ -290,3 +292,27 @@ def test_values_issued_in_one_order_may_be_read_in_any(ranks2: RankPool) -> None
 def test_a_space_of_no_row_and_of_one_row_travels(ranks2: RankPool, rows: int) -> None:
     case = Case(TWO, Layout((0, 1), 2, "balanced", 4), ((0,) if rows else (), ()), 1, (5,) * rows)
     _check_all_rows_arrive(ranks2, case)
+
+
+def _pairs_by_cost() -> list[tuple[list[int], list[int], list[int], dict[str, int]]]:
+    """The prompt, chosen, rejected ids and row of the pairs that a rank reads balanced; each rank made two of four."""
+    chosen, rejected = (2, 90, 3, 1), (99, 4, 1, 2)  # response tokens: pairs 0 and 1 are dear, each by another side
+    ids = torch.tensor([0, 1] if dist.get_rank() == 0 else [2, 3])
+    examples = [Example({"number": i}, [i] * (i + 1), [i] * chosen[i], [10 + i] * rejected[i]) for i in ids.tolist()]
+    pairs = collate_pairs(examples)
+    nothing = torch.zeros_like(ids)
+    space = RowSpace.gather("batch", _transport(), TWO, ids=ids, groups=ids, lengths=nothing, tokens=pairs.tokens)
+    buffer, balanced = DataBuffer(_transport()), Layout((0, 1), 2, "balanced")
+    buffer.put("batch", pairs, Pairs, space, TWO)
+    buffer.issue("batch", balanced)
+    read: Pairs = buffer.get("batch", balanced)
+    columns = [[row.tolist() for row in ids.rows()] for ids in (read.prompt_ids, read.chosen_ids, read.rejected_ids)]
+    return list(zip(*columns, read.rows, strict=True))
+
+
+def test_pairs_travel_whole_and_are_balanced_by_the_tokens_of_both_responses(ranks2: RankPool) -> None:
+    def pair(i: int, chosen: int, rejected: int) -> tuple[list[int], list[int], list[int], dict[str, int]]:
+        return [i] * (i + 1), [i] * chosen, [10 + i] * rejected, {"number": i}
+
+    # Tokens: 0: 2 + 2 + 99 = 103; 1: 4 + 90 + 4 = 98; 2: 6 + 3 + 1 = 10; 3: 8 + 1 + 2 = 11. So 0 with 2, 1 with 3.
+    assert ranks2.run(_pairs_by_cost) == [[pair(0, 2, 99), pair(2, 3, 1)], [pair(1, 90, 4), pair(3, 1, 2)]]

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlflow.data.batch import Pairs
 from rlflow.data.loader import Loader, share
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
@@ -194,3 +195,31 @@ def test_a_scan_of_several_chunks_misses_no_row() -> None:
     data = loader(numbered(2500), prompts_per_step=2500, shuffle=False)
 
     assert dealt(data, 0, 1) == list(range(2500))
+
+
+PAIRED = {"response": "good", "rejected": "bad"}
+
+
+def test_rows_with_a_rejected_response_are_pairs() -> None:
+    rows = [{"question": "ab", "good": "xyz", "bad": ""}, {"question": "c", "good": "", "bad": "x"}]
+    pairs, ids = loader(rows, prompts_per_step=2, shuffle=False, **PAIRED).batch(0, 0, 1)
+
+    assert isinstance(pairs, Pairs)
+    assert [ids.tolist() for ids in pairs.prompt_ids.rows()] == [[97, 98], [99]]
+    assert [ids.tolist() for ids in pairs.chosen_ids.rows()] == [[120, 121, 122, 0], [0]]
+    assert [ids.tolist() for ids in pairs.rejected_ids.rows()] == [[0], [120, 0]]
+    assert pairs.rows == rows
+    assert ids.tolist() == [0, 1]
+
+
+def test_the_longer_response_of_a_pair_must_fit() -> None:
+    rows = [{"question": "a", "good": good, "bad": bad} for good, bad in (("12", "1234"), ("1234", "1"), ("1", "12"))]
+    data = loader(rows, prompts_per_step=1, max_response_length=4, overlong="drop", **PAIRED)
+
+    assert str(data.scan) == "listed: 1 of 3 rows kept; 2 too long, such as listed, row 0, listed, row 1"
+    assert data.scan.longest_response == 5
+
+
+def test_the_digest_tells_rejected_responses_apart() -> None:
+    digests = {loader([{"question": "a", "good": "b", "bad": bad}], **PAIRED).scan.digest for bad in ("c", "d", "cc")}
+    assert len(digests) == 3

@@ -46,6 +46,33 @@ def test_a_response_ends_with_the_end_of_sequence_token() -> None:
     assert encode({"question": "1+1=", "answer": "2"}, response="answer").response_ids == [ord("2"), 0]
 
 
+def test_a_rejected_response_ends_with_the_end_of_sequence_token_too() -> None:
+    example = encode({"question": "1+1=", "good": "2", "bad": "11"}, response="good", rejected="bad")
+
+    assert (example.response_ids, example.rejected_ids) == ([*codes("2"), 0], [*codes("11"), 0])
+
+
+def test_a_pair_of_equal_responses_is_named() -> None:
+    with pytest.raises(UserError) as raised:
+        encode({"question": "1+1=", "good": "2", "bad": "2"}, response="good", rejected="bad")
+
+    assert str(raised.value) == (
+        "listed, row 0: columns `good` and `bad` are both '2', and a pair is two responses; mend or remove the row"
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"question": "1+1=", "good": "2"}, "listed, row 0 has no column `bad`; columns found: question, good"),
+        ({"question": "1+1=", "good": "2", "bad": None}, "listed, row 0: column `bad` is None, not a text"),
+    ],
+)
+def test_a_rejected_response_that_is_none_is_named(row: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        encode(row, response="good", rejected="bad")
+
+
 def test_without_a_response_column_there_is_no_response() -> None:
     assert encode({"question": "1+1=", "answer": "2"}).response_ids == []
 
@@ -140,7 +167,11 @@ def test_a_tokenizer_without_an_end_cannot_end_responses() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "complaint"),
-    [({"prompts_per_step": 0}, "`prompts_per_step` is 0"), ({"system_prompt": "x"}, "set `chat_template: true`")],
+    [
+        ({"prompts_per_step": 0}, "`prompts_per_step` is 0"),
+        ({"system_prompt": "x"}, "set `chat_template: true`"),
+        ({"rejected": "bad"}, "`data.rejected` is 'bad' without `data.response`"),
+    ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
