@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,3 +39,10 @@ def ranks3() -> Iterator[RankPool]:
 def ranks4() -> Iterator[RankPool]:
     """Four real processes joined by gloo."""
     yield from _pool(4)
+
+
+@pytest.fixture(scope="session")
+def known() -> dict[str, Any]:
+    """The known answers of the pure functions, by name; each says its source."""
+    answers: dict[str, Any] = json.loads((Path(__file__).parent / "known_answers.json").read_text())
+    return answers

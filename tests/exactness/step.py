@@ -25,7 +25,7 @@ from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, SyncRepor
 from rlflow.run import Run
 from rlflow.strategies import DeepSpeedStrategy, SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
-from tests.reference.grpo_float64 import Objective
+from tests.reference.policy_float64 import Objective
 
 PROMPTS, GROUP, LONGEST = 5, 3, 12  # 15 samples: no number of ranks but 1 divides them
 LR = 0.05
@@ -138,7 +138,7 @@ def one_step(recording: Recording, setting: Setting, scratch: Path) -> Outcome:
         clip_low=objective.clip_low,
         clip_high=objective.clip_high,
         dual_clip=objective.dual_clip,
-        normalize_std=objective.normalize_std,
+        normalize_std=objective.advantages == "grpo",
         loss_aggregation=objective.loss_aggregation,  # type: ignore[arg-type]
         samples_per_update=None if objective.dual_clip is None else PROMPTS * GROUP,  # keeps the node `old_logprobs`
     )

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from rlflow.models.tiny import write_tiny_model
 from tests.exactness.step import GROUP, LONGEST, LR, OBJECTIVE, PROMPTS, Recording, Setting, one_step
 from tests.ranks import RankPool
-from tests.reference.grpo_float64 import Objective, Sample, grpo_update
+from tests.reference.policy_float64 import Folders, Objective, Sample, policy_update
 from tests.reference.update import Step, Update
 
 FLOAT32 = 1e-5  # norm of the difference over the norm
@@ -64,7 +64,7 @@ def truth(recording: Recording) -> Truth:
     def update(objective: Objective) -> Update:
         old = [replace(sample, old_logprobs=sample.rollout_logprobs) for sample in samples]
         given = samples if objective.dual_clip is None else old
-        return grpo_update(recording.policy, given, objective, Step(lr=LR), recording.reference)
+        return policy_update(recording.policy, given, objective, Step(lr=LR), Folders(recording.reference))
 
     return update
 
@@ -116,7 +116,7 @@ def test_every_loss_aggregation_is_that_of_the_whole_batch_over_ranks(
 @pytest.mark.parametrize(
     "objective",
     [
-        replace(OBJECTIVE, normalize_std=False),
+        replace(OBJECTIVE, advantages="dr_grpo"),
         replace(OBJECTIVE, kl_kind="k1"),
         replace(OBJECTIVE, kl_kind="k2"),
         replace(OBJECTIVE, dual_clip=1.1),

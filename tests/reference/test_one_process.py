@@ -21,7 +21,7 @@ from rlflow.functional import (
 )
 from rlflow.models.handle import CausalLM, Optimizer
 from rlflow.strategies.single import SingleProcess
-from tests.reference.grpo_float64 import Objective, Sample, grpo_update
+from tests.reference.policy_float64 import Folders, Objective, Sample, policy_update
 from tests.reference.test_references import assert_same, padded, ragged_samples, write_model
 from tests.reference.update import Step
 
@@ -37,7 +37,7 @@ def test_an_update_of_grpo_in_any_micro_batches_is_that_of_the_reference(
     policy, reference = write_model(tmp_path / "policy", seed=0), write_model(tmp_path / "reference", seed=1)
     objective = Objective(clip_high=0.28, kl_coef=0.1, temperature=0.8, loss_aggregation=mode)
     samples = ragged_samples()
-    expected = grpo_update(policy, samples, objective, Step(lr=LR), reference)
+    expected = policy_update(policy, samples, objective, Step(lr=LR), Folders(reference))
 
     strategy = SingleProcess("fp64", token_budget, packing)
     Fabric(accelerator="cpu", devices=1, strategy=strategy).launch()

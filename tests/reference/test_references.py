@@ -20,7 +20,7 @@ from rlflow.functional import (
     kl_estimate,
     ppo_clip_loss,
 )
-from tests.reference.grpo_float64 import Objective, Sample, grpo_update
+from tests.reference.policy_float64 import Folders, Objective, Sample, policy_update
 from tests.reference.sft_float64 import Example, sft_update
 from tests.reference.update import Step, Update, load_float64
 
@@ -113,7 +113,7 @@ def functional_gradient(
     mask = padded([[int(m) for m in s.mask] for s in samples]).bool()
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
     group = torch.tensor([s.group for s in samples])
-    advantages = group_normalized_advantages(rewards, group, objective.normalize_std, objective.eps)
+    advantages = group_normalized_advantages(rewards, group, objective.advantages == "grpo", objective.eps)
     logprobs = padded_logprobs(model, samples, objective.temperature)
     old, weights = logprobs.detach(), torch.ones_like(logprobs)
     if samples[0].old_logprobs is not None:
@@ -145,7 +145,7 @@ def assert_same(update: Update, loss: float, gradient: dict[str, Tensor], tolera
     [
         Objective(),
         Objective(clip_low=0.1, clip_high=0.28, dual_clip=3.0, loss_aggregation="sequence-mean-token-mean"),
-        Objective(normalize_std=False, loss_aggregation="constant", max_response_length=12, temperature=0.7),
+        Objective(advantages="dr_grpo", loss_aggregation="constant", max_response_length=12, temperature=0.7),
         Objective(kl_coef=0.1, kl_kind="k1", loss_aggregation="sequence-mean-token-sum"),
         Objective(kl_coef=0.1, kl_kind="k2", importance_high=1.1),
         Objective(kl_coef=0.1, kl_kind="k3", temperature=1.3),
@@ -156,20 +156,20 @@ def assert_same(update: Update, loss: float, gradient: dict[str, Tensor], tolera
 def test_the_pure_functions_on_a_padded_batch_give_the_update_of_the_reference(
     policy: Path, reference: Path, samples: list[Sample], objective: Objective
 ) -> None:
-    update = grpo_update(policy, samples, objective, reference_folder=reference)
+    update = policy_update(policy, samples, objective, folders=Folders(reference=reference))
     assert_same(update, *functional_gradient(policy, reference, samples, objective), tolerance=1e-10)
 
 
 def test_the_loss_on_policy_is_known_without_a_model(policy: Path) -> None:
     # The ratio is 1, so the loss is minus the mean advantage of tokens: advantages +-1/sqrt(2) of 1 and 3 tokens.
     samples = [Sample([1], [2], 1.0, 0), Sample([1], [3, 4, 5], 0.0, 0)]
-    update = grpo_update(policy, samples, Objective(eps=0.0))
+    update = policy_update(policy, samples, Objective(eps=0.0))
     assert_close(update.loss, -(0.5**0.5) * (1 - 3) / 4, rtol=1e-14, atol=0)
 
 
 def test_equal_rewards_have_a_gradient_of_exactly_zero(policy: Path) -> None:
     samples = [dataclasses.replace(s, reward=0.7) for s in on_policy(ragged_samples())]
-    assert grpo_update(policy, samples).gradient_norm == 0.0
+    assert policy_update(policy, samples).gradient_norm == 0.0
 
 
 def test_the_gradient_of_sft_is_the_slope_of_its_loss(policy: Path, tmp_path: Path) -> None:

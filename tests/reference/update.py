@@ -1,4 +1,4 @@
-"""Logprobs of single responses, the mean over a batch of them, and one optimizer step from the gradient."""
+"""Scores of single responses, the mean over a batch of them, and one optimizer step from the gradient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,48 @@ def load_float64(folder: str | Path) -> PreTrainedModel:
     return model.eval()
 
 
+def load_classifier_float64(folder: str | Path) -> PreTrainedModel:
+    """The sequence classification model with one label in `folder`, in float64, without dropout."""
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="sdpa", num_labels=1
+    )
+    return model.eval()
+
+
+def response_scores(
+    model: PreTrainedModel, prompt_ids: Sequence[int], response_ids: Sequence[int], temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Logprob of each token of one response, and entropy of the distribution it was drawn from, `[T]` each.
+
+    Of `softmax(logits / temperature)` at the position before the token.
+    """
+    ids = torch.tensor([[*prompt_ids, *response_ids]])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1]  # [T, V]
+    logprobs = (logits / temperature).log_softmax(dim=-1)
+    entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
+    return logprobs[range(len(response_ids)), list(response_ids)], entropy
+
+
 def response_logprobs(
     model: PreTrainedModel, prompt_ids: Sequence[int], response_ids: Sequence[int], temperature: float
 ) -> Tensor:
-    """Logprob of each token of one response, `[T]`: `log_softmax(logits / temperature)` at the position before it."""
+    """The first of `response_scores`."""
+    return response_scores(model, prompt_ids, response_ids, temperature)[0]
+
+
+def response_values(
+    model: PreTrainedModel, prompt_ids: Sequence[int], response_ids: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Value before each token of one response `[T]`, and after the last one, 0-dim: the head on the hidden states."""
     ids = torch.tensor([[*prompt_ids, *response_ids]])
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1]  # [T, V]
-    return (logits / temperature).log_softmax(dim=-1)[range(len(response_ids)), list(response_ids)]
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]  # [P + T, H]
+    values = model.score(hidden)[len(prompt_ids) - 1 :, 0]
+    return values[:-1], values[-1]
+
+
+def response_score(model: PreTrainedModel, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Tensor:
+    """Score of one response, 0-dim: what transformers says of the whole sequence, which it reads at its last token."""
+    return model(input_ids=torch.tensor([[*prompt_ids, *response_ids]]), use_cache=False).logits[0, 0]
 
 
 def mean_loss(losses: Sequence[Tensor], masks: Sequence[Sequence[bool]], mode: str, max_length: int | None) -> Tensor:

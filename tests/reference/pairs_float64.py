@@ -1,0 +1,69 @@
+"""One update by pairs of responses of which one was preferred: DPO, and a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tests.reference.update import (
+    DEFAULT_STEP,
+    Step,
+    Update,
+    load_classifier_float64,
+    load_float64,
+    one_update,
+    response_logprobs,
+    response_score,
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One prompt with two responses, end-of-sequence tokens included."""
+
+    prompt_ids: Sequence[int]
+    chosen_ids: Sequence[int]
+    rejected_ids: Sequence[int]
+
+
+def dpo_update(
+    folder: str | Path, reference: str | Path, pairs: Sequence[Pair], beta: float, step: Step = DEFAULT_STEP
+) -> Update:
+    """`-log sigmoid(beta log(pi(c) ref(r) / (pi(r) ref(c))))`, its mean over the pairs: arXiv 2305.18290, equation 7.
+
+    Args:
+        folder: The policy, in Hugging Face form.
+        reference: The reference policy.
+        pairs: The batch.
+        beta: Weight of the divergence from the reference.
+        step: Settings of the optimizer.
+    """
+    policy, ref = load_float64(folder), load_float64(reference)
+    losses = []
+    for pair in pairs:
+        margin = torch.zeros((), dtype=torch.float64)
+        for sign, response in ((1, pair.chosen_ids), (-1, pair.rejected_ids)):
+            with torch.no_grad():
+                given = response_logprobs(ref, pair.prompt_ids, response, 1.0).sum()
+            margin = margin + sign * (response_logprobs(policy, pair.prompt_ids, response, 1.0).sum() - given)
+        losses.append(torch.log(1 + torch.exp(-beta * margin)))
+    return one_update(policy, torch.stack(losses).mean(), step)
+
+
+def reward_model_update(folder: str | Path, pairs: Sequence[Pair], step: Step = DEFAULT_STEP) -> Update:
+    """`-log(exp s(c) / (exp s(c) + exp s(r)))`, its mean over the pairs: InstructGPT, arXiv 2203.02155, equation 1.
+
+    Args:
+        folder: The reward model, in Hugging Face form.
+        pairs: The batch.
+        step: Settings of the optimizer.
+    """
+    model = load_classifier_float64(folder)
+    losses = []
+    for pair in pairs:
+        scores = [response_score(model, pair.prompt_ids, ids) for ids in (pair.chosen_ids, pair.rejected_ids)]
+        losses.append(-torch.log_softmax(torch.stack(scores), dim=0)[0])
+    return one_update(model, torch.stack(losses).mean(), step)

@@ -1,0 +1,345 @@
+"""One update of a policy by its own samples: any advantage with any surrogate, KL and entropy terms, and PPO's critic.
+
+The parts are those of the papers, in `advantages_float64` and `surrogates_float64`; here they are put together over
+the samples of one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.reference import advantages_float64 as worth
+from tests.reference import surrogates_float64 as surrogates
+from tests.reference.update import (
+    DEFAULT_STEP,
+    Step,
+    Update,
+    load_classifier_float64,
+    load_float64,
+    mean_loss,
+    one_update,
+    response_logprobs,
+    response_score,
+    response_scores,
+    response_values,
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sampled response.
+
+    Attributes:
+        prompt_ids: Token ids, at least one.
+        response_ids: Token ids, the end-of-sequence token included.
+        reward: Of the response, by its verifier.
+        group: Which prompt it answers.
+        loss_mask: Which tokens of the response count; None is all.
+        rollout_logprobs: The engine's; None leaves the importance weights out.
+        old_logprobs: The policy's at the start of the step; None for those of the policy that is being updated.
+        finished: Whether it ended by itself.
+        greedy_reward: Of the greedy response to the same prompt, for ReMax.
+        old_values: The critic's before each token at the start of the step; None for those of the critic given.
+    """
+
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    reward: float
+    group: int
+    loss_mask: Sequence[bool] | None = None
+    rollout_logprobs: Sequence[float] | None = None
+    old_logprobs: Sequence[float] | None = None
+    finished: bool = True
+    greedy_reward: float | None = None
+    old_values: Sequence[float] | None = None
+
+    @property
+    def mask(self) -> list[bool]:
+        return [True] * len(self.response_ids) if self.loss_mask is None else [bool(m) for m in self.loss_mask]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Settings of the loss, named as in the algorithms.
+
+    Attributes:
+        advantages: `grpo`, `dr_grpo`, `rloo`, `opo`, `gpg`, `remax`, `reinforce++`, `reinforce++ baseline`, `gae` or
+            `distillation`.
+        surrogate: `ppo`, `policy gradient`, `cispo`, `cpgd`, `gspo` or `gmpo`.
+        eps: Added to the deviation in GRPO's advantages.
+        clip_low: Lower clip range of the ratio.
+        clip_high: Upper clip range of the ratio.
+        dual_clip: Bound of the ratio where the advantage is negative; None is off.
+        drift_coef: Weight of CPGD's drift.
+        kl_coef: Weight of the divergence from the reference.
+        kl_kind: As in `surrogates_float64.divergence`.
+        kl_in_reward: The divergence of the old policy is taken off the reward, instead of standing in the loss.
+        entropy_coef: Weight of the entropy.
+        importance_level: As in `surrogates_float64.importance`.
+        importance_mode: As there.
+        importance_low: As there.
+        importance_high: As there.
+        overlong_buffer: Tokens before `max_response_length` over which DAPO's penalty grows; None is off.
+        mask_truncated: Leave responses that did not end by themselves out of the loss, not out of their group.
+        reward_model_coef: Weight of the reward model's score.
+        gamma: Discount.
+        lam: Decay of the advantage estimation.
+        value_clip: Clip range of the critic's values; None is off.
+        bootstrap: Take the critic's value after a response that did not end by itself; else 0.
+        loss_aggregation: As in `mean_loss`.
+        max_response_length: The divisor of the `constant` aggregation.
+        temperature: Of sampling.
+    """
+
+    advantages: str = "grpo"
+    surrogate: str = "ppo"
+    eps: float = 1e-6
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    drift_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl_kind: str = "k3"
+    kl_in_reward: bool = False
+    entropy_coef: float = 0.0
+    importance_level: str = "token"
+    importance_mode: str = "truncate"
+    importance_low: float = 0.5
+    importance_high: float = 2.0
+    overlong_buffer: int | None = None
+    mask_truncated: bool = False
+    reward_model_coef: float = 1.0
+    gamma: float = 1.0
+    lam: float = 0.95
+    value_clip: float | None = 0.2
+    bootstrap: bool = False
+    loss_aggregation: str = "token-mean"
+    max_response_length: int | None = None
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Models in Hugging Face form.
+
+    Attributes:
+        reference: The policy that a divergence is taken from, or the teacher of a distillation.
+        reward_model: Its score is added to the reward.
+        critic: Of PPO.
+    """
+
+    reference: Path | None = None
+    reward_model: Path | None = None
+    critic: Path | None = None
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What is known of a sample before the update, of the tokens that count alone.
+
+    Attributes:
+        sample: As recorded.
+        counted: The positions of those tokens.
+        reward: Of the whole response.
+        new: Logprobs of the policy in training, with a gradient.
+        entropy: Of its distribution at each token, with a gradient.
+        old: Logprobs of the old policy.
+        ref: Logprobs of the reference; None without one.
+        rewards: Of each token; their sum is the reward less the penalties.
+    """
+
+    sample: Sample
+    counted: list[int]
+    reward: float
+    new: list[Tensor]
+    entropy: list[Tensor]
+    old: list[float]
+    ref: list[float] | None
+    rewards: list[float]
+
+
+def policy_update(
+    folder: str | Path,
+    samples: Sequence[Sample],
+    objective: Objective = Objective(),
+    step: Step = DEFAULT_STEP,
+    folders: Folders = Folders(),
+) -> Update:
+    """The loss of all samples as one batch, its gradient, and the weights after one step.
+
+    Args:
+        folder: The policy, in Hugging Face form.
+        samples: The batch; samples of a group may stand anywhere.
+        objective: Settings of the loss.
+        step: Settings of the optimizer.
+        folders: The other models.
+    """
+    policy = load_float64(folder)
+    scored = _scored(policy, samples, objective, folders)
+    advantages = _advantages(scored, objective, folders)
+    losses = [_loss(s, a, objective) for s, a in zip(scored, advantages, strict=True)]
+    return one_update(policy, _mean(losses, objective), step)
+
+
+def critic_update(
+    folder: str | Path,
+    samples: Sequence[Sample],
+    objective: Objective,
+    step: Step = DEFAULT_STEP,
+    folders: Folders = Folders(),
+) -> Update:
+    """The critic's part of the same step: `folder` is the policy, `folders.critic` the critic."""
+    assert folders.critic is not None
+    with torch.no_grad():
+        scored = _scored(load_float64(folder), samples, objective, folders)
+    critic = load_classifier_float64(folders.critic)
+    losses = []
+    for s, (_, returns) in zip(scored, _estimated(scored, objective, folders), strict=True):
+        values, _ = response_values(critic, s.sample.prompt_ids, s.sample.response_ids)
+        counted = [values[t] for t in s.counted]
+        old = _old_values(s.sample, values)
+        losses.append(surrogates.value(counted, [old[t] for t in s.counted], returns, objective.value_clip))
+    return one_update(critic, _mean(losses, objective), step)
+
+
+def _scored(policy: torch.nn.Module, samples: Sequence[Sample], objective: Objective, folders: Folders) -> list[Scored]:
+    needs_reference = objective.kl_coef != 0 or objective.advantages == "distillation"
+    reference = load_float64(folders.reference) if needs_reference and folders.reference else None
+    judge = load_classifier_float64(folders.reward_model) if folders.reward_model else None
+    scored = []
+    for sample in samples:
+        ids = sample.prompt_ids, sample.response_ids
+        counted = [t for t, counts in enumerate(sample.mask) if counts]
+        if objective.mask_truncated and not sample.finished:
+            counted = []
+        new, entropy = response_scores(policy, *ids, objective.temperature)
+        old = new.detach().tolist() if sample.old_logprobs is None else list(sample.old_logprobs)
+        with torch.no_grad():
+            ref = response_logprobs(reference, *ids, objective.temperature).tolist() if reference else None
+            score = response_score(judge, *ids).item() if judge else 0.0
+        reward = sample.reward + objective.reward_model_coef * score
+        if objective.overlong_buffer is not None:
+            assert objective.max_response_length is not None
+            length = len(sample.response_ids)
+            reward += worth.overlong(length, objective.max_response_length, objective.overlong_buffer)
+        penalties = [0.0] * len(old)
+        if objective.kl_in_reward and objective.kl_coef:
+            assert ref is not None
+            each = [
+                surrogates.divergence(torch.tensor(o, dtype=torch.float64), r, objective.kl_kind).item()
+                for o, r in zip(old, ref, strict=True)
+            ]
+            penalties = [objective.kl_coef * penalty for penalty in each]
+        scored.append(
+            Scored(
+                sample,
+                counted,
+                reward,
+                [new[t] for t in counted],
+                [entropy[t] for t in counted],
+                [old[t] for t in counted],
+                None if ref is None else [ref[t] for t in counted],
+                worth.token_rewards(reward, [penalties[t] for t in counted]) if counted else [],
+            )
+        )
+    return scored
+
+
+def _advantages(scored: list[Scored], objective: Objective, folders: Folders) -> list[list[float]]:
+    """Of each token that counts."""
+    kind = objective.advantages
+    if kind == "distillation":  # Agarwal et al., arXiv 2306.13649: the reverse KL's log ratio at each sampled token
+        return [[r - o for r, o in zip(s.ref or [], s.old, strict=True)] for s in scored]
+    if kind == "reinforce++":
+        return worth.whitened([worth.discounted(s.rewards, objective.gamma) for s in scored])
+    if kind == "gae":
+        return worth.whitened([advantages for advantages, _ in _estimated(scored, objective, folders)])
+    whole = _whole_advantages(scored, objective)
+    repeated = [[a] * len(s.counted) for s, a in zip(scored, whole, strict=True)]
+    return worth.whitened(repeated) if kind == "reinforce++ baseline" else repeated
+
+
+def _whole_advantages(scored: list[Scored], objective: Objective) -> list[float]:
+    """Of each response. Without a token that counts its reward still speaks in its group."""
+    rewards = [sum(s.rewards) if s.counted else s.reward for s in scored]
+    groups = [s.sample.group for s in scored]
+    match objective.advantages:
+        case "grpo":
+            return worth.grpo(rewards, groups, objective.eps)
+        case "dr_grpo" | "reinforce++ baseline":
+            return worth.dr_grpo(rewards, groups)
+        case "rloo":
+            return worth.rloo(rewards, groups)
+        case "opo":
+            return worth.opo(rewards, groups, [len(s.sample.response_ids) for s in scored])
+        case "gpg":
+            return worth.gpg(rewards, groups)
+        case "remax":  # arXiv 2310.10505, equation 4
+            greedy = [s.sample.greedy_reward for s in scored]
+            return [r - g for r, g in zip(rewards, greedy, strict=True) if g is not None]
+    raise ValueError(objective.advantages)
+
+
+def _estimated(scored: list[Scored], objective: Objective, folders: Folders) -> list[tuple[list[float], list[float]]]:
+    """Advantages and returns of each response by generalised advantage estimation."""
+    assert folders.critic is not None
+    critic = load_classifier_float64(folders.critic)
+    estimated = []
+    for s in scored:
+        with torch.no_grad():
+            values, final = response_values(critic, s.sample.prompt_ids, s.sample.response_ids)
+        old = _old_values(s.sample, values)
+        after = final.item() if objective.bootstrap and not s.sample.finished else 0.0
+        estimated.append(worth.gae(s.rewards, [old[t] for t in s.counted], objective.gamma, objective.lam, after))
+    return estimated
+
+
+def _old_values(sample: Sample, values: Tensor) -> list[float]:
+    return values.detach().tolist() if sample.old_values is None else list(sample.old_values)
+
+
+def _loss(s: Scored, advantages: list[float], objective: Objective) -> list[Tensor]:
+    """Of each token that counts."""
+    if not s.counted:
+        return []
+    losses = _surrogate(s, advantages, objective)
+    if s.sample.rollout_logprobs is not None:
+        rollout = [s.sample.rollout_logprobs[t] for t in s.counted]
+        level, mode = objective.importance_level, objective.importance_mode
+        ends = objective.importance_low, objective.importance_high
+        weights = surrogates.importance(s.old, rollout, level, mode, *ends)
+        losses = [loss * w for loss, w in zip(losses, weights, strict=True)]
+    if objective.kl_coef and not objective.kl_in_reward:
+        assert s.ref is not None
+        terms = [surrogates.divergence(n, r, objective.kl_kind) for n, r in zip(s.new, s.ref, strict=True)]
+        losses = [loss + objective.kl_coef * term for loss, term in zip(losses, terms, strict=True)]
+    return [loss - objective.entropy_coef * entropy for loss, entropy in zip(losses, s.entropy, strict=True)]
+
+
+def _surrogate(s: Scored, advantages: list[float], objective: Objective) -> list[Tensor]:
+    clips = objective.clip_low, objective.clip_high
+    match objective.surrogate:
+        case "ppo":
+            return surrogates.ppo(s.new, s.old, advantages, *clips, objective.dual_clip)
+        case "policy gradient":
+            return surrogates.policy_gradient(s.new, advantages)
+        case "cispo":
+            return surrogates.cispo(s.new, s.old, advantages, objective.clip_high)
+        case "cpgd":
+            return surrogates.cpgd(s.new, s.old, advantages, *clips, objective.drift_coef)
+        case "gspo":
+            return surrogates.gspo(s.new, s.old, advantages[0], *clips)
+        case "gmpo":
+            return surrogates.gmpo(s.new, s.old, advantages[0], *clips)
+    raise ValueError(objective.surrogate)
+
+
+def _mean(losses: list[list[Tensor]], objective: Objective) -> Tensor:
+    stacked = [torch.stack(tokens) for tokens in losses if tokens]
+    masks = [[True] * len(tokens) for tokens in stacked]
+    return mean_loss(stacked, masks, objective.loss_aggregation, objective.max_response_length)
