@@ -6,7 +6,7 @@
       actor-00001-of-00002.safetensors
 
 Every rank writes a share of the parameters, each of them whole, so any number of ranks at any ZeRO stage reads it.
-What a step draws (rows, mini-batches, samples) is a function of (seed, step), so no generator's state is kept.
+What is drawn (rows, mini-batches, samples) is a function of (seed, step, draw), so no generator's state is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rlflow.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 STATE = "state.json"
 
 
@@ -49,6 +49,7 @@ class Progress:
         version: Of the followed role's weights.
         seed: Of the run.
         data: Digest of the training rows.
+        draws: How often prompts were drawn.
         updates: Updates done, by trained role.
         before: Validation before the first step.
         module: The module's own state.
@@ -59,6 +60,7 @@ class Progress:
     version: int
     seed: int
     data: str
+    draws: int
     updates: dict[str, int] = field(default_factory=dict)
     before: dict[str, float] = field(default_factory=dict)
     module: dict[str, Any] = field(default_factory=dict)

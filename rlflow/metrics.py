@@ -18,6 +18,7 @@ class Metrics:
         self._means: dict[str, Tensor] = {}  # [2] float64: sum, count; left on its device until the reduction
         self._sums: dict[str, float] = {}
         self._largest: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
 
     def mean(self, name: str, total: Tensor, count: Tensor) -> None:
         """Add 0-dim `total` over `count` entries; the metric is the global total over the global count."""
@@ -33,8 +34,12 @@ class Metrics:
         self._sums[name] = self._sums.get(name, 0.0) + value
 
     def largest(self, name: str, value: float) -> None:
-        """Keep the largest over ranks and calls, as fits times and peaks."""
+        """Keep the largest over ranks and calls, as fits peaks."""
         self._largest[name] = max(value, self._largest.get(name, -math.inf))
+
+    def seconds(self, name: str, value: float) -> None:
+        """Add to this rank's total; the metric is the largest total of a rank, as fits times."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + value
 
     def reduce(self, transport: Transport) -> dict[str, float]:
         """The metrics over all ranks, the same on each, sorted by name; starts afresh. One collective.
@@ -42,9 +47,9 @@ class Metrics:
         Sums are taken in the order of ranks, so two runs give the same bytes. A mean over no entry is left out.
         """
         means_here = {name: entry.tolist() for name, entry in self._means.items()}
-        mine = {"means": means_here, "sums": self._sums, "largest": self._largest}
+        mine = {"means": means_here, "sums": self._sums, "largest": self._largest | self._seconds}
         payload = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-        self._means, self._sums, self._largest = {}, {}, {}
+        self._means, self._sums, self._largest, self._seconds = {}, {}, {}, {}
         means: dict[str, list[float]] = {}
         sums: dict[str, float] = {}
         largest: dict[str, float] = {}

@@ -215,7 +215,7 @@ class Run:
             bucket_bytes=trainer.sync_bucket_bytes,
             stop_token_ids=prepared.stop_token_ids,
             decode=self._decode,
-            save=lambda done: self._save_if_due(done, folder, controller.version),
+            save=lambda done: self._save_if_due(done, folder, controller),
             on_scores=self._keep_samples,
         )
         self._restore(controller)
@@ -237,7 +237,7 @@ class Run:
         if self._resumed is None or self._progress is None:
             return
         checkpoint.restore(self._resumed, self._strategy, self._progress)
-        controller.version = self._progress.version
+        controller.version, controller.draws = self._progress.version, self._progress.draws
         self._module.load_state_dict(self._progress.module)
         for callback, state in zip(self._trainer.callbacks, self._progress.callbacks, strict=True):
             callback.load_state_dict(state)
@@ -328,7 +328,7 @@ class Run:
         assert isinstance(text, str)
         return text
 
-    def _save_if_due(self, done: int, folder: RunFolder, version: int) -> None:
+    def _save_if_due(self, done: int, folder: RunFolder, controller: Controller) -> None:
         every = self._trainer.save_every_n_steps
         ends = self._trainer.should_stop or done == self._prepared.steps
         if every is None or self._trainer.fast_dev_run or (done % every and not ends):
@@ -336,9 +336,10 @@ class Run:
         self._save(folder)
         progress = Progress(
             step=done,
-            version=version,
+            version=controller.version,
             seed=self._trainer.seed,
             data=self._prepared.train.scan.digest,
+            draws=controller.draws,
             updates={role: self._strategy.updates_done(role) for role in self._prepared.graph.trained_roles()},
             before=self._before,
             module=self._module.state_dict(),

@@ -46,7 +46,7 @@ def train_on(
         backward(strategy, "actor", handle)
         norms.append(strategy.step("actor"))
     done = strategy.updates_done("actor")
-    progress = checkpoint.Progress(done, done, 0, "rows", {"actor": done})
+    progress = checkpoint.Progress(done, done, 0, "rows", done, {"actor": done})
     checkpoint.write(folder / "checkpoint", strategy, progress, dist.get_rank(), dist.get_world_size())
     return norms, all_weights(strategy, "actor")
 
@@ -132,6 +132,7 @@ def test_a_run_without_a_checkpoint_has_no_last_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("seed", "data", "told"), [(1, "rows", "`seed` is 1"), (0, "others", "training rows")])
 def test_another_seed_or_dataset_does_not_continue_a_run(seed: int, data: str, told: str, tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text(json.dumps({"format": 1, "step": 2, "version": 2, "seed": 0, "data": "rows"}))
+    stored = {"format": checkpoint.FORMAT, "step": 2, "version": 2, "seed": 0, "data": "rows", "draws": 2}
+    (tmp_path / "state.json").write_text(json.dumps(stored))
     with pytest.raises(UserError, match=told):
         checkpoint.read_progress(tmp_path, seed, data)

@@ -20,6 +20,7 @@ def _reduced() -> tuple[list[tuple[str, float]], dict[str, float]]:
     for value in (1.0, 2.0):
         metrics.sum("sum", value + rank)
         metrics.largest("largest", value + rank)
+        metrics.seconds("seconds", value + rank)
     if rank == 1:
         metrics.largest("one/rank", -3.0)
     transport = Transport()
@@ -32,6 +33,7 @@ def test_every_rank_has_the_metrics_over_all_of_them_sorted_by_name(ranks2: Rank
         ("largest", 3.0),
         ("mean", (1 + 1 + 30 + 1) / (1 + 1 + 3 + 1)),  # sum over count, not the mean of the ranks' means
         ("one/rank", -3.0),
+        ("seconds", 2.0 + 3.0),  # of rank 1, which took longer in all
         ("sum", 1.0 + 2.0 + 2.0 + 3.0),
     ]
     assert [reduced for reduced, _ in ranks2.run(_reduced)] == [expected] * 2

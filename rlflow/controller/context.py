@@ -22,12 +22,12 @@ from rlflow.rollout.sampling import sample
 
 @dataclass(frozen=True)
 class Running:
-    """The node under way: its rows, where they lie, and the policy version and step it runs at."""
+    """The node under way: its rows, where they lie, and the policy version and draw it runs at."""
 
     node: Node
     space: RowSpace
     layout: Layout
-    step: int
+    draw: int
     version: int
 
 
@@ -70,7 +70,7 @@ class NodeContext:
             n,
             replace(sampling, stop_token_ids=self._stop_token_ids),
             seed=self._seed,
-            draw=now.step,
+            draw=now.draw,
             node=now.node.id,
             version=now.version,
             decode=self._decode,

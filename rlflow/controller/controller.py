@@ -84,6 +84,7 @@ class Controller:
         rollouts = [node.id for node in graph.order if node.kind == "rollout"]
         self._last_rollout = rollouts[-1] if rollouts else None
         self.version = 0  # of the followed role's weights: how many steps trained them
+        self.draws = 0  # how often prompts were drawn, the draw under way included
         self._module = module
         self._graph = graph
         self._follows = follows
@@ -120,13 +121,14 @@ class Controller:
     def step(self, step: int) -> dict[str, float]:
         """Run the plan up to its saves; the step's metrics, the same on every rank."""
         self._buffer.reset_counters()
+        self.draws += 1
         started = time.perf_counter()
         for task in self.plan:
             if isinstance(task, Save):
                 continue
             if isinstance(task, Reduce):
-                self._metrics.largest("time/step", time.perf_counter() - started)
-                self._metrics.largest("time/elapsed", time.perf_counter() - self._began)
+                self._metrics.seconds("time/step", time.perf_counter() - started)
+                self._metrics.seconds("time/elapsed", time.perf_counter() - self._began)
             self.run(task, step)
         return self._reduced
 
@@ -169,7 +171,7 @@ class Controller:
 
     def _load(self, task: Load, step: int) -> None:
         layout = task.layout
-        batch, ids = self._loader.batch(step, layout.shard(self._transport.rank), layout.shards)
+        batch, ids = self._loader.batch(self.draws - 1, layout.shard(self._transport.rank), layout.shards)
         lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)  # of pairs nothing is per token
         space = self._gather_space(BATCH, layout, step, ids=ids, groups=ids, lengths=lengths, tokens=batch.tokens)
         on_device = to_device(batch, self._strategy.root_device)
@@ -181,8 +183,8 @@ class Controller:
             callback.on_node_start(node.id)
         values, read = self._read(node, task.layout)
         if node.kind == "rollout":
-            self._gap.open()
-        result = self._call(node, read, task.layout, step, values)
+            self._gap.open(self.version)
+        result = self._call(node, read, task.layout, values)
         space = read
         if node.samples:
             space = self._sampled(node, task.layout, step, result)
@@ -198,7 +200,7 @@ class Controller:
     def _train(self, task: TrainNode, step: int) -> None:
         node = self._graph.nodes[task.node_id]
         values, space = self._read(node, task.layout)
-        self._context.running = Running(node, space, task.layout, step, self.version)
+        self._context.running = Running(node, space, task.layout, self.draws - 1, self.version)
         self._training.run(node, values, space, task.layout, step)
         self._context.running = None
         self._free(task.frees)
@@ -209,7 +211,7 @@ class Controller:
         self._metrics.sum("exchange/bytes", self._buffer.bytes_sent)
         self._metrics.largest("exchange/busiest_rank_bytes", max(self._buffer.bytes_sent, self._buffer.bytes_received))
         self._metrics.largest("exchange/held_bytes_max", self._buffer.peak_held_bytes)
-        self._metrics.largest("time/exchange_wait", self._buffer.waited_s)
+        self._metrics.seconds("time/exchange_wait", self._buffer.waited_s)
         self._reduced = self._metrics.reduce(self._transport)
         self._gap.check(self._reduced)
 
@@ -218,8 +220,8 @@ class Controller:
         if role == self._follows:
             self._gap.close()
 
-    def _call(self, node: Node, space: RowSpace, layout: Layout, step: int, values: dict[str, Any]) -> Any:
-        self._context.running = Running(node, space, layout, step, self.version)
+    def _call(self, node: Node, space: RowSpace, layout: Layout, values: dict[str, Any]) -> Any:
+        self._context.running = Running(node, space, layout, self.draws - 1, self.version)
         result = getattr(self._module, node.id)(**values)
         self._context.running = None
         return result
@@ -245,7 +247,7 @@ class Controller:
             groups=result.group.cpu(),
             lengths=lengths,
             tokens=lengths + result.prompt_ids.lengths.cpu(),
-            versions=torch.full_like(lengths, self.version),
+            versions=result.version.cpu(),
         )
         if layout.publishes(self._transport.rank):
             rows = float(len(lengths))
@@ -278,11 +280,11 @@ class Controller:
         ended = time.perf_counter()
         self._trace.span(str(task), type(task).__name__, started, ended, step=step)
         if isinstance(task, RunNode | TrainNode):
-            self._metrics.largest(f"time/{task.node_id}", ended - started)
+            self._metrics.seconds(f"time/{task.node_id}", ended - started)
         elif isinstance(task, SyncWeights):
-            self._metrics.largest("time/sync", ended - started)
+            self._metrics.seconds("time/sync", ended - started)
         elif isinstance(task, Load):
-            self._metrics.largest("time/load", ended - started)
+            self._metrics.seconds("time/load", ended - started)
 
 
 def _index_in_group(group: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ LARGEST_GAP = "sync/logprob_gap_max"
 class LogprobGap:
     """Compares what the engine said of its tokens with what the trainer says, at equal weights.
 
-    It watches the followed role's forward passes from the sync until that role's first update, and takes the first
-    over each of this rank's rows: a step's rollouts were made with just these weights.
+    It watches the followed role's forward passes from the rollout until that role's first update, and takes the first
+    over each of this rank's rows; of these, rows that other weights generated do not count.
 
     Args:
         limit: Largest mean |logprob - rollout logprob| over all tokens of a step; above it the run stops.
@@ -28,21 +28,21 @@ class LogprobGap:
     def __init__(self, metrics: Metrics, limit: float) -> None:
         self._metrics = metrics
         self._limit = limit
-        self._watching = False
+        self._version: int | None = None  # while watching
 
-    def open(self) -> None:
-        """From here on the trainer's weights are the rollout's."""
-        self._watching = True
+    def open(self, version: int) -> None:
+        """From here on the trainer's weights are those of `version`, which the engine generates with."""
+        self._version = version
 
     def close(self) -> None:
         """The trainer's weights are about to change, or the step's rows have been compared."""
-        self._watching = False
+        self._version = None
 
     def observe(self, rows: Any, logprobs: Tensor) -> None:
         """Compare the logprobs `[B, T]` of a forward pass over `rows` with those that came with them."""
-        if not self._watching or not isinstance(rows, Rollout):
+        if self._version is None or not isinstance(rows, Rollout):
             return
-        mask = rows.loss_mask
+        mask = rows.loss_mask & (rows.version == self._version)[:, None]  # [B, T]
         gap = (logprobs.detach().double() - rows.logprobs.double()).abs() * mask
         self._metrics.mean(GAP, gap.sum(), mask.sum())
         self._metrics.largest(LARGEST_GAP, gap.max().item() if gap.numel() else 0.0)

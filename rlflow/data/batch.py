@@ -169,6 +169,7 @@ class Rollout:
         logprobs: `[B, T]` float32, the engine's, of the policy version that generated, after temperature.
         finished: `[B]` bool, False where the response was cut at the longest allowed length.
         group: `[B]` int64, global id of the prompt that the sample answers.
+        version: `[B]` int64, of the policy that generated the sample.
         texts: The decoded responses, special tokens left out.
         rows: The dataset's row of each sample.
     """
@@ -180,6 +181,7 @@ class Rollout:
     logprobs: PerToken
     finished: PerSample
     group: PerSample
+    version: PerSample
     texts: Annotated[list[str], Cut.JSON, Home]
     rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class Loader:
     """Global batches as a function of (seed, epoch) alone, dealt out in shards of consecutive rows.
 
-    Step `k` draws `prompts_per_step` rows; which ones depends neither on the number of shards nor on the steps before,
-    so a run continues anywhere. All rows are scanned once at construction, before any is dealt out; after that a rank
-    reads its own.
+    Draw `k` takes `prompts_per_step` rows; which ones depends neither on the number of shards nor on the draws before,
+    so a run continues anywhere. A step is one draw, or with a filter as many as it takes. All rows are scanned once at
+    construction, before any is dealt out; after that a rank reads its own.
 
     Args:
         source: The rows.
@@ -66,10 +66,10 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full steps in one pass over the rows.
+        """Full draws in one pass over the rows: the steps of an epoch where there is no filter.
 
         Raises:
-            UserError: There are fewer rows than one step draws.
+            UserError: There are fewer rows than one draw takes.
         """
         if self.size < self._data.prompts_per_step:
             raise UserError(
@@ -78,19 +78,19 @@ class Loader:
             )
         return self.size // self._data.prompts_per_step
 
-    def batch(self, step: int, shard: int, shards: int) -> tuple[Batch | Pairs, Tensor]:
-        """This shard's rows of step `step`, counted from the start of the run, and their ids.
+    def batch(self, draw: int, shard: int, shards: int) -> tuple[Batch | Pairs, Tensor]:
+        """This shard's rows of draw `draw`, counted from the start of the run, and their ids.
 
         Returns:
             The rows, `Pairs` where `data.rejected` is set, and ids `[B]` int64: the row's place among all that the run
             draws.
         """
-        epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
+        epoch, draw_of_epoch = divmod(draw, self.steps_per_epoch)
         drawn = self._data.prompts_per_step
         mine = share(drawn, shard, shards)
-        first = step_of_epoch * drawn
+        first = draw_of_epoch * drawn
         rows = self._order(epoch)[first + mine.start : first + mine.stop]
-        return self._read(rows), torch.arange(mine.start, mine.stop) + step * drawn
+        return self._read(rows), torch.arange(mine.start, mine.stop) + draw * drawn
 
     def all(self, shard: int, shards: int) -> tuple[Batch | Pairs, Tensor]:
         """This shard of all kept rows in the order of the source, and their ids `[B]` int64, as for validation."""

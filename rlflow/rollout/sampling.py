@@ -33,7 +33,7 @@ def sample(
         n: Responses to each prompt.
         sampling: Length, temperature and stop tokens.
         seed: Of the run. A sample's own seed is a function of (seed, draw, node, prompt id, sample index).
-        draw: How often prompts were drawn before: the step.
+        draw: How often prompts were drawn before.
         node: The node that samples.
         version: The policy version that must generate.
         decode: Token ids to text.
@@ -53,6 +53,7 @@ def sample(
         logprobs=logprobs,
         finished=torch.tensor([completion.finished for completion in completions], dtype=torch.bool),
         group=torch.tensor(list(ids), dtype=torch.int64).repeat_interleave(n),
+        version=torch.full((len(prompts),), version, dtype=torch.int64),
         texts=[decode(completion.token_ids) for completion in completions],
         rows=[batch.rows[i] for i in every_n.tolist()],
     )

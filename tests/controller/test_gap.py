@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from rlflow import UserError
-from rlflow.controller.gap import GAP, LogprobGap, default_gap_limit
+from rlflow.controller.gap import GAP, LARGEST_GAP, LogprobGap, default_gap_limit
+from rlflow.data.batch import Ragged, Rollout
+from rlflow.data.transport import Transport
 from rlflow.metrics import Metrics
 from tests.controller.runs import ZERO2, Fit, Lies, failing_fit, grpo, sums
 from tests.ranks import RankPool
@@ -32,6 +34,27 @@ def test_a_gap_above_the_limit_ends_the_run_and_one_that_is_no_number_does(gap: 
     alarm.check({GAP: 0.001})
     with pytest.raises(UserError, match="differ by"):
         alarm.check({GAP: gap})
+
+
+def test_rows_that_an_older_policy_generated_are_not_compared() -> None:
+    lengths = torch.tensor([2, 1])
+    rollout = Rollout(
+        prompt_ids=Ragged.from_lists([[1], [2]]),
+        response_ids=torch.zeros(2, 2, dtype=torch.int64),
+        loss_mask=torch.tensor([[True, True], [True, False]]),
+        lengths=lengths,
+        logprobs=torch.zeros(2, 2),
+        finished=lengths > 0,
+        group=torch.tensor([0, 1]),
+        version=torch.tensor([2, 3]),
+        texts=["", ""],
+        rows=[{}, {}],
+    )
+    metrics = Metrics()
+    gap = LogprobGap(metrics, 0.001)
+    gap.open(3)
+    gap.observe(rollout, torch.tensor([[9.0, 9.0], [0.5, 9.0]]))
+    assert metrics.reduce(Transport()) == {GAP: 0.5, LARGEST_GAP: 0.5}
 
 
 def test_bfloat16_is_allowed_a_wider_gap() -> None:
