@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rlflow.callbacks.callback import Callback
+from rlflow.coefficients import AdaptiveCoefficient
 from rlflow.dag.node import node
 from rlflow.data.batch import Batch, Pairs, PerSample, PerToken, Ragged, Rollout, Scalar
 from rlflow.data.prompts import PromptData
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rlflow.trainer import Trainer
 
 __all__ = [
+    "AdaptiveCoefficient",
     "Batch",
     "Callback",
     "CausalLM",

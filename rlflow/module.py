@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from rlflow.coefficients import AdaptiveCoefficient
 from rlflow.data.batch import Batch, PerSample, Rollout
 from rlflow.errors import UserError
 from rlflow.functional import Aggregation, merge_moments, moments, standardize
@@ -19,7 +21,7 @@ class StepContext(Protocol):
 
     def generate(self, batch: Batch, n: int, sampling: Sampling) -> Rollout: ...
 
-    def score(self, reward: Reward, rollout: Rollout) -> Tensor: ...
+    def score(self, reward: Reward, rollout: Rollout, name: str) -> Tensor: ...
 
     def log(self, name: str, x: Tensor, mask: Tensor | None) -> None: ...
 
@@ -41,6 +43,8 @@ class RLModule:
         max_response_length: Tokens after which a response is cut, and the divisor of the `constant` aggregation.
         temperature: Of sampling, and so of every logprob.
         stop_token_ids: Tokens that end a response beside those of the model and its tokenizer.
+        mask_truncated: Whether responses that were cut at the longest length are left out of losses; they stay in their
+            group's baseline. The overlong filtering of DAPO, arXiv 2503.14476, section 3.4.
     """
 
     reward: Reward | None = None
@@ -49,6 +53,7 @@ class RLModule:
     max_response_length: int = 256
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    mask_truncated: bool = False
 
     _context: StepContext | None = None
 
@@ -56,11 +61,13 @@ class RLModule:
         """Assign the model handles (`CausalLM`, ...) to `self`; an attribute's name is the role's name."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the module keeps from step to step, JSON-able, for checkpoints; an adaptive coefficient, say."""
-        return {}
+        """What the module keeps from step to step, JSON-able, for checkpoints: its adaptive coefficients."""
+        return {name: value.value for name, value in vars(self).items() if isinstance(value, AdaptiveCoefficient)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave, before the first step of a continued run."""
+        for name, value in state.items():
+            getattr(self, name).value = value
 
     def attach(self, context: StepContext) -> None:
         """Called by the controller before the first step."""
@@ -75,13 +82,21 @@ class RLModule:
             temperature: Instead of the module's; 0 takes the likeliest token.
         """
         chosen = self.temperature if temperature is None else temperature
-        return self._running().generate(batch, n, Sampling(self.max_response_length, chosen))
+        rollout = self._running().generate(batch, n, Sampling(self.max_response_length, chosen))
+        if self.mask_truncated:
+            return replace(rollout, loss_mask=rollout.loss_mask & rollout.finished[:, None])
+        return rollout
 
-    def reward_function(self, rollout: Rollout) -> PerSample:
-        """The module's `reward` of each sample `[B]` float32; its parts are logged one by one."""
+    def reward_function(self, rollout: Rollout, name: str = "reward") -> PerSample:
+        """The module's `reward` of each sample `[B]` float32.
+
+        Args:
+            rollout: The samples, where they were made.
+            name: Under which it is logged: `<name>/mean`, and each of its parts.
+        """
         if self.reward is None:
             raise UserError(f"{type(self).__name__} has no reward to score responses with; set `module.reward`")
-        return self._running().score(self.reward, rollout)
+        return self._running().score(self.reward, rollout, name)
 
     def log(self, name: str, x: Tensor, mask: Tensor | None = None) -> None:
         """Log the mean of `x` over all rows of all ranks, or over the entries where `mask` is True.

@@ -89,7 +89,43 @@ BEFORE_ANY_MODEL: list[tuple[str, dict[str, Any], str]] = [
         "`logger` is {'class_path'",
     ),
     ("a section left out", {"data": REMOVED}, "`data.train` is missing; set it"),
-    ("an argument left out", {"module.init_args.reward": REMOVED}, "`module.init_args.reward` is missing; set it"),
+    ("an argument left out", {"module.init_args.model": REMOVED}, "`module.init_args.model` is missing; set it"),
+    (
+        "nothing to learn from",
+        {"module.init_args.reward": REMOVED},
+        "`module.init_args.reward` is not set, and GRPO learns from scores; name one, such as",
+    ),
+    (
+        "a reference that would not be loaded",
+        {"module.init_args.reference_path": "tiny"},
+        "`module.init_args.reference_path` is 'tiny' and `module.init_args.kl_coef` is 0, so the reference would not be"
+        " loaded;",
+    ),
+    (
+        "an estimator that does not exist",
+        {"module.init_args.kl_kind": "k4"},
+        "`module.init_args.kl_kind` is 'k4'; give one of 'k1', 'k2', 'k3', 'abs', 'k3+'",
+    ),
+    (
+        "a loss aggregation that does not exist",
+        {"module.init_args.loss_aggregation": "mean"},
+        "`module.init_args.loss_aggregation` is 'mean'; give one of 'token-mean',",
+    ),
+    (
+        "an importance level that does not exist",
+        {"module.init_args.importance": {"level": "word"}},
+        "`module.init_args.importance.level` is 'word'; give one of 'token', 'sequence', 'geometric'",
+    ),
+    (
+        "a target of a KL that is not in the reward",
+        {"module.init_args.kl_target": 0.1, "module.init_args.kl_coef": 0.1},
+        "`module.init_args.kl_target` is 0.1, and adapts KL in the reward; set `module.init_args.kl_in_reward` to true",
+    ),
+    (
+        "a setting that the algorithm does not use",
+        {"module.class_path": "rlflow.algorithms.GSPO", "module.init_args.dual_clip": 3.0},
+        "`module.init_args.dual_clip` is 3.0, which GSPO has no use for; leave it out",
+    ),
     ("no devices", {"trainer.devices": 0}, "`trainer.devices` is 0; give 1 or more"),
     ("less than no time", {"trainer.max_seconds": -1.0}, "`trainer.max_seconds` is -1.0; give more than 0"),
     ("a bucket of nothing", {"trainer.sync_bucket_bytes": 0}, "`trainer.sync_bucket_bytes` is 0; give 1 or more"),

@@ -103,7 +103,7 @@ def test_the_python_of_the_quickstart_says_what_its_yaml_says(tmp_path: Path) ->
 def test_dr_grpo_is_a_variation_with_the_nodes_of_grpo(tmp_path: Path) -> None:
     variation = imported(blocks("algorithm.md", "python")[2], "shown_dr_grpo", tmp_path)
     graph = read_graph(variation.DrGRPO("tiny", ExactMatch()))
-    assert list(graph.nodes) == ["rollout", "rewards", "advantages", "actor_loss"]
+    assert set(graph.nodes) == {"rollout", "rewards", "advantages", "actor_loss"}
 
 
 @pytest.mark.parametrize("picture", PICTURES)

@@ -79,7 +79,7 @@ class NodeContext:
         on_device: Rollout = to_device(rollout, self._device)
         return on_device
 
-    def score(self, reward: Reward, rollout: Rollout) -> Tensor:
+    def score(self, reward: Reward, rollout: Rollout, name: str) -> Tensor:
         now = self._outside_training("reward_function")
         if rollout.texts is None or rollout.rows is None:
             raise UserError(
@@ -89,11 +89,11 @@ class NodeContext:
         scores = reward.score(rollout.texts, rollout.rows)
         self._on_scores(rollout, scores)
         totals = torch.tensor(scores.total, dtype=self._dtype)
-        self.log("reward/mean", totals, None)
-        for name, part in scores.parts.items():
-            self.log(f"reward/{name}", torch.tensor(part, dtype=self._dtype), None)
+        self.log(f"{name}/mean", totals, None)
+        for part_name, part in scores.parts.items():
+            self.log(f"{name}/{part_name}", torch.tensor(part, dtype=self._dtype), None)
         if self._speaks(now):
-            self._metrics.sum("reward/errors", float(scores.errors))
+            self._metrics.sum(f"{name}/errors", float(scores.errors))
         return totals.to(self._device)
 
     def log(self, name: str, x: Tensor, mask: Tensor | None) -> None:
@@ -114,11 +114,7 @@ class NodeContext:
         now = self._outside_training("all_rows")
         if x.dim() != 1:
             raise UserError(f"all_rows takes one number a row, `[B]`; node `{now.node.id}` gave {list(x.shape)}")
-        gathered = torch.empty(len(now.space.ids), dtype=x.dtype, device=x.device)
-        parts = self._transport.all_gather_ragged(x)
-        for shard, positions in enumerate(now.space.partition(now.layout).shards):
-            gathered[positions] = parts[now.layout.peers(shard)[0]]
-        return gathered
+        return now.space.in_order(now.layout, self._transport.all_gather_ragged(x))
 
     def _now(self) -> Running:
         assert self.running is not None, "no node is running"

@@ -185,14 +185,17 @@ class Controller:
         if node.kind == "rollout":
             self._gap.open(self.version)
         result = self._call(node, read, task.layout, values)
-        space = read
+        space, lengths = read, None
         if node.samples:
             space = self._sampled(node, task.layout, step, result)
+        elif node.kind == "rollout":
+            # These rows are the prompts', whose own responses, if any, have other lengths.
+            lengths = read.in_order(task.layout, self._transport.all_gather_ragged(result.lengths.cpu()))
         elif node.role is not None:
             self._compared(node.role)
         if node.id == self._last_rollout and self._engine is not None:
             self._engine.sleep()
-        self._buffer.put(node.id, result, node.returns, space, task.layout)
+        self._buffer.put(node.id, result, node.returns, space, task.layout, lengths)
         self._free(task.frees)
         for callback in self._callbacks:
             callback.on_node_end(node.id)

@@ -43,7 +43,15 @@ class DataBuffer:
         self._values: dict[str, _Made] = {}
         self.reset_counters()
 
-    def put(self, name: str, value: Any, annotation: Any, space: RowSpace, layout: Layout) -> None:
+    def put(
+        self,
+        name: str,
+        value: Any,
+        annotation: Any,
+        space: RowSpace,
+        layout: Layout,
+        lengths: Tensor | None = None,
+    ) -> None:
         """Keep a value, in place of an older one of this name.
 
         Args:
@@ -52,6 +60,7 @@ class DataBuffer:
             annotation: The value's type.
             space: Its rows.
             layout: Where they lie.
+            lengths: `[N]` int64, where `PerToken` columns of the space's rows are cut; the space's own where None.
 
         Raises:
             UserError: The value is not of its annotated type, has not as many rows as it should, or is narrower than
@@ -59,9 +68,10 @@ class DataBuffer:
         """
         if name in self._values:
             self.free(name)
+        lengths = space.lengths if lengths is None else lengths
         if value is not None:
-            _check(name, value, annotation, space.lengths[space.held(layout, self._transport.rank)])
-        self._values[name] = _Made(value, annotation, space, layout, _nbytes(value, annotation))
+            _check(name, value, annotation, lengths[space.held(layout, self._transport.rank)])
+        self._values[name] = _Made(value, annotation, space, layout, lengths, _nbytes(value, annotation))
         self._note_peak()
 
     def issue(self, name: str, target: Layout, space: RowSpace | None = None) -> None:
@@ -81,7 +91,7 @@ class DataBuffer:
         route = made.space.route(rank, made.layout, target, reader)
         with self._waiting(name, target):
             held = made.space.held(made.layout, rank)
-            exchange = Exchange(self._transport, route, made.space, held, made.annotation, made.value)
+            exchange = Exchange(self._transport, route, made.lengths, held, made.annotation, made.value)
         made.copies[target, reader] = _Copy(exchange)
         self.bytes_sent += exchange.bytes_sent
         self.traffic[_label(name, target)] += exchange.bytes_sent
@@ -185,6 +195,7 @@ class _Made:
     annotation: Any
     space: RowSpace
     layout: Layout
+    lengths: Tensor
     nbytes: int
     copies: dict[tuple[Layout, RowSpace], _Copy] = field(default_factory=dict)
 

@@ -1,7 +1,7 @@
 """One value on its way from the layout that made it to a layout that reads it, in one `all_to_all_single`.
 
 A message holds, column after column, the bytes of the rows that its receiver lacks. How many they are follows from
-the row space, but for ragged and JSON columns: these put the size of each row at the head of the message, and the
+the rows' lengths, but for ragged and JSON columns: these put the size of each row at the head of the message, and the
 sizes of all messages are agreed first. A rank that has made nothing is told dtypes and scalars at the head as well.
 """
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from rlflow.data.batch import Column, Cut, columns
 from rlflow.data.route import Route
-from rlflow.data.rows import RowSpace
 from rlflow.data.transport import Transport, Work
 from rlflow.data.wire import Data, Form, from_bytes, to_bytes
 
@@ -28,7 +27,7 @@ class Exchange:
     Args:
         transport: Of this rank.
         route: Of the value's rows.
-        space: The rows of the value.
+        lengths: `[N]`, where `PerToken` columns of all rows are cut.
         held: `[B]`, positions of the rows that this rank holds.
         annotation: The value's type.
         value: What this rank made; None where it made nothing.
@@ -41,11 +40,11 @@ class Exchange:
     """
 
     def __init__(
-        self, transport: Transport, route: Route, space: RowSpace, held: Tensor, annotation: Any, value: Any
+        self, transport: Transport, route: Route, lengths: Tensor, held: Tensor, annotation: Any, value: Any
     ) -> None:
         self.bytes_sent = self.bytes_received = self.metadata_bytes = self.buffer_bytes = 0
-        self._transport, self._route, self._space, self._annotation = transport, route, space, annotation
-        self._lengths = space.lengths[held]  # [B]
+        self._transport, self._route, self._all_lengths, self._annotation = transport, route, lengths, annotation
+        self._lengths = lengths[held]  # [B]
         self._columns = columns(annotation)
         self._travelling = [column for column in self._columns if column.cut is not Cut.SCALAR and not column.home]
         self._sized = [column for column in self._travelling if column.cut in (Cut.RAGGED, Cut.JSON)]
@@ -150,7 +149,7 @@ class Exchange:
     def _row_sizes(self, column: Column, rows: Tensor) -> list[int]:
         """Bytes of the rows at the positions `rows`, as the row space tells them."""
         width = self._forms[column.name].width
-        return [width] * len(rows) if column.cut is Cut.SAMPLE else (self._space.lengths[rows] * width).tolist()
+        return [width] * len(rows) if column.cut is Cut.SAMPLE else (self._all_lengths[rows] * width).tolist()
 
     def _unpack(self) -> dict[str, list[Tensor]]:
         """The bytes of the rows kept and received, by column, in the order of `Route.order`."""

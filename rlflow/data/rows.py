@@ -159,6 +159,14 @@ class RowSpace:
             self._routes[key] = Route.find(rank, source, target, self.partition(source).places, wanted)
         return self._routes[key]
 
+    def in_order(self, layout: Layout, of_ranks: Sequence[Tensor]) -> Tensor:
+        """The entries `[N]` of all rows, by ascending id, from those `[B]` that each rank holds in `layout`."""
+        first = of_ranks[layout.ranks[0]]
+        ordered = torch.empty(len(self), dtype=first.dtype, device=first.device)
+        for shard, positions in enumerate(self.partition(layout).shards):
+            ordered[positions] = of_ranks[layout.peers(shard)[0]]
+        return ordered
+
     def mini_batches(self, samples_per_update: int | None) -> list[Tensor]:
         """Positions of the rows of each mini-batch, ascending: a function of seed, step and ids, never of ranks.
 

@@ -3,41 +3,60 @@
 `B` is the number of samples, `T` the longest response among them; tensors are `[B]` or `[B, T]`, right-padded.
 """
 
-from rlflow.functional.advantages import group_normalized_advantages, opo_advantages, rloo_advantages
+from rlflow.functional.advantages import (
+    group_has_signal,
+    group_normalized_advantages,
+    opo_advantages,
+    rloo_advantages,
+)
 from rlflow.functional.aggregation import Aggregation, aggregate, loss_count, loss_sum, loss_weights
-from rlflow.functional.importance import ImportanceLevel, ImportanceMode, importance_weights
+from rlflow.functional.importance import (
+    Importance,
+    ImportanceLevel,
+    ImportanceMode,
+    importance_dropped,
+    importance_weights,
+)
 from rlflow.functional.kl import KLEstimator, kl_estimate
 from rlflow.functional.pass_at_k import pass_at_k
 from rlflow.functional.penalties import overlong_penalty
 from rlflow.functional.policy_losses import (
     cispo_loss,
+    cpgd_drift,
     cpgd_loss,
     gmpo_loss,
+    gspo_is_clipped,
     gspo_loss,
     ppo_clip_loss,
     ppo_is_clipped,
 )
 from rlflow.functional.preference import bradley_terry_loss, dpo_loss
-from rlflow.functional.returns import gae, reinforce_returns
+from rlflow.functional.returns import gae, last_token_rewards, reinforce_returns
 from rlflow.functional.value_losses import value_loss
 from rlflow.functional.whitening import merge_moments, moments, standardize, whiten
 
 __all__ = [
     "Aggregation",
+    "Importance",
     "ImportanceLevel",
     "ImportanceMode",
     "KLEstimator",
     "aggregate",
     "bradley_terry_loss",
     "cispo_loss",
+    "cpgd_drift",
     "cpgd_loss",
     "dpo_loss",
     "gae",
     "gmpo_loss",
+    "group_has_signal",
     "group_normalized_advantages",
+    "gspo_is_clipped",
     "gspo_loss",
+    "importance_dropped",
     "importance_weights",
     "kl_estimate",
+    "last_token_rewards",
     "loss_count",
     "loss_sum",
     "loss_weights",

@@ -86,6 +86,25 @@ def opo_advantages(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
     return samples.returned(samples.rewards - baseline)
 
 
+def group_has_signal(rewards: Tensor, group: Tensor) -> Tensor:
+    """True where the rewards of the sample's group are not all equal, so that they tell its samples apart.
+
+    The condition of DAPO's dynamic sampling, arXiv 2503.14476, equation 11, for any rewards.
+
+    Args:
+        rewards: `[B]`; NaN marks a sample without a score.
+        group: `[B]` int, the prompt that each sample answers.
+
+    Returns:
+        `[B]` bool, equal within a group.
+
+    Raises:
+        UserError: A group has one sample only.
+    """
+    samples = _GroupedSamples(rewards, group)
+    return samples.sum(samples.rewards) > 0  # less the group's smallest, so all are 0 where they are equal
+
+
 class _GroupedSamples:
     """Rewards of samples, with sums over each sample's group.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -63,6 +64,55 @@ def importance_weights(
     else:
         weights = torch.where((low <= weights) & (weights <= high), weights, 0.0)
     return weights.where(mask.bool(), 0.0)
+
+
+def importance_dropped(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    level: ImportanceLevel = "token",
+    mode: ImportanceMode = "truncate",
+    low: float = 0.5,
+    high: float = 2.0,
+) -> Tensor:
+    """1 at tokens whose weight `importance_weights` cut or set to 0, else 0; the mean is the dropped fraction.
+
+    Noise alone grows with the length at the level `sequence`, so watch it there. Arguments as in `importance_weights`.
+
+    Returns:
+        `[B, T]` in the dtype of `old_logprobs`, 0 where the mask is 0.
+    """
+    every = importance_weights(old_logprobs, rollout_logprobs, mask, level, "truncate", low, torch.inf)
+    outside = every > high if mode == "truncate" else (every < low) | (every > high)
+    return (outside & mask.bool()).to(old_logprobs.dtype)
+
+
+@dataclass(frozen=True)
+class Importance:
+    """How the gap between the policy that sampled and the one that the trainer computes is corrected.
+
+    Attributes:
+        level: Over what the ratio is taken: each `token`, the whole `sequence`, or its `geometric` mean.
+        mode: `truncate` cuts weights at `high`; `mask` drops tokens whose weight is not between `low` and `high`.
+        low: The smallest weight that `mask` keeps.
+        high: The largest weight.
+    """
+
+    level: ImportanceLevel = "token"
+    mode: ImportanceMode = "truncate"
+    low: float = 0.5
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check(self.level, self.mode, self.low, self.high)
+
+    def weights(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """`importance_weights` with these settings, `[B, T]`."""
+        return importance_weights(old_logprobs, rollout_logprobs, mask, self.level, self.mode, self.low, self.high)
+
+    def dropped(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """`importance_dropped` with these settings, `[B, T]`."""
+        return importance_dropped(old_logprobs, rollout_logprobs, mask, self.level, self.mode, self.low, self.high)
 
 
 def _check(level: str, mode: str, low: float, high: float) -> None:

@@ -98,8 +98,8 @@ def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_
 def cpgd_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """`-min(A log pi, A clip(log pi, log old + ln(1 - clip_low), log old + ln(1 + clip_high)))`.
 
-    PPO's clip without a ratio in the gradient. CPGD, arXiv 2505.12504. Its policy drift is a term of its own:
-    add an estimate of the divergence from `old`.
+    PPO's clip without a ratio in the gradient. CPGD, arXiv 2505.12504. Its policy drift is a term of its own,
+    `cpgd_drift`.
 
     Args:
         logprobs: `[B, T]` of the policy in training.
@@ -115,6 +115,22 @@ def cpgd_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_l
     old = old_logprobs.detach()
     clipped = logprobs.clamp(old + math.log1p(-clip_low), old + math.log1p(clip_high))
     return -torch.minimum(advantages * logprobs, advantages * clipped)
+
+
+def cpgd_drift(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """`r - 1 - log r`, an estimate of `KL(old || pi)` from tokens that `old` sampled; never negative.
+
+    The policy drift of CPGD, arXiv 2505.12504, whose gradient `(r - 1) grad log pi` pulls the ratio back to 1.
+
+    Args:
+        logprobs: `[B, T]` of the policy in training.
+        old_logprobs: `[B, T]` of the policy at the start of the step.
+
+    Returns:
+        `[B, T]`.
+    """
+    log_ratio = logprobs - old_logprobs.detach()
+    return log_ratio.expm1() - log_ratio
 
 
 def gspo_loss(
@@ -138,6 +154,19 @@ def gspo_loss(
     ratio = token_mean(logprobs - old_logprobs.detach(), mask).exp()
     advantages = per_sample(advantages.detach(), len(logprobs))
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+
+
+def gspo_is_clipped(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """1 at sequences that the clip of `gspo_loss` leaves without a gradient, else 0; arguments as there.
+
+    Returns:
+        `[B]`, detached, in the dtype of `logprobs`.
+    """
+    mean_log_ratio = token_mean(logprobs - old_logprobs, mask)
+    advantages = per_sample(advantages, len(logprobs))
+    return ppo_is_clipped(mean_log_ratio, torch.zeros_like(mean_log_ratio), advantages, clip_low, clip_high)
 
 
 def gmpo_loss(

@@ -14,6 +14,21 @@ from torch import Tensor
 from rlflow.functional.shapes import float_dtype, per_sample
 
 
+def last_token_rewards(scores: Tensor, mask: Tensor) -> Tensor:
+    """The score of each response as the reward of its last generated token; 0 at all others.
+
+    Args:
+        scores: `[B]`, one for each response.
+        mask: `[B, T]`, nonzero on generated tokens; a row without one has no reward.
+
+    Returns:
+        `[B, T]`, detached, in the dtype of the scores.
+    """
+    generated = mask.bool()
+    left = generated.flip(1).cumsum(1).flip(1)  # generated tokens from here to the end
+    return torch.where(generated & (left == 1), scores.detach().unsqueeze(1), 0.0).to(float_dtype(scores))
+
+
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, bootstrap: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

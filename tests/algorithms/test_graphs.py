@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rlflow import UserError
-from rlflow.algorithms import GRPO, SFT
+from rlflow import UserError, algorithms
+from rlflow.algorithms import GRPO, SFT, PolicyGradient
 from rlflow.preparation import read_graph
 from tests.controller.runs import OddCharacters
 
@@ -21,16 +21,57 @@ LEAST = {"rollout", "rewards", "advantages", "actor_loss"}
         ({"kl_coef": 0.1}, {"ref_logprobs"}),
         ({"epochs": 2}, {"old_logprobs"}),
         ({"samples_per_update": 4}, {"old_logprobs"}),
+        ({"kl_coef": 0.1, "kl_in_reward": True}, {"ref_logprobs", "old_logprobs", "kl_penalty"}),
+        ({"kl_in_reward": True}, set()),
     ],
 )
 def test_grpo_has_the_nodes_that_its_settings_need(settings: dict[str, Any], more: set[str]) -> None:
     assert set(read_graph(GRPO("tiny", OddCharacters(), **settings)).nodes) == LEAST | more
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "more"),
+    [
+        (algorithms.DrGRPO, set()),
+        (algorithms.RLOO, set()),
+        (algorithms.OPO, set()),
+        (algorithms.ReMax, {"greedy", "greedy_rewards"}),
+        (algorithms.REINFORCEPlusPlus, set()),
+        (algorithms.REINFORCEPlusPlusBaseline, set()),
+        (algorithms.GSPO, set()),
+        (algorithms.CISPO, set()),
+        (algorithms.GMPO, set()),
+        (algorithms.CPGD, set()),
+        (algorithms.GPG, set()),
+    ],
+)
+def test_an_algorithm_adds_the_nodes_of_its_own(algorithm: type[PolicyGradient], more: set[str]) -> None:
+    assert set(read_graph(algorithm("tiny", OddCharacters())).nodes) == LEAST | more
+
+
+def test_distillation_learns_from_its_teacher_and_needs_no_reward() -> None:
+    graph = read_graph(algorithms.OnPolicyDistillation("tiny", teacher_path="tiny"))
+    assert set(graph.nodes) == {"rollout", "teacher_logprobs", "old_logprobs", "advantages", "actor_loss"}
+
+
+def test_the_greedy_rollout_keeps_the_prompts_rows() -> None:
+    graph = read_graph(algorithms.ReMax("tiny", OddCharacters()))
+    assert (graph.nodes["greedy_rewards"].space, graph.nodes["advantages"].space) == ("batch", "rollout")
+
+
 def test_sft_is_one_node() -> None:
     assert set(read_graph(SFT("tiny")).nodes) == {"actor_loss"}
 
 
-def test_a_group_of_one_is_refused() -> None:
+@pytest.mark.parametrize(
+    "algorithm",
+    [cls for cls in vars(algorithms).values() if isinstance(cls, type) and getattr(cls, "compares_group", False)],
+)
+def test_a_group_of_one_is_refused(algorithm: type[PolicyGradient]) -> None:
     with pytest.raises(UserError, match="`group_size` is 1; group-relative advantages need at least 2"):
-        GRPO("tiny", OddCharacters(), group_size=1)
+        algorithm("tiny", OddCharacters(), group_size=1)
+
+
+def test_algorithms_without_groups_take_a_group_of_one() -> None:
+    for algorithm in (algorithms.ReMax, algorithms.REINFORCEPlusPlus):
+        assert algorithm("tiny", OddCharacters()).group_size == 1

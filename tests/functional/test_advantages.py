@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from rlflow.errors import UserError
-from rlflow.functional import group_normalized_advantages, opo_advantages, rloo_advantages
+from rlflow.functional import group_has_signal, group_normalized_advantages, opo_advantages, rloo_advantages
 
 
 def one_group(size: int) -> Tensor:
@@ -135,3 +135,10 @@ def test_advantages_are_detached_and_keep_the_dtype(advantages_of: Any) -> None:
 
 def test_integer_rewards_are_not_rounded() -> None:
     assert_close(rloo_advantages(torch.tensor([1, 0, 0, 1]), one_group(4))[0], torch.tensor(2 / 3))
+
+
+def test_a_group_has_a_signal_where_its_rewards_differ() -> None:
+    rewards = torch.tensor([0.7, 1.0, 0.7, 0.0, 0.7, 1.0, float("nan"), 0.5])
+    group = torch.tensor([3, 1, 3, 1, 3, 1, 2, 2])
+    found = group_has_signal(rewards, group)
+    assert found.tolist() == [False, True, False, True, False, True, False, False]  # NaN is no reward

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from rlflow.errors import UserError
-from rlflow.functional import importance_weights
+from rlflow.functional import Importance, importance_dropped, importance_weights
 
 # Log ratios of one response of three tokens, and of one of a single token with rubbish on its padding.
 OLD = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, 80.0, torch.nan]])
@@ -79,3 +79,33 @@ def test_weights_are_detached() -> None:
 def test_settings_that_cannot_work_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         importance_weights(OLD, ROLLOUT, MASK, **arguments)
+
+
+def test_the_dropped_are_those_that_weights_cut() -> None:
+    # Ratios e, 1, 1/e and, on padding, e^2; between 0.5 and 2 is one of them.
+    old, rollout = torch.tensor([[0.0, 0.0, -1.0, 2.0]]), torch.tensor([[-1.0, 0.0, 0.0, 0.0]])
+    mask = torch.tensor([[True, True, True, False]])
+    assert importance_dropped(old, rollout, mask).tolist() == [[1, 0, 0, 0]]
+    assert importance_dropped(old, rollout, mask, mode="mask").tolist() == [[1, 0, 1, 0]]
+
+
+def test_the_dropped_fraction_of_noise_grows_with_the_length_of_sequences() -> None:
+    # P(|N(0, sigma^2 T)| > ln 2) at sigma 0.02 and T = 1024: sigma sqrt(T) = 0.64, so P(|N| > 1.083) = 0.279
+    d = torch.randn(4000, 1024, generator=torch.Generator().manual_seed(0)) * 0.02
+    dropped = importance_dropped(d, torch.zeros_like(d), torch.ones_like(d), level="sequence", mode="mask")
+    assert dropped[:, 0].mean().item() == pytest.approx(0.279, abs=0.02)
+    for level in ("token", "geometric"):
+        assert importance_dropped(d, torch.zeros_like(d), torch.ones_like(d), level=level, mode="mask").sum() == 0
+
+
+def test_the_settings_compute_what_the_functions_do() -> None:
+    old, rollout, mask = torch.tensor([[0.3, -2.0]]), torch.tensor([[-1.0, 0.0]]), torch.ones(1, 2)
+    settings = Importance("geometric", "mask", 0.9, 1.5)
+    given = old, rollout, mask, "geometric", "mask", 0.9, 1.5
+    torch.testing.assert_close(settings.weights(old, rollout, mask), importance_weights(*given))
+    torch.testing.assert_close(settings.dropped(old, rollout, mask), importance_dropped(*given))
+
+
+def test_settings_that_do_not_exist_are_refused_before_anything_runs() -> None:
+    with pytest.raises(UserError, match="importance mode 'clip' does not exist"):
+        Importance(mode="clip")  # type: ignore[arg-type]

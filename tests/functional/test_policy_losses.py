@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from rlflow.functional import cispo_loss, cpgd_loss, gmpo_loss, gspo_loss, ppo_clip_loss, ppo_is_clipped
+from rlflow.functional import (
+    cispo_loss,
+    cpgd_drift,
+    cpgd_loss,
+    gmpo_loss,
+    gspo_is_clipped,
+    gspo_loss,
+    ppo_clip_loss,
+    ppo_is_clipped,
+)
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of logprobs, old logprobs, advantages [B], mask
 
@@ -196,3 +205,22 @@ def test_gmpo_is_the_geometric_mean_of_ppo() -> None:
     per_token = -ppo_clip_loss(new, old, advantages, 1 - math.exp(-0.4), math.exp(0.4) - 1)
     mean = per_token.abs().log().mean(dim=1).exp() * advantages.sign()
     assert_close(gmpo_loss(new, old, advantages, torch.ones(2, 5), 0.4, 0.4), -mean)
+
+
+def test_the_drift_of_cpgd_pulls_the_ratio_back_to_one() -> None:
+    # ratio 2: value 2 - 1 - ln 2, gradient (2 - 1); ratio 1: both 0
+    logprobs = torch.tensor([[math.log(2.0), 0.0]], dtype=torch.float64, requires_grad=True)
+    drift = cpgd_drift(logprobs, torch.zeros(1, 2, dtype=torch.float64))
+    drift.sum().backward()
+    assert drift.tolist()[0] == pytest.approx([1 - math.log(2.0), 0.0])
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist()[0] == pytest.approx([1.0, 0.0])
+
+
+def test_sequences_without_a_gradient_are_those_that_gspo_is_said_to_clip() -> None:
+    logprobs = torch.tensor([[0.1, 0.3], [0.1, -0.1], [-0.4, -0.2], [-0.4, -0.2]], requires_grad=True)
+    old, mask, advantages = torch.zeros(4, 2), torch.ones(4, 2), torch.tensor([1.0, 1.0, -1.0, 1.0])
+    gspo_loss(logprobs, old, advantages, mask, 0.1, 0.1).sum().backward()
+    assert logprobs.grad is not None
+    clipped = gspo_is_clipped(logprobs, old, advantages, mask, 0.1, 0.1)
+    assert clipped.tolist() == (logprobs.grad.abs().sum(dim=1) == 0).float().tolist() == [1, 0, 1, 0]

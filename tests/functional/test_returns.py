@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from rlflow.functional import gae, reinforce_returns
+from rlflow.functional import gae, last_token_rewards, reinforce_returns
 
 
 def row(*numbers: float) -> Tensor:
@@ -76,3 +76,9 @@ def test_no_tokens_and_no_rows_have_empty_returns() -> None:
     for shape in ((2, 0), (0, 3)):
         advantages, returns = gae(torch.zeros(shape), torch.zeros(shape), torch.zeros(shape), 1.0, 0.95)
         assert advantages.shape == returns.shape == shape
+
+
+def test_a_score_is_the_reward_of_the_last_generated_token() -> None:
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])  # tool output within the second
+    rewards = last_token_rewards(torch.tensor([2.0, 3.0, 5.0, 7.0]), mask)
+    assert rewards.tolist() == [[0, 0, 2, 0], [0, 0, 3, 0], [0, 0, 0, 0], [0, 0, 0, 7]]

@@ -1,0 +1,26 @@
+"""Clipped importance-sampling weights: CISPO of MiniMax-M1, arXiv 2506.13585."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rlflow import PerSample, PerToken
+from rlflow.algorithms.grpo import GRPO
+from rlflow.functional import cispo_loss
+
+
+@dataclass(eq=False)
+class CISPO(GRPO):
+    """GRPO whose ratio weights the token and is capped at 1 + clip_high; no token loses its gradient.
+
+    Args:
+        clip_high: How far above 1 a weight may be.
+    """
+
+    clip_high: float = 4.0
+
+    unused: ClassVar[tuple[str, ...]] = ("clip_low", "dual_clip")
+
+    def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:
+        capped = (logprobs.detach() - old_logprobs).exp() > 1 + self.clip_high
+        self.log("actor/clip_fraction", capped.to(logprobs.dtype), mask)
+        return cispo_loss(logprobs, old_logprobs, advantages, self.clip_high)

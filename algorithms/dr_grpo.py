@@ -1,0 +1,14 @@
+"""Dr. GRPO, GRPO done right: Understanding R1-Zero-Like Training, arXiv 2503.20783."""
+
+from dataclasses import dataclass
+
+from rlflow.algorithms.grpo import GRPO
+from rlflow.functional import Aggregation
+
+
+@dataclass(eq=False)
+class DrGRPO(GRPO):
+    """A_i = r_i - mean_g, and every response's loss divided by the longest length allowed, not by its own."""
+
+    normalize_std: bool = False
+    loss_aggregation: Aggregation = "constant"

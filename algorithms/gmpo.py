@@ -1,0 +1,30 @@
+"""Geometric-Mean Policy Optimization: GMPO, arXiv 2507.20673."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rlflow import PerSample, PerToken
+from rlflow.algorithms.grpo import GRPO
+from rlflow.functional import Aggregation, gmpo_loss, ppo_is_clipped
+
+
+@dataclass(eq=False)
+class GMPO(GRPO):
+    """GRPO with the geometric mean of the clipped ratios of a sequence's tokens.
+
+    Args:
+        clip_low: How far the log ratio may fall below 0 and still count.
+        clip_high: How far the log ratio may rise above 0 and still count.
+    """
+
+    clip_low: float = 0.4
+    clip_high: float = 0.4
+    loss_aggregation: Aggregation = "sequence-mean-token-mean"
+
+    unused: ClassVar[tuple[str, ...]] = ("dual_clip", "loss_aggregation")
+
+    def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerSample:
+        clips = 1 - math.exp(-self.clip_low), math.exp(self.clip_high) - 1  # of the ratio
+        self.log("actor/clip_fraction", ppo_is_clipped(logprobs, old_logprobs, advantages, *clips), mask)
+        return gmpo_loss(logprobs, old_logprobs, advantages, mask, self.clip_low, self.clip_high)

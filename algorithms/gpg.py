@@ -1,0 +1,32 @@
+"""Group Policy Gradient: GPG, arXiv 2504.02546."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rlflow import PerSample, PerToken, Rollout, node
+from rlflow.algorithms.policy_gradient import PolicyGradient
+from rlflow.functional import group_has_signal, group_normalized_advantages
+
+
+@dataclass(eq=False)
+class GPG(PolicyGradient):
+    """A_i = alpha (r_i - mean_g) and loss -A log pi; alpha makes up for groups whose equal rewards teach nothing.
+
+    Args:
+        group_size: Responses to each prompt, at least 2.
+    """
+
+    group_size: int = 8
+
+    compares_group: ClassVar[bool] = True
+    unused: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
+
+    @node
+    def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+        useful = self.mean(group_has_signal(rewards, rollout.group).float())
+        self.log("actor/useful_share", useful)
+        alpha = 1 / useful.clamp(min=1 / self.group_size)  # where no group is useful, all advantages are 0
+        return group_normalized_advantages(rewards, rollout.group, normalize_std=False) * alpha.to(rewards.dtype)
+
+    def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:
+        return -advantages[:, None] * logprobs

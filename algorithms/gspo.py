@@ -1,0 +1,24 @@
+"""Group Sequence Policy Optimization: GSPO, arXiv 2507.18071."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rlflow import PerSample, PerToken
+from rlflow.algorithms.grpo import GRPO
+from rlflow.functional import Aggregation, gspo_is_clipped, gspo_loss
+
+
+@dataclass(eq=False)
+class GSPO(GRPO):
+    """GRPO with one ratio a sequence, s = exp(mean_t log r_t), clipped as a whole."""
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    loss_aggregation: Aggregation = "sequence-mean-token-mean"
+
+    unused: ClassVar[tuple[str, ...]] = ("dual_clip", "loss_aggregation")
+
+    def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerSample:
+        given = logprobs, old_logprobs, advantages, mask, self.clip_low, self.clip_high
+        self.log("actor/clip_fraction", gspo_is_clipped(*given), mask.any(dim=1))
+        return gspo_loss(*given)

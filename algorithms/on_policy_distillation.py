@@ -1,0 +1,38 @@
+"""On-policy distillation: GKD, arXiv 2306.13649, and MiniLLM, arXiv 2306.08543, with the reverse KL of each token."""
+
+from dataclasses import dataclass, field
+
+from rlflow import CausalLM, PerToken, Rollout, node
+from rlflow.algorithms.policy_gradient import PolicyGradient
+
+
+@dataclass(eq=False)
+class OnPolicyDistillation(PolicyGradient):
+    """A_t = log teacher(y_t) - log pi_old(y_t) on the student's samples: the gradient of KL(pi || teacher).
+
+    Args:
+        teacher_path: Folder or hub name of the teacher, which reads the student's tokens.
+    """
+
+    teacher_path: str = field(kw_only=True)
+
+    rewards = None  # the teacher is all there is to learn from; `reward` is for validation
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """The advantages are made of them."""
+        return True
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.teacher = CausalLM(self.teacher_path, trainable=False, temperature=self.temperature)
+
+    @node(role="teacher")
+    def teacher_logprobs(self, rollout: Rollout) -> PerToken:
+        return self.teacher.logprobs(rollout)
+
+    @node
+    def advantages(self, rollout: Rollout, teacher_logprobs: PerToken, old_logprobs: PerToken) -> PerToken:
+        reverse_kl = old_logprobs - teacher_logprobs
+        self.log("actor/teacher_kl", reverse_kl, rollout.loss_mask)
+        return -reverse_kl

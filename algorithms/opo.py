@@ -1,0 +1,26 @@
+"""On-Policy RL with Optimal reward baseline: OPO, arXiv 2505.23585."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rlflow import PerSample, Rollout, node
+from rlflow.algorithms.policy_gradient import PolicyGradient
+from rlflow.functional import opo_advantages
+
+
+@dataclass(eq=False)
+class OPO(PolicyGradient):
+    """A_i = r_i - sum_j l_j r_j / sum_j l_j over the group, weighted by lengths l; exactly on-policy.
+
+    Args:
+        group_size: Responses to each prompt, at least 2.
+    """
+
+    group_size: int = 8
+
+    compares_group: ClassVar[bool] = True
+    unused: ClassVar[tuple[str, ...]] = ("epochs", "samples_per_update")
+
+    @node
+    def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+        return opo_advantages(rewards, rollout.lengths, rollout.group)

@@ -1,0 +1,218 @@
+"""The policy gradient, Williams 1992, as language models are trained with it: InstructGPT, arXiv 2203.02155."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, get_args
+
+from rlflow import (
+    AdaptiveCoefficient,
+    Batch,
+    CausalLM,
+    Optimizer,
+    PerSample,
+    PerToken,
+    Reward,
+    RLModule,
+    Rollout,
+    UserError,
+    node,
+)
+from rlflow.functional import (
+    Aggregation,
+    Importance,
+    KLEstimator,
+    kl_estimate,
+    overlong_penalty,
+    ppo_clip_loss,
+    ppo_is_clipped,
+)
+
+
+@dataclass(eq=False)
+class PolicyGradient(RLModule):
+    """What the algorithms that sample share. A subclass adds the node `advantages`, and its `surrogate` if not PPO's.
+
+        loss_t = w_t surrogate_t + kl_coef KL_t - entropy_coef H_t,    w = importance weights of old over rollout
+
+    Args:
+        model: Folder or hub name of the model to train, or `tiny` for the embedded one.
+        reward: What scores a response.
+        optimizer: Of the actor.
+        group_size: Responses to each prompt.
+        max_response_length: Tokens after which a response is cut.
+        temperature: Of sampling.
+        clip_low: How far the ratio may fall below 1 and still count.
+        clip_high: How far the ratio may rise above 1 and still count.
+        dual_clip: Ratio, above 1, from which a negative advantage no longer counts (arXiv 1912.09729); None is off.
+        kl_coef: Weight of the KL divergence from the reference; 0 leaves the reference out.
+        kl_kind: Its estimator; k2 or k3+ in a loss, k1 in a reward have the gradient of KL (arXiv 2512.21852).
+        kl_in_reward: Take the divergence off the rewards instead of adding it to the loss.
+        kl_target: Adapt `kl_coef` to hold the divergence per token here (arXiv 1909.08593); needs `kl_in_reward`.
+        kl_horizon: Samples over which `kl_coef` adapts.
+        reference_path: Folder or hub name of the reference; None for `model` as it was.
+        entropy_coef: Weight of the entropy bonus.
+        importance: Correction for the gap between rollout and training logprobs; None is off.
+        overlong_buffer: Tokens before `max_response_length` over which a penalty grows to 1 (DAPO); None is off.
+        mask_truncated: Leave responses that were cut out of the loss; they stay in their group's baseline.
+        loss_aggregation: How per-token losses become one number.
+        epochs: Passes over a step's samples.
+        samples_per_update: Samples of one optimizer step; None for all of the step's.
+        gradient_checkpointing: Recompute activations in the backward pass to save memory.
+    """
+
+    model: str
+    reward: Reward | None = None
+    optimizer: Optimizer = Optimizer()
+    group_size: int = 1
+    max_response_length: int = 256
+    temperature: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl_coef: float = 0.0
+    kl_kind: KLEstimator = "k3"
+    kl_in_reward: bool = False
+    kl_target: float | None = None
+    kl_horizon: float = 10_000.0
+    reference_path: str | None = None
+    entropy_coef: float = 0.0
+    importance: Importance | None = Importance()
+    overlong_buffer: int | None = None
+    mask_truncated: bool = False
+    loss_aggregation: Aggregation = "token-mean"
+    epochs: int = 1
+    samples_per_update: int | None = None
+    gradient_checkpointing: bool = False
+
+    compares_group: ClassVar[bool] = False  # whether advantages are relative to other samples of the prompt
+    unused: ClassVar[tuple[str, ...]] = ()  # settings that the algorithm has no use for
+
+    def __post_init__(self) -> None:
+        _check(self)
+        self.kl = AdaptiveCoefficient(self.kl_coef, self.kl_target, self.kl_horizon)
+        if self.kl_coef == 0:
+            self.ref_logprobs = None
+        if not self._restrains_reward:
+            self.kl_penalty = None
+        if not self.needs_old_logprobs:
+            self.old_logprobs = None  # one update a step: the policy that is trained is the old one
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether a node scores the samples before the first update of a step."""
+        return self.epochs > 1 or self.samples_per_update is not None or self._restrains_reward
+
+    @property
+    def _restrains_reward(self) -> bool:
+        return self.kl_in_reward and self.kl_coef > 0
+
+    def configure_models(self) -> None:
+        self.actor = CausalLM(
+            self.model,
+            optimizer=self.optimizer,
+            temperature=self.temperature,
+            epochs=self.epochs,
+            samples_per_update=self.samples_per_update,
+            gradient_checkpointing=self.gradient_checkpointing,
+        )
+        self.reference = CausalLM(self.reference_path or self.model, trainable=False, temperature=self.temperature)
+
+    @node(role="rollout")
+    def rollout(self, batch: Batch) -> Rollout:
+        return self.generate(batch, n=self.group_size)
+
+    @node
+    def rewards(self, rollout: Rollout, kl_penalty: PerToken | None = None) -> PerSample:
+        rewards = self.outcome(rollout)
+        return rewards if kl_penalty is None else rewards - (kl_penalty * rollout.loss_mask).sum(dim=1)
+
+    @node(role="reference")
+    def ref_logprobs(self, rollout: Rollout) -> PerToken:
+        return self.reference.logprobs(rollout)
+
+    @node(role="actor")
+    def old_logprobs(self, rollout: Rollout) -> PerToken:
+        return self.actor.logprobs(rollout)
+
+    @node
+    def kl_penalty(self, rollout: Rollout, old_logprobs: PerToken, ref_logprobs: PerToken) -> PerToken:
+        kl = kl_estimate(old_logprobs, ref_logprobs, self.kl_kind)
+        coefficient, mask = self.kl.value, rollout.loss_mask
+        self.kl.update(float(self.mean(kl, mask)), rows=len(self.all_rows(rollout.lengths)))
+        self.log("actor/kl_coef", kl.new_tensor(coefficient))
+        return coefficient * kl
+
+    @node(role="actor", type="train")
+    def actor_loss(
+        self,
+        rollout: Rollout,
+        advantages: PerSample | PerToken,
+        old_logprobs: PerToken | None = None,
+        ref_logprobs: PerToken | None = None,
+    ) -> PerToken:
+        mask = rollout.loss_mask
+        logprobs, entropy = self.actor.score(rollout)
+        old = logprobs.detach() if old_logprobs is None else old_logprobs
+        loss = self.surrogate(logprobs, old, advantages, mask)
+        if loss.dim() == 1:  # of whole sequences: the mean over a sequence's tokens is the sequence's
+            loss = loss[:, None].expand_as(logprobs)
+        if self.importance is not None:
+            loss = loss * self.importance.weights(old, rollout.logprobs, mask)
+            self.log("actor/importance_dropped", self.importance.dropped(old, rollout.logprobs, mask), mask)
+        self.log("actor/entropy", entropy.detach(), mask)
+        if self.entropy_coef != 0:
+            loss = loss - self.entropy_coef * entropy
+        if ref_logprobs is None:
+            return loss
+        kl = kl_estimate(logprobs, ref_logprobs, self.kl_kind)
+        self.log("actor/kl", kl.detach(), mask)
+        return loss if self.kl_in_reward else loss + self.kl_coef * kl
+
+    def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: PerToken) -> PerToken:
+        """The loss whose gradient is the policy gradient, `[B, T]`, or `[B]` of whole sequences."""
+        clips = self.clip_low, self.clip_high, self.dual_clip
+        self.log("actor/clip_fraction", ppo_is_clipped(logprobs, old_logprobs, advantages, *clips), mask)
+        return ppo_clip_loss(logprobs, old_logprobs, advantages, *clips)
+
+    def outcome(self, rollout: Rollout, name: str = "reward") -> PerSample:
+        """What the responses are worth: the verifier's reward and the overlong penalty; logged under `name`."""
+        outcome = self.reward_function(rollout, name)
+        if self.overlong_buffer is not None:
+            penalty = overlong_penalty(rollout.lengths, self.max_response_length, self.overlong_buffer)
+            self.log(f"{name}/overlong", penalty)
+            outcome = outcome + penalty.to(outcome.dtype)
+        return outcome
+
+
+def _check(module: PolicyGradient) -> None:
+    """Refuse settings that cannot work, before anything is loaded."""
+    name, fields = type(module).__name__, type(module).__dataclass_fields__
+    if module.reward is None and type(module).rewards is not None:
+        raise UserError(
+            f"`reward` is not set, and {name} learns from scores; name one, such as rlflow.rewards.ExactMatch"
+        )
+    if module.compares_group and module.group_size < 2:
+        raise UserError(f"`group_size` is {module.group_size}; group-relative advantages need at least 2. Raise it")
+    for setting in module.unused:
+        if getattr(module, setting) != fields[setting].default:
+            raise UserError(f"`{setting}` is {getattr(module, setting)}, which {name} has no use for; leave it out")
+    for setting, choice in _choices(module).items():
+        if getattr(module, setting) not in choice:
+            raise UserError(f"`{setting}` is {getattr(module, setting)!r}; choose one of {', '.join(choice)}")
+    if min(module.clip_low, module.clip_high) < 0:
+        raise UserError(f"`clip_low` is {module.clip_low} and `clip_high` is {module.clip_high}; give both 0 or more")
+    if module.dual_clip is not None and not module.dual_clip > 1:
+        raise UserError(f"`dual_clip` is {module.dual_clip}; a ratio above 1 (3 in the paper), or null for none")
+    if module.kl_coef < 0:
+        raise UserError(f"`kl_coef` is {module.kl_coef}; give 0 or more")
+    if module.reference_path is not None and module.kl_coef == 0:
+        raise UserError(
+            f"`reference_path` is {module.reference_path!r} and `kl_coef` is 0, so the reference would not be loaded;"
+            " raise `kl_coef` or leave `reference_path` out"
+        )
+    if module.kl_target is not None and not module.kl_in_reward:
+        raise UserError(f"`kl_target` is {module.kl_target}, and adapts KL in the reward; set `kl_in_reward` to true")
+
+
+def _choices(module: PolicyGradient) -> Mapping[str, tuple[Any, ...]]:
+    return {"kl_kind": get_args(KLEstimator), "loss_aggregation": get_args(Aggregation)}

@@ -1,0 +1,30 @@
+"""REINFORCE++, arXiv 2501.03262: REINFORCE with PPO's clip, KL per token, and advantages of the whole batch at once."""
+
+from dataclasses import dataclass
+
+from rlflow import PerSample, PerToken, Rollout, node
+from rlflow.algorithms.policy_gradient import PolicyGradient
+from rlflow.functional import KLEstimator, last_token_rewards, reinforce_returns
+
+
+@dataclass(eq=False)
+class REINFORCEPlusPlus(PolicyGradient):
+    """G_t = r 1[t is last] - beta k1_t + gamma G_t+1, whitened over all tokens of the global batch.
+
+    Args:
+        gamma: Discount of a token.
+    """
+
+    kl_kind: KLEstimator = "k1"
+    kl_in_reward: bool = True
+    gamma: float = 1.0
+
+    @node
+    def rewards(self, rollout: Rollout) -> PerSample:
+        return self.outcome(rollout)
+
+    @node
+    def advantages(self, rollout: Rollout, rewards: PerSample, kl_penalty: PerToken | None = None) -> PerToken:
+        r = last_token_rewards(rewards, rollout.loss_mask)
+        r = r if kl_penalty is None else r - kl_penalty
+        return self.whiten(reinforce_returns(r, rollout.loss_mask, self.gamma), rollout.loss_mask)

@@ -1,0 +1,27 @@
+"""REINFORCE++ with baseline, arXiv 2501.03262, section 3: the group's mean, then the whole batch's deviation."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rlflow import PerSample, PerToken, Rollout, node
+from rlflow.algorithms.policy_gradient import PolicyGradient
+from rlflow.functional import KLEstimator, group_normalized_advantages
+
+
+@dataclass(eq=False)
+class REINFORCEPlusPlusBaseline(PolicyGradient):
+    """A_i = r_i - mean_g, whitened over all tokens of the global batch; KL as k2 in the loss.
+
+    Args:
+        group_size: Responses to each prompt, at least 2.
+    """
+
+    group_size: int = 8
+    kl_kind: KLEstimator = "k2"
+
+    compares_group: ClassVar[bool] = True
+
+    @node
+    def advantages(self, rollout: Rollout, rewards: PerSample) -> PerToken:
+        centred = group_normalized_advantages(rewards, rollout.group, normalize_std=False)
+        return self.whiten(centred[:, None].expand(rollout.loss_mask.shape), rollout.loss_mask)

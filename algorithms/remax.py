@@ -1,0 +1,23 @@
+"""REINFORCE with the greedy response's reward as baseline: ReMax, arXiv 2310.10505."""
+
+from dataclasses import dataclass
+
+from rlflow import Batch, PerSample, Rollout, node
+from rlflow.algorithms.policy_gradient import PolicyGradient
+
+
+@dataclass(eq=False)
+class ReMax(PolicyGradient):
+    """A = r(x, y) - r(x, greedy y): a second rollout node answers each prompt once, with the likeliest tokens."""
+
+    @node(role="rollout", rows="batch")
+    def greedy(self, batch: Batch) -> Rollout:
+        return self.generate(batch, temperature=0.0)
+
+    @node
+    def greedy_rewards(self, greedy: Rollout) -> PerSample:
+        return self.outcome(greedy, name="greedy_reward")
+
+    @node
+    def advantages(self, rewards: PerSample, greedy_rewards: PerSample) -> PerSample:
+        return rewards - greedy_rewards

@@ -1,0 +1,27 @@
+"""REINFORCE Leave-One-Out: Back to Basics, arXiv 2402.14740."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rlflow import PerSample, Rollout, node
+from rlflow.algorithms.policy_gradient import PolicyGradient
+from rlflow.functional import KLEstimator, rloo_advantages
+
+
+@dataclass(eq=False)
+class RLOO(PolicyGradient):
+    """A_i = r_i - mean of the group's other rewards, with r_i the score less beta KL of the whole response.
+
+    Args:
+        group_size: Responses to each prompt, at least 2.
+    """
+
+    group_size: int = 8
+    kl_kind: KLEstimator = "k1"
+    kl_in_reward: bool = True
+
+    compares_group: ClassVar[bool] = True
+
+    @node
+    def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+        return rloo_advantages(rewards, rollout.group)

@@ -1,0 +1,44 @@
+"""Coefficients that a run adapts as it goes: state of the module, with one owner, saved in checkpoints."""
+
+from __future__ import annotations
+
+from rlflow.errors import UserError
+
+MOST_ERROR = 0.2  # a single step changes the coefficient by at most this share, times rows over horizon
+
+
+class AdaptiveCoefficient:
+    """A coefficient that rises while what it restrains is above its target, and falls while below.
+
+        value <- value (1 + clip(observed / target - 1, -0.2, 0.2) rows / horizon)
+
+    Ziegler et al., arXiv 1909.08593, section 2.2. Without a target it stays as it is.
+
+    Args:
+        value: To begin with.
+        target: Of what it restrains, above 0; None for a fixed coefficient.
+        horizon: Rows after which an error of 100% would double the coefficient, if it were not clipped.
+
+    Attributes:
+        value: Now.
+    """
+
+    def __init__(self, value: float, target: float | None = None, horizon: float = 10_000.0) -> None:
+        if not value >= 0:
+            raise UserError(f"the coefficient is {value}; give 0 or more")
+        if target is not None and not (target > 0 and value > 0):
+            raise UserError(
+                f"the coefficient {value} with target {target} cannot adapt, as it is multiplied; give both above 0"
+            )
+        if not horizon > 0:
+            raise UserError(f"the horizon of the coefficient is {horizon}; it is a number of rows above 0")
+        self.value = value
+        self._target = target
+        self._horizon = horizon
+
+    def update(self, observed: float, rows: int) -> None:
+        """Adapt to what was `observed`, the mean over `rows` rows of all ranks: the same numbers on every rank."""
+        if self._target is None:
+            return
+        error = min(max(observed / self._target - 1.0, -MOST_ERROR), MOST_ERROR)
+        self.value *= 1.0 + error * rows / self._horizon

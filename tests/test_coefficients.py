@@ -1,0 +1,55 @@
+"""A coefficient that adapts to what it restrains."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlflow import AdaptiveCoefficient, RLModule, UserError
+
+
+def test_without_a_target_it_stays() -> None:
+    coefficient = AdaptiveCoefficient(0.1)
+    coefficient.update(100.0, rows=10_000)
+    assert coefficient.value == 0.1
+
+
+@pytest.mark.parametrize(
+    ("observed", "value"),
+    [
+        (1.1, 0.1 * (1 + 0.1 * 0.5)),  # 10% above, 500 of 1000 rows
+        (0.95, 0.1 * (1 - 0.05 * 0.5)),
+        (9.0, 0.1 * (1 + 0.2 * 0.5)),  # an error counts for 20% at most
+        (0.0, 0.1 * (1 - 0.2 * 0.5)),
+    ],
+)
+def test_it_moves_with_the_error(observed: float, value: float) -> None:
+    coefficient = AdaptiveCoefficient(0.1, target=1.0, horizon=1000)
+    coefficient.update(observed, rows=500)
+    assert coefficient.value == pytest.approx(value, rel=1e-12)
+
+
+def test_it_holds_what_grows_by_itself_near_its_target() -> None:
+    coefficient, kl = AdaptiveCoefficient(0.01, target=1.0, horizon=100), 0.1
+    for _ in range(2000):
+        kl = 1 / (0.1 + 10 * coefficient.value)  # the more it is restrained the smaller
+        coefficient.update(kl, rows=50)
+    assert kl == pytest.approx(1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"value": -1.0}, {"value": 0.0, "target": 1.0}, {"value": 1.0, "target": 0.0}, {"horizon": 0.0}]
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(UserError):
+        AdaptiveCoefficient(**{"value": 1.0, **settings})
+
+
+def test_a_module_keeps_its_coefficients_in_checkpoints() -> None:
+    class Module(RLModule):
+        def __init__(self) -> None:
+            self.kl = AdaptiveCoefficient(0.5)
+
+    saved, loaded = Module(), Module()
+    saved.kl.value = 0.75
+    loaded.load_state_dict(saved.state_dict())
+    assert (saved.state_dict(), loaded.kl.value) == ({"kl": 0.75}, 0.75)
