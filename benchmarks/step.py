@@ -271,7 +271,7 @@ class Parts:
         plain = AutoModelForCausalLM.from_pretrained(self._folder / "model", dtype=torch.float32)
         packed = ScoringModel.load(self._folder / "model", torch.float32, torch.device("cpu"))
         assert plain.config._attn_implementation == "sdpa"
-        assert packed.causal_lm.config._attn_implementation == PACKED_ATTENTION
+        assert packed.model.config._attn_implementation == PACKED_ATTENTION
         self._plain, self._packed = deepspeed_engine(plain), deepspeed_engine(packed)
 
     def measure(self) -> dict[str, float]:

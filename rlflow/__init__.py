@@ -13,7 +13,10 @@ from rlflow.dag.node import node
 from rlflow.data.batch import Batch, Pairs, PerSample, PerToken, Ragged, Rollout, Scalar
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
-from rlflow.models.handle import CausalLM, Optimizer
+from rlflow.models.causal_lm import CausalLM
+from rlflow.models.optimizer import Optimizer
+from rlflow.models.reward_model import RewardModel
+from rlflow.models.value_model import ValueModel
 from rlflow.module import RLModule
 from rlflow.rewards.reward import Reward, Scores
 
@@ -33,11 +36,13 @@ __all__ = [
     "RLModule",
     "Ragged",
     "Reward",
+    "RewardModel",
     "Rollout",
     "Scalar",
     "Scores",
     "Trainer",
     "UserError",
+    "ValueModel",
     "node",
 ]
 

@@ -6,13 +6,14 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.node import ROLLOUT
 from rlflow.data.layout import Layout
 from rlflow.errors import UserError
-from rlflow.models.handle import CausalLM
+from rlflow.models.causal_lm import CausalLM
+from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
 
 
-def handles(module: RLModule) -> dict[str, CausalLM]:
+def handles(module: RLModule) -> dict[str, ModelHandle]:
     """The module's model handles by role, in the order of assignment."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, CausalLM)}
+    return {name: value for name, value in vars(module).items() if isinstance(value, ModelHandle)}
 
 
 def followed_role(module: RLModule, graph: Graph) -> str:
@@ -22,9 +23,11 @@ def followed_role(module: RLModule, graph: Graph) -> str:
         UserError: No node trains one.
     """
     for role in graph.trained_roles():
-        if role in handles(module):
+        if isinstance(handles(module).get(role), CausalLM):
             return role
-    raise UserError(f"no node of {type(module).__name__} trains a model; mark one @node(role=..., type='train')")
+    raise UserError(
+        f"no node of {type(module).__name__} trains a language model; mark one @node(role=..., type='train')"
+    )
 
 
 def layouts(module: RLModule, graph: Graph, world_size: int, tensor_parallel_size: int) -> dict[str, Layout]:

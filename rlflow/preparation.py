@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,6 +103,7 @@ def prepare(
     follows = followed_role(module, graph)
     paths = {role: resolve_model(handles(module)[role].model, scratch) for role in graph.roles() if role != ROLLOUT}
     tokenizer = load_tokenizer(paths[follows])
+    _require_same_vocabulary(paths, follows, tokenizer)
     train = Loader(data.train, data, tokenizer, seed)
     held_out = None if limit_val_batches is None else limit_val_batches * data.prompts_per_step
     if data.validation is not None and module.reward is None:
@@ -139,6 +141,23 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _require_same_vocabulary(paths: Mapping[str, Path], follows: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Every role reads the token ids that the followed one writes."""
+    vocabulary = tokenizer.get_vocab()
+    for role, path in paths.items():
+        if path == paths[follows]:
+            continue
+        other = load_tokenizer(path).get_vocab()
+        differing = {token for token, _ in vocabulary.items() ^ other.items()}
+        if differing:
+            token = min(differing)
+            raise UserError(
+                f"`{role}` is {str(path)!r}, whose tokenizer is not that of `{follows}`, {str(paths[follows])!r}:"
+                f" {token!r} is {other.get(token)} there and {vocabulary.get(token)} here, one of {len(differing)}"
+                " tokens that differ; give a model with the same vocabulary"
+            )
+
+
 def stop_tokens(path: Path, tokenizer: PreTrainedTokenizerBase, more: tuple[int, ...]) -> tuple[int, ...]:
     """All tokens that end a response, ascending."""
     from transformers import GenerationConfig
@@ -157,6 +176,12 @@ def updates_per_step(module: RLModule, role: str, prompts_per_step: int) -> int:
     return handle.epochs * math.ceil(samples / (handle.samples_per_update or samples))
 
 
+def updates_of_run(module: RLModule, role: str, data: PromptData, steps: int) -> int:
+    """Optimizer steps of a trained role in a run of so many steps; those before its `start_step` make none."""
+    trained = max(0, steps - handles(module)[role].start_step)
+    return trained * updates_per_step(module, role, data.prompts_per_step)
+
+
 def table(module: RLModule, data: PromptData, prepared: Prepared, world_size: int, token_budget: int) -> list[str]:
     """The batch sizes that follow from the configuration, a line each."""
     prompts, samples = data.prompts_per_step, data.prompts_per_step * module.group_size
@@ -169,9 +194,10 @@ def table(module: RLModule, data: PromptData, prepared: Prepared, world_size: in
     for role in sorted(prepared.graph.trained_roles()):
         updates = updates_per_step(module, role, prompts)
         of = handles(module)[role].samples_per_update or samples
+        start = handles(module)[role].start_step
         lines.append(
             f"{role}: {updates} update(s) per step of {of} samples, about {of / world_size:g} per rank,"
-            f" in micro-batches of at most {token_budget} tokens"
+            f" in micro-batches of at most {token_budget} tokens{f', from step {start + 1} on' if start else ''}"
         )
     dropped = prepared.train.scan.dropped
     if dropped:

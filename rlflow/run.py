@@ -33,10 +33,10 @@ from rlflow.loggers.jsonl import JSONLLogger
 from rlflow.loggers.secrets import without_secrets
 from rlflow.loggers.trace import Trace, merge_traces
 from rlflow.metrics import Metrics
-from rlflow.models.handle import CausalLM
+from rlflow.models.causal_lm import CausalLM
 from rlflow.module import RLModule
 from rlflow.placement import handles
-from rlflow.preparation import Prepared, table, updates_per_step
+from rlflow.preparation import Prepared, table, updates_of_run
 from rlflow.rewards.reward import Scores
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.run_folder import RunFolder
@@ -190,13 +190,15 @@ class Run:
             self._console.say(line)
         trained = prepared.graph.trained_roles()
         for role, path in prepared.paths.items():
-            per_step = updates_per_step(self._module, role, self._data.prompts_per_step) if role in trained else 0
-            strategy.setup_role(role, handles(self._module)[role], path, prepared.steps * per_step or None)
+            updates = updates_of_run(self._module, role, self._data, prepared.steps) if role in trained else None
+            strategy.setup_role(role, handles(self._module)[role], path, updates)
         if self._engine is not None:
             self._set_up(self._engine)
         limit = trainer.logprob_gap_limit
         gap = LogprobGap(self._metrics, default_gap_limit(strategy.dtype) if limit is None else limit)
-        handles(self._module)[prepared.follows].watch = gap.observe
+        followed = handles(self._module)[prepared.follows]
+        assert isinstance(followed, CausalLM)
+        followed.watch = gap.observe
         controller = Controller(
             module=self._module,
             graph=prepared.graph,
@@ -349,9 +351,11 @@ class Run:
         checkpoint.write(folder.checkpoint, self._strategy, progress, self._transport.rank, world_size)
 
     def _save(self, folder: RunFolder) -> None:
-        self._strategy.save(self._prepared.follows, folder.model)
-        if self._first:
-            self._prepared.tokenizer.save_pretrained(folder.model)
+        for role in self._prepared.graph.trained_roles():
+            target = folder.model if role == self._prepared.follows else folder.model_of(role)
+            self._strategy.save(role, target)
+            if self._first:
+                self._prepared.tokenizer.save_pretrained(target)
 
     def _leave_behind(self, folder: RunFolder) -> None:
         """The files that sum the run up, and on the terminal where they are."""

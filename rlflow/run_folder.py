@@ -47,6 +47,10 @@ class RunFolder:
         """The trained model in Hugging Face form, with its tokenizer."""
         return self.path / "model"
 
+    def model_of(self, role: str) -> Path:
+        """As `model`, of a trained role that the rollout engine does not follow, such as the critic."""
+        return self.path / f"model-{role}"
+
     @property
     def checkpoint(self) -> Path:
         """The newest checkpoint, in a folder named by its step."""

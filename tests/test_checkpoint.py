@@ -15,7 +15,7 @@ from torch import Tensor
 from rlflow import checkpoint
 from rlflow.callbacks import Callback
 from rlflow.errors import UserError
-from rlflow.models.handle import Optimizer
+from rlflow.models.optimizer import Optimizer
 from rlflow.models.tiny import write_tiny_model
 from rlflow.trainer import Trainer
 from tests.controller.runs import Fit, fit, grpo, sums

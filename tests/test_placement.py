@@ -42,5 +42,5 @@ def test_the_engine_follows_the_trained_role() -> None:
 def test_a_graph_that_trains_nothing_is_refused() -> None:
     module = grpo()
     module.actor_loss = None  # type: ignore[assignment]
-    with pytest.raises(UserError, match="no node of GRPO trains a model"):
+    with pytest.raises(UserError, match="no node of GRPO trains a language model"):
         followed_role(module, read_graph(module))

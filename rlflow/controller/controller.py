@@ -203,12 +203,12 @@ class Controller:
     def _train(self, task: TrainNode, step: int) -> None:
         node = self._graph.nodes[task.node_id]
         values, space = self._read(node, task.layout)
-        self._context.running = Running(node, space, task.layout, self.draws - 1, self.version)
-        self._training.run(node, values, space, task.layout, step)
-        self._context.running = None
+        if self._training.begun(node, step):
+            self._context.running = Running(node, space, task.layout, self.draws - 1, self.version)
+            self._training.run(node, values, space, task.layout, step)
+            self._context.running = None
+            self.version += node.role == self._follows
         self._free(task.frees)
-        if node.role == self._follows:
-            self.version += 1
 
     def _reduce(self) -> None:
         self._metrics.sum("exchange/bytes", self._buffer.bytes_sent)

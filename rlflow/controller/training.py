@@ -20,7 +20,7 @@ from rlflow.data.transport import Transport
 from rlflow.errors import UserError
 from rlflow.functional import loss_count, loss_sum, loss_weights
 from rlflow.metrics import Metrics
-from rlflow.models.handle import CausalLM
+from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
 from rlflow.rollout.engine import sampling_seed
 from rlflow.strategies.strategy import TrainingStrategy
@@ -63,10 +63,16 @@ class Training:
         self._before_update = before_update
         self._skipped: Counter[str] = Counter()  # updates in a row, by role
 
+    def begun(self, node: Node, step: int) -> bool:
+        """Whether the node's role is trained at this step already."""
+        assert node.role is not None
+        handle: ModelHandle = getattr(self._module, node.role)
+        return step >= handle.start_step
+
     def run(self, node: Node, values: Mapping[str, Any], space: RowSpace, layout: Layout, step: int) -> None:
         """All epochs and mini-batches of one step. `values` are this rank's rows in `layout`, by the node's inputs."""
         assert node.role is not None
-        handle: CausalLM = getattr(self._module, node.role)
+        handle: ModelHandle = getattr(self._module, node.role)
         mini_batches = space.held_mini_batches(layout, self._transport.rank)
         for epoch in range(handle.epochs):
             for number in self._order(len(mini_batches), step, epoch):
@@ -79,7 +85,7 @@ class Training:
         order: list[int] = torch.randperm(count, generator=generator).tolist()
         return order
 
-    def _update(self, node: Node, handle: CausalLM, values: Mapping[str, Any], rows: Tensor) -> None:
+    def _update(self, node: Node, handle: ModelHandle, values: Mapping[str, Any], rows: Tensor) -> None:
         assert node.role is not None
         mode, longest = self._module.loss_aggregation, self._module.max_response_length
         mini = self._take(values, rows)

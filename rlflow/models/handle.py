@@ -1,20 +1,19 @@
-"""`CausalLM`, the language model that an algorithm speaks of: what to load, how to train it, and its scores of rows."""
+"""`ModelHandle`, a model of an algorithm: what to load, how to train it, and how rows become its forward passes."""
 
 from __future__ import annotations
 
-import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib import import_module
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from rlflow.data.batch import PerToken
 from rlflow.errors import UserError
+from rlflow.models.optimizer import Optimizer
+from rlflow.models.packed import PackedModel
 from rlflow.models.packing import (
     ModelInput,
     Responses,
@@ -25,84 +24,6 @@ from rlflow.models.packing import (
     take,
     token_counts,
 )
-from rlflow.models.scoring import ScoringModel
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """How a model is trained.
-
-    Attributes:
-        name: `adamw`, `sgd`, or the path of a class, `torch.optim.Adam` say. ZeRO hands it flat pieces of the weights:
-            one that looks at their shapes, such as Adafactor, is right at stage 0 and in `SingleProcess` only.
-        lr: The highest learning rate, reached after the warm-up.
-        betas: Of AdamW.
-        eps: Of AdamW.
-        weight_decay: Decoupled from the gradient in AdamW, added to it in SGD.
-        warmup_steps: Updates over which the learning rate rises from 0.
-        schedule: How the learning rate goes on after the warm-up, until the last update.
-        gradient_clipping: Longest gradient over all parameters; 0 for no limit.
-        arguments: More arguments of the class: `{momentum: 0.9}`. One given by path gets these and `lr`.
-    """
-
-    name: str = "adamw"
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    gradient_clipping: float = 1.0
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay", "warmup_steps", "gradient_clipping"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"`optimizer.{name}` is {getattr(self, name)}; give 0 or more")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"`optimizer.betas` is {self.betas}; give two numbers from 0 to below 1")
-        if self.name not in ("adamw", "sgd"):
-            for name in ("betas", "eps", "weight_decay"):
-                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                    raise UserError(
-                        f"`optimizer.{name}` is {getattr(self, name)}, and `optimizer.name` is a class; give it in"
-                        f" `optimizer.arguments` if {self.name} has it"
-                    )
-        if self.name != "adamw" or self.arguments:
-            try:
-                inspect.signature(self.kind).bind([], **self.keywords)
-            except TypeError as error:
-                raise UserError(f"`optimizer.arguments` is {self.arguments}; {self.name}: {error}. Mend it") from error
-
-    @property
-    def kind(self) -> type[torch.optim.Optimizer]:
-        """The class that `name` names."""
-        path = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}.get(self.name, self.name)
-        module, _, name = path.rpartition(".")
-        try:
-            found = getattr(import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UserError(
-                f"`optimizer.name` is {self.name!r}, and there is no such class ({error}); give `adamw`, `sgd` or the"
-                " path of one, such as `torch.optim.Adam`"
-            ) from error
-        if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-            raise UserError(f"`optimizer.name` is {self.name!r}, which is no torch.optim.Optimizer; name one")
-        return found
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """What the class is called with beside the parameters."""
-        given: dict[str, Any] = {"lr": self.lr}
-        if self.name in ("adamw", "sgd"):
-            given["weight_decay"] = self.weight_decay
-        if self.name == "adamw":
-            # fused: one pass over weights, gradients and moments, on the CPU too
-            given |= {"betas": self.betas, "eps": self.eps, "fused": True}
-        if twice := given.keys() & self.arguments.keys():
-            name = min(twice)
-            raise UserError(f"`optimizer.arguments` has `{name}`; that is a setting, so give `optimizer.{name}`")
-        return given | self.arguments
 
 
 @dataclass(frozen=True)
@@ -137,8 +58,8 @@ class ForwardPlan:
         return pack(rows) if self.packing else pad(rows)
 
 
-class CausalLM:
-    """A language model of an algorithm: `self.actor = CausalLM(self.model)`. Constructing it loads nothing.
+class ModelHandle(ABC):
+    """A model of an algorithm, which a subclass gives methods that score rows. Constructing it loads nothing.
 
     Every method that scores is a collective of the role's ranks: all of them call it, ranks without rows included.
 
@@ -146,9 +67,9 @@ class CausalLM:
         model: A folder in Hugging Face form, a Hugging Face name, or `tiny`.
         trainable: Whether it is trained; a frozen model has no optimizer and no gradients.
         optimizer: How it is trained; `Optimizer()` where a trainable model is given none.
-        temperature: Divides the logits; that of the rollout.
         epochs: How often each step goes over its rows.
         samples_per_update: Rows of one optimizer update over all ranks; all rows of the step where None.
+        start_step: The first step that trains it, counted from 0; before, its train nodes are left out.
         gradient_checkpointing: Trade time for memory in the backward pass.
     """
 
@@ -157,43 +78,45 @@ class CausalLM:
         model: str,
         trainable: bool = True,
         optimizer: Optimizer | None = None,
-        temperature: float = 1.0,
         epochs: int = 1,
         samples_per_update: int | None = None,
+        start_step: int = 0,
         gradient_checkpointing: bool = False,
     ) -> None:
-        if not temperature > 0:
-            raise UserError(f"`temperature` is {temperature}; it divides the logits, so give more than 0")
         if epochs < 1:
             raise UserError(f"`epochs` is {epochs}; give 1 or more")
         if samples_per_update is not None and samples_per_update < 1:
             raise UserError(f"`samples_per_update` is {samples_per_update}; give 1 or more, or null for all rows")
+        if start_step < 0:
+            raise UserError(f"`start_step` is {start_step}; give the first step that trains, 0 or more")
         if optimizer is not None and not trainable:
             raise UserError(f"`optimizer` is given for {model!r}, which is frozen; set `trainable` or leave it out")
         self.model = model
         self.trainable = trainable
         self.optimizer = optimizer or (Optimizer() if trainable else None)
-        self.temperature = temperature
         self.epochs = epochs
         self.samples_per_update = samples_per_update
+        self.start_step = start_step
         self.gradient_checkpointing = gradient_checkpointing
         self.plan = ForwardPlan()
-        self.watch: Callable[[Responses, Tensor], None] = _ignore  # told of all logprobs, with their rows
         self.forwarded_tokens = 0
         self.useful_tokens = 0
         self._forward: nn.Module | None = None
         self._training = False
 
-    def load(self, path: Path, dtype: torch.dtype, device: torch.device) -> ScoringModel:
+    @abstractmethod
+    def load(self, path: Path, dtype: torch.dtype, device: torch.device) -> PackedModel:
         """Read the weights. A strategy calls it, makes the model trainable its own way, and attaches the result."""
-        model = ScoringModel.load(path, dtype, device, self.gradient_checkpointing)
-        return model.requires_grad_(self.trainable)
+
+    @abstractmethod
+    def score_nothing(self) -> Tensor:
+        """A forward pass over no rows: a number, 0-dim, that depends on every trained weight by a gradient of 0."""
 
     def attach(self, forward: nn.Module, plan: ForwardPlan) -> None:
         """Score with `forward` from now on.
 
         Args:
-            forward: The `ScoringModel`, or an engine around it that is called alike.
+            forward: What `load` gave, or an engine around it that is called alike.
             plan: How rows become forward passes.
         """
         forward.eval()  # a DeepSpeed engine's returns nothing
@@ -213,47 +136,28 @@ class CausalLM:
             self._training = False
             self._forward.eval()
 
-    def score(self, rows: Responses) -> tuple[PerToken, PerToken]:
-        """Log-probability of each response token, and entropy of the distribution that it was drawn from.
+    def _scores(self, rows: Responses, *arguments: object) -> tuple[Tensor, ...]:
+        """What the model says of each response token of `rows`, `[B, T]` each, 0 where padded.
 
         Args:
             rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
-
-        Returns:
-            `[B, T]` each, in float32 (float64 where the model is), 0 where padded.
+            arguments: More of the model's forward.
         """
-        logprobs, entropy = self._score_once(rows) if self._training else self._score_all(rows)
-        self.watch(rows, logprobs)
-        return logprobs, entropy
-
-    def logprobs(self, rows: Responses) -> PerToken:
-        """The first of `score`."""
-        return self.score(rows)[0]
-
-    def entropy(self, rows: Responses) -> PerToken:
-        """The second of `score`."""
-        return self.score(rows)[1]
-
-    @torch.no_grad()
-    def _score_all(self, rows: Responses) -> tuple[PerToken, PerToken]:
-        """Forward passes over micro-batches, without gradients."""
-        parts = self.plan.micro_batches(rows)
-        scores = [self._score_once(take(rows, part)) for part in parts]
+        if self._training:
+            return self._score_once(rows, *arguments)
+        with torch.no_grad():
+            parts = self.plan.micro_batches(rows)
+            scores = [self._score_once(take(rows, part), *arguments) for part in parts]
         order = torch.cat(parts).argsort().to(rows.response_ids.device)
-        logprobs, entropy = (torch.cat(values)[order] for values in zip(*scores, strict=True))
-        return logprobs, entropy
+        return tuple(torch.cat(values)[order] for values in zip(*scores, strict=True))
 
-    def _score_once(self, rows: Responses) -> tuple[PerToken, PerToken]:
+    def _score_once(self, rows: Responses, *arguments: object) -> tuple[Tensor, ...]:
         """One forward pass."""
         assert self._forward is not None, "attach comes first"
         device = next(self._forward.parameters()).device
         read = self.plan.model_input(rows).to(device)
-        logprobs, entropy = self._forward(*read.arguments(), self.temperature)
+        values = self._forward(*read.arguments(), *arguments)
         self.forwarded_tokens += read.input_ids.numel()
         self.useful_tokens += read.useful_tokens
         home = rows.response_ids.device
-        return read.unpack(logprobs).to(home), read.unpack(entropy).to(home)
-
-
-def _ignore(rows: Responses, logprobs: Tensor) -> None:
-    """Nobody watches."""
+        return tuple(read.unpack(value).to(home) for value in values)

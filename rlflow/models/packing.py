@@ -68,12 +68,32 @@ class ModelInput:
         return replace(self, **moved)
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor | None, int, Tensor, Tensor]:
-        """What `ScoringModel` is called with, before the temperature."""
+        """What a `PackedModel` is called with, before arguments of its own."""
         return self.input_ids, self.position_ids, self.cu_seqlens, self.max_seqlen, self.scored, self.targets
 
     def unpack(self, values: Tensor) -> PerToken:
         """`[R]` values as `[B, T]`, 0 where padded; differentiable, and part of the graph even without a row."""
         return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
+
+
+def on_cpu(rows: Responses) -> TokenRows:
+    """The same rows, counted and laid out where that is cheap."""
+    prompts = Ragged(rows.prompt_ids.values.cpu(), rows.prompt_ids.lengths.cpu())
+    return TokenRows(prompts, rows.response_ids.cpu(), rows.lengths.cpu())
+
+
+def no_rows() -> TokenRows:
+    """Rows, and none of them."""
+    return TokenRows(Ragged.from_lists([]), torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+
+
+def whole(rows: Responses) -> TokenRows:
+    """Each row as a prompt before one token that nobody reads, so that the row's own end is what is scored."""
+    pieces = [rows.prompt_ids.values[:0]]
+    for prompt, response, length in zip(rows.prompt_ids.rows(), rows.response_ids, rows.lengths.tolist(), strict=True):
+        pieces += [prompt, response[:length]]
+    prompts = Ragged(torch.cat(pieces), rows.prompt_ids.lengths + rows.lengths)
+    return TokenRows(prompts, torch.zeros_like(rows.lengths)[:, None], torch.ones_like(rows.lengths))
 
 
 def token_counts(rows: Responses) -> Tensor:
@@ -85,11 +105,12 @@ def pack(rows: Responses) -> ModelInput:
     """All rows in one line; a single dummy token where there is nothing to score.
 
     Args:
-        rows: Prompts and responses, on the CPU.
+        rows: Prompts and responses; the result is on the CPU wherever they are.
 
     Raises:
         UserError: A row has a response and no prompt.
     """
+    rows = on_cpu(rows)
     counts = token_counts(rows)
     prompts = rows.prompt_ids.lengths
     if bool(((prompts == 0) & (rows.lengths > 0)).any()):

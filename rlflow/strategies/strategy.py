@@ -14,10 +14,10 @@ from lightning.fabric.strategies.strategy import Strategy
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from rlflow.data.batch import Ragged, TokenRows
 from rlflow.errors import UserError
-from rlflow.models.handle import CausalLM, ForwardPlan, Optimizer
-from rlflow.models.scoring import ScoringModel
+from rlflow.models.handle import ForwardPlan, ModelHandle
+from rlflow.models.optimizer import Optimizer
+from rlflow.models.packed import PackedModel
 
 SAVE_BUCKET_BYTES = 256 * 2**20
 
@@ -34,8 +34,8 @@ class Role:
         done: How many of them were made; skipped ones do not count.
     """
 
-    handle: CausalLM
-    model: ScoringModel
+    handle: ModelHandle
+    model: PackedModel
     optimizer: torch.optim.Optimizer | None
     updates: int | None
     done: int = 0
@@ -68,7 +68,7 @@ class TrainingStrategy(Strategy):
         self.packing = packing
         self._roles: dict[str, Role] = {}
 
-    def setup_role(self, name: str, handle: CausalLM, path: Path, updates: int | None = None) -> None:
+    def setup_role(self, name: str, handle: ModelHandle, path: Path, updates: int | None = None) -> None:
         """Load a model, wrap it, give it an optimizer if it is trained, and attach it to its handle.
 
         Args:
@@ -202,11 +202,9 @@ class TrainingStrategy(Strategy):
     def _make_optimizer_state(self, name: str, role: Role) -> None:
         """An update of length 0: optimizers make their state, and DeepSpeed its maps of it, at the first one."""
         assert role.optimizer is not None
-        nothing = torch.zeros(0, 0, dtype=torch.int64)
-        rows = TokenRows(Ragged.from_lists([]), nothing, torch.zeros(0, dtype=torch.int64))
         with role.handle.training():
-            logprobs = role.handle.logprobs(rows)
-        self.backward(name, logprobs.sum(), last=True)
+            loss = role.handle.score_nothing()
+        self.backward(name, loss, last=True)
         for group in role.optimizer.param_groups:
             group["lr"] = 0.0
         self._update(name, role)

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow import Batch, PerSample, PerToken, Rollout, node
+from rlflow import Batch, PerSample, PerToken, Rollout, ValueModel, node
 from rlflow.algorithms import GRPO, SFT
 from rlflow.callbacks import Callback
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
-from rlflow.models.handle import CausalLM, Optimizer
+from rlflow.models.causal_lm import CausalLM
+from rlflow.models.optimizer import Optimizer
 from rlflow.module import RLModule
 from rlflow.rewards import SampleReward
 from rlflow.rollout.engine import RolloutEngine, SyncReport
@@ -230,6 +231,34 @@ class TwoTrained(NotFinite):
     @node(role="other", type="train")
     def other_loss(self, batch: Batch) -> PerToken:
         return -self.other.logprobs(batch)
+
+
+class ActorCritic(SFT):
+    """Two roles of two kinds: the critic learns the length of what is still to come."""
+
+    def __init__(self, model: str, optimizer: Optimizer = SGD, actor_start_step: int = 0) -> None:
+        super().__init__(model, optimizer)
+        self.actor_start_step = actor_start_step
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.actor.start_step = self.actor_start_step
+        self.critic = ValueModel(self.model, optimizer=self.optimizer)
+
+    @node(role="critic")
+    def old_values(self, batch: Batch) -> PerToken:
+        return self.critic.values(batch)
+
+    @node(role="critic")
+    def last_values(self, batch: Batch) -> PerSample:
+        return self.critic.final_values(batch)
+
+    @node(role="critic", type="train")
+    def critic_loss(self, batch: Batch, old_values: PerToken, last_values: PerSample) -> PerToken:
+        self.log("critic/value", old_values, batch.loss_mask)
+        self.log("critic/last_value", last_values)
+        to_come = batch.loss_mask.flip(1).cumsum(1).flip(1)
+        return (self.critic.values(batch) - to_come) ** 2
 
 
 class SkipsASync(VLLMEngine):

@@ -18,7 +18,8 @@ from rlflow import PerToken, Rollout
 from rlflow.algorithms import GRPO
 from rlflow.data.prompts import PromptData
 from rlflow.data.sources import JSONL
-from rlflow.models.handle import CausalLM, Optimizer
+from rlflow.models.causal_lm import CausalLM
+from rlflow.models.optimizer import Optimizer
 from rlflow.preparation import prepare
 from rlflow.rewards import SampleReward
 from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, SyncReport

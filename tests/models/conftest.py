@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 
 from rlflow.data.batch import Batch, Ragged
-from rlflow.models.handle import CausalLM, ForwardPlan
+from rlflow.models.causal_lm import CausalLM
+from rlflow.models.handle import ForwardPlan
 from rlflow.models.packing import Responses
 from rlflow.models.tiny import write_tiny_model
 
@@ -27,6 +29,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = load_file(folder / "model.safetensors")
     scaled = {name: tensor if "norm" in name else 10 * tensor for name, tensor in weights.items()}
     save_file(scaled, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def classifier(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same layers below an output layer with one label; `!`, which responses hold, is said to be padding."""
+    model = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1, pad_token_id=33)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))
+    folder = tmp_path_factory.mktemp("models") / "classifier"
+    model.save_pretrained(folder)
     return folder
 
 
@@ -76,3 +88,17 @@ def one_by_one(model: torch.nn.Module, rows: Responses, temperature: float = 1.0
             logprobs[row, t] = distribution.log_prob(token)
             entropy[row, t] = distribution.entropy()
     return logprobs, entropy
+
+
+def scalars_one_by_one(model: torch.nn.Module, rows: Responses) -> tuple[Tensor, Tensor]:
+    """`[B, T]` numbers before each response token and `[B]` after the last: transformers' forward of each prefix."""
+    model.config.pad_token_id = None  # it reads the last token that is not padding: here, the last of the prefix
+    before = torch.zeros(rows.response_ids.shape, dtype=model.dtype)
+    final = []
+    for row, prompt in enumerate(rows.prompt_ids.rows()):
+        tokens = torch.cat([prompt, rows.response_ids[row, : rows.lengths[row]]])
+        numbers = [model(tokens[None, :end]).logits[0, 0] for end in range(len(prompt), len(tokens) + 1)]
+        for t, number in enumerate(numbers[:-1]):
+            before[row, t] = number
+        final.append(numbers[-1])
+    return before, torch.stack(final)

@@ -63,7 +63,7 @@ def test_checkpointing_computes_layers_again_and_changes_no_gradient(tiny: Path,
     for checkpointing in (False, True):
         model = ScoringModel.load(tiny, torch.float64, CPU, checkpointing).train()
         count: list[int] = []
-        model.causal_lm.model.layers[1].self_attn.register_forward_hook(lambda *_, count=count: count.append(1))
+        model.model.model.layers[1].self_attn.register_forward_hook(lambda *_, count=count: count.append(1))
         model(*pack(rows).arguments())[0].sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
         calls.append(len(count))

@@ -19,7 +19,8 @@ from rlflow.functional import (
     loss_weights,
     ppo_clip_loss,
 )
-from rlflow.models.handle import CausalLM, Optimizer
+from rlflow.models.causal_lm import CausalLM
+from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.single import SingleProcess
 from tests.reference.policy_float64 import Folders, Objective, Sample, policy_update
 from tests.reference.test_references import assert_same, padded, ragged_samples, write_model

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlflow.errors import UserError
-from rlflow.models.handle import Optimizer
+from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from tests.ranks import RankPool
 from tests.strategies.reference import distance, plain_update

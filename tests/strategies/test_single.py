@@ -9,7 +9,8 @@ import torch
 from lightning.fabric import Fabric
 
 from rlflow.errors import UserError
-from rlflow.models.handle import CausalLM, Optimizer
+from rlflow.models.causal_lm import CausalLM
+from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.single import SingleProcess
 from rlflow.strategies.strategy import scheduled
 from tests.strategies.reference import distance, plain_update

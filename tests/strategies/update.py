@@ -11,7 +11,8 @@ from lightning.fabric import Fabric
 from torch import Tensor
 
 from rlflow.data.batch import Batch, Ragged
-from rlflow.models.handle import CausalLM, Optimizer
+from rlflow.models.causal_lm import CausalLM
+from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.strategy import TrainingStrategy
 from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS

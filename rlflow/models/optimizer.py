@@ -1,0 +1,89 @@
+"""How a model is trained: the optimizer's settings, and the class that they name."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+
+from rlflow.errors import UserError
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """How a model is trained.
+
+    Attributes:
+        name: `adamw`, `sgd`, or the path of a class, `torch.optim.Adam` say. ZeRO hands it flat pieces of the weights:
+            one that looks at their shapes, such as Adafactor, is right at stage 0 and in `SingleProcess` only.
+        lr: The highest learning rate, reached after the warm-up.
+        betas: Of AdamW.
+        eps: Of AdamW.
+        weight_decay: Decoupled from the gradient in AdamW, added to it in SGD.
+        warmup_steps: Updates over which the learning rate rises from 0.
+        schedule: How the learning rate goes on after the warm-up, until the last update.
+        gradient_clipping: Longest gradient over all parameters; 0 for no limit.
+        arguments: More arguments of the class: `{momentum: 0.9}`. One given by path gets these and `lr`.
+    """
+
+    name: str = "adamw"
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    gradient_clipping: float = 1.0
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay", "warmup_steps", "gradient_clipping"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"`optimizer.{name}` is {getattr(self, name)}; give 0 or more")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"`optimizer.betas` is {self.betas}; give two numbers from 0 to below 1")
+        if self.name not in ("adamw", "sgd"):
+            for name in ("betas", "eps", "weight_decay"):
+                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise UserError(
+                        f"`optimizer.{name}` is {getattr(self, name)}, and `optimizer.name` is a class; give it in"
+                        f" `optimizer.arguments` if {self.name} has it"
+                    )
+        if self.name != "adamw" or self.arguments:
+            try:
+                inspect.signature(self.kind).bind([], **self.keywords)
+            except TypeError as error:
+                raise UserError(f"`optimizer.arguments` is {self.arguments}; {self.name}: {error}. Mend it") from error
+
+    @property
+    def kind(self) -> type[torch.optim.Optimizer]:
+        """The class that `name` names."""
+        path = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}.get(self.name, self.name)
+        module, _, name = path.rpartition(".")
+        try:
+            found = getattr(import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UserError(
+                f"`optimizer.name` is {self.name!r}, and there is no such class ({error}); give `adamw`, `sgd` or the"
+                " path of one, such as `torch.optim.Adam`"
+            ) from error
+        if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+            raise UserError(f"`optimizer.name` is {self.name!r}, which is no torch.optim.Optimizer; name one")
+        return found
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What the class is called with beside the parameters."""
+        given: dict[str, Any] = {"lr": self.lr}
+        if self.name in ("adamw", "sgd"):
+            given["weight_decay"] = self.weight_decay
+        if self.name == "adamw":
+            # fused: one pass over weights, gradients and moments, on the CPU too
+            given |= {"betas": self.betas, "eps": self.eps, "fused": True}
+        if twice := given.keys() & self.arguments.keys():
+            name = min(twice)
+            raise UserError(f"`optimizer.arguments` has `{name}`; that is a setting, so give `optimizer.{name}`")
+        return given | self.arguments

@@ -1,0 +1,147 @@
+"""A Hugging Face model that reads packed rows: what a strategy trains, and what a handle calls."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlflow.data.batch import Ragged, TokenRows
+from rlflow.errors import UserError
+from rlflow.models.attention import PACKED_ATTENTION, register_packed_attention
+from rlflow.models.linear import use_onednn
+from rlflow.models.packing import pack
+
+
+class PackedModel(nn.Module):
+    """A transformers model whose output layer is replaced by one that a subclass needs.
+
+    Parameters keep their Hugging Face names behind the prefix `model.`. It is called with `ModelInput.arguments`, one
+    by one, because DeepSpeed looks for tensors among the arguments and not inside them.
+
+    Args:
+        model: The transformers model; its attention and how its linear layers compute on the CPU are replaced.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        register_packed_attention()
+        model.set_attn_implementation(PACKED_ATTENTION)
+        use_onednn(model)
+        self.model = model
+
+    @staticmethod
+    def hf_name(name: str) -> str:
+        """The Hugging Face name of a parameter of this module."""
+        return name.removeprefix("model.")
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor]) -> None:
+        """Write configuration and weights in Hugging Face form; transformers does so on rank 0 of a process group only.
+
+        Args:
+            folder: Where to write.
+            state_dict: Full tensors by Hugging Face name.
+        """
+        self.model.save_pretrained(folder, state_dict=state_dict)
+
+    @property
+    @abstractmethod
+    def decoder(self) -> Any:
+        """The layers below the output layer."""
+
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int, scored: Tensor
+    ) -> Tensor:
+        """`[R, H]`, the last layer's states at the scored positions of a `ModelInput`."""
+        states: Tensor = self.decoder(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            cu_seq_lens_q=cu_seqlens,
+            cu_seq_lens_k=cu_seqlens,
+            max_length_q=max_seqlen,
+            max_length_k=max_seqlen,
+        ).last_hidden_state
+        return states.flatten(0, 1)[scored]
+
+
+def read(kind: Any, path: Path, dtype: torch.dtype, may_lack: tuple[str, ...] = (), **settings: Any) -> Any:
+    """A transformers model in evaluation mode, without dropout, with eager attention: transformers' own reference.
+
+    Args:
+        kind: The class that reads it, `AutoModelForCausalLM` say.
+        path: Folder or Hugging Face name.
+        dtype: Of the parameters.
+        may_lack: Weights that may be missing; they are random numbers then.
+        settings: More of its configuration.
+
+    Raises:
+        UserError: There is no such model, or weights are missing.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        loaded: Any = kind.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", output_loading_info=True, **settings
+        )
+    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+        raise UserError(f"`model` {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    model, report = loaded
+    missing = set(report["missing_keys"]) - set(may_lack)
+    if missing:
+        # Transformers would go on with random numbers in their place.
+        raise UserError(f"`model` {str(path)!r} lacks {len(missing)} weights, {min(missing)!r} the first of them")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.eval(), set(report["missing_keys"])
+
+
+def probe(vocabulary: int) -> TokenRows:
+    """Two short rows of tokens from all over the vocabulary."""
+    tokens = torch.randint(vocabulary, (20,), generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor([6, 8])
+    responses = tokens[4:].view(2, 8) * (torch.arange(8) < lengths[:, None])
+    return TokenRows(Ragged(tokens[:4], torch.tensor([3, 1])), responses, lengths)
+
+
+@torch.no_grad()
+def each_row(rows: TokenRows, score: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """`[R]`: what `score(tokens, prompt_length)` `[response]` says of one row after another."""
+    found = []
+    for prompt, response, length in zip(rows.prompt_ids.rows(), rows.response_ids, rows.lengths, strict=True):
+        found.append(score(torch.cat([prompt, response[:length]]), len(prompt)))
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def packed_scores(model: PackedModel, rows: TokenRows, device: torch.device) -> Tensor:
+    """`[R]`: the first of what the model's packed forward gives."""
+    scores: Tensor = model(*pack(rows).to(device).arguments())[0]
+    return scores
+
+
+def refuse_unlike(found: Tensor, expected: Tensor, dtype: torch.dtype, name: str) -> None:
+    """Scaled or capped outputs, attention of its own or a state that runs on show as another score.
+
+    Args:
+        found: `[R]` scores by the packed forward.
+        expected: `[R]` by the model's own.
+        dtype: Of the model.
+        name: Of its class.
+
+    Raises:
+        UserError: They differ.
+    """
+    largest = max(1.0, float(expected.abs().mean()))
+    allowed = largest * (1e-3 if dtype in (torch.float32, torch.float64) else 0.25)
+    difference = float((found - expected).abs().mean())
+    if not difference <= allowed:
+        raise UserError(
+            f"{name} cannot be scored here: its own forward and the packed one differ by {difference:.2g} per token "
+            f"(allowed {allowed:.2g}); use a model with plain causal attention and plain logits"
+        )

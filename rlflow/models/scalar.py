@@ -1,0 +1,132 @@
+"""A Hugging Face model for sequence classification with one label, which gives a number at each token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlflow.errors import UserError
+from rlflow.models.packed import PackedModel, each_row, packed_scores, probe, read, refuse_unlike
+
+HEAD = "score"  # transformers' name of the output layer of decoders
+
+
+class ScalarModel(PackedModel):
+    """A model for sequence classification whose output layer is read at every scored token.
+
+    Args:
+        classifier: The transformers model, with one label.
+    """
+
+    def __init__(self, classifier: Any) -> None:
+        head = getattr(classifier, HEAD)
+        setattr(classifier, HEAD, ScalarHead(head.weight, head.bias))
+        super().__init__(classifier)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        gradient_checkpointing: bool = False,
+        new_head: bool = False,
+    ) -> ScalarModel:
+        """Read a model, and check that it scores as its own forward does. It is in evaluation mode, without dropout.
+
+        Args:
+            path: Folder or Hugging Face name.
+            dtype: Of the parameters.
+            device: Where they are.
+            gradient_checkpointing: Keep each layer's input only, and compute the rest again in the backward pass.
+            new_head: Give a causal language model an output layer of zeros; without it such a model is refused.
+
+        Raises:
+            UserError: There is no such model, it has no output layer, or it cannot be scored rightly here.
+        """
+        from transformers import AutoModelForSequenceClassification
+
+        weights = (f"{HEAD}.weight", f"{HEAD}.bias")
+        with torch.random.fork_rng(devices=[]):  # transformers draws what is missing
+            classifier, missing = read(AutoModelForSequenceClassification, path, dtype, weights, num_labels=1)
+        if not isinstance(getattr(classifier, HEAD, None), nn.Linear):
+            raise UserError(f"{type(classifier).__name__} has no output layer `{HEAD}`; use a decoder's model")
+        if missing and not new_head:
+            raise UserError(
+                f"`model` {str(path)!r} has no output layer `{HEAD}` to score with, as a causal language model has"
+                " none, and it is frozen; give a reward model with one label, or train one"
+            )
+        if missing:
+            # Random for the check: an output layer of zeros would hide every difference.
+            getattr(classifier, HEAD).weight.data.normal_(generator=torch.Generator().manual_seed(0))
+        classifier.to(device)
+        rows = probe(classifier.config.get_text_config().vocab_size)
+        expected = each_row(rows, lambda tokens, prompt: _own_scores(classifier, tokens.to(device), prompt))
+        model = cls(classifier)
+        refuse_unlike(packed_scores(model, rows, device), expected, dtype, type(classifier).__name__)
+        if missing:
+            getattr(classifier, HEAD).zero()
+        if gradient_checkpointing:
+            classifier.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    @property
+    def decoder(self) -> Any:
+        """See `PackedModel.decoder`."""
+        return self.model.base_model
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int,
+        scored: Tensor,
+        targets: Tensor,
+    ) -> tuple[Tensor]:
+        """`[R]` numbers at the scored tokens of a `ModelInput`; `targets` are not read."""
+        hidden = self.hidden(input_ids, position_ids, cu_seqlens, max_seqlen, scored)
+        return (getattr(self.model, HEAD)(hidden),)
+
+
+class ScalarHead(nn.Module):
+    """A model's output layer with one label, computed in float32 at least: bfloat16 tells no two near values apart.
+
+    It holds the layer's own weights and does its work within its own forward: there ZeRO-3 gathers them.
+
+    Args:
+        weight: `[1, H]`, of the layer that it replaces.
+        bias: `[1]`, if that has one.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[N, H]` hidden states to `[N]` numbers."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return nn.functional.linear(hidden.to(dtype), self.weight.to(dtype), bias)[:, 0]
+
+    @torch.no_grad()
+    def zero(self) -> None:
+        """Say 0 of everything."""
+        for parameter in self.parameters():
+            parameter.zero_()
+
+
+def _own_scores(classifier: Any, tokens: Tensor, prompt: int) -> Tensor:
+    """`[response]` numbers at the token before each token after the prompt, by the model's own forward."""
+    config = classifier.config.get_text_config()
+    pad, config.pad_token_id = config.pad_token_id, None  # it reads the last token that is not padding: here, the last
+    found = [
+        classifier(input_ids=tokens[None, :end], use_cache=False).logits[0, 0] for end in range(prompt, len(tokens))
+    ]
+    config.pad_token_id = pad
+    scores = torch.stack(found)
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))

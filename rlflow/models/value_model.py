@@ -1,0 +1,50 @@
+"""`ValueModel`, the critic: how much reward is still to come at each point of a response."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlflow.data.batch import PerSample, PerToken
+from rlflow.models.handle import ModelHandle
+from rlflow.models.packing import Responses, no_rows, whole
+from rlflow.models.scalar import ScalarModel
+
+
+class ValueModel(ModelHandle):
+    """A model with one number at each token: `self.critic = ValueModel(self.model)`. Constructing it loads nothing.
+
+    It is a Hugging Face model for sequence classification with one label. Loaded from a causal language model, which
+    has no such output layer, it starts with one of zeros, so that all values are 0 at first.
+    """
+
+    def load(self, path: Path, dtype: torch.dtype, device: torch.device) -> ScalarModel:
+        """Read the weights; see `ModelHandle.load`."""
+        model = ScalarModel.load(path, dtype, device, self.gradient_checkpointing, new_head=self.trainable)
+        return model.requires_grad_(self.trainable)
+
+    def values(self, rows: Responses) -> PerToken:
+        """The value before each response token: at the token before it, where its logprob comes from too.
+
+        Args:
+            rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
+
+        Returns:
+            `[B, T]` in float32 (float64 where the model is), 0 where padded.
+        """
+        (values,) = self._scores(rows)
+        return values
+
+    def final_values(self, rows: Responses) -> PerSample:
+        """The value after the last response token, `[B]`: what a response that was cut short might still get.
+
+        Without a response it is the value after the prompt.
+        """
+        (values,) = self._scores(whole(rows))
+        return values[:, 0]
+
+    def score_nothing(self) -> Tensor:
+        """See `ModelHandle.score_nothing`."""
+        return self._scores(no_rows())[0].sum()
