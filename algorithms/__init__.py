@@ -11,6 +11,7 @@ from rlflow.algorithms.gspo import GSPO
 from rlflow.algorithms.on_policy_distillation import OnPolicyDistillation
 from rlflow.algorithms.opo import OPO
 from rlflow.algorithms.policy_gradient import PolicyGradient
+from rlflow.algorithms.ppo import PPO
 from rlflow.algorithms.reinforce_plus_plus import REINFORCEPlusPlus
 from rlflow.algorithms.reinforce_plus_plus_baseline import REINFORCEPlusPlusBaseline
 from rlflow.algorithms.remax import ReMax
@@ -26,6 +27,7 @@ __all__ = [
     "GRPO",
     "GSPO",
     "OPO",
+    "PPO",
     "RLOO",
     "SFT",
     "DrGRPO",

@@ -12,6 +12,7 @@ from rlflow import (
     PerSample,
     PerToken,
     Reward,
+    RewardModel,
     RLModule,
     Rollout,
     UserError,
@@ -53,6 +54,8 @@ class PolicyGradient(RLModule):
         entropy_coef: Weight of the entropy bonus.
         importance: Correction for the gap between rollout and training logprobs; None is off.
         overlong_buffer: Tokens before `max_response_length` over which a penalty grows to 1 (DAPO); None is off.
+        reward_model_path: Folder or hub name of a reward model, whose score is added to the reward; None is off.
+        reward_model_coef: Weight of its score.
         mask_truncated: Leave responses that were cut out of the loss; they stay in their group's baseline.
         loss_aggregation: How per-token losses become one number.
         epochs: Passes over a step's samples.
@@ -78,6 +81,8 @@ class PolicyGradient(RLModule):
     entropy_coef: float = 0.0
     importance: Importance | None = Importance()
     overlong_buffer: int | None = None
+    reward_model_path: str | None = None
+    reward_model_coef: float = 1.0
     mask_truncated: bool = False
     loss_aggregation: Aggregation = "token-mean"
     epochs: int = 1
@@ -92,6 +97,8 @@ class PolicyGradient(RLModule):
         self.kl = AdaptiveCoefficient(self.kl_coef, self.kl_target, self.kl_horizon)
         if self.kl_coef == 0:
             self.ref_logprobs = None
+        if self.reward_model_path is None:
+            self.model_scores = None
         if not self._restrains_reward:
             self.kl_penalty = None
         if not self.needs_old_logprobs:
@@ -116,14 +123,22 @@ class PolicyGradient(RLModule):
             gradient_checkpointing=self.gradient_checkpointing,
         )
         self.reference = CausalLM(self.reference_path or self.model, trainable=False, temperature=self.temperature)
+        if self.reward_model_path is not None:
+            self.reward_model = RewardModel(self.reward_model_path, trainable=False)
 
     @node(role="rollout")
     def rollout(self, batch: Batch) -> Rollout:
         return self.generate(batch, n=self.group_size)
 
+    @node(role="reward_model")
+    def model_scores(self, rollout: Rollout) -> PerSample:
+        return self.reward_model.scores(rollout)
+
     @node
-    def rewards(self, rollout: Rollout, kl_penalty: PerToken | None = None) -> PerSample:
-        rewards = self.outcome(rollout)
+    def rewards(
+        self, rollout: Rollout, model_scores: PerSample | None = None, kl_penalty: PerToken | None = None
+    ) -> PerSample:
+        rewards = self.outcome(rollout, model_scores)
         return rewards if kl_penalty is None else rewards - (kl_penalty * rollout.loss_mask).sum(dim=1)
 
     @node(role="reference")
@@ -174,22 +189,29 @@ class PolicyGradient(RLModule):
         self.log("actor/clip_fraction", ppo_is_clipped(logprobs, old_logprobs, advantages, *clips), mask)
         return ppo_clip_loss(logprobs, old_logprobs, advantages, *clips)
 
-    def outcome(self, rollout: Rollout, name: str = "reward") -> PerSample:
-        """What the responses are worth: the verifier's reward and the overlong penalty; logged under `name`."""
-        outcome = self.reward_function(rollout, name)
+    def outcome(self, rollout: Rollout, model_scores: PerSample | None, name: str = "reward") -> PerSample:
+        """What responses are worth: verifier, reward model and overlong penalty; logged under `name`."""
+        outcome = rollout.logprobs.new_zeros(len(rollout.lengths))
+        if self.reward is not None:
+            outcome = outcome + self.reward_function(rollout, name)
+        if model_scores is not None:
+            self.log(f"{name}/model", model_scores)
+            outcome = outcome + self.reward_model_coef * model_scores
         if self.overlong_buffer is not None:
             penalty = overlong_penalty(rollout.lengths, self.max_response_length, self.overlong_buffer)
             self.log(f"{name}/overlong", penalty)
             outcome = outcome + penalty.to(outcome.dtype)
+        self.log(f"{name}/outcome", outcome)
         return outcome
 
 
 def _check(module: PolicyGradient) -> None:
     """Refuse settings that cannot work, before anything is loaded."""
     name, fields = type(module).__name__, type(module).__dataclass_fields__
-    if module.reward is None and type(module).rewards is not None:
+    if module.reward is None and module.reward_model_path is None and type(module).rewards is not None:
         raise UserError(
-            f"`reward` is not set, and {name} learns from scores; name one, such as rlflow.rewards.ExactMatch"
+            f"`reward` is not set, and {name} learns from scores; name one, such as rlflow.rewards.ExactMatch, or a"
+            " `reward_model_path`"
         )
     if module.compares_group and module.group_size < 2:
         raise UserError(f"`group_size` is {module.group_size}; group-relative advantages need at least 2. Raise it")

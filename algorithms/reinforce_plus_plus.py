@@ -20,8 +20,8 @@ class REINFORCEPlusPlus(PolicyGradient):
     gamma: float = 1.0
 
     @node
-    def rewards(self, rollout: Rollout) -> PerSample:
-        return self.outcome(rollout)
+    def rewards(self, rollout: Rollout, model_scores: PerSample | None = None) -> PerSample:
+        return self.outcome(rollout, model_scores)
 
     @node
     def advantages(self, rollout: Rollout, rewards: PerSample, kl_penalty: PerToken | None = None) -> PerToken:

@@ -122,6 +122,16 @@ BEFORE_ANY_MODEL: list[tuple[str, dict[str, Any], str]] = [
         "`module.init_args.kl_target` is 0.1, and adapts KL in the reward; set `module.init_args.kl_in_reward` to true",
     ),
     (
+        "a treatment of cut responses that does not exist",
+        {"module.class_path": "rlflow.algorithms.PPO", "module.init_args.on_truncation": "drop"},
+        "`module.init_args.on_truncation` is 'drop'; give one of 'terminal', 'bootstrap', 'mask'",
+    ),
+    (
+        "a discount above one",
+        {"module.class_path": "rlflow.algorithms.PPO", "module.init_args.gamma": 1.5},
+        "`module.init_args.gamma` is 1.5; give a number from 0 to 1",
+    ),
+    (
         "a setting that the algorithm does not use",
         {"module.class_path": "rlflow.algorithms.GSPO", "module.init_args.dual_clip": 3.0},
         "`module.init_args.dual_clip` is 3.0, which GSPO has no use for; leave it out",

@@ -59,6 +59,46 @@ def test_the_greedy_rollout_keeps_the_prompts_rows() -> None:
     assert (graph.nodes["greedy_rewards"].space, graph.nodes["advantages"].space) == ("batch", "rollout")
 
 
+PPO_NODES = LEAST | {"values", "estimates", "critic_loss"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"),
+    [
+        ({}, set()),
+        ({"kl_coef": 0.1}, {"ref_logprobs", "old_logprobs", "kl_penalty"}),
+        ({"kl_coef": 0.1, "kl_in_reward": False}, {"ref_logprobs"}),
+        ({"on_truncation": "bootstrap"}, {"final_values"}),
+        ({"on_truncation": "mask"}, set()),
+        ({"epochs": 2}, {"old_logprobs"}),
+    ],
+)
+def test_ppo_has_the_nodes_that_its_settings_need(settings: dict[str, Any], more: set[str]) -> None:
+    assert set(read_graph(algorithms.PPO("tiny", OddCharacters(), **settings)).nodes) == PPO_NODES | more
+
+
+def test_an_actor_that_starts_later_leaves_the_critic_alone_till_then() -> None:
+    module = algorithms.PPO("tiny", OddCharacters(), actor_start_step=3)
+    module.configure_models()
+    assert (module.actor.start_step, module.critic.start_step) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more"),
+    [
+        (GRPO, {"model_scores"}),
+        (algorithms.PPO, {"model_scores", "values", "estimates", "critic_loss"}),
+        (algorithms.ReMax, {"model_scores", "greedy", "greedy_rewards", "greedy_model_scores"}),
+    ],
+)
+def test_a_reward_model_is_a_role_of_its_own_and_a_verifier_may_be_missing(
+    algorithm: type[PolicyGradient], more: set[str]
+) -> None:
+    graph = read_graph(algorithm("tiny", reward_model_path="tiny"))
+    assert set(graph.nodes) == LEAST | more
+    assert graph.nodes["model_scores"].role == "reward_model"
+
+
 def test_sft_is_one_node() -> None:
     assert set(read_graph(SFT("tiny")).nodes) == {"actor_loss"}
 

@@ -1,0 +1,113 @@
+"""Proximal Policy Optimization: arXiv 1707.06347; with a critic and KL per token: InstructGPT, arXiv 2203.02155."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from rlflow import Optimizer, PerSample, PerToken, Rollout, UserError, ValueModel, node
+from rlflow.algorithms.policy_gradient import PolicyGradient
+from rlflow.functional import KLEstimator, gae, last_token_rewards, value_loss
+
+OnTruncation = Literal["terminal", "bootstrap", "mask"]
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """What GAE says of each token, `[B, T]` each."""
+
+    advantages: PerToken
+    returns: PerToken
+
+
+@dataclass(eq=False)
+class PPO(PolicyGradient):
+    """A_t = GAE(gamma, lam) of r_t = r 1[t is last] - beta k1_t and the critic's V_t; both losses clipped.
+
+    Args:
+        critic_path: Folder or hub name of the critic, with a value head or without; None for `model`.
+        critic_optimizer: Of the critic.
+        gamma: Discount of a token.
+        lam: Decay of the sum over temporal differences.
+        value_clip: How far a value may move from its old one and still count; None is off.
+        actor_start_step: Steps for which the critic learns alone.
+        on_truncation: A response that was cut ends like others (`terminal`), goes on with the critic's value
+            (`bootstrap`), or is left out of both losses (`mask`).
+    """
+
+    kl_kind: KLEstimator = "k1"
+    kl_in_reward: bool = True
+    critic_path: str | None = None
+    critic_optimizer: Optimizer = Optimizer(lr=1e-5)
+    gamma: float = 1.0
+    lam: float = 0.95
+    value_clip: float | None = 0.2
+    actor_start_step: int = 0
+    on_truncation: OnTruncation = "terminal"
+
+    def __post_init__(self) -> None:
+        if self.on_truncation not in get_args(OnTruncation):
+            raise UserError(
+                f"`on_truncation` is {self.on_truncation!r}; give one of {', '.join(get_args(OnTruncation))}"
+            )
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"`{name}` is {getattr(self, name)}; give a number from 0 to 1")
+        super().__post_init__()
+        self.mask_truncated |= self.on_truncation == "mask"
+        if self.on_truncation != "bootstrap":
+            self.final_values = None
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.actor.start_step = self.actor_start_step
+        self.critic = ValueModel(
+            self.critic_path or self.model,
+            optimizer=self.critic_optimizer,
+            epochs=self.epochs,
+            samples_per_update=self.samples_per_update,
+            gradient_checkpointing=self.gradient_checkpointing,
+        )
+
+    @node
+    def rewards(self, rollout: Rollout, model_scores: PerSample | None = None) -> PerSample:
+        return self.outcome(rollout, model_scores)
+
+    @node(role="critic")
+    def values(self, rollout: Rollout) -> PerToken:
+        return self.critic.values(rollout)
+
+    @node(role="critic")
+    def final_values(self, rollout: Rollout) -> PerSample:
+        return self.critic.final_values(rollout)
+
+    @node
+    def estimates(
+        self,
+        rollout: Rollout,
+        rewards: PerSample,
+        values: PerToken,
+        kl_penalty: PerToken | None = None,
+        final_values: PerSample | None = None,
+    ) -> Estimates:
+        mask = rollout.loss_mask
+        r = last_token_rewards(rewards, mask)
+        r = r if kl_penalty is None else r - kl_penalty
+        bootstrap = None if final_values is None else torch.where(rollout.finished, 0.0, final_values)
+        advantages, returns = gae(r, values, mask, self.gamma, self.lam, bootstrap)
+        error, spread = (self.mean((x - self.mean(x, mask)) ** 2, mask) for x in (returns - values, returns))
+        self.log("critic/explained_variance", 1 - error / spread.clamp(min=1e-12))
+        return Estimates(advantages, returns)
+
+    @node
+    def advantages(self, rollout: Rollout, estimates: Estimates) -> PerToken:
+        return self.whiten(estimates.advantages, rollout.loss_mask)
+
+    @node(role="critic", type="train")
+    def critic_loss(self, rollout: Rollout, values: PerToken, estimates: Estimates) -> PerToken:
+        v = self.critic.values(rollout)
+        self.log("critic/value", v.detach(), rollout.loss_mask)
+        if self.value_clip is not None:
+            moved = (v.detach() - values).abs() > self.value_clip
+            self.log("critic/clip_fraction", moved.to(v.dtype), rollout.loss_mask)
+        return value_loss(v, values, estimates.returns, self.value_clip)
