@@ -21,10 +21,10 @@ quickstart: setup ## Train a small language model with SFT, then with GRPO on tw
 	$(RUN)/rlflow fit --config configs/quickstart_sft.yaml
 	$(RUN)/rlflow fit --config configs/quickstart_grpo.yaml
 
-test: setup ## Run all tests
+test: setup ## Run the tests, all but those of `make exact`
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest
 
-exact: setup ## Compare runs with the float64 reference
+exact: setup ## Compare every algorithm with its float64 reference in every setting
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m exact
 
 check: lint docs test ## Run what CI runs

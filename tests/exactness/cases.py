@@ -1,0 +1,187 @@
+"""Every algorithm with settings that matter, and what one step of it must come to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlflow.functional import Importance
+from tests.exactness.recording import GROUP, LONGEST, TEMPERATURE, Recording
+from tests.reference.policy_float64 import Folders, Objective, Sample, critic_update, policy_update
+from tests.reference.sft_float64 import Example, sft_update
+from tests.reference.update import Step, Update
+
+LR = 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """One algorithm as it is run here.
+
+    Attributes:
+        algorithm: Its class.
+        objective: What the reference computes; its settings are the algorithm's too. None without samples.
+        more: Settings of the algorithm beside those.
+        prompts: Those that the step trains on.
+        drawn: How many of the recorded prompts the dataset holds.
+        models: Folders that settings name, by their names in the recording.
+        past: Whether old logprobs and old values are the recorded ones; else the models themselves say them.
+    """
+
+    algorithm: str
+    objective: Objective | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+    prompts: tuple[int, ...] = (0, 1, 2, 3, 4)  # 15 samples: no number of ranks but 1 divides them
+    drawn: int = 5
+    models: Mapping[str, str] = field(default_factory=dict)
+    past: bool = True
+
+
+def of_samples(advantages: str, surrogate: str = "ppo", **settings: Any) -> Objective:
+    """The objective of an algorithm that samples."""
+    return Objective(advantages, surrogate, max_response_length=LONGEST, temperature=TEMPERATURE, **settings)
+
+
+SEQUENCES = "sequence-mean-token-mean"
+REFERENCE = {"reference_path": "reference"}
+GRPO = of_samples("grpo", clip_high=0.28, kl_coef=0.3)
+
+CASES = {
+    "GRPO": Case("GRPO", GRPO, models=REFERENCE),
+    "DrGRPO": Case("DrGRPO", of_samples("dr_grpo", loss_aggregation="constant", mask_truncated=True, entropy_coef=0.3)),
+    "RLOO": Case(
+        "RLOO",
+        of_samples("rloo", kl_in_reward=True, kl_kind="k1", kl_coef=0.1, importance_level="sequence"),
+        models=REFERENCE,
+    ),
+    "OPO": Case("OPO", of_samples("opo", overlong_buffer=8, loss_aggregation="sequence-mean-token-sum")),
+    "ReMax": Case("ReMax", of_samples("remax", kl_kind="k3+", kl_coef=0.1), {"group_size": GROUP}, models=REFERENCE),
+    "REINFORCEPlusPlus": Case(
+        "REINFORCEPlusPlus",
+        of_samples("reinforce++", kl_in_reward=True, kl_kind="k1", kl_coef=0.1, gamma=0.9, mask_truncated=True),
+        {"gamma": 0.9},
+        models=REFERENCE,
+    ),
+    "REINFORCEPlusPlusBaseline": Case(
+        "REINFORCEPlusPlusBaseline",
+        of_samples("reinforce++ baseline", kl_kind="k2", kl_coef=0.1, mask_truncated=True),
+        models=REFERENCE,
+    ),
+    "GSPO": Case(
+        "GSPO",
+        of_samples(
+            "grpo",
+            "gspo",
+            clip_low=0.03,
+            clip_high=0.04,
+            loss_aggregation=SEQUENCES,
+            importance_level="geometric",
+            importance_high=1.1,
+        ),
+    ),
+    "CISPO": Case("CISPO", of_samples("grpo", "cispo", clip_high=0.28, importance_mode="mask")),
+    "GMPO": Case("GMPO", of_samples("grpo", "gmpo", clip_low=0.2, clip_high=0.28, loss_aggregation=SEQUENCES)),
+    "CPGD": Case("CPGD", of_samples("grpo", "cpgd", clip_high=0.28, drift_coef=0.3), {"drift_coef": 0.3}),
+    "GPG": Case("GPG", of_samples("gpg", "policy gradient", entropy_coef=0.1)),
+    "OnPolicyDistillation": Case(
+        "OnPolicyDistillation", of_samples("distillation"), models={"teacher_path": "reference"}
+    ),
+    "SFT": Case("SFT"),
+}
+
+VARIATIONS = {
+    "dual clip": replace(CASES["GRPO"], objective=replace(GRPO, dual_clip=1.1)),
+    "KL as k1": replace(CASES["GRPO"], objective=replace(GRPO, kl_kind="k1")),
+    "KL as k2": replace(CASES["GRPO"], objective=replace(GRPO, kl_kind="k2")),
+    "KL as abs": replace(CASES["GRPO"], objective=replace(GRPO, kl_kind="abs")),
+} | {
+    mode: replace(CASES["GRPO"], objective=replace(GRPO, loss_aggregation=mode))
+    for mode in ("sequence-mean-token-mean", "sequence-mean-token-sum", "constant")
+}
+
+# Without a setting: what the objective is then. The greedy rewards and the group need no other proof.
+OFF: dict[str, Any] = {
+    "clip_low": 99.0,
+    "clip_high": 99.0,
+    "dual_clip": None,
+    "drift_coef": 0.0,
+    "kl_coef": 0.0,
+    "entropy_coef": 0.0,
+    "overlong_buffer": None,
+    "mask_truncated": False,
+    "gamma": 1.0,
+    "lam": 1.0,
+    "value_clip": None,
+    "bootstrap": False,
+    "importance_mode": "truncate",
+    "importance_level": "token",
+    "importance_high": 99.0,
+    "loss_aggregation": "token-mean",
+}
+
+# Settings of `Objective` that algorithms have under the same name.
+SHARED = (
+    "max_response_length",
+    "temperature",
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "kl_coef",
+    "kl_kind",
+    "kl_in_reward",
+    "entropy_coef",
+    "overlong_buffer",
+    "mask_truncated",
+    "loss_aggregation",
+)
+
+
+def settings(case: Case, recording: Recording) -> dict[str, Any]:
+    """The arguments of the algorithm beside its model, optimizer and reward."""
+    given = dict(case.more) | {name: str(getattr(recording, folder)) for name, folder in case.models.items()}
+    if case.objective is None:
+        return given
+    objective = case.objective
+    shared = {name: getattr(objective, name) for name in SHARED}
+    ends = objective.importance_low, objective.importance_high
+    importance = Importance(objective.importance_level, objective.importance_mode, *ends)  # type: ignore[arg-type]
+    return {"group_size": GROUP, "importance": importance} | shared | given
+
+
+def truth(case: Case, recording: Recording) -> dict[str, Update]:
+    """What the reference says of one step, by trained role."""
+    step = Step(lr=LR)
+    if case.objective is None:
+        examples = [Example(recording.prompts[p], recording.pairs[p][0]) for p in case.prompts]
+        return {"actor": sft_update(recording.policy, examples, step=step)}
+    models = {name: getattr(recording, folder) for name, folder in case.models.items()}
+    folders = Folders(
+        reference=models.get("reference_path") or models.get("teacher_path"),
+        critic=models.get("critic_path"),
+        reward_model=models.get("reward_model_path"),
+    )
+    given = recording.policy, samples(case, recording), case.objective, step, folders
+    updates = {"actor": policy_update(*given)}
+    if folders.critic is not None:
+        updates["critic"] = critic_update(*given)
+    return updates
+
+
+def samples(case: Case, recording: Recording) -> list[Sample]:
+    """The samples of the case's prompts."""
+    return [
+        Sample(
+            recording.prompts[p],
+            answer.tokens,
+            answer.reward,
+            group=p,
+            rollout_logprobs=answer.rollout_logprobs,
+            old_logprobs=answer.old_logprobs if case.past else None,
+            finished=answer.finished,
+            greedy_reward=recording.answers[p][-1].reward,
+            old_values=answer.old_values if case.past else None,
+        )
+        for p in case.prompts
+        for answer in recording.answers[p][:-1]
+    ]

@@ -1,0 +1,184 @@
+"""What was recorded of one step: prompts, responses, and what the policies and the critic of then said of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from rlflow.models.tiny import write_tiny_model
+from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, SyncReport
+from tests.reference.update import load_classifier_float64, load_float64, response_logprobs, response_values
+
+PROMPTS = 8  # of 1 to 8 tokens
+GROUP, LONGEST = 3, 12
+TEMPERATURE = 0.8
+USELESS = (2, 5, 6, 7)  # prompts whose responses are all worth the same
+TRUNCATED = ((0, 1), (3, 2))  # (prompt, response) that did not end by themselves
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response: its tokens, what was said of each of them, and whether it ended by itself."""
+
+    tokens: Tokens
+    rollout_logprobs: tuple[float, ...]
+    old_logprobs: tuple[float, ...]
+    old_values: tuple[float, ...]
+    finished: bool
+    reward: float
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Folders of models, and what belongs to each prompt; prompt `p` is the first `p + 1` letters of the alphabet.
+
+    Attributes:
+        policy: The language model to train.
+        reference: Another.
+        critic: The policy with a head of one number.
+        judge: The policy with another such head.
+        data: Folder of datasets: `5.jsonl` has the first five prompts.
+        prompts: Their tokens.
+        answers: To each prompt; the last one is the greedy one.
+        pairs: The two responses that the dataset has for each prompt, the better one first.
+    """
+
+    policy: Path
+    reference: Path
+    critic: Path
+    judge: Path
+    data: Path
+    prompts: list[Tokens]
+    answers: list[list[Answer]]
+    pairs: list[tuple[Tokens, ...]]
+
+    def find(self, prompt: Sequence[int], response: Sequence[int]) -> Answer:
+        """The answer to `prompt` with these tokens."""
+        (found,) = [a for a in self.answers[len(prompt) - 1][:-1] if a.tokens == tuple(response)]
+        return found
+
+
+def record(folder: Path) -> Recording:
+    """Make models and a recording whose old policy and old critic are apart from the models given."""
+    policy, reference = (_peaked(folder / name, seed) for name, seed in (("policy", 1), ("reference", 2)))
+    critic, judge = (_with_head(policy, folder / name, seed) for name, seed in (("critic", 3), ("judge", 4)))
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    texts = ["abcdefgh"[: p + 1] for p in range(PROMPTS)]
+    prompts = [tuple(ids) for ids in tokenizer(texts)["input_ids"]]
+    draw, past = random.Random(3), _Past(policy, critic)
+    answers = []
+    for p, prompt in enumerate(prompts):
+        responses = [_text(draw, p, k) for k in range(GROUP + 1)]
+        assert len(set(responses)) == len(responses)
+        rewards = {text.count("1") for text in responses[:-1]}
+        assert (len(rewards) == 1) == (p in USELESS)
+        group = []
+        for k, text in enumerate(responses):
+            cut = (p, k) in TRUNCATED
+            tokens = tuple(tokenizer(text)["input_ids"]) + (() if cut else (tokenizer.eos_token_id,))
+            assert len(tokens) <= LONGEST
+            assert not cut or len(tokens) == LONGEST
+            group.append(Answer(tokens, *past.of(draw, prompt, tokens), not cut, float(text.count("1"))))
+        answers.append(group)
+    rows = [{"question": text, "answer": _text(draw, p, 0), "worse": _text(draw, p, 3)} for p, text in enumerate(texts)]
+    (folder / "data").mkdir()
+    for count in range(1, PROMPTS + 1):
+        (folder / "data" / f"{count}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
+    pairs = [
+        tuple((*tokenizer(row[name])["input_ids"], tokenizer.eos_token_id) for name in ("answer", "worse"))
+        for row in rows
+    ]
+    return Recording(policy, reference, critic, judge, folder / "data", prompts, answers, pairs)
+
+
+def _peaked(folder: Path, seed: int) -> Path:
+    """A tiny model that is far from indifferent, so that entropies and divergences have gradients."""
+    write_tiny_model(folder, seed=seed, hidden_size=64, intermediate_size=96, layers=2)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.get_input_embeddings().weight *= 5
+    model.save_pretrained(folder)
+    return folder
+
+
+def _with_head(policy: Path, folder: Path, seed: int) -> Path:
+    """The policy's weights with a random head of one number."""
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
+    with torch.no_grad():
+        model.score.weight.normal_(std=0.1)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
+    return folder
+
+
+def _text(draw: random.Random, p: int, k: int) -> str:
+    """A response in digits: of a useless prompt with two ones, else with as many as it happens to have."""
+    if (p, k) in TRUNCATED:
+        return "".join(draw.choice("0123") for _ in range(LONGEST))
+    length = draw.randint(2, LONGEST - 1)
+    if p not in USELESS:
+        return "".join(draw.choice("0123") for _ in range(length))
+    digits = ["1", "1", *(draw.choice("023") for _ in range(length - 2))]
+    draw.shuffle(digits)
+    return "".join(digits)
+
+
+class _Past:
+    """The policy and the critic at the start of the step, which are made up: near those given, but not they."""
+
+    def __init__(self, policy: Path, critic: Path) -> None:
+        self._policy = load_float64(policy)
+        self._critic = load_classifier_float64(critic)
+
+    @torch.no_grad()
+    def of(self, draw: random.Random, prompt: Tokens, tokens: Tokens) -> tuple[tuple[float, ...], ...]:
+        """Rollout logprobs, old logprobs and old values, such that clips bind at some tokens and not at others."""
+        now = response_logprobs(self._policy, prompt, tokens, TEMPERATURE).tolist()
+        old = tuple(logprob + draw.uniform(-0.5, 0.5) for logprob in now)
+        rollout = tuple(logprob + draw.uniform(-0.9, 0.9) for logprob in old)
+        values, _ = response_values(self._critic, prompt, tokens)
+        return rollout, old, tuple(value + draw.uniform(-0.5, 0.5) for value in values.tolist())
+
+
+class Recorded(RolloutEngine):
+    """Answers the k-th request for a prompt with its k-th recorded response, greedy requests with the last one."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def setup(self, model_path: str, **rank: Any) -> None:
+        self._context = 1024
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
+        tensors = [weight for bucket in buckets for _, weight in bucket]
+        self.policy_version = version
+        return SyncReport(version, len(tensors), 0, 0.0)
+
+    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+        asked: dict[int, int] = {}
+        completions = []
+        for prompt in prompts:
+            turn = asked[len(prompt)] = asked.get(len(prompt), -1) + 1
+            answer = self._recording.answers[len(prompt) - 1][-1 if sampling.temperature == 0 else turn]
+            completions.append(Completion(answer.tokens, answer.rollout_logprobs, answer.finished))
+        return completions
+
+    def _load(self, weights: Any) -> None:
+        raise AssertionError("`update_weights` takes no weights")
+
+    def _held(self) -> Any:
+        raise AssertionError("`update_weights` reads none back")

@@ -1,0 +1,72 @@
+"""How a step may be run: in every way, and in few ways where all pairs of choices meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+SMALL, LARGE = 20, 4096  # token budgets: micro-batches of one or two samples, and all samples in one
+RANKS = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a step is run; by the claim under test nothing of it matters.
+
+    Attributes:
+        stage: Of ZeRO; None for a single process without DeepSpeed.
+        token_budget: Of a micro-batch.
+        packing: Whether forward passes go without padding.
+        balance: Whether rows move to even out tokens.
+        seed: Of the run: of the order of the rows, and so of which ranks have which groups.
+        precision: Of the weights.
+    """
+
+    stage: int | None
+    token_budget: int = LARGE
+    packing: bool = True
+    balance: Literal["auto", "off"] = "auto"
+    seed: int = 0
+    precision: Literal["fp32", "fp64"] = "fp32"
+
+
+def _choices(stage: int, ranks: int) -> Setting:
+    """Of the other four choices, those that make all pairs meet over all stages and ranks."""
+    number = RANKS.index(ranks)
+    return Setting(
+        stage,
+        (SMALL, LARGE)[(stage + number) % 2],
+        packing=(stage + number // 2) % 2 == 0,
+        balance="auto" if (stage // 2 + number) % 2 == 0 else "off",
+        seed=(stage // 2 + number // 2 + stage) % 2,
+    )
+
+
+# By the number of ranks. In the cover every two choices of stage, ranks, budget, packing, balance and seed meet.
+COVER = {ranks: [_choices(stage, ranks) for stage in range(4)] for ranks in RANKS}
+
+# Every stage, budget and packing at every number of ranks; the other choices take turns.
+GRID = {
+    ranks: [
+        Setting(
+            stage,
+            (SMALL, LARGE)[large],
+            packing=packed == 1,
+            balance="auto" if (stage + large + packed) % 2 == 0 else "off",
+            seed=(stage // 2 + large) % 2,
+        )
+        for stage, large, packed in product(range(4), range(2), range(2))
+    ]
+    for ranks in RANKS
+}
+
+PRODUCT = {
+    ranks: [
+        Setting(*choices)
+        for choices in product(
+            range(4), (SMALL, LARGE), (True, False), ("auto", "off") if ranks > 1 else ("auto",), (0, 1)
+        )
+    ]
+    for ranks in RANKS
+}

@@ -1,0 +1,157 @@
+"""One step of every algorithm equals its float64 reference, however it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from tests.exactness.cases import CASES, OFF, VARIATIONS, Case, truth
+from tests.exactness.recording import Recording, record
+from tests.exactness.settings import COVER, GRID, LARGE, PRODUCT, RANKS, SMALL, Setting
+from tests.exactness.step import Outcome, one_step
+from tests.ranks import RankPool
+from tests.reference.policy_float64 import Objective
+from tests.reference.update import Update
+
+FLOAT32 = 1e-5  # norm of the difference over the norm
+FLOAT64 = 1e-10
+IN_FULL = ("GRPO", "PPO")  # the grid in every run of the tests; the others' by `make exact`
+
+Truth = Callable[[str], dict[str, Update]]
+ALL = CASES | VARIATIONS
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    return record(tmp_path_factory.mktemp("exactness"))
+
+
+@pytest.fixture(scope="module")
+def expected(recording: Recording) -> Truth:
+    """The reference's updates of a case, by role."""
+    return cache(lambda name: truth(ALL[name], recording))
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The norm of the difference of all tensors, over the norm of the expected ones."""
+    assert found.keys() == expected.keys()
+    apart = sum(float((found[name].double() - expected[name]).square().sum()) for name in expected)
+    return float((apart / sum(float(tensor.square().sum()) for tensor in expected.values())) ** 0.5)
+
+
+def differences(outcomes: dict[str, Outcome], updates: dict[str, Update]) -> list[float]:
+    """Of the gradient and the weights of every trained role."""
+    assert outcomes.keys() == updates.keys()
+    pairs = [(outcomes[role], update) for role, update in updates.items()]
+    return [
+        *(difference(outcome.gradient, update.gradient) for outcome, update in pairs),
+        *(difference(outcome.weights, update.after_sgd) for outcome, update in pairs),
+    ]
+
+
+def check(
+    name: str, settings: list[Setting], ranks: RankPool, recording: Recording, expected: Truth, folder: Path
+) -> None:
+    """In every setting the gradients and weights on every rank are the reference's."""
+    wrong = []
+    for number, setting in enumerate(settings):
+        given = recording, ALL[name], setting, folder / str(number)
+        for rank, outcomes in enumerate(ranks.run(one_step, *given, timeout_s=240)):
+            apart = differences(outcomes, expected(name))
+            if max(apart) > FLOAT32:
+                wrong.append(f"{setting} on rank {rank}: {apart}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+@pytest.mark.parametrize("name", CASES)
+def test_the_step_depends_on_neither_ranks_nor_stage_nor_micro_batches_nor_packing_nor_who_holds_which_rows(
+    name: str,
+    world_size: int,
+    recording: Recording,
+    expected: Truth,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    ranks = request.getfixturevalue(f"ranks{world_size}")
+    settings = GRID if name in IN_FULL else COVER
+    check(name, settings[world_size], ranks, recording, expected, tmp_path)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("world_size", RANKS)
+@pytest.mark.parametrize("name", ALL)
+def test_the_step_is_the_reference_in_every_setting(
+    name: str,
+    world_size: int,
+    recording: Recording,
+    expected: Truth,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    check(name, PRODUCT[world_size], request.getfixturevalue(f"ranks{world_size}"), recording, expected, tmp_path)
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_every_variation_of_the_loss_is_the_reference_s(
+    name: str, recording: Recording, expected: Truth, tmp_path: Path, ranks2: RankPool
+) -> None:
+    check(name, [Setting(2, token_budget=SMALL)], ranks2, recording, expected, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(None, budget, packing, seed=seed, precision="fp64")
+        for budget, packing, seed in ((SMALL, True, 0), (LARGE, True, 1), (SMALL, False, 1))
+    ],
+    ids=["small packed", "large packed", "small padded"],
+)
+@pytest.mark.parametrize("name", ALL)
+def test_in_float64_without_deepspeed_the_step_is_the_reference(
+    name: str, setting: Setting, recording: Recording, expected: Truth, tmp_path: Path
+) -> None:
+    assert max(differences(one_step(recording, ALL[name], setting, tmp_path), expected(name))) < FLOAT64
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.objective is not None])
+def test_a_step_by_the_policy_that_sampled_is_the_reference(name: str, recording: Recording, tmp_path: Path) -> None:
+    case = replace(CASES[name], past=False)
+    outcomes = one_step(recording, case, Setting(None, SMALL, precision="fp64"), tmp_path)
+    assert max(differences(outcomes, truth(case, recording))) < FLOAT64
+
+
+@pytest.mark.parametrize("name", [name for name, case in ALL.items() if case.objective is not None])
+def test_every_setting_of_the_recorded_step_matters(name: str, recording: Recording, expected: Truth) -> None:
+    for other in without_one_setting(ALL[name]):
+        updates = truth(other, recording)
+        moved = max(difference(updates[role].gradient, update.gradient) for role, update in expected(name).items())
+        assert moved > 1e-3, other.objective  # a setting that may as well be off shows nothing
+
+
+def without_one_setting(case: Case) -> list[Case]:
+    """The case with one setting off at a time."""
+    objective, plain = case.objective, Objective()
+    assert objective is not None
+    clips = {"ppo": {"clip_low", "clip_high"}, "gspo": {"clip_low", "clip_high"}, "gmpo": {"clip_low", "clip_high"}}
+    matters = clips.get(objective.surrogate, {"clip_high"}) if objective.surrogate != "policy gradient" else set()
+    if objective.importance_mode == "truncate":
+        matters.add("importance_high")
+    differ = {f.name for f in fields(Objective) if getattr(objective, f.name) != getattr(plain, f.name)}
+    return [
+        replace(case, objective=replace(objective, **{name: OFF[name]})) for name in matters | (differ & OFF.keys())
+    ]
+
+
+def test_every_two_choices_meet_in_the_cover() -> None:
+    ways = [(ranks, *vars(setting).items()) for ranks, settings in COVER.items() for setting in settings]
+    choices = [sorted(set(values), key=str) for values in zip(*ways, strict=True)]
+    for one, other in combinations(range(len(choices)), 2):
+        met = {(way[one], way[other]) for way in ways}
+        assert met == {(a, b) for a in choices[one] for b in choices[other]}
