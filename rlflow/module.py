@@ -37,7 +37,7 @@ class RLModule:
     dataset. The first dimension of every tensor is the rows of this rank, and nothing here needs to know of ranks.
 
     Attributes:
-        reward: What scores responses; `reward_function` calls it. None for graphs without rollout that never validate.
+        reward: What scores responses; `reward_function` calls it. None where nothing is generated to be scored.
         loss_aggregation: How per-token losses become one number; see `rlflow.functional.aggregate`.
         group_size: Samples of each prompt in one step.
         max_response_length: Tokens after which a response is cut, and the divisor of the `constant` aggregation.
@@ -59,6 +59,16 @@ class RLModule:
 
     def configure_models(self) -> None:
         """Assign the model handles (`CausalLM`, ...) to `self`; an attribute's name is the role's name."""
+
+    def validation_step(self, batch: Any) -> None:
+        """Measure on held-out rows what generating and scoring does not tell: `self.log("val/margin", margin)`.
+
+        Where it is overridden, it runs with each validation, without gradients, over this rank's share of
+        `data.validation`. Every rank calls the models alike, ranks without rows too.
+
+        Args:
+            batch: A `Batch`, or `Pairs` in an algorithm of pairs.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What the module keeps from step to step, JSON-able, for checkpoints: its adaptive coefficients."""

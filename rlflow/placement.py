@@ -16,18 +16,27 @@ def handles(module: RLModule) -> dict[str, ModelHandle]:
     return {name: value for name, value in vars(module).items() if isinstance(value, ModelHandle)}
 
 
-def followed_role(module: RLModule, graph: Graph) -> str:
+def followed_role(module: RLModule, graph: Graph) -> str | None:
     """The role whose weights the rollout engine generates with: the first trained causal language model.
 
+    None where none is trained and none generates.
+
     Raises:
-        UserError: No node trains one.
+        UserError: No node trains a model; or one samples, and none trains a model that can.
     """
-    for role in graph.trained_roles():
+    name, trained = type(module).__name__, graph.trained_roles()
+    if not trained:
+        raise UserError(f"no node of {name} trains a model; mark one @node(role=..., type='train')")
+    for role in trained:
         if isinstance(handles(module).get(role), CausalLM):
             return role
-    raise UserError(
-        f"no node of {type(module).__name__} trains a language model; mark one @node(role=..., type='train')"
-    )
+    for node in graph.order:
+        if node.kind == "rollout":
+            raise UserError(
+                f"node `{node.id}` of {name} samples, and no node trains a CausalLM whose weights it could sample with;"
+                " add one, or learn from responses of a dataset"
+            )
+    return None
 
 
 def layouts(module: RLModule, graph: Graph, world_size: int, tensor_parallel_size: int) -> dict[str, Layout]:

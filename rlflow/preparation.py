@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlflow.controller.validation import has_validation_step
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, ROLLOUT
 from rlflow.dag.planner import Plan, plan
@@ -32,21 +33,24 @@ class Prepared:
         graph: Of the module.
         plan: Of all ranks.
         layouts: By role; `rollout` is the engine's.
-        follows: The role whose weights the rollout engine generates with.
+        follows: The role whose weights the rollout engine generates with; None where none can.
+        lead: The followed role, else the first trained one: its tokenizer reads the data.
         paths: Model folder or hub name of each role that a node uses.
-        tokenizer: Of the followed role.
+        tokenizer: Of the lead.
         stop_token_ids: What ends a response: the end tokens of the tokenizer, of the model's generation config and of
             the module.
         train: Loader of the training rows.
         validation: Loader of the held-out rows; None without.
         steps: Of the run.
         generates: Whether a rollout engine is needed, for the graph or to validate.
+        scores_validation: Whether validation generates responses and scores them.
     """
 
     graph: Graph
     plan: Plan
     layouts: dict[str, Layout]
-    follows: str
+    follows: str | None
+    lead: str
     paths: dict[str, Path]
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
@@ -54,6 +58,7 @@ class Prepared:
     validation: Loader | None
     steps: int
     generates: bool
+    scores_validation: bool
 
 
 def read_graph(module: RLModule) -> Graph:
@@ -102,24 +107,28 @@ def prepare(
     placed = layouts(module, graph, world_size, tensor_parallel_size)
     follows = followed_role(module, graph)
     paths = {role: resolve_model(handles(module)[role].model, scratch) for role in graph.roles() if role != ROLLOUT}
-    tokenizer = load_tokenizer(paths[follows])
-    _require_same_vocabulary(paths, follows, tokenizer)
+    lead = follows or graph.trained_roles()[0]
+    tokenizer = load_tokenizer(paths[lead])
+    _require_same_vocabulary(paths, lead, tokenizer)
     train = Loader(data.train, data, tokenizer, seed)
     held_out = None if limit_val_batches is None else limit_val_batches * data.prompts_per_step
-    if data.validation is not None and module.reward is None:
-        raise UserError("`data.validation` is set but the module has no reward to score responses; set `module.reward`")
+    scores_validation = data.validation is not None and follows is not None and module.reward is not None
+    if data.validation is not None and not scores_validation and not has_validation_step(module):
+        raise UserError(_nothing_to_validate(module, follows))
     return Prepared(
         graph=graph,
         plan=plan(graph, placed, world_size, follows),
         layouts=placed,
         follows=follows,
+        lead=lead,
         paths=paths,
         tokenizer=tokenizer,
-        stop_token_ids=stop_tokens(paths[follows], tokenizer, module.stop_token_ids),
+        stop_token_ids=stop_tokens(paths[lead], tokenizer, module.stop_token_ids),
         train=train,
         validation=None if data.validation is None else Loader(data.validation, data, tokenizer, seed, held_out),
         steps=_steps(train.steps_per_epoch, max_steps, max_epochs),
-        generates=data.validation is not None or any(node.kind == "rollout" for node in graph.order),
+        generates=scores_validation or any(node.kind == "rollout" for node in graph.order),
+        scores_validation=scores_validation,
     )
 
 
@@ -218,6 +227,15 @@ def _check_sides(module: RLModule, graph: Graph, data: PromptData) -> None:
             f"`data.rejected` is {data.rejected!r}, and {name} reads `batch` as Batch, whose rows have one response;"
             " leave it out, or take an algorithm of pairs, such as DPO"
         )
+
+
+def _nothing_to_validate(module: RLModule, follows: str | None) -> str:
+    if follows is None:
+        lacks = (
+            "trains no model that generates, and has no `validation_step`; write one, or leave `data.validation` out"
+        )
+        return f"`data.validation` is set but {type(module).__name__} {lacks}"
+    return "`data.validation` is set but the module has no reward to score responses; set `module.reward`"
 
 
 def _steps(steps_per_epoch: int, max_steps: int | None, max_epochs: int | None) -> int:

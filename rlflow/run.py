@@ -16,12 +16,13 @@ from torch import Tensor
 from rlflow import checkpoint
 from rlflow.checkpoint import Progress
 from rlflow.controller import Controller
+from rlflow.controller.context import NodeContext
 from rlflow.controller.gap import LogprobGap, default_gap_limit
-from rlflow.controller.validation import validate
+from rlflow.controller.validation import has_validation_step, run_validation_step, validate
 from rlflow.dag.node import ROLLOUT
 from rlflow.dag.planner import Exchange
 from rlflow.data.batch import Rollout
-from rlflow.data.loader import Loader
+from rlflow.data.layout import Layout
 from rlflow.data.memory import keep_freed_memory
 from rlflow.data.prompts import PromptData
 from rlflow.data.transport import Transport
@@ -79,6 +80,18 @@ class Run:
         self._first = self._transport.rank == 0
         self._metrics = Metrics()
         self._samples: list[dict[str, Any]] = []
+        self._context = NodeContext(
+            engine=self._engine,
+            transport=self._transport,
+            metrics=self._metrics,
+            device=strategy.root_device,
+            dtype=strategy.dtype,
+            seed=trainer.seed,
+            stop_token_ids=prepared.stop_token_ids,
+            decode=self._decode,
+            on_scores=self._keep_samples,
+        )
+        module.attach(self._context)
         self._summary: dict[str, Any] = {}
         resolved = trainer.resolved_config
         self._config = None if resolved is None else without_secrets(yaml.safe_load(resolved))
@@ -122,27 +135,27 @@ class Run:
         Returns:
             The metrics of one validation, and `problems`, the number of held-out prompts.
         """
-        prepared, strategy, engine, loader = self._prepared, self._strategy, self._engine, self._prepared.validation
-        assert engine is not None, "a validation dataset needs an engine"
+        prepared, strategy, loader = self._prepared, self._strategy, self._prepared.validation
         assert loader is not None
         seed_everything(self._trainer.seed, verbose=False)
         self._agree()
         folder = self._open_folder(self._trainer.validation_dir)
         with Console(folder.logs / f"rank{self._transport.rank}.log", prepared.steps, shows=self._first):
-            role = prepared.follows
-            frozen = CausalLM(handles(self._module)[role].model, trainable=False)
-            strategy.setup_role(role, frozen, prepared.paths[role])
-            self._set_up(engine)
-            engine.wake_up()
-            engine.update_weights(strategy.weights(role, self._trainer.sync_bucket_bytes), version=0)
-            metrics = self._measured(engine, loader, version=0)
+            for role in prepared.paths if has_validation_step(self._module) else [prepared.lead]:
+                handle = handles(self._module)[role]
+                handle.freeze()
+                strategy.setup_role(role, handle, prepared.paths[role])
+            if self._engine is not None:
+                self._load_weights(self._engine)
+            metrics = self._measured(version=0)
             for callback in self._trainer.callbacks:
                 callback.on_validation_end(self._trainer, 0, metrics)
-        engine.close()
+        if self._engine is not None:
+            self._engine.close()
         results = {"problems": loader.size, **metrics}
         if self._first:
             folder.validation.write_text(json.dumps(results, indent=2) + "\n")
-            print(f"{frozen.model} on {loader.size} held-out problems")
+            print(f"{handles(self._module)[prepared.lead].model} on {loader.size} held-out problems")
             for name, value in metrics.items():
                 print(f"  {name:<22} {value:.4f}")
             config = "config.yaml, " if folder.config.exists() else ""
@@ -196,9 +209,10 @@ class Run:
             self._set_up(self._engine)
         limit = trainer.logprob_gap_limit
         gap = LogprobGap(self._metrics, default_gap_limit(strategy.dtype) if limit is None else limit)
-        followed = handles(self._module)[prepared.follows]
-        assert isinstance(followed, CausalLM)
-        followed.watch = gap.observe
+        if prepared.follows is not None:
+            follows = handles(self._module)[prepared.follows]
+            assert isinstance(follows, CausalLM)
+            follows.watch = gap.observe
         controller = Controller(
             module=self._module,
             graph=prepared.graph,
@@ -212,20 +226,18 @@ class Run:
             gap=gap,
             trace=trace,
             callbacks=trainer.callbacks,
+            context=self._context,
             seed=trainer.seed,
             balance=trainer.balance,
             bucket_bytes=trainer.sync_bucket_bytes,
-            stop_token_ids=prepared.stop_token_ids,
-            decode=self._decode,
             save=lambda done: self._save_if_due(done, folder, controller),
-            on_scores=self._keep_samples,
         )
         self._restore(controller)
         return controller
 
     def _set_up(self, engine: RolloutEngine) -> None:
         engine.setup(
-            str(self._prepared.paths[self._prepared.follows]),
+            str(self._prepared.paths[self._prepared.lead]),
             dtype=self._strategy.dtype,
             device=self._strategy.root_device,
             rank=self._transport.rank,
@@ -233,6 +245,12 @@ class Run:
             local_rank=self._strategy.local_rank,
             seed=self._trainer.seed,
         )
+
+    def _load_weights(self, engine: RolloutEngine) -> None:
+        """Set up an engine with the weights as they are loaded."""
+        self._set_up(engine)
+        engine.wake_up()
+        engine.update_weights(self._strategy.weights(self._prepared.lead, self._trainer.sync_bucket_bytes), version=0)
 
     def _restore(self, controller: Controller) -> None:
         """Go on where the checkpoint was taken."""
@@ -277,30 +295,41 @@ class Run:
             self._summary["problems"] = self._prepared.validation.size
 
     def _validate(self, controller: Controller, done: int) -> dict[str, float]:
-        loader = self._prepared.validation
-        if loader is None or self._engine is None:
+        if self._prepared.validation is None:
             return {}
-        controller.sync_weights()
-        metrics = self._measured(self._engine, loader, controller.version)
-        if not any(node.kind == "rollout" for node in self._prepared.graph.order):
+        if self._prepared.scores_validation:
+            controller.sync_weights()
+        metrics = self._measured(controller.version)
+        if self._engine is not None and not any(node.kind == "rollout" for node in self._prepared.graph.order):
             self._engine.sleep()  # else the next step's rollouts come first, and sleep follows them
         for callback in self._trainer.callbacks:
             callback.on_validation_end(self._trainer, done, metrics)
         return metrics
 
-    def _measured(self, engine: RolloutEngine, loader: Loader, version: int) -> dict[str, float]:
-        return validate(
-            self._module,
-            engine,
-            loader,
-            self._transport,
-            self._prepared.layouts[ROLLOUT],
-            samples=self._trainer.val_samples,
-            seed=self._trainer.seed,
-            version=version,
-            stop_token_ids=self._prepared.stop_token_ids,
-            decode=self._decode,
-        )
+    def _measured(self, version: int) -> dict[str, float]:
+        """Of the held-out rows: the scores of responses that policy `version` samples, and what the module measures."""
+        prepared, module, loader = self._prepared, self._module, self._prepared.validation
+        assert loader is not None
+        metrics = {}
+        if prepared.scores_validation:
+            assert self._engine is not None
+            metrics = validate(
+                module,
+                self._engine,
+                loader,
+                self._transport,
+                prepared.layouts[ROLLOUT],
+                samples=self._trainer.val_samples,
+                seed=self._trainer.seed,
+                version=version,
+                stop_token_ids=prepared.stop_token_ids,
+                decode=self._decode,
+            )
+        if has_validation_step(module):
+            lead = prepared.layouts[prepared.lead]
+            layout, device = Layout(lead.ranks, lead.shards), self._strategy.root_device
+            metrics |= run_validation_step(module, self._context, loader, self._transport, layout, device)
+        return metrics
 
     def _log(self, metrics: dict[str, float], done: int, records: bool = True) -> None:
         for logger in self._loggers if records else ():
@@ -312,9 +341,9 @@ class Run:
         if done > self._done:
             self._console.step(done, metrics)
         elif metrics:
-            self._console.say(
-                f"before training: accuracy {metrics['val/accuracy']:.3f}, greedy {metrics['val_greedy/accuracy']:.3f}"
-            )
+            told = _told(_by_summary_name(metrics)).items()
+            values = (f"{'greedy' if name == 'greedy_accuracy' else name} {value:.3f}" for name, value in told)
+            self._console.say(f"before training: {', '.join(values)}")
 
     def _keep_samples(self, rollout: Rollout, scores: Scores) -> None:
         """Some of rank 0's samples of the step, for the loggers."""
@@ -352,7 +381,7 @@ class Run:
 
     def _save(self, folder: RunFolder) -> None:
         for role in self._prepared.graph.trained_roles():
-            target = folder.model if role == self._prepared.follows else folder.model_of(role)
+            target = folder.model if role == self._prepared.lead else folder.model_of(role)
             self._strategy.save(role, target)
             if self._first:
                 self._prepared.tokenizer.save_pretrained(target)
@@ -361,7 +390,7 @@ class Run:
         """The files that sum the run up, and on the terminal where they are."""
         merge_traces(folder.traces)
         draw_curves(folder.path)
-        started_from = self._prepared.paths[self._prepared.follows]
+        started_from = self._prepared.paths[self._prepared.lead]
         self._summary = folder.write_summary(self._summary, started_from)
         for line in _closing_lines(folder, self._summary):
             print(line)
@@ -376,21 +405,34 @@ def _too_long(metrics: dict[str, float], max_seconds: float | None) -> bool:
     return max_seconds is not None and metrics["time/elapsed"] >= max_seconds
 
 
+def _by_summary_name(metrics: dict[str, float]) -> dict[str, float]:
+    """Validation under the names of `summary.json`: `val/reward` is `reward`, `val_greedy/reward` `greedy_reward`."""
+    return {name.removeprefix("val/").replace("val_greedy/", "greedy_"): value for name, value in metrics.items()}
+
+
 def _compared(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """Validation before and after, under the names of `summary.json`."""
-    names = {"accuracy": "val/accuracy", "greedy_accuracy": "val_greedy/accuracy", "reward": "val/reward"}
-    ends = {"before": before, "after": after}
-    return {f"{name}_{end}": of[metric] for name, metric in names.items() for end, of in ends.items() if metric in of}
+    ends = {"before": _by_summary_name(before), "after": _by_summary_name(after)}
+    return {f"{name}_{end}": of[name] for name in ends["after"] for end, of in ends.items() if name in of}
+
+
+def _told(summarized: dict[str, float]) -> dict[str, float]:
+    """What the terminal tells of a validation: not how long responses were, nor what else comes of scoring them."""
+    scored = {"reward", "length", "truncated", "greedy_reward", "greedy_length", "greedy_truncated"}
+    return {name: value for name, value in summarized.items() if name not in scored and not name.startswith("pass@")}
 
 
 def _closing_lines(folder: RunFolder, summary: dict[str, Any]) -> list[str]:
-    lines = []
-    if "accuracy_after" in summary:
-        lines = [
-            f"accuracy on {summary['problems']} held-out problems: {summary['accuracy_before']:.3f} before,"
-            f" {summary['accuracy_after']:.3f} after (greedy {summary['greedy_accuracy_before']:.3f},"
-            f" {summary['greedy_accuracy_after']:.3f})"
-        ]
+    before, after = (
+        _told({name.removesuffix(end): value for name, value in summary.items() if name.endswith(end)})
+        for end in ("_before", "_after")
+    )
+    ends = {name: (before[name], after[name]) for name in after if name in before}
+    greedy = ends.pop("greedy_accuracy", None)
+    held_out = f"on {summary.get('problems')} held-out problems"
+    lines = [f"{name} {held_out}: {start:.3f} before, {end:.3f} after" for name, (start, end) in ends.items()]
+    if greedy is not None:
+        lines[list(ends).index("accuracy")] += f" (greedy {greedy[0]:.3f}, {greedy[1]:.3f})"
     seconds = ", ".join(f"{stage} {time:.0f} s" for stage, time in summary["seconds"].items())
     config = "config.yaml, " if folder.config.exists() else ""
     return [

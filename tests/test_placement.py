@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlflow import UserError
-from rlflow.algorithms import GRPO
+from rlflow import Pairs, Rollout, UserError, node
+from rlflow.algorithms import GRPO, RewardModelTraining
 from rlflow.data.layout import Layout
 from rlflow.placement import followed_role, layouts
 from rlflow.preparation import read_graph
@@ -42,5 +42,21 @@ def test_the_engine_follows_the_trained_role() -> None:
 def test_a_graph_that_trains_nothing_is_refused() -> None:
     module = grpo()
     module.actor_loss = None  # type: ignore[assignment]
-    with pytest.raises(UserError, match="no node of GRPO trains a language model"):
+    with pytest.raises(UserError, match="no node of GRPO trains a model"):
+        followed_role(module, read_graph(module))
+
+
+def test_an_algorithm_without_a_trained_language_model_has_none_to_follow() -> None:
+    module = RewardModelTraining("tiny")
+    assert followed_role(module, read_graph(module)) is None
+
+
+class Samples(RewardModelTraining):
+    @node(role="rollout")
+    def rollout(self, batch: Pairs) -> Rollout: ...  # type: ignore[empty-body]
+
+
+def test_to_sample_with_no_trained_language_model_is_refused() -> None:
+    module = Samples("tiny")
+    with pytest.raises(UserError, match="node `rollout` of Samples samples, and no node trains a CausalLM"):
         followed_role(module, read_graph(module))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,6 +58,16 @@ class NodeContext:
         self._decode = decode
         self._on_scores = on_scores
         self.running: Running | None = None
+
+    @contextmanager
+    def measuring(self, metrics: Metrics, running: Running) -> Iterator[None]:
+        """Within it, what is logged goes to `metrics` and not to the step's."""
+        before = self._metrics, self.running
+        self._metrics, self.running = metrics, running
+        try:
+            yield
+        finally:
+            self._metrics, self.running = before
 
     def generate(self, batch: Batch, n: int, sampling: Sampling) -> Rollout:
         now = self._outside_training("generate")

@@ -27,7 +27,6 @@ from rlflow.errors import UserError
 from rlflow.loggers.trace import Trace
 from rlflow.metrics import Metrics
 from rlflow.module import RLModule
-from rlflow.rewards.reward import Scores
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.strategies.strategy import TrainingStrategy
 
@@ -39,7 +38,7 @@ class Controller:
         module: The algorithm; its handles are attached to `strategy` already.
         graph: Of the module.
         plan: Of all ranks; this rank's part is taken from it.
-        follows: The role whose weights the rollout engine generates with.
+        follows: The role whose weights the rollout engine generates with, if any.
         strategy: Trains.
         engine: Generates on this rank; None where the graph neither rolls out nor validates.
         loader: Of the training rows.
@@ -48,13 +47,11 @@ class Controller:
         gap: The alarm for wrong rollout weights.
         trace: Of this rank's tasks.
         callbacks: Told of nodes and syncs.
+        context: Of this rank; the module is attached to it.
         seed: Of the run.
         balance: Whether rows may move to even out tokens.
         bucket_bytes: Weights gathered at once by a sync.
-        stop_token_ids: What ends a response.
-        decode: Token ids to text.
         save: Writes the models to the run's folder if this step is one to save at.
-        on_scores: Told of every reward call's samples.
     """
 
     def __init__(
@@ -72,13 +69,11 @@ class Controller:
         gap: LogprobGap,
         trace: Trace,
         callbacks: Sequence[Callback],
+        context: NodeContext,
         seed: int,
         balance: Balance,
         bucket_bytes: int,
-        stop_token_ids: tuple[int, ...],
-        decode: Callable[[Sequence[int]], str],
         save: Callable[[int], None],
-        on_scores: Callable[[Rollout, Scores], None],
     ) -> None:
         self.plan = plan.for_rank(transport.rank)
         rollouts = [node.id for node in graph.order if node.kind == "rollout"]
@@ -105,18 +100,7 @@ class Controller:
         self._spaces: dict[str, RowSpace] = {}
         self._training = Training(module, graph, strategy, transport, metrics, seed, self._compared)
         self._reduced: dict[str, float] = {}
-        self._context = NodeContext(
-            engine=engine,
-            transport=transport,
-            metrics=metrics,
-            device=strategy.root_device,
-            dtype=strategy.dtype,
-            seed=seed,
-            stop_token_ids=stop_token_ids,
-            decode=decode,
-            on_scores=on_scores,
-        )
-        module.attach(self._context)
+        self._context = context
 
     def step(self, step: int) -> dict[str, float]:
         """Run the plan up to its saves; the step's metrics, the same on every rank."""

@@ -1,13 +1,21 @@
-"""Validation: sample responses to every held-out prompt, score them, and average. The graph is not run."""
+"""Validation: sample responses to every held-out prompt, score them, and average; or as the module says itself.
+
+The graph is not run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from rlflow.controller.context import NodeContext, Running
+from rlflow.dag.node import Node
+from rlflow.data.batch import Batch, to_device
 from rlflow.data.layout import Layout
 from rlflow.data.loader import Loader
+from rlflow.data.rows import RowSpace
 from rlflow.data.transport import Transport
 from rlflow.functional import pass_at_k
 from rlflow.metrics import Metrics
@@ -59,6 +67,27 @@ def validate(
         correct = right.reshape(-1, n).sum(dim=1)  # [B]
         for k in powers_of_two(n) if n > 1 else ():
             metrics.mean(f"{prefix}/pass@{k}", pass_at_k(correct, n, k).sum(), rows / n)
+    return metrics.reduce(transport)
+
+
+def has_validation_step(module: RLModule) -> bool:
+    """Whether the module measures something itself."""
+    return type(module).validation_step is not RLModule.validation_step
+
+
+@torch.no_grad()
+def run_validation_step(
+    module: RLModule, context: NodeContext, loader: Loader, transport: Transport, layout: Layout, device: torch.device
+) -> dict[str, float]:
+    """What the module's `validation_step` logs of all held-out rows, equal on every rank."""
+    batch, ids = loader.all(layout.shard(transport.rank), layout.shards)
+    lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)
+    name = RLModule.validation_step.__name__
+    space = RowSpace.gather(name, transport, layout, ids=ids, groups=ids, lengths=lengths, tokens=batch.tokens)
+    node = Node(name, inputs=(), role=None, kind="compute", returns=Any, rows=None, file="", line=0)
+    metrics = Metrics()
+    with context.measuring(metrics, Running(node, space, layout, draw=DRAW, version=0)):
+        module.validation_step(to_device(batch, device))
     return metrics.reduce(transport)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from rlflow.data.batch import Pairs
 from rlflow.errors import UserError
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
@@ -48,10 +49,17 @@ class ForwardPlan:
         """Row numbers of each micro-batch, as many on every rank of the role; there may be empty ones."""
         return self.split(rows, at_least=self.agree(len(self.split(rows))))
 
-    def split(self, rows: Responses, at_least: int = 1) -> list[Tensor]:
+    def split(self, rows: Responses | Pairs, at_least: int = 1) -> list[Tensor]:
         """Row numbers of each micro-batch of this rank alone, at least so many; there may be empty ones."""
         cut = packed_micro_batches if self.packing else padded_micro_batches
-        return cut(token_counts(rows), self.token_budget, at_least)
+        return cut(self._costs(rows), self.token_budget, at_least)
+
+    def _costs(self, rows: Responses | Pairs) -> Tensor:
+        """`[B]`, the tokens that each row takes in a forward pass; a pair is two rows of one, padded to the longer."""
+        if not isinstance(rows, Pairs):
+            return token_counts(rows)
+        chosen, rejected = token_counts(rows.chosen), token_counts(rows.rejected)
+        return chosen + rejected if self.packing else 2 * torch.maximum(chosen, rejected)
 
     def model_input(self, rows: Responses) -> ModelInput:
         """What one forward pass over all of `rows` reads."""
@@ -122,6 +130,10 @@ class ModelHandle(ABC):
         forward.eval()  # a DeepSpeed engine's returns nothing
         self._forward = forward
         self.plan = plan
+
+    def freeze(self) -> None:
+        """Train no longer; called before the weights are loaded."""
+        self.trainable, self.optimizer = False, None
 
     @contextmanager
     def training(self) -> Iterator[None]:
