@@ -3,6 +3,7 @@
 from rlflow.algorithms.cispo import CISPO
 from rlflow.algorithms.cpgd import CPGD
 from rlflow.algorithms.dapo import DAPO
+from rlflow.algorithms.dpo import DPO
 from rlflow.algorithms.dr_grpo import DrGRPO
 from rlflow.algorithms.gmpo import GMPO
 from rlflow.algorithms.gpg import GPG
@@ -15,6 +16,7 @@ from rlflow.algorithms.ppo import PPO
 from rlflow.algorithms.reinforce_plus_plus import REINFORCEPlusPlus
 from rlflow.algorithms.reinforce_plus_plus_baseline import REINFORCEPlusPlusBaseline
 from rlflow.algorithms.remax import ReMax
+from rlflow.algorithms.reward_model_training import RewardModelTraining
 from rlflow.algorithms.rloo import RLOO
 from rlflow.algorithms.sft import SFT
 
@@ -22,6 +24,7 @@ __all__ = [
     "CISPO",
     "CPGD",
     "DAPO",
+    "DPO",
     "GMPO",
     "GPG",
     "GRPO",
@@ -36,4 +39,5 @@ __all__ = [
     "REINFORCEPlusPlus",
     "REINFORCEPlusPlusBaseline",
     "ReMax",
+    "RewardModelTraining",
 ]

@@ -1,9 +1,12 @@
 """Supervised fine-tuning: the negative log-likelihood of given responses; InstructGPT, arXiv 2203.02155, section 3."""
 
+from dataclasses import dataclass
+
 from rlflow import Batch, CausalLM, Optimizer, PerToken, Reward, RLModule, node
 from rlflow.functional import Aggregation
 
 
+@dataclass(eq=False)
 class SFT(RLModule):
     """loss_t = -log pi(y_t | x, y_<t); a graph of one node, without rollout.
 
@@ -18,25 +21,14 @@ class SFT(RLModule):
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
     """
 
-    def __init__(
-        self,
-        model: str,
-        optimizer: Optimizer = Optimizer(),
-        reward: Reward | None = None,
-        max_response_length: int = 256,
-        temperature: float = 1.0,
-        loss_aggregation: Aggregation = "token-mean",
-        samples_per_update: int | None = None,
-        gradient_checkpointing: bool = False,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.reward = reward
-        self.max_response_length = max_response_length
-        self.temperature = temperature
-        self.loss_aggregation = loss_aggregation
-        self.samples_per_update = samples_per_update
-        self.gradient_checkpointing = gradient_checkpointing
+    model: str
+    optimizer: Optimizer = Optimizer()
+    reward: Reward | None = None
+    max_response_length: int = 256
+    temperature: float = 1.0
+    loss_aggregation: Aggregation = "token-mean"
+    samples_per_update: int | None = None
+    gradient_checkpointing: bool = False
 
     def configure_models(self) -> None:
         self.actor = CausalLM(

@@ -9,7 +9,15 @@ import pytest
 from rlflow.configuration import read_fit, read_graph
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
-RANKS = {"quickstart_sft": 2, "quickstart_grpo": 2, "grpo_gsm8k_1gpu": 1, "grpo_math_8gpu": 8, "grpo_math_16nodes": 128}
+RANKS = {
+    "dpo": 1,
+    "grpo_gsm8k_1gpu": 1,
+    "grpo_math_16nodes": 128,
+    "grpo_math_8gpu": 8,
+    "quickstart_grpo": 2,
+    "quickstart_sft": 2,
+    "reward_model_training": 1,
+}
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
@@ -24,7 +32,7 @@ def test_the_last_rank_of_a_config_has_a_plan_that_trains(config: Path, capsys: 
     read_graph(["--config", str(config), "--rank", str(last)]).show()
     planned = capsys.readouterr().out
     assert f"plan of rank {last}" in planned
-    assert "train     actor_loss: " in planned
+    assert "train     " in planned
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)

@@ -2,6 +2,6 @@
 
 from rlflow.data.prompts import PromptData
 from rlflow.data.sources import JSONL, HuggingFace, Parquet, Source
-from rlflow.data.tasks import ReasoningGym
+from rlflow.data.tasks import ReasoningGym, ReasoningGymPairs
 
-__all__ = ["JSONL", "HuggingFace", "Parquet", "PromptData", "ReasoningGym", "Source"]
+__all__ = ["JSONL", "HuggingFace", "Parquet", "PromptData", "ReasoningGym", "ReasoningGymPairs", "Source"]

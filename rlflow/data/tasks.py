@@ -10,6 +10,8 @@ from typing import Any, Literal, cast
 from rlflow.data.sources import Source
 from rlflow.errors import UserError, did_you_mean, one_line
 
+MOST_ANSWERS_DRAWN = 100  # of other problems, until one is wrong for this one
+
 
 class ReasoningGym(Source):
     """Problems of a reasoning-gym task, each question once. Training and validation problems share none.
@@ -97,6 +99,33 @@ class ReasoningGym(Source):
             if entry["question"] not in distinct:
                 distinct[entry["question"]] = _travelled(entry)
         return list(distinct.values())
+
+
+class ReasoningGymPairs(ReasoningGym):
+    """The problems of `ReasoningGym`, each with a wrong answer as well: for `response: answer, rejected: rejected`.
+
+    The wrong one is the answer of another problem, drawn by the seed, that the task's own scorer scores lower; so it is
+    as likely as a right one where the question is not looked at. The arguments are those of `ReasoningGym`.
+    """
+
+    def _draw(self) -> list[dict[str, Any]]:
+        import reasoning_gym
+
+        problems = super()._draw()
+        score = reasoning_gym.get_score_answer_fn(self.task)
+        answers = [problem["answer"] for problem in problems]
+        draws = random.Random(f"{self.seed}/rejected")
+        for problem in problems:
+            right = score(problem["answer"], problem)
+            drawn = (draws.choice(answers) for _ in range(MOST_ANSWERS_DRAWN))
+            wrong = next((answer for answer in drawn if score(answer, problem) < right), None)
+            if wrong is None:
+                raise UserError(
+                    f"reasoning-gym {self.task} has no wrong answer to {problem['question']!r:.60} among"
+                    f" {MOST_ANSWERS_DRAWN} answers of other problems; choose another `task`, or widen `config`"
+                )
+            problem["rejected"] = wrong
+        return problems
 
 
 def _travelled(entry: dict[str, Any]) -> dict[str, Any]:

@@ -103,6 +103,11 @@ def test_sft_is_one_node() -> None:
     assert set(read_graph(SFT("tiny")).nodes) == {"actor_loss"}
 
 
+def test_dpo_needs_a_reference_and_reward_model_training_none() -> None:
+    assert set(read_graph(algorithms.DPO("tiny")).nodes) == {"ref_logprobs", "actor_loss"}
+    assert set(read_graph(algorithms.RewardModelTraining("tiny")).nodes) == {"reward_model_loss"}
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [cls for cls in vars(algorithms).values() if isinstance(cls, type) and getattr(cls, "compares_group", False)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import reasoning_gym
 
-from rlflow.data.tasks import ReasoningGym
+from rlflow.data.tasks import ReasoningGym, ReasoningGymPairs
 from rlflow.errors import UserError
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 10 x 10 x {+, -}: 200 problems
@@ -89,3 +89,24 @@ def test_a_negative_validation_size_is_refused() -> None:
 def test_a_task_that_scores_by_more_than_json_carries_is_refused() -> None:
     with pytest.raises(UserError, match="rearc scores by Python objects that JSON does not carry"):
         len(ReasoningGym("rearc", size=1))
+
+
+def test_pairs_are_the_problems_of_the_same_split_with_a_wrong_answer_more() -> None:
+    settings = {"task": "chain_sum", "size": 300, "validation_size": 40, "config": SUMS, "split": "validation"}
+    pairs = rows(ReasoningGymPairs(**settings))
+    score = reasoning_gym.get_score_answer_fn("chain_sum")
+
+    assert [{key: pair[key] for key in pair if key != "rejected"} for pair in pairs] == rows(ReasoningGym(**settings))
+    assert all(score(pair["rejected"], pair) < 1.0 for pair in pairs)
+    assert all(-9 <= int(pair["rejected"]) <= 18 for pair in pairs), "another problem's answer"
+    assert len({pair["rejected"] for pair in pairs}) > 10
+
+
+def test_the_seed_draws_the_wrong_answers() -> None:
+    first, again = (rows(ReasoningGymPairs("chain_sum", size=50, validation_size=0)) for _ in range(2))
+    assert first == again
+
+
+def test_a_problem_without_a_wrong_answer_is_named() -> None:
+    with pytest.raises(UserError, match=r"chain_sum has no wrong answer to .* among 100 answers of other problems"):
+        len(ReasoningGymPairs("chain_sum", size=1, validation_size=0))

@@ -1,0 +1,55 @@
+"""Training a reward model on preferences, after Bradley and Terry: InstructGPT, arXiv 2203.02155, equation 1."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rlflow import Optimizer, Pairs, PerSample, RewardModel, RLModule, node
+from rlflow.functional import bradley_terry_loss
+
+
+@dataclass(eq=False)
+class RewardModelTraining(RLModule):
+    """-log sigmoid(r(x, y_w) - r(x, y_l)) of the chosen response y_w and the rejected one y_l.
+
+    Validation tells the margin `r(x, y_w) - r(x, y_l)` of held-out pairs, the share of them in which it is above 0
+    (at 0, a half), and the loss.
+
+    Args:
+        model: Folder or hub name of the model to train, or `tiny` for the embedded one. A language model gets a new
+            head, whose scores start at 0.
+        optimizer: Of the reward model.
+        epochs: Passes over a step's pairs.
+        samples_per_update: Pairs of one optimizer step; None for all of the step's.
+        gradient_checkpointing: Recompute activations in the backward pass to save memory.
+    """
+
+    model: str
+    optimizer: Optimizer = Optimizer()
+    epochs: int = 1
+    samples_per_update: int | None = None
+    gradient_checkpointing: bool = False
+
+    def configure_models(self) -> None:
+        self.reward_model = RewardModel(
+            self.model,
+            optimizer=self.optimizer,
+            epochs=self.epochs,
+            samples_per_update=self.samples_per_update,
+            gradient_checkpointing=self.gradient_checkpointing,
+        )
+
+    @node(role="reward_model", type="train")
+    def reward_model_loss(self, batch: Pairs) -> PerSample:
+        return self.compared("reward_model", batch)
+
+    def validation_step(self, batch: Pairs) -> None:
+        self.log("val/loss", self.compared("val", batch))
+
+    def compared(self, prefix: str, batch: Pairs) -> Tensor:
+        """The loss of each pair `[B]`; logs who won, and by how much."""
+        chosen, rejected = self.reward_model.scores(batch.both).tensor_split(2)
+        margin = chosen - rejected
+        self.log(f"{prefix}/margin", margin)
+        self.log(f"{prefix}/accuracy", margin.sign() / 2 + 0.5)
+        return bradley_terry_loss(chosen, rejected)
