@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rlflow import Optimizer
 from rlflow.functional import Importance
 from tests.exactness.recording import GROUP, LONGEST, TEMPERATURE, Recording
 from tests.reference.policy_float64 import Folders, Objective, Sample, critic_update, policy_update
@@ -13,6 +14,7 @@ from tests.reference.sft_float64 import Example, sft_update
 from tests.reference.update import Step, Update
 
 LR = 0.05
+OPTIMIZER = Optimizer("sgd", lr=LR, gradient_clipping=0.0)
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,37 @@ CASES = {
     "OnPolicyDistillation": Case(
         "OnPolicyDistillation", of_samples("distillation"), models={"teacher_path": "reference"}
     ),
+    "PPO": Case(
+        "PPO",
+        of_samples(
+            "gae", kl_in_reward=True, kl_kind="k1", kl_coef=0.1, gamma=0.97, lam=0.9, value_clip=0.2, bootstrap=True
+        ),
+        {"critic_optimizer": OPTIMIZER, "gamma": 0.97, "lam": 0.9, "value_clip": 0.2, "on_truncation": "bootstrap"},
+        models=REFERENCE | {"critic_path": "critic"},
+    ),
     "SFT": Case("SFT"),
 }
 
+PPO = CASES["PPO"]
+assert PPO.objective is not None
+
 VARIATIONS = {
+    "PPO with truncated responses masked": replace(
+        PPO,
+        objective=replace(PPO.objective, bootstrap=False, mask_truncated=True, entropy_coef=0.1),
+        more={**PPO.more, "on_truncation": "mask"},
+    ),
+    "PPO with a reward model": replace(
+        PPO,
+        objective=replace(PPO.objective, bootstrap=False, reward_model_coef=2.0, overlong_buffer=8, value_clip=None),
+        more={**PPO.more, "on_truncation": "terminal", "value_clip": None},
+        models={**PPO.models, "reward_model_path": "judge"},
+    ),
+    "GRPO with a reward model": replace(
+        CASES["GRPO"],
+        objective=replace(GRPO, reward_model_coef=0.5, kl_coef=0.0),
+        models={"reward_model_path": "judge"},
+    ),
     "dual clip": replace(CASES["GRPO"], objective=replace(GRPO, dual_clip=1.1)),
     "KL as k1": replace(CASES["GRPO"], objective=replace(GRPO, kl_kind="k1")),
     "KL as k2": replace(CASES["GRPO"], objective=replace(GRPO, kl_kind="k2")),
@@ -102,7 +131,7 @@ VARIATIONS = {
 
 # Without a setting: what the objective is then. The greedy rewards and the group need no other proof.
 OFF: dict[str, Any] = {
-    "clip_low": 99.0,
+    "clip_low": 0.999,
     "clip_high": 99.0,
     "dual_clip": None,
     "drift_coef": 0.0,
@@ -118,6 +147,7 @@ OFF: dict[str, Any] = {
     "importance_level": "token",
     "importance_high": 99.0,
     "loss_aggregation": "token-mean",
+    "reward_model_coef": 0.0,
 }
 
 # Settings of `Objective` that algorithms have under the same name.
@@ -133,6 +163,7 @@ SHARED = (
     "entropy_coef",
     "overlong_buffer",
     "mask_truncated",
+    "reward_model_coef",
     "loss_aggregation",
 )
 

@@ -17,13 +17,12 @@ import rlflow.algorithms
 from rlflow import PerToken, RLModule, Rollout
 from rlflow.data.prompts import PromptData
 from rlflow.data.sources import JSONL
-from rlflow.models.optimizer import Optimizer
 from rlflow.preparation import prepare
 from rlflow.rewards import SampleReward
 from rlflow.run import Run
 from rlflow.strategies import DeepSpeedStrategy, SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
-from tests.exactness.cases import LR, Case, settings
+from tests.exactness.cases import OPTIMIZER, Case, settings
 from tests.exactness.recording import Answer, Recorded, Recording
 from tests.exactness.settings import Setting
 
@@ -128,9 +127,8 @@ def _module(recording: Recording, case: Case) -> RLModule:
     if case.past and case.objective is not None:
         mixin = RecordedValues if "critic_path" in case.models else RecordedPast
         algorithm = type(f"{mixin.__name__}{case.algorithm}", (mixin, algorithm), {"recording": recording})
-    optimizer = Optimizer("sgd", lr=LR, gradient_clipping=0.0)
     module: RLModule = algorithm(
-        str(recording.policy), reward=CountsOnes(), optimizer=optimizer, **settings(case, recording)
+        str(recording.policy), reward=CountsOnes(), optimizer=OPTIMIZER, **settings(case, recording)
     )
     return module
 

@@ -21,6 +21,7 @@ from tests.reference.update import Update
 
 FLOAT32 = 1e-5  # norm of the difference over the norm
 FLOAT64 = 1e-10
+CLIPS = {"clip_low", "clip_high"}
 IN_FULL = ("GRPO", "PPO")  # the grid in every run of the tests; the others' by `make exact`
 
 Truth = Callable[[str], dict[str, Update]]
@@ -139,14 +140,12 @@ def without_one_setting(case: Case) -> list[Case]:
     """The case with one setting off at a time."""
     objective, plain = case.objective, Objective()
     assert objective is not None
-    clips = {"ppo": {"clip_low", "clip_high"}, "gspo": {"clip_low", "clip_high"}, "gmpo": {"clip_low", "clip_high"}}
-    matters = clips.get(objective.surrogate, {"clip_high"}) if objective.surrogate != "policy gradient" else set()
+    matters = {f.name for f in fields(Objective) if getattr(objective, f.name) != getattr(plain, f.name)}
+    matters |= {"ppo": CLIPS, "gspo": CLIPS, "gmpo": CLIPS, "cpgd": CLIPS}.get(objective.surrogate, set())
     if objective.importance_mode == "truncate":
         matters.add("importance_high")
-    differ = {f.name for f in fields(Objective) if getattr(objective, f.name) != getattr(plain, f.name)}
-    return [
-        replace(case, objective=replace(objective, **{name: OFF[name]})) for name in matters | (differ & OFF.keys())
-    ]
+    on = sorted(name for name in matters & OFF.keys() if getattr(objective, name) != OFF[name])
+    return [replace(case, objective=replace(objective, **{name: OFF[name]})) for name in on]
 
 
 def test_every_two_choices_meet_in_the_cover() -> None:

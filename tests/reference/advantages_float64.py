@@ -73,7 +73,7 @@ def gae(
         lam: Decay.
         after: The value after the last token.
     """
-    following = [*values[1:], after]
+    following = [*values, after][1:]
     deltas = [r + gamma * n - v for r, v, n in zip(rewards, values, following, strict=True)]
     steps = range(len(deltas))
     advantages = [math.fsum((gamma * lam) ** (s - t) * deltas[s] for s in steps[t:]) for t in steps]
