@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlflow import Batch, PerSample, PerToken, Rollout, ValueModel, node
-from rlflow.algorithms import GRPO, SFT
+from rlflow.algorithms import GRPO, SFT, ReMax
 from rlflow.callbacks import Callback
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
@@ -142,6 +142,18 @@ def grpo(model: Path, **settings: Any) -> RaggedGRPO:
     """GRPO that changes the weights a lot at every step."""
     given = {"optimizer": Optimizer("adamw", lr=3e-3), "group_size": 4, "max_response_length": 12, **settings}
     return RaggedGRPO(str(model), OddCharacters(), **given)
+
+
+class RaggedReMax(ReMax):
+    """ReMax that also scores its greedy responses, so that they move to where the actor's rows lie."""
+
+    stop_token_ids = tuple(range(40, 60))
+
+    @node(role="actor")
+    def greedy_logprobs(self, greedy: Rollout) -> PerToken:
+        logprobs: PerToken = self.actor.logprobs(greedy)
+        self.log("greedy/logprobs", logprobs, greedy.loss_mask)
+        return logprobs
 
 
 def sums(count: int, prompts_per_step: int, held_out: int = 0) -> PromptData:

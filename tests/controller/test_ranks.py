@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rlflow.rollout.transformers import TransformersEngine
 from tests.controller.runs import (
     SGD,
     ZERO2,
@@ -17,6 +18,7 @@ from tests.controller.runs import (
     MovingGRPO,
     OddCharacters,
     Paired,
+    RaggedReMax,
     RecordingSFT,
     Result,
     answers,
@@ -145,6 +147,19 @@ def test_the_rows_of_an_engine_that_two_ranks_share_count_once(policy: Path, tmp
             assert result.steps[0][name] == alone.steps[0][name]
         assert result.summary["accuracy_after"] == alone.summary["accuracy_after"]
         assert result.steps[0]["sync/logprob_gap_max"] < 1e-5
+
+
+def test_one_response_to_each_prompt_is_as_long_on_every_rank(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
+    def run(name: str, **given: object) -> Fit:
+        module = RaggedReMax(str(policy), OddCharacters(), SGD, max_response_length=12)
+        return Fit(module, sums(5, prompts_per_step=5), tmp_path / name, **given)  # type: ignore[arg-type]
+
+    alone = fit(run("alone"))
+    for name, engine in {"apart": TransformersEngine(), "shared": Paired()}.items():
+        for result in ranks2.run(fit, run(name, strategy=ZERO2, engine=engine)):
+            assert difference(result.weights, alone.weights) < FLOAT32
+            for metric in ("greedy/logprobs", "greedy_reward/mean"):
+                assert result.steps[0][metric] == pytest.approx(alone.steps[0][metric], rel=1e-6)
 
 
 def test_the_most_bytes_held_are_counted_anew_at_every_step(policy: Path, tmp_path: Path) -> None:
