@@ -1,0 +1,94 @@
+"""What an algorithm learns from: verifiers, reward models, penalties, and KL whose weight adapts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from rlflow.algorithms import PPO
+from rlflow.models.optimizer import Optimizer
+from rlflow.models.tiny import write_tiny_model
+from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, Result, fit, grpo, sums
+from tests.controller.test_ranks import difference
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("policy"), seed=1, hidden_size=64, intermediate_size=96, layers=2)
+
+
+@pytest.fixture(scope="module")
+def judge(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model with a random head."""
+    folder = tmp_path_factory.mktemp("judge")
+    torch.manual_seed(5)
+    model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mixed(
+    policy: Path, judge: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool
+) -> tuple[Result, list[Result]]:
+    """Two steps of GRPO with all sources of reward, on one rank and on two."""
+    folder = tmp_path_factory.mktemp("mixed")
+
+    def run(name: str, **given: object) -> Fit:
+        module = grpo(policy, reward_model_path=str(judge), reward_model_coef=0.5, overlong_buffer=8, optimizer=SGD)
+        return Fit(module, sums(6, 3), folder / name, settings={"max_steps": 2}, **given)  # type: ignore[arg-type]
+
+    return fit(run("1")), ranks2.run(fit, run("2", strategy=ZERO2))
+
+
+def test_verifier_reward_model_and_penalty_add_up(mixed: tuple[Result, list[Result]]) -> None:
+    for step in mixed[0].steps:
+        assert abs(step["reward/model"]) > 0.01
+        assert step["reward/overlong"] < -0.1
+        expected = step["reward/mean"] + 0.5 * step["reward/model"] + step["reward/overlong"]
+        assert step["reward/outcome"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_mixed_rewards_are_the_same_for_any_number_of_ranks(mixed: tuple[Result, list[Result]]) -> None:
+    alone, both = mixed
+    for result in both:
+        assert difference(result.weights, alone.weights) < 1e-6
+        assert result.steps[1]["reward/model"] == pytest.approx(alone.steps[1]["reward/model"], rel=1e-5)
+
+
+def test_the_weight_of_kl_adapts_alike_on_every_rank(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
+    def run(name: str, **given: object) -> Fit:
+        module = PPO(
+            str(policy),
+            OddCharacters(),
+            Optimizer("adamw", lr=3e-3),
+            group_size=4,
+            max_response_length=6,
+            kl_coef=0.1,
+            kl_target=1e-4,
+            kl_horizon=80.0,
+        )
+        return Fit(module, sums(6, 2), tmp_path / name, settings={"max_steps": 3}, **given)  # type: ignore[arg-type]
+
+    alone = [step["actor/kl_coef"] for step in fit(run("1")).steps]
+    # 8 samples a step over a horizon of 80, errors counted up to 20%: the policy is its reference in the first step,
+    # and far from it after.
+    assert alone == pytest.approx([0.1, 0.1 * 0.98, 0.1 * 0.98 * 1.02], rel=1e-6)
+    for result in ranks2.run(fit, run("2", strategy=ZERO2)):
+        assert [step["actor/kl_coef"] for step in result.steps] == pytest.approx(alone, rel=1e-6)
+
+
+def test_a_cut_response_is_left_out_of_the_loss_and_stays_in_the_baseline(policy: Path, tmp_path: Path) -> None:
+    # No response ends within two tokens, so every one is cut: nothing is trained on, though rewards differ.
+    module = grpo(policy, mask_truncated=True, max_response_length=2)
+    module.stop_token_ids = ()
+    (step,) = fit(Fit(module, sums(4, 2), tmp_path / "run")).steps
+    assert step["rollout/truncated"] == 1.0
+    assert step["reward/mean"] > 0
+    assert "actor/loss" not in step
