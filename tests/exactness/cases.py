@@ -9,6 +9,7 @@ from typing import Any
 from rlflow import Optimizer
 from rlflow.functional import Importance
 from tests.exactness.recording import GROUP, LONGEST, TEMPERATURE, Recording
+from tests.reference.pairs_float64 import Pair, dpo_update, reward_model_update
 from tests.reference.policy_float64 import Folders, Objective, Sample, critic_update, policy_update
 from tests.reference.sft_float64 import Example, sft_update
 from tests.reference.update import Step, Update
@@ -23,12 +24,14 @@ class Case:
 
     Attributes:
         algorithm: Its class.
-        objective: What the reference computes; its settings are the algorithm's too. None without samples.
+        objective: What the reference computes; its settings are the algorithm's too. None where nothing is sampled.
         more: Settings of the algorithm beside those.
         prompts: Those that the step trains on.
         drawn: How many of the recorded prompts the dataset holds.
         models: Folders that settings name, by their names in the recording.
         past: Whether old logprobs and old values are the recorded ones; else the models themselves say them.
+        model: The folder of the model to train.
+        columns: What is read of the dataset beside the prompts.
     """
 
     algorithm: str
@@ -38,6 +41,8 @@ class Case:
     drawn: int = 5
     models: Mapping[str, str] = field(default_factory=dict)
     past: bool = True
+    model: str = "policy"
+    columns: Mapping[str, str] = field(default_factory=dict)
 
 
 def of_samples(advantages: str, surrogate: str = "ppo", **settings: Any) -> Objective:
@@ -47,6 +52,8 @@ def of_samples(advantages: str, surrogate: str = "ppo", **settings: Any) -> Obje
 
 SEQUENCES = "sequence-mean-token-mean"
 REFERENCE = {"reference_path": "reference"}
+PAIRS = {"response": "answer", "rejected": "worse"}
+BETA = 0.3
 GRPO = of_samples("grpo", clip_high=0.28, kl_coef=0.3)
 
 CASES = {
@@ -97,7 +104,9 @@ CASES = {
         {"critic_optimizer": OPTIMIZER, "gamma": 0.97, "lam": 0.9, "value_clip": 0.2, "on_truncation": "bootstrap"},
         models=REFERENCE | {"critic_path": "critic"},
     ),
-    "SFT": Case("SFT"),
+    "SFT": Case("SFT", columns={"response": "answer"}),
+    "DPO": Case("DPO", more={"beta": BETA}, models=REFERENCE, columns=PAIRS),
+    "RewardModelTraining": Case("RewardModelTraining", model="judge", columns=PAIRS),
 }
 
 PPO = CASES["PPO"]
@@ -169,8 +178,12 @@ SHARED = (
 
 
 def settings(case: Case, recording: Recording) -> dict[str, Any]:
-    """The arguments of the algorithm beside its model, optimizer and reward."""
-    given = dict(case.more) | {name: str(getattr(recording, folder)) for name, folder in case.models.items()}
+    """The arguments of the algorithm beside its optimizer and reward."""
+    given = (
+        {"model": str(getattr(recording, case.model))}
+        | dict(case.more)
+        | {name: str(getattr(recording, folder)) for name, folder in case.models.items()}
+    )
     if case.objective is None:
         return given
     objective = case.objective
@@ -183,16 +196,24 @@ def settings(case: Case, recording: Recording) -> dict[str, Any]:
 def truth(case: Case, recording: Recording) -> dict[str, Update]:
     """What the reference says of one step, by trained role."""
     step = Step(lr=LR)
-    if case.objective is None:
-        examples = [Example(recording.prompts[p], recording.pairs[p][0]) for p in case.prompts]
-        return {"actor": sft_update(recording.policy, examples, step=step)}
+    model = getattr(recording, case.model)
+    pairs = [Pair(recording.prompts[p], *recording.pairs[p]) for p in case.prompts]
+    match case.algorithm:
+        case "SFT":
+            examples = [Example(pair.prompt_ids, pair.chosen_ids) for pair in pairs]
+            return {"actor": sft_update(model, examples, step=step)}
+        case "DPO":
+            return {"actor": dpo_update(model, recording.reference, pairs, BETA, step)}
+        case "RewardModelTraining":
+            return {"reward_model": reward_model_update(model, pairs, step)}
+    assert case.objective is not None
     models = {name: getattr(recording, folder) for name, folder in case.models.items()}
     folders = Folders(
         reference=models.get("reference_path") or models.get("teacher_path"),
         critic=models.get("critic_path"),
         reward_model=models.get("reward_model_path"),
     )
-    given = recording.policy, samples(case, recording), case.objective, step, folders
+    given = model, samples(case, recording), case.objective, step, folders
     updates = {"actor": policy_update(*given)}
     if folders.critic is not None:
         updates["critic"] = critic_update(*given)

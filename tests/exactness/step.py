@@ -81,7 +81,7 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
     data = PromptData(
         JSONL(str(recording.data / f"{case.drawn}.jsonl")),
         prompts_per_step=len(case.prompts),
-        response="answer" if case.objective is None else None,
+        **case.columns,
     )
     trainer = Trainer(
         run_dir=str(scratch / "run"),
@@ -127,9 +127,8 @@ def _module(recording: Recording, case: Case) -> RLModule:
     if case.past and case.objective is not None:
         mixin = RecordedValues if "critic_path" in case.models else RecordedPast
         algorithm = type(f"{mixin.__name__}{case.algorithm}", (mixin, algorithm), {"recording": recording})
-    module: RLModule = algorithm(
-        str(recording.policy), reward=CountsOnes(), optimizer=OPTIMIZER, **settings(case, recording)
-    )
+    reward = {"reward": CountsOnes()} if case.objective is not None else {}
+    module: RLModule = algorithm(optimizer=OPTIMIZER, **reward, **settings(case, recording))
     return module
 
 
