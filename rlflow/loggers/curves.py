@@ -11,6 +11,7 @@ CURVES_FILE = "curves.png"
 PANELS = {
     "reward in training": ("reward/mean",),
     "validation accuracy": ("val/accuracy", "val_greedy/accuracy"),
+    "validation margin": ("val/margin",),
 }
 
 

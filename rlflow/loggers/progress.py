@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 SHOWN = {
     "reward": ("reward/mean", "{:.3f}"),
     "accuracy": ("val/accuracy", "{:.3f}"),
+    "margin": ("val/margin", "{:.3f}"),
     "length": ("rollout/length", "{:.1f}"),
 }
 RECENT = 10  # steps from whose pace the time left is told

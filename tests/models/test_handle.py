@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from rlflow.data.batch import Pairs, Ragged
 from rlflow.errors import UserError
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.value_model import ValueModel
@@ -23,3 +24,18 @@ def test_a_token_budget_below_one_is_refused() -> None:
 def test_settings_of_every_kind_of_model_are_refused_out_of_range(settings: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         ValueModel("tiny", **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("packing", "alone"),
+    [
+        (True, [[0, 2], [1]]),
+        (False, [[0], [1], [2]]),
+    ],
+)
+def test_pairs_are_split_by_what_both_responses_take(packing: bool, alone: list[list[int]]) -> None:
+    ids = [Ragged.from_lists([[1] * length for length in lengths]) for lengths in ((2, 2, 2), (9, 6, 5), (1, 6, 2))]
+    pairs = Pairs(*ids, rows=[{}, {}, {}])
+    # Tokens read of a row are prompt + response - 1: 10 + 2, 7 + 7, 6 + 3. Padded, twice the longer: 20, 14, 12.
+    split = ForwardPlan(token_budget=21, packing=packing).split(pairs)
+    assert sorted(rows.tolist() for rows in split) == alone
