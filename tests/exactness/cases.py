@@ -27,7 +27,7 @@ class Case:
         objective: What the reference computes; its settings are the algorithm's too. None where nothing is sampled.
         more: Settings of the algorithm beside those.
         prompts: Those that the step trains on.
-        drawn: How many of the recorded prompts the dataset holds.
+        data: The dataset, which may hold more.
         models: Folders that settings name, by their names in the recording.
         past: Whether old logprobs and old values are the recorded ones; else the models themselves say them.
         model: The folder of the model to train.
@@ -38,7 +38,7 @@ class Case:
     objective: Objective | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
     prompts: tuple[int, ...] = (0, 1, 2, 3, 4)  # 15 samples: no number of ranks but 1 divides them
-    drawn: int = 5
+    data: str = "five"
     models: Mapping[str, str] = field(default_factory=dict)
     past: bool = True
     model: str = "policy"

@@ -47,7 +47,7 @@ class Recording:
         reference: Another.
         critic: The policy with a head of one number.
         judge: The policy with another such head.
-        data: Folder of datasets: `5.jsonl` has the first five prompts.
+        data: Folder of datasets, of the first `five` prompts, `all`, and the `useless` ones.
         prompts: Their tokens.
         answers: To each prompt; the last one is the greedy one.
         pairs: The two responses that the dataset has for each prompt, the better one first.
@@ -92,8 +92,8 @@ def record(folder: Path) -> Recording:
         answers.append(group)
     rows = [{"question": text, "answer": _text(draw, p, 0), "worse": _text(draw, p, 3)} for p, text in enumerate(texts)]
     (folder / "data").mkdir()
-    for count in range(1, PROMPTS + 1):
-        (folder / "data" / f"{count}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
+    for name, held in {"five": rows[:5], "all": rows, "useless": [rows[p] for p in USELESS]}.items():
+        (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
     pairs = [
         tuple((*tokenizer(row[name])["input_ids"], tokenizer.eos_token_id) for name in ("answer", "worse"))
         for row in rows

@@ -79,7 +79,7 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
     strategy = _strategy(setting)
     module = _module(recording, case)
     data = PromptData(
-        JSONL(str(recording.data / f"{case.drawn}.jsonl")),
+        JSONL(str(recording.data / f"{case.data}.jsonl")),
         prompts_per_step=len(case.prompts),
         **case.columns,
     )

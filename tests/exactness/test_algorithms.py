@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from tests.exactness.cases import CASES, OFF, VARIATIONS, Case, truth
-from tests.exactness.recording import Recording, record
+from tests.exactness.recording import USELESS, Recording, record
 from tests.exactness.settings import COVER, GRID, LARGE, PRODUCT, RANKS, SMALL, Setting
 from tests.exactness.step import Outcome, one_step
 from tests.ranks import RankPool
@@ -126,6 +126,20 @@ def test_a_step_by_the_policy_that_sampled_is_the_reference(name: str, recording
     case = replace(CASES[name], past=False)
     outcomes = one_step(recording, case, Setting(None, SMALL, precision="fp64"), tmp_path)
     assert max(differences(outcomes, truth(case, recording))) < FLOAT64
+
+
+def learns_from_differences(case: Case) -> bool:
+    """Whether it is other responses that a response is compared with, and not a critic's or a teacher's word."""
+    return case.objective is not None and case.objective.advantages not in ("gae", "distillation")
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if learns_from_differences(case)])
+def test_equal_rewards_move_no_weight(name: str, recording: Recording, tmp_path: Path) -> None:
+    objective = replace(CASES[name].objective, kl_coef=0.0, entropy_coef=0.0, overlong_buffer=None, gamma=1.0)
+    more = CASES[name].more | {"gamma": 1.0} if "gamma" in CASES[name].more else CASES[name].more
+    case = replace(CASES[name], objective=objective, more=more, prompts=USELESS, data="useless", models={}, past=False)
+    gradient = one_step(recording, case, Setting(None, SMALL), tmp_path)["actor"].gradient
+    assert all((tensor == 0.0).all() for tensor in gradient.values())
 
 
 @pytest.mark.parametrize("name", [name for name, case in ALL.items() if case.objective is not None])

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -92,12 +94,30 @@ def test_where_the_samples_stand_does_not_matter(advantages_of: Any) -> None:
     assert_close(advantages_of(rewards[order], group[order]), advantages_of(rewards, group)[order], rtol=0, atol=1e-7)
 
 
+GROUPS_OF_REWARDS = st.lists(
+    st.lists(st.floats(-1e3, 1e3, allow_subnormal=False), min_size=2, max_size=6), min_size=1, max_size=4
+)
+
+
 @EVERY_ADVANTAGE
-def test_the_advantages_of_a_group_sum_to_zero(advantages_of: Any) -> None:
-    rewards, group = rewards_of_two_groups()
-    advantages = advantages_of(rewards.double(), group)
-    assert abs(advantages[group == 3].sum().item()) < 1e-12
-    assert abs(advantages[group == 11].sum().item()) < 1e-12
+@settings(deadline=None, max_examples=50)
+@given(groups=GROUPS_OF_REWARDS, seed=st.integers(0, 99))
+def test_the_advantages_of_a_group_sum_to_zero(advantages_of: Any, groups: list[list[float]], seed: int) -> None:
+    rewards = torch.tensor([reward for group in groups for reward in group], dtype=torch.float64)
+    group = torch.tensor([number for number, group in enumerate(groups) for _ in group])
+    order = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(seed))
+    advantages = advantages_of(rewards[order], group[order])
+    for number in range(len(groups)):
+        mine = advantages[group[order] == number]
+        assert abs(mine.sum().item()) <= 1e-12 * (1e3 + mine.abs().sum().item())
+
+
+@settings(deadline=None, max_examples=50)
+@given(samples=st.lists(st.tuples(st.floats(-1e3, 1e3), st.integers(1, 500)), min_size=2, max_size=6))
+def test_the_advantages_of_opo_sum_to_zero_over_tokens(samples: list[tuple[float, int]]) -> None:
+    rewards, lengths = (torch.tensor(column, dtype=torch.float64) for column in zip(*samples, strict=True))
+    advantages = opo_advantages(rewards, lengths, one_group(len(samples)))
+    assert abs((lengths * advantages).sum().item()) <= 1e-12 * (1e6 + (lengths * advantages).abs().sum().item())
 
 
 @EVERY_ADVANTAGE

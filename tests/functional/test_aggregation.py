@@ -136,3 +136,11 @@ def test_a_mode_that_does_not_exist_is_refused_with_those_that_do() -> None:
 def test_constant_without_a_length_is_refused(max_length: int | None) -> None:
     with pytest.raises(UserError, match=rf"`max_length` is {max_length}"):
         aggregate(LOSS, MASK, "constant", max_length)
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_gradients_agree_with_finite_differences(mode: Aggregation, per_sample: bool) -> None:
+    mask = torch.arange(4) < torch.tensor([4, 0, 1, 3])[:, None]
+    loss = torch.randn(4, dtype=torch.float64) if per_sample else torch.randn(4, 4, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: aggregate(x, mask, mode, max_length=5), loss.requires_grad_())

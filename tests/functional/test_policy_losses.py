@@ -217,6 +217,11 @@ def test_the_drift_of_cpgd_pulls_the_ratio_back_to_one() -> None:
     assert logprobs.grad.tolist()[0] == pytest.approx([1.0, 0.0])
 
 
+def test_the_gradient_of_the_drift_agrees_with_finite_differences() -> None:
+    new, old, _, _ = samples()
+    assert torch.autograd.gradcheck(lambda x: cpgd_drift(x, old), new.requires_grad_())
+
+
 def test_sequences_without_a_gradient_are_those_that_gspo_is_said_to_clip() -> None:
     logprobs = torch.tensor([[0.1, 0.3], [0.1, -0.1], [-0.4, -0.2], [-0.4, -0.2]], requires_grad=True)
     old, mask, advantages = torch.zeros(4, 2), torch.ones(4, 2), torch.tensor([1.0, 1.0, -1.0, 1.0])
