@@ -45,6 +45,7 @@ class RLModule:
         stop_token_ids: Tokens that end a response beside those of the model and its tokenizer.
         mask_truncated: Whether responses that were cut at the longest length are left out of losses; they stay in their
             group's baseline. The overlong filtering of DAPO, arXiv 2503.14476, section 3.4.
+        max_draws: Batches of prompts that a filter draws at most to fill a step.
     """
 
     reward: Reward | None = None
@@ -54,6 +55,7 @@ class RLModule:
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     mask_truncated: bool = False
+    max_draws: int = 10
 
     _context: StepContext | None = None
 

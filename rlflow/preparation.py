@@ -67,8 +67,8 @@ def read_graph(module: RLModule) -> Graph:
     Raises:
         UserError: A size is below 1, or the graph has problems; all of them are named.
     """
-    for name, size in {"group_size": module.group_size, "max_response_length": module.max_response_length}.items():
-        if size < 1:
+    for name in ("group_size", "max_response_length", "max_draws"):
+        if (size := getattr(module, name)) < 1:
             raise UserError(f"`{name}` is {size}; give 1 or more")
     module.configure_models()
     return Graph.read(module, roles=handles(module))
@@ -126,7 +126,7 @@ def prepare(
         stop_token_ids=stop_tokens(paths[lead], tokenizer, module.stop_token_ids),
         train=train,
         validation=None if data.validation is None else Loader(data.validation, data, tokenizer, seed, held_out),
-        steps=_steps(train.steps_per_epoch, max_steps, max_epochs),
+        steps=_steps(graph, train.steps_per_epoch, max_steps, max_epochs),
         generates=scores_validation or any(node.kind == "rollout" for node in graph.order),
         scores_validation=scores_validation,
     )
@@ -208,6 +208,9 @@ def table(module: RLModule, data: PromptData, prepared: Prepared, world_size: in
             f"{role}: {updates} update(s) per step of {of} samples, about {of / world_size:g} per rank,"
             f" in micro-batches of at most {token_budget} tokens{f', from step {start + 1} on' if start else ''}"
         )
+    if prepared.graph.filter is not None:
+        filled = f"filter {prepared.graph.filter.id}: {prompts} prompts a draw until a step has {prompts} groups"
+        lines.append(f"{filled}, at most {module.max_draws} draws")
     dropped = prepared.train.scan.dropped
     if dropped:
         lines.append(f"dropped {dropped} overlong training rows")
@@ -238,7 +241,12 @@ def _nothing_to_validate(module: RLModule, follows: str | None) -> str:
     return "`data.validation` is set but the module has no reward to score responses; set `module.reward`"
 
 
-def _steps(steps_per_epoch: int, max_steps: int | None, max_epochs: int | None) -> int:
+def _steps(graph: Graph, steps_per_epoch: int, max_steps: int | None, max_epochs: int | None) -> int:
+    if graph.filter is not None and max_epochs is not None:
+        raise UserError(
+            f"`trainer.max_epochs` is {max_epochs}, and the filter `{graph.filter.id}` draws as many prompts as it"
+            " needs, so passes over the rows do not say how many steps there are; set `trainer.max_steps` instead"
+        )
     if max_steps is None and max_epochs is None:
         raise UserError("neither `trainer.max_steps` nor `trainer.max_epochs` is set, so the run has no end; set one")
     by_epochs = math.inf if max_epochs is None else max_epochs * steps_per_epoch

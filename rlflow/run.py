@@ -108,7 +108,7 @@ class Run:
             keep_freed_memory()
         seed_everything(self._trainer.seed, verbose=False)
         self._agree()
-        self._transport.form_groups(task.ranks for task in self._prepared.plan.tasks if isinstance(task, Exchange))
+        self._transport.form_groups(task.ranks for task in self._prepared.plan.every() if isinstance(task, Exchange))
         folder = self._open_folder(self._trainer.run_dir)
         with ExitStack() as stack:
             log = folder.logs / f"rank{self._transport.rank}.log"

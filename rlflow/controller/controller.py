@@ -12,11 +12,12 @@ from torch import Tensor
 
 from rlflow.callbacks.callback import Callback
 from rlflow.controller.context import NodeContext, Running
+from rlflow.controller.filling import Filling
 from rlflow.controller.gap import LogprobGap
 from rlflow.controller.training import Training
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node
-from rlflow.dag.planner import Exchange, Load, Plan, Reduce, RunNode, Save, SyncWeights, Task, TrainNode
+from rlflow.dag.planner import Exchange, Fill, Load, Plan, Reduce, RunNode, Save, SyncWeights, Task, TrainNode
 from rlflow.data.batch import Batch, Rollout, to_device
 from rlflow.data.buffer import DataBuffer
 from rlflow.data.layout import Layout
@@ -76,8 +77,8 @@ class Controller:
         save: Callable[[int], None],
     ) -> None:
         self.plan = plan.for_rank(transport.rank)
-        rollouts = [node.id for node in graph.order if node.kind == "rollout"]
-        self._last_rollout = rollouts[-1] if rollouts else None
+        self._sleeps_after = _last_that_samples(self.plan, graph)
+        self._fills = graph.filter is not None
         self.version = 0  # of the followed role's weights: how many steps trained them
         self.draws = 0  # how often prompts were drawn, the draw under way included
         self._module = module
@@ -98,6 +99,9 @@ class Controller:
         self._save = save
         self._buffer = DataBuffer(transport)
         self._spaces: dict[str, RowSpace] = {}
+        self.filling = Filling(
+            graph, plan, self._buffer, self._spaces, transport, metrics, loader.prompts_per_step, module.max_draws
+        )
         self._training = Training(module, graph, strategy, transport, metrics, seed, self._compared)
         self._reduced: dict[str, float] = {}
         self._context = context
@@ -105,7 +109,8 @@ class Controller:
     def step(self, step: int) -> dict[str, float]:
         """Run the plan up to its saves; the step's metrics, the same on every rank."""
         self._buffer.reset_counters()
-        self.draws += 1
+        if not self._fills:
+            self.draws += 1
         started = time.perf_counter()
         for task in self.plan:
             if isinstance(task, Save):
@@ -130,10 +135,14 @@ class Controller:
                     self._run_node(task, step)
                 case TrainNode():
                     self._train(task, step)
+                case Fill():
+                    self.filling.run(task, lambda: self._draw(task, step))
                 case Reduce():
                     self._reduce()
                 case Save():
                     self._save(step)
+            if task == self._sleeps_after and self._engine is not None:
+                self._engine.sleep()
 
     def save(self, done: int) -> None:
         """Run the plan's saves, once callbacks and validation have seen the `done` steps and keep what they saw."""
@@ -161,6 +170,12 @@ class Controller:
         on_device = to_device(batch, self._strategy.root_device)
         self._buffer.put(BATCH, on_device, self._graph.type_of(BATCH), space, layout)
 
+    def _draw(self, task: Fill, step: int) -> None:
+        """The tasks of a `Fill` on the next prompts."""
+        self.draws += 1
+        for repeated in task.tasks:
+            self.run(repeated, step)
+
     def _run_node(self, task: RunNode, step: int) -> None:
         node = self._graph.nodes[task.node_id]
         for callback in self._callbacks:
@@ -177,8 +192,6 @@ class Controller:
             lengths = read.in_order(task.layout, self._transport.all_gather_ragged(result.lengths.cpu()))
         elif node.role is not None:
             self._compared(node.role)
-        if node.id == self._last_rollout and self._engine is not None:
-            self._engine.sleep()
         self._buffer.put(node.id, result, node.returns, space, task.layout, lengths)
         self._free(task.frees)
         for callback in self._callbacks:
@@ -272,6 +285,17 @@ class Controller:
             self._metrics.seconds("time/sync", ended - started)
         elif isinstance(task, Load):
             self._metrics.seconds("time/load", ended - started)
+
+
+def _last_that_samples(tasks: Sequence[Task], graph: Graph) -> Task | None:
+    """The last task that samples, or that repeats one that does: after it the engine may sleep."""
+
+    def samples(task: Task) -> bool:
+        if isinstance(task, Fill):
+            return any(samples(repeated) for repeated in task.tasks)
+        return isinstance(task, RunNode) and graph.nodes[task.node_id].kind == "rollout"
+
+    return next((task for task in reversed(tasks) if samples(task)), None)
 
 
 def _index_in_group(group: Tensor) -> Tensor:

@@ -109,8 +109,47 @@ def unmasked(nodes: Mapping[str, Node]) -> Iterator[Problem]:
             yield _problem(node, f"needs one value whose `loss_mask` masks its loss, and reads {found}. Read just one")
 
 
+def block(nodes: Mapping[str, Node]) -> frozenset[str]:
+    """The filter and its ancestors, which repeat until a step is full; empty where there is no filter."""
+    found = {node.id for node in nodes.values() if node.kind == "filter"}
+    todo = sorted(found)
+    while todo:
+        for name in nodes[todo.pop()].reads:
+            if name in nodes and name not in found:
+                found.add(name)
+                todo.append(name)
+    return frozenset(found)
+
+
+def misfiltered(nodes: Mapping[str, Node]) -> Iterator[Problem]:
+    """A second filter, a filter without rows to choose from, and numbers of one draw that are read after it."""
+    filters = [node for node in nodes.values() if node.kind == "filter"]
+    for node in filters[1:]:
+        text = f"is a second filter beside `{filters[0].id}` ({filters[0].place}), and rows are chosen once"
+        yield _problem(node, f"{text}. Combine the two into one")
+    repeated = block(nodes)
+    drawn = any(BATCH in nodes[name].reads for name in repeated)
+    for node in filters:
+        known = [name for name in node.reads if name == BATCH or name in nodes]
+        if not drawn or not any(name == BATCH or nodes[name].has_rows for name in known):
+            yield _problem(
+                node, "is a filter and reads neither prompts nor samples. Read the rows that it chooses from"
+            )
+    for node in nodes.values():
+        for name in node.reads if node.id not in repeated else ():
+            if name in repeated and _has_scalar(nodes[name]):
+                made = f"`{name}` ({nodes[name].place}), a Scalar of one draw, and the rows that pass the filter"
+                text = (
+                    f"reads {made} `{filters[0].id}` are of several. Compute it in a node that comes after the filter"
+                )
+                yield _problem(node, text)
+
+
 def in_order(nodes: Mapping[str, Node]) -> tuple[tuple[Node, ...], list[Problem]]:
-    """The nodes by depth, then declaration, train nodes last; and the cycles, whose nodes are left out."""
+    """The nodes in the order of execution; and the cycles, whose nodes are left out.
+
+    That is by depth, then declaration, train nodes last; a filter and its ancestors before all others.
+    """
     reads = {node.id: [name for name in node.reads if name in nodes] for node in nodes.values()}
     problems = []
     while cycle := _cycle(reads):
@@ -121,7 +160,10 @@ def in_order(nodes: Mapping[str, Node]) -> tuple[tuple[Node, ...], list[Problem]
     depth: dict[str, int] = {}
     for name in TopologicalSorter(reads).static_order():
         depth[name] = 1 + max((depth[needed] for needed in reads.get(name, ())), default=0)
-    order = sorted((nodes[name] for name in reads), key=lambda node: (node.kind == "train", depth[node.id]))
+    first = block(nodes)
+    order = sorted(
+        (nodes[name] for name in reads), key=lambda node: (node.kind == "train", node.id not in first, depth[node.id])
+    )
     return tuple(order), problems
 
 
@@ -151,6 +193,10 @@ def row_spaces(order: Sequence[Node]) -> tuple[dict[str, str], list[Problem]]:
 
 def _problem(node: Node, text: str) -> Problem:
     return Problem(node.file, node.line, f"`{node.id}` {text}")
+
+
+def _has_scalar(node: Node) -> bool:
+    return node.returns is not Any and any(column.cut is Cut.SCALAR for column in columns(node.returns))
 
 
 def _values(nodes: Mapping[str, Node]) -> str:

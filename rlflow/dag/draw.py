@@ -10,13 +10,14 @@ from rlflow.dag.annotations import type_name
 from rlflow.dag.graph import Graph
 from rlflow.dag.layered import Drawing, Edge, Segment, Spot, arrange
 from rlflow.dag.node import BATCH, Kind
-from rlflow.dag.planner import Plan, describe, rank_ranges
+from rlflow.dag.planner import Plan, describe, rank_ranges, task_lines
 
 TYPES: dict[Kind, str] = {
     "compute": "COMPUTE",
     "model_inference": "MODEL_INFERENCE",
     "rollout": "ROLLOUT",
     "train": "MODEL_TRAIN",
+    "filter": "FILTER",
 }
 DATASET = "DATASET"
 COLOURS = {  # of a type: fill, outline
@@ -25,9 +26,11 @@ COLOURS = {  # of a type: fill, outline
     "MODEL_INFERENCE": ("#f3f0ff", "#7048e8"),
     "ROLLOUT": ("#ebfbee", "#2f9e44"),
     "MODEL_TRAIN": ("#fff4e6", "#e8590c"),
+    "FILTER": ("#fff0f6", "#c2255c"),
 }
 SAME, EXCHANGED = "same", "exchanged"
 STROKES = {SAME: 'stroke="#868e96"', EXCHANGED: 'stroke="#d6336c" stroke-dasharray="6 4"'}
+REPEATS = "repeats until the step is full"
 MEANINGS = {SAME: "same layout: no byte moves", EXCHANGED: "exchange between layouts"}
 
 BOX_HEIGHT, LAYER_GAP, MARGIN, PADDING = 66.0, 54.0, 24.0, 14.0  # pixels
@@ -51,7 +54,7 @@ def text(graph: Graph, plan: Plan, rank: int) -> str:
         )
         for node in graph.order
     ]
-    tasks = (f"{i:>3}  {task}" for i, task in enumerate(plan.for_rank(rank), 1))
+    tasks = (f"{i:>3}  {line}" for i, line in enumerate(task_lines(plan.for_rank(rank)), 1))
     return "\n".join([*_table([header, *rows]), "", f"plan of rank {rank}, digest {plan.digest[:12]}:", *tasks])
 
 
@@ -60,7 +63,10 @@ def mermaid(graph: Graph, plan: Plan) -> str:
     boxes = _boxes(graph, plan)
     lines = ["flowchart TD"]
     # a prefix, for `end`, `class`, `style` and others are words of Mermaid's
-    lines += [f'    node_{box.name}["<b>{box.name}</b><br/>{box.role}"]:::{box.type}' for box in boxes]
+    drawn = {box.name: f'    node_{box.name}["<b>{box.name}</b><br/>{box.role}"]:::{box.type}' for box in boxes}
+    if repeated := _repeated(graph):
+        lines += [f'    subgraph repeats ["{REPEATS}"]', *(f"    {drawn.pop(name)}" for name in repeated), "    end"]
+    lines += drawn.values()
     for edge in _edges(graph, plan):
         arrow = "-. exchange .->" if edge.style == EXCHANGED else "-->"
         lines.append(f"    node_{edge.source} {arrow} node_{edge.target}")
@@ -92,6 +98,7 @@ def svg(graph: Graph, plan: Plan) -> str:
             *(_arrow(style) for style in STROKES),
             "</defs>",
             f'<rect width="{width:.0f}" height="{height:.0f}" rx="12" fill="#ffffff"/>',
+            *_band(graph, depth, width),
             f'<g transform="translate({left:.1f} 0)">',
             *_curves(drawing, width_of),
             *(_rectangle(box, drawing.centres[Spot(box.name, depth[box.name])], depth[box.name]) for box in boxes),
@@ -145,12 +152,28 @@ def _edges(graph: Graph, plan: Plan) -> list[Edge]:
 
 
 def _depths(graph: Graph, boxes: Sequence[_Box]) -> dict[str, int]:
-    """The layer of each box: below all that it reads; train nodes lowest, for they run last."""
+    """The layer of each box: below all that it reads, and below a filter that it waits for; train nodes lowest."""
     depth = {box.name: 0 for box in boxes}
+    above = -1
     for node in graph.order:
-        depth[node.id] = 1 + max((depth[name] for name in node.reads), default=-1)
+        depth[node.id] = 1 + max([above, *(depth[name] for name in node.reads)])
+        if node.kind == "filter":
+            above = depth[node.id]  # its ancestors come before it in the order, all others after
     lowest = max(depth.values())
     return depth | {node.id: lowest for node in graph.order if node.kind == "train"}
+
+
+def _repeated(graph: Graph) -> tuple[str, ...]:
+    """The names of the boxes that a filter repeats."""
+    return (BATCH, *(node.id for node in graph.block)) if graph.block else ()
+
+
+def _band(graph: Graph, depth: Mapping[str, int], width: float) -> Iterable[str]:
+    """Behind the layers that a filter repeats, which hold no other boxes."""
+    if graph.filter is not None:
+        bottom = _top(depth[graph.filter.id]) + BOX_HEIGHT + MARGIN
+        yield f'<rect x="8" y="8" width="{width - 16:.0f}" height="{bottom - 8:.0f}" rx="10" fill="#f8f9fa"/>'
+        yield f'<text x="{MARGIN:g}" y="{bottom - 8:.0f}" font-size="{PLACE:g}" fill="#868e96">{REPEATS}</text>'
 
 
 def _top(layer: int) -> float:

@@ -21,7 +21,7 @@ class Graph:
 
     Attributes:
         nodes: By name, in the order of declaration: base classes first; an override keeps its place.
-        order: The order of execution: by depth, then declaration, train nodes last.
+        order: The order of execution: by depth, then declaration, train nodes last; a filter and its ancestors first.
     """
 
     nodes: Mapping[str, Node]
@@ -52,6 +52,7 @@ class Graph:
             *checks.mispaired(nodes, spaces),
             *checks.miscast(nodes, roles),
             *checks.unmasked(nodes),
+            *checks.misfiltered(nodes),
             *cycles,
             *mixed,
         ]
@@ -59,6 +60,17 @@ class Graph:
             raise GraphError(*sorted(problems, key=lambda problem: (problem.file, problem.line)))
         nodes = {name: replace(node, space=spaces[name]) for name, node in nodes.items()}
         return cls(nodes, tuple(nodes[node.id] for node in order))
+
+    @property
+    def filter(self) -> Node | None:
+        """The node that says which groups of rows a step keeps."""
+        return next((node for node in self.order if node.kind == "filter"), None)
+
+    @property
+    def block(self) -> tuple[Node, ...]:
+        """The filter's ancestors and the filter, in the order of execution: what repeats until a step is full."""
+        repeated = checks.block(self.nodes)
+        return tuple(node for node in self.order if node.id in repeated)
 
     def readers(self, value: str) -> tuple[Node, ...]:
         """The nodes that read `value`, in the order of execution."""
@@ -71,6 +83,10 @@ class Graph:
     def type_of(self, value: str) -> Any:
         """The annotated type of a value as its node declares it; of `batch` as its readers do: `Batch` or `Pairs`."""
         return checks.type_of_batch(self.nodes) if value == BATCH else self.nodes[value].returns
+
+    def space_of(self, value: str) -> str:
+        """The rows of a value: `batch`, or the id of a rollout node."""
+        return BATCH if value == BATCH else self.nodes[value].space
 
     def roles(self) -> KeysView[str]:
         """The roles that nodes use, `rollout` included, in the order of declaration: alike on every rank."""

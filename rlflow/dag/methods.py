@@ -140,11 +140,11 @@ class _Reading:
         if mark.rows is not None and mark.role != ROLLOUT:
             text = f"`rows={mark.rows!r}` of `{self.name}` has no effect: only rollout nodes make rows, and its role is"
             self.wrong.append(f"{text} {mark.role!r}. Remove it")
-        if mark.type == "filter":
-            text = f"`{self.name}` is a filter, and filter nodes are not supported yet"
-            self.wrong.append(f"{text}. Mask the rows in the loss, or give them an advantage of 0")
-        if mark.type == "train":
-            return "train"
+        if mark.type == "filter" and mark.role == ROLLOUT:
+            text = f"`{self.name}` is a filter and has role 'rollout', and what samples cannot choose"
+            self.wrong.append(f"{text}. Sample in a node of its own, and read that")
+        if mark.type in ("train", "filter"):
+            return mark.type
         if mark.role == ROLLOUT:
             return "rollout"
         return "compute" if mark.role is None else "model_inference"
@@ -161,6 +161,10 @@ class _Reading:
                 self.wrong.append(f"{text}. Return it unreduced, `-> PerToken` or `-> PerSample`")
                 return Any
             return returns
+        if kind == "filter" and returns != PerSample:
+            text = f"`{self.name}` is a filter and returns {type_name(returns)}; it says of each row whether it is kept"
+            self.wrong.append(f"{text}. Return one bool a row, `-> PerSample`")
+            return Any
         if kind == "rollout" and not (isinstance(returns, type) and issubclass(returns, Rollout)):
             text = f"`{self.name}` has role 'rollout' and returns {type_name(returns)}"
             self.wrong.append(f"{text}, not `Rollout`. Return what `self.generate` makes, and compute in another node")

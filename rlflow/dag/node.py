@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, overload
 from rlflow.data.batch import Cut, columns
 from rlflow.errors import UserError
 
-Kind = Literal["compute", "model_inference", "rollout", "train"]
+Kind = Literal["compute", "model_inference", "rollout", "train", "filter"]
 RowsMark = Literal["samples", "batch"]
 TypeMark = Literal["train", "filter"]
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -55,7 +55,7 @@ def node(
     Args:
         function: The method, where the mark is written without parentheses.
         role: The model handle on `self` that the node uses, or `rollout` for the engine; None for plain tensor work.
-        type: `train` for a loss that trains its role.
+        type: `train` for a loss that trains its role; `filter` for what says which groups of rows the step keeps.
         rows: Of a rollout node: `samples`, the default, makes several rows of each prompt; `batch` keeps the prompts'.
 
     Raises:

@@ -7,8 +7,8 @@ Because all ranks issue their collectives in the one global order, collectives c
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, ROLLOUT, Node
@@ -111,6 +111,27 @@ class TrainNode:
 
 
 @dataclass(frozen=True)
+class Fill:
+    """Repeat the tasks of a filter and its ancestors on the next draw of prompts until a step's groups are kept.
+
+    Attributes:
+        filter_id: The filter, whose task is the last.
+        tasks: Of one draw, in the global order.
+        keeps: The values that later tasks read; of these, the rows of kept groups go on.
+        ranks: The ranks that take part: all, which agree on what is kept.
+    """
+
+    filter_id: str
+    tasks: tuple[Task, ...]
+    keeps: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        keeps = f"; keeps {', '.join(self.keeps)}" if self.keeps else ""
+        return f"fill      {self.filter_id}: {rank_ranges(self.ranks)}{keeps}; repeats"
+
+
+@dataclass(frozen=True)
 class Reduce:
     """Reduce the step's metrics over all ranks, in one collective."""
 
@@ -130,7 +151,7 @@ class Save:
         return f"save      checkpoint: {rank_ranges(self.ranks)}"
 
 
-Task = Load | SyncWeights | Exchange | RunNode | TrainNode | Reduce | Save
+Task = Load | SyncWeights | Exchange | RunNode | TrainNode | Fill | Reduce | Save
 
 
 @dataclass(frozen=True)
@@ -141,17 +162,24 @@ class Plan:
 
     def for_rank(self, rank: int) -> tuple[Task, ...]:
         """The tasks in which `rank` takes part, in the global order."""
-        return tuple(task for task in self.tasks if rank in task.ranks)
+        return _of_rank(self.tasks, rank)
+
+    def every(self) -> Iterator[Task]:
+        """All tasks, in the global order; those that a `Fill` repeats once, after it."""
+        for task in self.tasks:
+            yield task
+            if isinstance(task, Fill):
+                yield from task.tasks
 
     def layouts(self) -> dict[str, Layout]:
         """Where each value is made: `batch` and the nodes, by name."""
-        loaded = {task.value: task.layout for task in self.tasks if isinstance(task, Load)}
-        return loaded | {task.node_id: task.layout for task in self.tasks if isinstance(task, RunNode | TrainNode)}
+        loaded = {task.value: task.layout for task in self.every() if isinstance(task, Load)}
+        return loaded | {task.node_id: task.layout for task in self.every() if isinstance(task, RunNode | TrainNode)}
 
     def exchange(self, value: str, reader: Node) -> Exchange | None:
         """The exchange that brings `value` to `reader`, or None where it reads the very object that was made."""
         wanted = (value, reader.input_space, self.layouts()[reader.id])
-        exchanges = (task for task in self.tasks if isinstance(task, Exchange))
+        exchanges = (task for task in self.every() if isinstance(task, Exchange))
         return next((task for task in exchanges if (task.value, task.reader_space, task.target) == wanted), None)
 
     @property
@@ -160,7 +188,7 @@ class Plan:
         return hashlib.sha256(str(self).encode()).hexdigest()
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.tasks))
+        return "\n".join(task_lines(self.tasks))
 
 
 def plan(graph: Graph, layouts: Mapping[str, Layout], world_size: int, follows: str | None = "actor") -> Plan:
@@ -177,20 +205,29 @@ def plan(graph: Graph, layouts: Mapping[str, Layout], world_size: int, follows: 
     """
     world = tuple(range(world_size))
     placed = _place(graph, layouts, world)
-    tasks: list[Task] = []
+    tasks: list[Task] = [Load(BATCH, placed[BATCH])] if BATCH in placed else []
+    filled = graph.block or graph.order
     if BATCH in placed:
-        tasks += [Load(BATCH, placed[BATCH]), *_exchanges(BATCH, graph, placed)]
-    synced = follows is None
-    for node in graph.order:
-        if node.kind == "rollout" and not synced:
-            tasks.append(_sync(str(follows), layouts, placed[node.id]))
-            synced = True
-        if node.kind == "train":
-            tasks.append(TrainNode(node.id, placed[node.id], _last_reads(node, graph)))
-        else:
-            tasks.append(RunNode(node.id, placed[node.id], _last_reads(node, graph)))
-            tasks += _exchanges(node.id, graph, placed)
+        tasks += _exchanges(BATCH, graph, placed, filled)
+    tasks += _runs(filled, graph, placed)
+    if graph.filter is not None:
+        after = graph.order[len(filled) :]
+        keeps = [value for value in (BATCH, *(node.id for node in filled)) if _reads(after, value)]
+        tasks = [Fill(graph.filter.id, tuple(tasks), tuple(keeps), world)]
+        for value in keeps:
+            tasks += _exchanges(value, graph, placed, after)
+        tasks += _runs(after, graph, placed)
+    if follows is not None:
+        tasks = _synced(tasks, follows, graph, layouts, placed)
     return Plan((*tasks, Reduce(world), Save(world)))
+
+
+def task_lines(tasks: Sequence[Task]) -> Iterator[str]:
+    """A line for each task, those that a `Fill` repeats indented below it."""
+    for task in tasks:
+        yield str(task)
+        if isinstance(task, Fill):
+            yield from (f"  {line}" for line in task_lines(task.tasks))
 
 
 def _place(graph: Graph, layouts: Mapping[str, Layout], world: tuple[int, ...]) -> dict[str, Layout]:
@@ -210,12 +247,38 @@ def _place(graph: Graph, layouts: Mapping[str, Layout], world: tuple[int, ...]) 
     return {BATCH: Layout(first.ranks, first.shards), **placed}
 
 
-def _exchanges(value: str, graph: Graph, placed: Mapping[str, Layout]) -> list[Exchange]:
-    """One for each pair of row space and layout in which `value` is read and in which it was not made."""
+def _runs(nodes: Sequence[Node], graph: Graph, placed: Mapping[str, Layout]) -> Iterator[Task]:
+    """What runs these nodes, and brings what they make to those of them that read it."""
+    for node in nodes:
+        if node.kind == "train":
+            yield TrainNode(node.id, placed[node.id], _last_reads(node, graph))
+        else:
+            yield RunNode(node.id, placed[node.id], _last_reads(node, graph))
+            yield from _exchanges(node.id, graph, placed, nodes)
+
+
+def _exchanges(value: str, graph: Graph, placed: Mapping[str, Layout], readers: Collection[Node]) -> list[Exchange]:
+    """One for each pair of row space and layout in which `readers` read `value` and in which it was not made."""
     source = placed[value]
-    space = BATCH if value == BATCH else graph.nodes[value].space
-    reads = [Exchange(value, reader.input_space, source, placed[reader.id]) for reader in graph.readers(value)]
+    space = graph.space_of(value)
+    reads = [Exchange(value, reader.input_space, source, placed[reader.id]) for reader in _reads(readers, value)]
     return [exchange for exchange in dict.fromkeys(reads) if exchange != Exchange(value, space, source, source)]
+
+
+def _reads(nodes: Collection[Node], value: str) -> list[Node]:
+    return [node for node in nodes if value in node.reads]
+
+
+def _synced(
+    tasks: list[Task], role: str, graph: Graph, layouts: Mapping[str, Layout], placed: Mapping[str, Layout]
+) -> list[Task]:
+    """The tasks with a weight sync before the first that samples, or that repeats one that does."""
+    for place, task in enumerate(tasks):
+        runs = task.tasks if isinstance(task, Fill) else (task,)
+        for run in runs:
+            if isinstance(run, RunNode) and graph.nodes[run.node_id].kind == "rollout":
+                return [*tasks[:place], _sync(role, layouts, run.layout), *tasks[place:]]
+    return tasks
 
 
 def _sync(role: str, layouts: Mapping[str, Layout], engine: Layout) -> SyncWeights:
@@ -226,10 +289,15 @@ def _sync(role: str, layouts: Mapping[str, Layout], engine: Layout) -> SyncWeigh
 
 
 def _last_reads(node: Node, graph: Graph) -> tuple[str, ...]:
-    """The values that nobody reads after `node`, its own included."""
+    """The values that nobody reads after `node`, its own included; a filter's own is read by what repeats it."""
     last = [name for name in node.reads if graph.readers(name)[-1] == node]
-    unread = node.kind != "train" and not graph.readers(node.id)
+    unread = node.kind not in ("train", "filter") and not graph.readers(node.id)
     return (*last, node.id) if unread else tuple(last)
+
+
+def _of_rank(tasks: tuple[Task, ...], rank: int) -> tuple[Task, ...]:
+    own = (task for task in tasks if rank in task.ranks)
+    return tuple(replace(task, tasks=_of_rank(task.tasks, rank)) if isinstance(task, Fill) else task for task in own)
 
 
 def describe(layout: Layout) -> str:

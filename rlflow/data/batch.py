@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -222,11 +222,26 @@ def _column(name: str, annotation: Any) -> Column:
 
 def take_rows(value: Any, annotation: Any, index: Tensor) -> Any:
     """The rows of a value at `index` `[K]` int64, in that order; padding keeps its width."""
+    return _columnwise([value], annotation, lambda data, cut: _take(data[0], cut, index))
+
+
+def join_rows(values: Sequence[Any], annotation: Any) -> Any:
+    """The rows of at least one value of this type, in order; `PerToken` columns get the width of the widest."""
+    return _columnwise(values, annotation, _join)
+
+
+def trim(value: Any, annotation: Any, longest: int) -> Any:
+    """The value with its `PerToken` columns cut at the `longest` response; what is cut off is padding."""
+    return _columnwise([value], annotation, lambda data, cut: data[0][:, :longest] if cut is Cut.TOKEN else data[0])
+
+
+def _columnwise(values: Sequence[Any], annotation: Any, change: Callable[[list[Any], Cut], Any]) -> Any:
+    """A value of this type, each of its columns made from those of `values`."""
     cuts = {column.name: column.cut for column in columns(annotation)}
     if "" in cuts:
-        return _take(value, cuts[""], index)
-    taken = {name: _take(getattr(value, name), cut, index) for name, cut in cuts.items()}
-    return dataclasses.replace(value, **taken)
+        return change(list(values), cuts[""])
+    changed = {name: change([getattr(value, name) for value in values], cut) for name, cut in cuts.items()}
+    return dataclasses.replace(values[0], **changed)
 
 
 def _take(column: Any, cut: Cut, index: Tensor) -> Any:
@@ -237,6 +252,24 @@ def _take(column: Any, cut: Cut, index: Tensor) -> Any:
     if cut is Cut.JSON:
         return [column[i] for i in index.tolist()]
     return column[index]
+
+
+def _join(parts: list[Any], cut: Cut) -> Any:
+    assert cut is not Cut.SCALAR, "one number is not of rows"
+    if any(part is None for part in parts):  # a field that did not come along from home
+        return None
+    if cut is Cut.JSON:
+        return [entry for part in parts for entry in part]
+    filled = [part for part in parts if len(part)] or parts[:1]  # what has no row need not have a shape or dtype either
+    if cut is Cut.RAGGED:
+        return Ragged(torch.cat([part.values for part in filled]), torch.cat([part.lengths for part in filled]))
+    if cut is Cut.TOKEN:
+        widest = max(part.shape[1] for part in filled)
+        filled = [
+            torch.cat([part, part.new_zeros(len(part), widest - part.shape[1], *part.shape[2:])], dim=1)
+            for part in filled
+        ]
+    return torch.cat(filled)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

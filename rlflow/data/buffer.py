@@ -121,6 +121,10 @@ class DataBuffer:
         """The rows of a value."""
         return self._values[name].space
 
+    def lengths(self, name: str) -> Tensor:
+        """`[N]`, where `PerToken` columns of a value are cut."""
+        return self._values[name].lengths
+
     def free(self, name: str) -> None:
         """Forget a value and its copies, when what this rank sends of it has left."""
         made = self._values.pop(name)

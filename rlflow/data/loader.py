@@ -65,6 +65,11 @@ class Loader:
         return len(self._kept)
 
     @property
+    def prompts_per_step(self) -> int:
+        """Rows of one draw, and groups of a step."""
+        return self._data.prompts_per_step
+
+    @property
     def steps_per_epoch(self) -> int:
         """Full draws in one pass over the rows: the steps of an epoch where there is no filter.
 

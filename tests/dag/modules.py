@@ -48,6 +48,15 @@ class ReMax(GRPO):
     def advantages(self, rewards: PerSample, baseline: PerSample) -> PerSample: ...
 
 
+class Filtered(GRPO):
+    """Groups are kept or drawn anew; `old_logprobs`, of smaller depth than the filter, still waits for it."""
+
+    ref_logprobs = None
+
+    @node(type="filter")
+    def useful(self, rollout: Rollout, rewards: PerSample) -> PerSample: ...
+
+
 class SFT:
     """No rollout: one train node that reads the dataset's rows."""
 

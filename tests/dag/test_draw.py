@@ -14,7 +14,7 @@ from rlflow.dag.node import node
 from rlflow.dag.planner import Plan, plan
 from rlflow.data.batch import PerSample, PerToken, Rollout
 from rlflow.data.layout import Layout
-from tests.dag.modules import GRPO, SFT, ReMax
+from tests.dag.modules import GRPO, SFT, Filtered, ReMax
 
 Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
 
@@ -70,6 +70,30 @@ def test_the_table_and_the_plan_of_a_rank() -> None:
     ]
 
 
+def test_the_table_numbers_the_tasks_that_repeat_too() -> None:
+    lines = text(*planned(Filtered()), rank=0).splitlines()
+    assert lines[-12:-8] == [
+        "  2  fill      useful: ranks 0-1; keeps rollout, rewards; repeats",
+        "  3    load      batch: ranks 0-1, 2 shards, groups",
+        "  4    run       rollout: ranks 0-1, 2 shards, groups; frees batch",
+        "  5    run       rewards: ranks 0-1, 2 shards, groups",
+    ]
+
+
+def test_mermaid_frames_what_repeats() -> None:
+    lines = [line.split("[")[0].strip() for line in mermaid(*planned(Filtered())).splitlines()]
+    assert lines[1:7] == ["subgraph repeats", "node_batch", "node_rollout", "node_rewards", "node_useful", "end"]
+
+
+def test_the_picture_has_what_repeats_on_a_band_of_its_own() -> None:
+    picture = svg(*planned(Filtered()))
+    top, height = re.findall(r'<rect x="8" y="(\d+)" width="\d+" height="(\d+)"', picture)[0]
+    boxes, _ = boxes_and_paths(picture)
+    inside = {name for name, (_, _, _, bottom) in boxes.items() if bottom < int(top) + int(height)}
+    assert inside == {"batch", "rollout", "rewards", "useful"}
+    assert "repeats" not in svg(*planned(GRPO()))
+
+
 def test_mermaid_has_boxes_edges_and_colours() -> None:
     assert mermaid(*planned(SFT())).splitlines() == [
         "flowchart TD",
@@ -118,7 +142,7 @@ def points(path: str) -> list[tuple[float, float]]:
     return curve + [(x3, y3 + (end - y3) * step / 100) for end in rest for step in range(101)]
 
 
-@pytest.mark.parametrize("module", [GRPO, ReMax, SFT, PPO])
+@pytest.mark.parametrize("module", [GRPO, ReMax, SFT, PPO, Filtered])
 def test_no_two_boxes_overlap(module: type) -> None:
     graph, steps = planned(module())
     boxes, _ = boxes_and_paths(svg(graph, steps))
@@ -127,7 +151,7 @@ def test_no_two_boxes_overlap(module: type) -> None:
         assert right < left2 or right2 < left or bottom < top2 or bottom2 < top
 
 
-@pytest.mark.parametrize("module", [GRPO, ReMax, SFT, PPO])
+@pytest.mark.parametrize("module", [GRPO, ReMax, SFT, PPO, Filtered])
 def test_no_edge_runs_through_a_box(module: type) -> None:
     boxes, paths = boxes_and_paths(svg(*planned(module())))
     assert paths

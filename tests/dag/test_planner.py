@@ -10,11 +10,11 @@ import pytest
 
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
-from rlflow.dag.planner import Exchange, Load, Plan, Reduce, RunNode, Save, SyncWeights, TrainNode, plan
+from rlflow.dag.planner import Exchange, Fill, Load, Plan, Reduce, RunNode, Save, SyncWeights, TrainNode, plan
 from rlflow.data.batch import Batch, PerSample, PerToken, Rollout
 from rlflow.data.layout import Layout
 from rlflow.errors import UserError
-from tests.dag.modules import GRPO, ROLES, SFT, ReMax
+from tests.dag.modules import GRPO, ROLES, SFT, Filtered, ReMax
 
 BOTH = (0, 1)
 GROUPS = Layout(BOTH, 2)
@@ -42,6 +42,99 @@ def test_the_plan_of_grpo_on_two_ranks() -> None:
         Reduce(BOTH),
         Save(BOTH),
     )
+
+
+def test_a_filter_and_its_ancestors_repeat_and_all_else_comes_after_them() -> None:
+    assert two_ranks(Filtered()).tasks == (
+        SyncWeights("actor", BOTH),
+        Fill(
+            "useful",
+            (
+                Load("batch", GROUPS),
+                RunNode("rollout", GROUPS, frees=("batch",)),
+                RunNode("rewards", GROUPS, frees=()),
+                RunNode("useful", GROUPS, frees=()),
+            ),
+            keeps=("rollout", "rewards"),
+            ranks=BOTH,
+        ),
+        Exchange("rollout", "rollout", GROUPS, BALANCED),
+        RunNode("old_logprobs", BALANCED, frees=()),
+        RunNode("advantages", GROUPS, frees=("rewards",)),
+        Exchange("advantages", "rollout", GROUPS, BALANCED),
+        TrainNode("actor_loss", BALANCED, frees=("rollout", "advantages", "old_logprobs")),
+        Reduce(BOTH),
+        Save(BOTH),
+    )
+
+
+class FilteredByLogprobs(Filtered):
+    """The filter reads a scored value, which is read later too."""
+
+    def useful(self, rewards: PerSample, old_logprobs: PerToken) -> PerSample: ...
+
+
+def test_a_value_is_exchanged_at_each_draw_for_readers_in_it_and_once_more_for_later_ones() -> None:
+    tasks = two_ranks(FilteredByLogprobs()).tasks
+    (fill,) = [task for task in tasks if isinstance(task, Fill)]
+    moved = Exchange("rollout", "rollout", GROUPS, BALANCED)
+    assert fill.keeps == ("rollout", "rewards", "old_logprobs")
+    assert fill.tasks.count(moved) == 1
+    assert tasks.count(moved) == 1
+
+
+def test_a_prompts_value_is_kept_for_a_rollout_after_the_filter() -> None:
+    class Module(Filtered):
+        @node(role="rollout", rows="batch")
+        def greedy(self, batch: Batch) -> Rollout: ...
+
+    tasks = two_ranks(Module()).tasks
+    assert "batch" in next(task.keeps for task in tasks if isinstance(task, Fill))
+    assert RunNode("greedy", GROUPS, frees=("batch", "greedy")) in tasks
+    assert [task for task in tasks if isinstance(task, SyncWeights)] == [SyncWeights("actor", BOTH)]
+
+
+def test_weights_come_before_the_first_rollout_where_the_filter_chooses_prompts() -> None:
+    class Module(GRPO):
+        @node(type="filter")
+        def hard(self, batch: Batch) -> PerSample: ...
+
+    kinds = [type(task) for task in two_ranks(Module()).tasks]
+    assert kinds[:3] == [Fill, SyncWeights, RunNode]
+
+
+def test_what_a_plan_says_of_values_and_readers_holds_for_those_that_repeat() -> None:
+    module, planned = FilteredByLogprobs(), two_ranks(FilteredByLogprobs())
+    nodes = Graph.read(module, ROLES).nodes
+    assert planned.layouts() | {"useful": None} == {
+        "batch": GROUPS,
+        "rollout": GROUPS,
+        "rewards": GROUPS,
+        "old_logprobs": BALANCED,
+        "useful": None,
+        "advantages": GROUPS,
+        "actor_loss": BALANCED,
+    }
+    assert planned.exchange("rollout", nodes["old_logprobs"]) == Exchange("rollout", "rollout", GROUPS, BALANCED)
+    assert planned.exchange("rollout", nodes["rewards"]) is None
+
+
+def test_a_rank_repeats_the_tasks_that_name_it() -> None:
+    layouts = {"rollout": Layout((0,), 1), "actor": Layout((1,), 1, "balanced")}
+    planned = plan(Graph.read(Filtered(), ROLES), layouts, world_size=2)
+    fills = [task for rank in (0, 1) for task in planned.for_rank(rank) if isinstance(task, Fill)]
+    assert [len(fill.tasks) for fill in fills] == [4, 0]
+
+
+def test_repeated_tasks_are_printed_below_what_repeats_them_and_count_for_the_digest() -> None:
+    planned = two_ranks(Filtered())
+    assert str(planned).splitlines()[:4] == [
+        "sync      actor -> rollout: ranks 0-1",
+        "fill      useful: ranks 0-1; keeps rollout, rewards; repeats",
+        "  load      batch: ranks 0-1, 2 shards, groups",
+        "  run       rollout: ranks 0-1, 2 shards, groups; frees batch",
+    ]
+    assert planned.digest != two_ranks(FilteredByLogprobs()).digest
 
 
 def test_rows_are_loaded_on_the_ranks_of_their_first_reader_and_balanced_by_an_exchange() -> None:

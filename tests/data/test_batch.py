@@ -1,10 +1,10 @@
-"""Pairs as rows to score."""
+"""Values as rows: pairs to score, and rows joined."""
 
 from __future__ import annotations
 
 import torch
 
-from rlflow.data.batch import Pairs, Ragged, TokenRows
+from rlflow.data.batch import Pairs, PerSample, PerToken, Ragged, Texts, TokenRows, join_rows, trim
 
 PAIRS = Pairs(
     prompt_ids=Ragged.from_lists([[1, 2], [3]]),
@@ -37,3 +37,26 @@ def test_no_pairs_are_no_rows() -> None:
     rows = Pairs(nothing, nothing, nothing, []).both
     assert (len(rows.prompt_ids), tuple(rows.response_ids.shape), rows.lengths.tolist()) == (0, (0, 0), [])
     assert rows.response_ids.dtype == torch.int64
+
+
+def test_joined_rows_are_as_wide_as_the_widest() -> None:
+    joined = join_rows([torch.tensor([[1]]), torch.zeros(0, 0, dtype=torch.int64), torch.tensor([[2, 3]])], PerToken)
+    assert joined.tolist() == [[1, 0], [2, 3]]
+
+
+def test_a_part_without_rows_decides_neither_dtype_nor_shape() -> None:
+    joined = join_rows([torch.tensor([]), torch.tensor([[1, 2]])], PerSample)
+    assert joined.dtype == torch.int64
+    assert joined.tolist() == [[1, 2]]
+    assert join_rows([torch.zeros(0, 3), torch.zeros(0, 3)], PerSample).shape == (0, 3)
+
+
+def test_what_stayed_elsewhere_for_one_part_is_missing_from_the_whole() -> None:
+    assert join_rows([["a"], ["b", "c"]], Texts) == ["a", "b", "c"]
+    assert join_rows([["a"], None], Texts) is None
+
+
+def test_trimming_cuts_columns_of_tokens_only() -> None:
+    rows = torch.tensor([[1, 2, 0]])
+    assert trim(rows, PerToken, 2).tolist() == [[1, 2]]
+    assert trim(rows, PerSample, 2) is rows

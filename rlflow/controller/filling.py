@@ -1,0 +1,162 @@
+"""How a filter fills a step: draws until enough groups are kept, and what is left over for the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+
+import torch
+from torch import Tensor
+
+from rlflow.dag.graph import Graph
+from rlflow.dag.node import BATCH
+from rlflow.dag.planner import Fill, Plan
+from rlflow.data.buffer import DataBuffer
+from rlflow.data.kept import Kept, KeptValue
+from rlflow.data.rows import RowSpace
+from rlflow.data.transport import Transport
+from rlflow.errors import UserError
+from rlflow.metrics import Metrics
+
+NOT_BOOL = 2  # beside 0 and 1, what a filter may answer
+
+
+class Filling:
+    """Fills steps with the groups that a filter keeps. Every rank counts alike, for the answers are gathered.
+
+    Args:
+        graph: With a filter or not.
+        plan: Of all ranks.
+        buffer: Holds the values of a draw, and gets those of the step.
+        spaces: The row spaces of a draw by name, which those of the step replace.
+        transport: To the other ranks.
+        metrics: Of this rank.
+        needed: Groups of a step.
+        max_draws: Draws for one step at most.
+
+    Attributes:
+        surplus: Groups that were kept beyond the last step's, with their values; they open the next. None without.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        buffer: DataBuffer,
+        spaces: MutableMapping[str, RowSpace],
+        transport: Transport,
+        metrics: Metrics,
+        needed: int,
+        max_draws: int,
+    ) -> None:
+        self.surplus: Kept | None = None
+        self._graph = graph
+        self._layouts = plan.layouts()
+        self._buffer = buffer
+        self._spaces = spaces
+        self._transport = transport
+        self._metrics = metrics
+        self._needed = needed
+        self._max_draws = max_draws
+
+    def run(self, fill: Fill, draw: Callable[[], None]) -> None:
+        """Draw until the step is full; then its rows and values are in place, as if drawn at once.
+
+        Args:
+            fill: What is repeated.
+            draw: Runs it once, on the next prompts.
+
+        Raises:
+            UserError: The filter did not answer with one bool a row, equal within a group; or it kept too few groups.
+        """
+        parts = [] if self.surplus is None else [self.surplus]
+        count = sum(len(part.groups) for part in parts)
+        kept = drawn = draws = 0
+        while count < self._needed:
+            if draws == self._max_draws:
+                raise UserError(_never_fills(fill.filter_id, count, self._needed, draws, kept / drawn))
+            draw()
+            draws += 1
+            drawing = self._drawn(fill)
+            groups = self._chosen(fill.filter_id)
+            for name in dict.fromkeys((*fill.keeps, fill.filter_id)):
+                self._buffer.free(name)
+            parts.append(drawing.only(groups))
+            drawn += len(drawing.groups)
+            kept += len(groups)
+            count += len(groups)
+        filled = Kept.joined(parts)
+        step, left = filled.groups.tensor_split([self._needed])
+        self._put(filled.only(step))
+        self.surplus = filled.only(left) if len(left) else None
+        self._metrics.mean("filter/kept", torch.tensor(float(kept)), torch.tensor(float(drawn)))
+        self._metrics.number("filter/draws", float(draws))
+        self._metrics.number("filter/surplus", float(len(left)))
+
+    def _drawn(self, fill: Fill) -> Kept:
+        """All of this draw."""
+        names = [BATCH, *(node.id for node in self._graph.block if node.samples)]
+        return Kept(
+            self._transport.rank,
+            {name: self._spaces[name] for name in names},
+            {
+                name: KeptValue(
+                    self._graph.type_of(name),
+                    self._graph.space_of(name),
+                    self._layouts[name],
+                    self._buffer.lengths(name),
+                    self._buffer.get(name, self._layouts[name]),
+                )
+                for name in fill.keeps
+            },
+        )
+
+    def _chosen(self, filter_id: str) -> Tensor:
+        """The ids of the groups that the filter keeps, ascending."""
+        layout, space = self._layouts[filter_id], self._buffer.space(filter_id)
+        here: Tensor = self._buffer.get(filter_id, layout)
+        is_bool = here.dtype == torch.bool and here.dim() == 1
+        answer = here.cpu().to(torch.uint8) if is_bool else torch.full((len(here),), NOT_BOOL, dtype=torch.uint8)
+        answers = space.in_order(layout, self._transport.all_gather_ragged(answer))
+        if bool((answers == NOT_BOOL).any()):
+            raise UserError(
+                f"filter `{filter_id}` returned {str(here.dtype).removeprefix('torch.')} of shape {list(here.shape)};"
+                " return one bool a row, `[B]`, such as a comparison gives"
+            )
+        return kept_groups(filter_id, answers.bool(), space.groups)
+
+    def _put(self, step: Kept) -> None:
+        self._spaces.update(step.spaces)
+        for name, value in step.values.items():
+            space = step.spaces[value.space]
+            self._buffer.put(name, value.rows, value.annotation, space, value.layout, value.lengths)
+
+
+def kept_groups(filter_id: str, answers: Tensor, groups: Tensor) -> Tensor:
+    """The groups whose rows are kept, ascending.
+
+    Args:
+        filter_id: For the error.
+        answers: `[N]` bool.
+        groups: `[N]`, the group of each row.
+
+    Raises:
+        UserError: Some rows of a group are kept and others are not.
+    """
+    ids, member, sizes = groups.unique(return_inverse=True, return_counts=True)
+    kept = torch.zeros_like(sizes).index_add_(0, member, answers.long())
+    torn = (kept > 0) & (kept < sizes)
+    if bool(torn.any()):
+        first = int(torn.nonzero()[0])
+        raise UserError(
+            f"filter `{filter_id}` keeps {int(kept[first])} of the {int(sizes[first])} samples of group"
+            f" {int(ids[first])}; groups are kept whole, so return the same for all samples of a prompt"
+        )
+    chosen: Tensor = ids[kept > 0]
+    return chosen
+
+
+def _never_fills(filter_id: str, count: int, needed: int, draws: int, share: float) -> str:
+    return (
+        f"filter `{filter_id}` has kept {count} of the {needed} groups of a step after {draws} draws (`max_draws`),"
+        f" {share:.1%} of those drawn; raise `max_draws`, choose easier or harder prompts, or take more samples of each"
+    )

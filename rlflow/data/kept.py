@@ -1,0 +1,83 @@
+"""The groups that a filter kept: their rows and values, chosen and joined without asking other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.data.batch import join_rows, take_rows, trim
+from rlflow.data.layout import Layout
+from rlflow.data.rows import RowSpace
+
+
+@dataclass(frozen=True)
+class KeptValue:
+    """A value that is read after the filter, where it was made.
+
+    Attributes:
+        annotation: Its type.
+        space: The name of its rows.
+        layout: Where it was made.
+        lengths: `[N]`, where `PerToken` columns of all its rows are cut.
+        rows: Those of this rank; None where it made none.
+    """
+
+    annotation: Any
+    space: str
+    layout: Layout
+    lengths: Tensor
+    rows: Any
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Whole groups, seen from one rank: row spaces by name, of which every rank knows the same, and values by name."""
+
+    rank: int
+    spaces: Mapping[str, RowSpace]
+    values: Mapping[str, KeptValue]
+
+    @property
+    def groups(self) -> Tensor:
+        """`[G]` int64, their ids, ascending; each has rows in every space."""
+        ids: Tensor = next(iter(self.spaces.values())).groups.unique()
+        return ids
+
+    def only(self, groups: Tensor) -> Kept:
+        """What is here of these groups."""
+        spaces = {name: space.of_groups(groups, self._layouts(name)) for name, space in self.spaces.items()}
+        values = {}
+        for name, value in self.values.items():
+            before = self.spaces[value.space]
+            kept = torch.isin(before.groups, groups)  # [N]
+            here = kept[before.held(value.layout, self.rank)].nonzero()[:, 0]
+            rows = None if value.rows is None else take_rows(value.rows, value.annotation, here)
+            values[name] = self._trimmed(replace(value, rows=rows, lengths=value.lengths[kept]), spaces[value.space])
+        return Kept(self.rank, spaces, values)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Kept]) -> Kept:
+        """The groups of all parts, of which later ones have larger ids."""
+        first = parts[0]
+        spaces = {
+            name: RowSpace.joined([part.spaces[name] for part in parts], first._layouts(name)) for name in first.spaces
+        }
+        values = {}
+        for name, value in first.values.items():
+            each = [part.values[name] for part in parts]
+            rows = None if value.rows is None else join_rows([part.rows for part in each], value.annotation)
+            values[name] = replace(value, rows=rows, lengths=torch.cat([part.lengths for part in each]))
+        return cls(first.rank, spaces, values)
+
+    def _layouts(self, space: str) -> list[Layout]:
+        return list(dict.fromkeys(value.layout for value in self.values.values() if value.space == space))
+
+    def _trimmed(self, value: KeptValue, space: RowSpace) -> KeptValue:
+        """The value as wide as its longest row here: a function of its rows, however they came together."""
+        here = value.lengths[space.held(value.layout, self.rank)]
+        longest = int(here.max()) if len(here) else 0
+        return value if value.rows is None else replace(value, rows=trim(value.rows, value.annotation, longest))

@@ -1,0 +1,213 @@
+"""A step is filled with the groups that a filter keeps, the same at any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlflow import Batch, PerSample, PerToken, Rollout, UserError, node
+from rlflow.controller.filling import kept_groups
+from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
+from tests.controller.test_ranks import FLOAT32, difference
+from tests.ranks import RankPool
+
+NEEDED, STEPS, GROUP = 4, 3, 3
+EASY = ("0", "3", "6")  # digits that questions begin with
+
+
+def is_hard(row: dict[str, Any]) -> bool:
+    return not row["question"].startswith(EASY)
+
+
+class Picky(RaggedGRPO):
+    """Leaves out easy prompts. Records the rewards of all draws here, and what later nodes see over all ranks."""
+
+    record: dict[str, list[list[float]]]
+
+    def rewards(self, rollout: Rollout) -> PerSample:
+        rewards = super().rewards(rollout)
+        self._note("drawn", rewards)
+        return rewards
+
+    @node(type="filter")
+    def useful(self, rollout: Rollout, rewards: PerSample, old_logprobs: PerToken) -> PerSample:
+        whole = (old_logprobs * rollout.loss_mask).sum(dim=1).isfinite() & rewards.isfinite()
+        return whole & torch.tensor([is_hard(row) for row in rollout.rows], dtype=torch.bool)
+
+    @node
+    def seen(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+        assert all(is_hard(row) for row in rollout.rows)
+        assert len(rollout.texts) == len(rollout.group)
+        for name, x in {"groups": rollout.group, "versions": rollout.version, "rewards": rewards}.items():
+            self._note(name, self.all_rows(x))
+        return rewards
+
+    @node(role="rollout", rows="batch")
+    def greedy(self, batch: Batch) -> Rollout:
+        assert all(is_hard(row) for row in batch.rows)
+        return self.generate(batch, temperature=0.0)
+
+    @node
+    def prompts(self, greedy: Rollout) -> PerSample:
+        self._note("prompts", self.all_rows(greedy.group))
+        self._note("prompt_versions", self.all_rows(greedy.version))
+        return greedy.lengths
+
+    def _note(self, name: str, x: torch.Tensor) -> None:
+        self.record.setdefault(name, []).append(x.tolist())
+
+
+def picky(policy: Path, kind: type[Picky] = Picky, **settings: Any) -> Picky:
+    given = {"optimizer": SGD, "group_size": GROUP, "max_response_length": 12, "samples_per_update": 2 * GROUP}
+    module = kind(str(policy), OddCharacters(), **given, **settings)
+    module.record = {}
+    return module
+
+
+@pytest.fixture(scope="module")
+def runs(
+    policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool, ranks4: RankPool
+) -> dict[int, list[Result]]:
+    """Three steps of four groups each, of each rank, by the number of ranks."""
+    folder = tmp_path_factory.mktemp("filling")
+
+    def run(ranks: int, **given: Any) -> Fit:
+        return Fit(picky(policy), sums(10, NEEDED), folder / str(ranks), settings={"max_steps": STEPS}, **given)
+
+    return {
+        1: [fit(run(1))],
+        2: ranks2.run(fit, run(2, strategy=ZERO2)),
+        4: ranks4.run(fit, run(4, strategy=ZERO2), timeout_s=200),
+    }
+
+
+def groups(result: Result) -> list[list[int]]:
+    """The groups of each step's samples, each once."""
+    return [list(dict.fromkeys(map(int, step))) for step in result.record["groups"]]
+
+
+def test_kept_groups_fill_each_step_and_what_is_left_opens_the_next(runs: dict[int, list[Result]]) -> None:
+    (alone,) = runs[1]
+    kept = [group for step in groups(alone) for group in step]
+    assert [len(step) for step in groups(alone)] == [NEEDED] * STEPS
+    assert kept == sorted(set(kept))
+    left = [int(step["filter/surplus"]) for step in alone.steps]
+    assert left[0] > 0
+    for step, (versions, before) in enumerate(zip(alone.record["versions"], [0, *left], strict=False)):
+        assert versions == [step - 1] * (before * GROUP) + [step] * ((NEEDED - before) * GROUP)
+
+
+def test_the_filter_s_metrics_count_draws_and_groups(runs: dict[int, list[Result]]) -> None:
+    (alone,) = runs[1]
+    before = 0.0
+    for step in alone.steps:
+        drawn = step["filter/draws"] * NEEDED
+        assert step["filter/kept"] == pytest.approx((NEEDED + step["filter/surplus"] - before) / drawn)
+        before = step["filter/surplus"]
+
+
+def test_metrics_of_what_repeats_are_of_all_draws(runs: dict[int, list[Result]]) -> None:
+    (alone,) = runs[1]
+    draws = iter(alone.record["drawn"])
+    for step in alone.steps:
+        rewards = [reward for _ in range(int(step["filter/draws"])) for reward in next(draws)]
+        assert len(rewards) == step["filter/draws"] * NEEDED * GROUP
+        assert step["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_number_of_ranks_keeps_the_same_groups_with_the_same_values(
+    ranks: int, runs: dict[int, list[Result]]
+) -> None:
+    for result in runs[ranks]:
+        for name in ("groups", "versions", "rewards", "prompts", "prompt_versions"):
+            assert result.record[name] == runs[1][0].record[name]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_metrics_of_draws_are_the_same_for_every_number_of_ranks(ranks: int, runs: dict[int, list[Result]]) -> None:
+    names = ("filter/kept", "filter/draws", "filter/surplus", "rollout/tokens", "rollout/length", "reward/mean")
+    for result in runs[ranks]:
+        for found, expected in zip(result.steps, runs[1][0].steps, strict=True):
+            assert [found[name] for name in names] == pytest.approx([expected[name] for name in names], rel=1e-12)
+            assert found["sync/logprob_gap"] < 1e-5  # of the rows of this step's policy
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_weights_are_the_same_for_every_number_of_ranks(ranks: int, runs: dict[int, list[Result]]) -> None:
+    for result in runs[ranks]:
+        assert difference(result.weights, runs[1][0].weights) < FLOAT32
+
+
+def test_a_node_after_the_filter_sees_prompts_of_kept_groups_with_the_policy_of_now(
+    runs: dict[int, list[Result]],
+) -> None:
+    (alone,) = runs[1]
+    assert alone.record["prompts"] == groups(alone)
+    assert alone.record["prompt_versions"] == [[step] * NEEDED for step in range(STEPS)]
+
+
+class KeepsFew(Picky):
+    """Half of the groups are of use from the fifth draw on, and no node samples after the filter."""
+
+    seen = None
+    greedy = None
+    prompts = None
+
+    def useful(self, rollout: Rollout) -> PerSample:
+        return (rollout.group >= 4 * NEEDED) & (rollout.group % 2 == 0)
+
+
+class AnswersNumbers(KeepsFew):
+    def useful(self, rollout: Rollout) -> PerSample:
+        return rollout.group
+
+
+class TearsGroups(KeepsFew):
+    def useful(self, rollout: Rollout) -> PerSample:
+        return torch.arange(len(rollout.group)) != 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (
+            KeepsFew,
+            "filter `useful` has kept 2 of the 4 groups of a step after 5 draws (`max_draws`), 10.0% of those drawn;"
+            " raise `max_draws`, choose easier or harder prompts, or take more samples of each",
+        ),
+        (
+            AnswersNumbers,
+            "filter `useful` returned int64 of shape [6]; return one bool a row, `[B]`, such as a comparison gives",
+        ),
+        (
+            TearsGroups,
+            "filter `useful` keeps 2 of the 3 samples of group 0; groups are kept whole,"
+            " so return the same for all samples of a prompt",
+        ),
+    ],
+)
+def test_every_rank_says_why_a_step_cannot_be_filled(
+    kind: type[Picky], told: str, policy: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    module = picky(policy, kind)
+    module.max_draws = 5
+    for result in ranks2.run(failing_fit, Fit(module, sums(10, NEEDED), tmp_path, ZERO2)):
+        assert result.error == told
+
+
+def test_a_step_may_take_as_many_draws_as_are_allowed(policy: Path, tmp_path: Path) -> None:
+    module = picky(policy, KeepsFew)
+    module.max_draws = 6
+    (step,) = fit(Fit(module, sums(10, NEEDED), tmp_path)).steps
+    assert (step["filter/draws"], step["filter/kept"], step["filter/surplus"]) == (6.0, 4 / 24, 0.0)
+
+
+def test_groups_are_kept_whole() -> None:
+    ids = torch.tensor([7, 7, 2, 2])
+    assert kept_groups("useful", torch.tensor([False, False, True, True]), ids).tolist() == [2]
+    with pytest.raises(UserError, match="keeps 1 of the 2 samples of group 7;"):
+        kept_groups("useful", torch.tensor([False, True, True, True]), ids)
