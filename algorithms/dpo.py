@@ -18,7 +18,8 @@ class DPO(RLModule):
     Args:
         model: Folder or hub name of the model to train, or `tiny` for the embedded one.
         beta: Weight of the divergence from the reference.
-        reference_path: Folder or hub name of the reference; None for the model as it is before training.
+        reference_path: Folder or hub name of the reference; None for the model as it is before training. To validate
+            a trained model, name what it started from.
         optimizer: Of the actor.
         epochs: Passes over a step's pairs.
         samples_per_update: Pairs of one optimizer step; None for all of the step's.

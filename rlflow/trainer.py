@@ -132,7 +132,7 @@ class Trainer:
         """Validate the module's model on `data.validation`; the metrics, and the number of problems.
 
         They are those of `fit` before its first step, and lie in `<run_dir>-validate/validation.json`. No optimizer is
-        built, and no model is loaded but the one that generates.
+        built, and no model is loaded but the one that generates; all are for a module with a `validation_step`.
 
         Raises:
             UserError: As `fit`; and if there is nothing to validate on.

@@ -140,6 +140,16 @@ BEFORE_ANY_MODEL: list[tuple[str, dict[str, Any], str]] = [
     ("less than no time", {"trainer.max_seconds": -1.0}, "`trainer.max_seconds` is -1.0; give more than 0"),
     ("a bucket of nothing", {"trainer.sync_bucket_bytes": 0}, "`trainer.sync_bucket_bytes` is 0; give 1 or more"),
     ("a group of one", {"module.init_args.group_size": 1}, "`module.init_args.group_size` is 1; group-relative"),
+    (
+        "a rejected response without a chosen one",
+        {"data.rejected": "answer"},
+        "`data.rejected` is 'answer' without `data.response`, the column of the response that was chosen; set both",
+    ),
+    (
+        "pairs without a rejected side",
+        {"module": {"class_path": "rlflow.algorithms.DPO", "init_args": {"model": "tiny"}}, "data.response": "answer"},
+        "DPO reads `batch` as Pairs, and these are pairs without a rejected side: `data.rejected` is null",
+    ),
     ("no prompts", {"data.prompts_per_step": 0}, "`data.prompts_per_step` is 0; a step needs at least 1 prompt"),
     ("prompts of no tokens", {"data.max_prompt_length": 0}, "`data.max_prompt_length` is 0; it counts tokens"),
     (
