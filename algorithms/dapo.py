@@ -1,6 +1,7 @@
 """Decoupled clip and dynamic sampling: DAPO, arXiv 2503.14476."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rlflow import PerSample, Rollout, node
 from rlflow.algorithms.grpo import GRPO
@@ -9,9 +10,10 @@ from rlflow.functional import group_has_signal
 
 @dataclass(eq=False)
 class DAPO(GRPO):
-    """GRPO with clip-higher, token-mean and no KL, on groups whose rewards differ; others are drawn in their place.
+    """GRPO with clip-higher, token-mean and no KL, on groups whose scores differ; others are drawn in their place.
 
-    `overlong_buffer` is the paper's soft overlong punishment, `mask_truncated` its overlong filtering.
+    `overlong_buffer` is the paper's soft overlong punishment, `mask_truncated` its overlong filtering. The punishment
+    keeps no group: equation 11 asks for right and wrong answers, not for long and short ones.
 
     Args:
         max_draws: Batches of prompts that are drawn at most to fill a step.
@@ -20,6 +22,16 @@ class DAPO(GRPO):
     clip_high: float = 0.28
     max_draws: int = 10
 
+    unused: ClassVar[tuple[str, ...]] = ("kl_in_reward",)
+
+    @node
+    def scores(self, rollout: Rollout, model_scores: PerSample | None = None) -> PerSample:
+        return self.scored(rollout, model_scores)
+
+    @node
+    def rewards(self, rollout: Rollout, scores: PerSample) -> PerSample:
+        return self.shaped(rollout, scores)
+
     @node(type="filter")
-    def useful(self, rollout: Rollout, rewards: PerSample) -> PerSample:
-        return group_has_signal(rewards, rollout.group)
+    def useful(self, rollout: Rollout, scores: PerSample) -> PerSample:
+        return group_has_signal(scores, rollout.group)

@@ -190,13 +190,22 @@ class PolicyGradient(RLModule):
         return ppo_clip_loss(logprobs, old_logprobs, advantages, *clips)
 
     def outcome(self, rollout: Rollout, model_scores: PerSample | None, name: str = "reward") -> PerSample:
-        """What responses are worth: verifier, reward model and overlong penalty; logged under `name`."""
-        outcome = rollout.logprobs.new_zeros(len(rollout.lengths))
+        """What responses are worth: their score and the overlong penalty; logged under `name`."""
+        return self.shaped(rollout, self.scored(rollout, model_scores, name), name)
+
+    def scored(self, rollout: Rollout, model_scores: PerSample | None, name: str = "reward") -> PerSample:
+        """What verifier and reward model say of responses."""
+        scores = rollout.logprobs.new_zeros(len(rollout.lengths))
         if self.reward is not None:
-            outcome = outcome + self.reward_function(rollout, name)
+            scores = scores + self.reward_function(rollout, name)
         if model_scores is not None:
             self.log(f"{name}/model", model_scores)
-            outcome = outcome + self.reward_model_coef * model_scores
+            scores = scores + self.reward_model_coef * model_scores
+        return scores
+
+    def shaped(self, rollout: Rollout, scores: PerSample, name: str = "reward") -> PerSample:
+        """The scores with the overlong penalty."""
+        outcome = scores
         if self.overlong_buffer is not None:
             penalty = overlong_penalty(rollout.lengths, self.max_response_length, self.overlong_buffer)
             self.log(f"{name}/overlong", penalty)

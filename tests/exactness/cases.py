@@ -8,7 +8,7 @@ from typing import Any
 
 from rlflow import Optimizer
 from rlflow.functional import Importance
-from tests.exactness.recording import GROUP, LONGEST, TEMPERATURE, Recording
+from tests.exactness.recording import GROUP, LONGEST, PROMPTS, TEMPERATURE, USELESS, Recording
 from tests.reference.pairs_float64 import Pair, dpo_update, reward_model_update
 from tests.reference.policy_float64 import Folders, Objective, Sample, critic_update, policy_update
 from tests.reference.sft_float64 import Example, sft_update
@@ -59,6 +59,12 @@ GRPO = of_samples("grpo", clip_high=0.28, kl_coef=0.3)
 CASES = {
     "GRPO": Case("GRPO", GRPO, models=REFERENCE),
     "DrGRPO": Case("DrGRPO", of_samples("dr_grpo", loss_aggregation="constant", mask_truncated=True, entropy_coef=0.3)),
+    "DAPO": Case(
+        "DAPO",
+        of_samples("grpo", clip_high=0.28, overlong_buffer=8, importance_mode="mask"),
+        prompts=tuple(p for p in range(PROMPTS) if p not in USELESS),
+        data="all",  # half of which the filter drops, so a step takes two draws
+    ),
     "RLOO": Case(
         "RLOO",
         of_samples("rloo", kl_in_reward=True, kl_kind="k1", kl_coef=0.1, importance_level="sequence"),
