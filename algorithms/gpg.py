@@ -23,8 +23,9 @@ class GPG(PolicyGradient):
 
     @node
     def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
-        useful = self.mean(group_has_signal(rewards, rollout.group).float())
-        self.log("actor/useful_share", useful)
+        has_signal = group_has_signal(rewards, rollout.group)
+        self.log("actor/useful_share", has_signal)
+        useful = self.mean(has_signal)
         alpha = 1 / useful.clamp(min=1 / self.group_size)  # where no group is useful, all advantages are 0
         return group_normalized_advantages(rewards, rollout.group, normalize_std=False) * alpha.to(rewards.dtype)
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from rlflow import PerSample, Rollout, node
 from rlflow.algorithms.policy_gradient import PolicyGradient
-from rlflow.functional import group_normalized_advantages
+from rlflow.functional import group_has_signal, group_normalized_advantages
 
 
 @dataclass(eq=False)
@@ -24,4 +24,5 @@ class GRPO(PolicyGradient):
 
     @node
     def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+        self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
         return group_normalized_advantages(rewards, rollout.group, self.normalize_std)

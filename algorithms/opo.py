@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from rlflow import PerSample, Rollout, node
 from rlflow.algorithms.policy_gradient import PolicyGradient
-from rlflow.functional import opo_advantages
+from rlflow.functional import group_has_signal, opo_advantages
 
 
 @dataclass(eq=False)
@@ -23,4 +23,5 @@ class OPO(PolicyGradient):
 
     @node
     def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+        self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
         return opo_advantages(rewards, rollout.lengths, rollout.group)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from rlflow import PerSample, PerToken, Rollout, node
 from rlflow.algorithms.policy_gradient import PolicyGradient
-from rlflow.functional import KLEstimator, group_normalized_advantages
+from rlflow.functional import KLEstimator, group_has_signal, group_normalized_advantages
 
 
 @dataclass(eq=False)
@@ -23,5 +23,6 @@ class REINFORCEPlusPlusBaseline(PolicyGradient):
 
     @node
     def advantages(self, rollout: Rollout, rewards: PerSample) -> PerToken:
+        self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
         centred = group_normalized_advantages(rewards, rollout.group, normalize_std=False)
         return self.whiten(centred[:, None].expand(rollout.loss_mask.shape), rollout.loss_mask)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from rlflow import PerSample, Rollout, node
 from rlflow.algorithms.policy_gradient import PolicyGradient
-from rlflow.functional import KLEstimator, rloo_advantages
+from rlflow.functional import KLEstimator, group_has_signal, rloo_advantages
 
 
 @dataclass(eq=False)
@@ -24,4 +24,5 @@ class RLOO(PolicyGradient):
 
     @node
     def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+        self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
         return rloo_advantages(rewards, rollout.group)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -41,19 +41,21 @@ class Claim:
         validated: The validation metric that must rise.
         trained: A metric of training that must move besides, from the mean of its first tenth to that of its last.
         falls: Whether it must fall.
+        beside: A config whose mean of it over all steps must be smaller, instead of the move.
     """
 
     config: str
     validated: str = ACCURACY
     trained: str | None = None
     falls: bool = False
+    beside: str | None = None
 
 
 CLAIMS = (
     Claim("quickstart_sft"),
     Claim("grpo"),
     Claim("dr_grpo"),
-    Claim("dapo", trained="filter/kept"),
+    Claim("dapo", trained="actor/useful_share", beside="grpo"),
     Claim("rloo"),
     Claim("opo"),
     Claim("remax"),
@@ -131,12 +133,21 @@ def moved(claim: Claim) -> str:
     """How the claim's metric of training moved, over seeds."""
     if claim.trained is None:
         return ""
+    if claim.beside is not None:
+        other = replace(claim, config=claim.beside)
+        mine, theirs = (statistics.mean(mean(each, seed) for seed in SEEDS) for each in (claim, other))
+        return f"`{claim.trained}` {mine:.3f}, where `{claim.beside}` has {theirs:.3f}"
     ends = [first_and_last(claim, seed) for seed in SEEDS]
     gains = [last - first for first, last in ends]
     first, last = (statistics.mean(end) for end in zip(*ends, strict=True))
     word = "falls" if claim.falls else "rises"
     in_errors = statistics.mean(gains) / standard_error(gains) * (-1 if claim.falls else 1)
     return f"`{claim.trained}` {word} {first:.3f} to {last:.3f}, {in_errors:.1f} standard errors"
+
+
+def mean(claim: Claim, seed: int) -> float:
+    """The mean of the trained metric over a run's steps."""
+    return statistics.mean(float(record[claim.trained]) for record in records(claim, seed) if claim.trained in record)
 
 
 def first_and_last(claim: Claim, seed: int) -> tuple[float, float]:
