@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from rlflow import Optimizer, Pairs, UserError
+from rlflow import Optimizer, Pairs, PerSample, UserError, node
 from rlflow.algorithms import DPO, SFT, RewardModelTraining
 from rlflow.callbacks import Callback, EarlyStopping
 from rlflow.data.prompts import PromptData
@@ -206,6 +206,28 @@ def test_each_held_out_row_counts_once_on_any_number_of_ranks(policy: Path, tmp_
     run = Fit(NamesRows(str(policy)), data(held_out=5), tmp_path, partial(DeepSpeedStrategy, 2))
     summary = ranks2.run(fit, run)[0].summary
     assert (summary["number_before"], summary["mean_before"]) == (2.0, 2.0)  # (0 + 1 + 2 + 3 + 4) / 5
+
+
+class Odd(DPO):
+    """Learns from every second row."""
+
+    record: list[str]
+
+    @node(type="filter")
+    def odd(self, batch: Pairs) -> PerSample:
+        return torch.tensor([int(row["question"][0]) % 2 == 1 for row in batch.rows], dtype=torch.bool)
+
+    @node(role="actor", type="train")
+    def actor_loss(self, batch: Pairs, ref_logprobs: PerSample) -> PerSample:
+        self.record = [row["question"] for row in batch.rows]
+        return super().actor_loss(batch, ref_logprobs)
+
+
+def test_pairs_pass_a_filter(policy: Path, tmp_path: Path) -> None:
+    # Rows 1 and 3 are odd; an epoch draws four of the five, so two epochs fill a step.
+    learned = fit(Fit(Odd(str(policy)), data(2), tmp_path)).record
+    assert len(learned) == 2
+    assert {*learned} <= {"1+1=", "3+3="}
 
 
 def test_pairs_without_a_rejected_side_are_refused(policy: Path, tmp_path: Path) -> None:
