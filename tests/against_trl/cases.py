@@ -47,6 +47,17 @@ def write_models(folder: Path) -> Models:
     )
 
 
+def write_reward_model(source: Path, folder: Path) -> Path:
+    """A model with the weights of a language model and a head of random ones."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.manual_seed(4)
+    model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
 def _near(source: Path, folder: Path, distance: float, seed: int) -> Path:
     """A copy of a model with every weight moved by a random amount of that standard deviation."""
     write_tiny_model(folder, hidden_size=32, intermediate_size=64)

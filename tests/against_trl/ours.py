@@ -69,13 +69,13 @@ def recorded_pairs() -> Pairs:
 
 
 def step(module: RLModule, recorded: Mapping[str, Any], start: Mapping[str, Path], policy: Path) -> Result:
-    """One update of the actor: every node in order, then the loss of all rows and its gradient.
+    """One update of the trained role: every node in order, then the loss of all rows and its gradient.
 
     Args:
         module: The algorithm.
         recorded: `batch`, or the `rollout`, whose node is not run.
         start: The weights of each role when the step begins.
-        policy: The weights of the actor when its loss is computed.
+        policy: The weights of the trained role when its loss is computed.
     """
     graph = read_graph(module)
     models = handles(module)
@@ -93,8 +93,9 @@ def step(module: RLModule, recorded: Mapping[str, Any], start: Mapping[str, Path
         if node.kind != "train":
             values[node.id] = getattr(module, node.id)(**given)
             continue
-        model = _attach(models["actor"], policy)
-        with models["actor"].training():
+        assert node.role is not None
+        model = _attach(models[node.role], policy)
+        with models[node.role].training():
             per_row = getattr(module, node.id)(**given)
     mask = torch.ones(len(rows.rows)) if isinstance(rows, Pairs) else rows.loss_mask
     loss = aggregate(per_row, mask, module.loss_aggregation, module.max_response_length)

@@ -9,12 +9,23 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")
     from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+    from trl import (
+        DPOConfig,
+        DPOTrainer,
+        GRPOConfig,
+        GRPOTrainer,
+        RewardConfig,
+        RewardTrainer,
+        RLOOConfig,
+        RLOOTrainer,
+        SFTConfig,
+        SFTTrainer,
+    )
 
 from tests.against_trl.cases import (
     GROUP,
@@ -86,6 +97,20 @@ def rloo(scratch: Path, models: Models, *, off_policy: bool, **settings: Any) ->
         _model(models.old), _score, args=arguments, train_dataset=_prompts(), processing_class=_tokenizer(models.old)
     )
     return _step_of_samples(trainer, models, off_policy)
+
+
+def reward_model(scratch: Path, folder: Path) -> Result:
+    """The loss of `RewardTrainer` on the recorded pairs."""
+    words = Dataset.from_list([{"prompt": "1", "chosen": "2", "rejected": "3"}])
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float64)
+    trainer = RewardTrainer(
+        model,
+        RewardConfig(**_common(scratch), max_length=None),
+        train_dataset=words,
+        processing_class=_tokenizer(folder),
+    )
+    rows = [{"chosen_ids": prompt + won, "rejected_ids": prompt + lost} for prompt, won, lost in pairs()]
+    return _differentiated(trainer, trainer.data_collator(rows))
 
 
 def dpo(scratch: Path, models: Models, beta: float) -> Result:
