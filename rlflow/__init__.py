@@ -14,6 +14,7 @@ from rlflow.data.batch import Batch, Pairs, PerSample, PerToken, Ragged, Rollout
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
+from rlflow.models.lora import LoRA
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.reward_model import RewardModel
 from rlflow.models.value_model import ValueModel
@@ -28,6 +29,7 @@ __all__ = [
     "Batch",
     "Callback",
     "CausalLM",
+    "LoRA",
     "Optimizer",
     "Pairs",
     "PerSample",

@@ -35,6 +35,8 @@ class Trained(Protocol):
 
     def load_training_state(self, name: str, stored: Mapping[str, dict[str, Tensor]], updates_done: int) -> None: ...
 
+    def untrained_record(self, name: str) -> dict[str, Any]: ...
+
     def updates_done(self, name: str) -> int: ...
 
     def barrier(self) -> None: ...
@@ -51,6 +53,7 @@ class Progress:
         data: Digest of the training rows.
         draws: How often prompts were drawn.
         updates: Updates done, by trained role.
+        untrained: What the checkpoint's weights belong to, by trained role: settings of adapters and their base.
         before: Validation before the first step.
         module: The module's own state.
         callbacks: The callbacks' states, in order.
@@ -62,6 +65,7 @@ class Progress:
     data: str
     draws: int
     updates: dict[str, int] = field(default_factory=dict)
+    untrained: dict[str, dict[str, Any]] = field(default_factory=dict)
     before: dict[str, float] = field(default_factory=dict)
     module: dict[str, Any] = field(default_factory=dict)
     callbacks: list[dict[str, Any]] = field(default_factory=list)
@@ -143,10 +147,29 @@ def restore(folder: Path, strategy: Trained, progress: Progress) -> None:
     """Bring every trained role to where it stood; called by all ranks.
 
     Raises:
-        UserError: The checkpoint lacks what a role needs.
+        UserError: The checkpoint lacks what a role needs, or was made with other adapters or on another model.
     """
     for role, updates in progress.updates.items():
+        _require_same(role, found=strategy.untrained_record(role), stored=progress.untrained.get(role, {}))
         strategy.load_training_state(role, Stored(folder, role), updates)
+
+
+def _require_same(role: str, found: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    """Adapters fit to the model that they were trained on alone, and to none of another shape."""
+    for key in sorted({*found, *stored}):
+        if found.get(key) == stored.get(key):
+            continue
+        if not (found and stored):
+            had, has = ("adapters", "none") if stored else ("no adapters", "some")
+            raise UserError(f"the checkpoint's `{role}` has {had}, this run's {has}; continue with the same `lora`")
+        if key == "base":
+            raise UserError(
+                f"the checkpoint's adapters of `{role}` were trained on other weights than this run's `model` has, or"
+                " in another precision; continue with the same `model` and `strategy.precision`"
+            )
+        raise UserError(
+            f"`lora.{key}` of `{role}` is {found[key]}, but the checkpoint has {stored[key]}; continue with the same"
+        )
 
 
 class Stored(Mapping[str, dict[str, Tensor]]):

@@ -1,4 +1,4 @@
-"""The command line: `rlflow fit`, `rlflow validate`, `rlflow graph`."""
+"""The command line: `rlflow fit`, `rlflow validate`, `rlflow graph`, `rlflow export`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,19 @@ def graph(arguments: Sequence[str]) -> None:
     read_graph(arguments).show()
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"fit": fit, "validate": validate, "graph": graph}
+def export(arguments: Sequence[str]) -> None:
+    """Write the model of a run that trained adapters, merged or as an adapter."""
+    from rlflow.configuration import read_export
+
+    read_export(arguments).run()
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "fit": fit,
+    "validate": validate,
+    "graph": graph,
+    "export": export,
+}
 
 
 class _OneLineParser(argparse.ArgumentParser):

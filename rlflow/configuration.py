@@ -16,6 +16,7 @@ from rlflow.dag.draw import mermaid, svg, text
 from rlflow.dag.planner import plan
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
+from rlflow.export import Export, Form
 from rlflow.loggers.logger import Logger
 from rlflow.module import RLModule
 from rlflow.placement import followed_role, layouts
@@ -101,6 +102,18 @@ def read_graph(arguments: Sequence[str]) -> ConfiguredGraph:
     parser.add_argument("--draw", type=str | None, default=None, help="write PATH.mmd and PATH.svg")
     parsed = _parsed(parser, arguments)
     return ConfiguredGraph(_build(parser, parsed), parsed.rank, None if parsed.draw is None else Path(parsed.draw))
+
+
+def read_export(arguments: Sequence[str]) -> Export:
+    """What `rlflow export` writes."""
+    parser = OneLineParser(
+        prog="rlflow export", description="Write a run's adapter, or the model with it.", allow_abbrev=False
+    )
+    parser.add_argument("--model", type=str, required=True, help="an adapter's folder: `model` of a run with `lora`")
+    parser.add_argument("--to", type=str, required=True, help="a new folder")
+    parser.add_argument("--form", type=Form, default="merged", help="a whole model, or the adapter in peft's form")
+    parsed = parser.parse_args(list(arguments))
+    return Export(Path(parsed.model), Path(parsed.to), parsed.form)
 
 
 def _parser(command: str, description: str) -> OneLineParser:

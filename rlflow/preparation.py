@@ -17,6 +17,8 @@ from rlflow.data.layout import Layout
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
+from rlflow.models.causal_lm import WithoutAdapters
+from rlflow.models.lora import require_peft
 from rlflow.models.tiny import resolve_model
 from rlflow.module import RLModule
 from rlflow.placement import followed_role, handles, layouts
@@ -106,7 +108,7 @@ def prepare(
     _check_sides(module, graph, data)
     placed = layouts(module, graph, world_size, tensor_parallel_size)
     follows = followed_role(module, graph)
-    paths = {role: resolve_model(handles(module)[role].model, scratch) for role in graph.roles() if role != ROLLOUT}
+    paths = {role: resolve_model(handles(module)[role].model, scratch) for role in _loaded(module, graph)}
     lead = follows or graph.trained_roles()[0]
     tokenizer = load_tokenizer(paths[lead])
     _require_same_vocabulary(paths, lead, tokenizer)
@@ -215,6 +217,22 @@ def table(module: RLModule, data: PromptData, prepared: Prepared, world_size: in
     if dropped:
         lines.append(f"dropped {dropped} overlong training rows")
     return lines
+
+
+def _loaded(module: RLModule, graph: Graph) -> list[str]:
+    """The roles that have a model, in the order of loading: views after those that they are views of."""
+    found = handles(module)
+    roles = [role for role in graph.roles() if role != ROLLOUT]
+    used = [found[role] for role in roles]
+    for role, handle in zip(roles, used, strict=True):
+        if handle.lora is not None:
+            require_peft()
+        if isinstance(handle, WithoutAdapters) and handle.owner not in used:
+            raise UserError(
+                f"`{role}` is a model without its adapters, and no node uses the model with them; load `{role}` by"
+                f" itself, as CausalLM({handle.model!r}, trainable=False)"
+            )
+    return sorted(roles, key=lambda role: isinstance(found[role], WithoutAdapters))
 
 
 def _check_sides(module: RLModule, graph: Graph, data: PromptData) -> None:

@@ -372,6 +372,7 @@ class Run:
             data=self._prepared.train.scan.digest,
             draws=controller.draws,
             updates={role: self._strategy.updates_done(role) for role in self._prepared.graph.trained_roles()},
+            untrained={role: self._strategy.untrained_record(role) for role in self._prepared.graph.trained_roles()},
             before=self._before,
             module=self._module.state_dict(),
             callbacks=[callback.state_dict() for callback in self._trainer.callbacks],
@@ -435,9 +436,11 @@ def _closing_lines(folder: RunFolder, summary: dict[str, Any]) -> list[str]:
         lines[list(ends).index("accuracy")] += f" (greedy {greedy[0]:.3f}, {greedy[1]:.3f})"
     seconds = ", ".join(f"{stage} {time:.0f} s" for stage, time in summary["seconds"].items())
     config = "config.yaml, " if folder.config.exists() else ""
+    adapter = (folder.model / "adapter_config.json").exists()
+    form = "an adapter; `rlflow export` writes the whole model" if adapter else "Hugging Face form"
     return [
         *lines,
         f"steps {summary['steps']}; time {seconds}",
-        f"left in {folder.path}/: model/ (Hugging Face form), {config}summary.json, metrics.jsonl, metrics.csv,"
+        f"left in {folder.path}/: model/ ({form}), {config}summary.json, metrics.jsonl, metrics.csv,"
         " samples.jsonl, curves.png, traces/trace.json (ui.perfetto.dev), logs/",
     ]

@@ -73,6 +73,8 @@ class Training:
         """All epochs and mini-batches of one step. `values` are this rank's rows in `layout`, by the node's inputs."""
         assert node.role is not None
         handle: ModelHandle = getattr(self._module, node.role)
+        if handle.lora is not None and handle.lora.dropout > 0:
+            torch.manual_seed(sampling_seed(self._seed, step, node.id, 0, self._transport.rank))
         mini_batches = space.held_mini_batches(layout, self._transport.rank)
         for epoch in range(handle.epochs):
             for number in self._order(len(mini_batches), step, epoch):

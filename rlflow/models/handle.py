@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rlflow.data.batch import Pairs
 from rlflow.errors import UserError
+from rlflow.models.lora import LoRA
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.packing import (
@@ -79,6 +80,7 @@ class ModelHandle(ABC):
         samples_per_update: Rows of one optimizer update over all ranks; all rows of the step where None.
         start_step: The first step that trains it, counted from 0; before, its train nodes are left out.
         gradient_checkpointing: Trade time for memory in the backward pass.
+        lora: Train adapters of these settings, and an output layer of one label, instead of all weights.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class ModelHandle(ABC):
         samples_per_update: int | None = None,
         start_step: int = 0,
         gradient_checkpointing: bool = False,
+        lora: LoRA | None = None,
     ) -> None:
         if epochs < 1:
             raise UserError(f"`epochs` is {epochs}; give 1 or more")
@@ -99,6 +102,8 @@ class ModelHandle(ABC):
             raise UserError(f"`start_step` is {start_step}; give the first step that trains, 0 or more")
         if optimizer is not None and not trainable:
             raise UserError(f"`optimizer` is given for {model!r}, which is frozen; set `trainable` or leave it out")
+        if lora is not None and not trainable:
+            raise UserError(f"`lora` is given for {model!r}, which is frozen; set `trainable` or leave it out")
         self.model = model
         self.trainable = trainable
         self.optimizer = optimizer or (Optimizer() if trainable else None)
@@ -106,15 +111,19 @@ class ModelHandle(ABC):
         self.samples_per_update = samples_per_update
         self.start_step = start_step
         self.gradient_checkpointing = gradient_checkpointing
+        self.lora = lora
         self.plan = ForwardPlan()
         self.forwarded_tokens = 0
         self.useful_tokens = 0
         self._forward: nn.Module | None = None
         self._training = False
 
-    @abstractmethod
     def load(self, path: Path, dtype: torch.dtype, device: torch.device) -> PackedModel:
         """Read the weights. A strategy calls it, makes the model trainable its own way, and attaches the result."""
+        model = self._read(path, dtype, device).requires_grad_(self.trainable)
+        if self.lora is not None:
+            model.add_adapters(self.lora, self.model)
+        return model
 
     @abstractmethod
     def score_nothing(self) -> Tensor:
@@ -147,6 +156,9 @@ class ModelHandle(ABC):
         finally:
             self._training = False
             self._forward.eval()
+
+    @abstractmethod
+    def _read(self, path: Path, dtype: torch.dtype, device: torch.device) -> PackedModel: ...
 
     def _scores(self, rows: Responses, *arguments: object) -> tuple[Tensor, ...]:
         """What the model says of each response token of `rows`, `[B, T]` each, 0 where padded.

@@ -14,6 +14,7 @@ from rlflow.data.batch import Ragged, TokenRows
 from rlflow.errors import UserError
 from rlflow.models.attention import PACKED_ATTENTION, register_packed_attention
 from rlflow.models.linear import use_onednn
+from rlflow.models.lora import LoRA, Weight, adapter_of, add_adapters, digest_of, is_adapter, plain_name, save_adapter
 from rlflow.models.packing import pack
 
 
@@ -27,26 +28,77 @@ class PackedModel(nn.Module):
         model: The transformers model; its attention and how its linear layers compute on the CPU are replaced.
     """
 
+    head: str | None = None  # name of an output layer that adapters leave to be trained as a whole
+
     def __init__(self, model: Any) -> None:
         super().__init__()
         register_packed_attention()
         model.set_attn_implementation(PACKED_ATTENTION)
         use_onednn(model)
         self.model = model
+        self.lora: LoRA | None = None
+        self.base = ""  # what adapters belong to
+        self._base_digest = ""
+
+    def add_adapters(self, lora: LoRA, base: str) -> None:
+        """Freeze the model but for new adapters, and for an output layer of its own kind.
+
+        Args:
+            lora: Their settings.
+            base: The model's name, for those who load the adapters.
+        """
+        self.lora, self.base, self._base_digest = lora, base, digest_of(self.model)
+        add_adapters(self.model, lora, self.head)
 
     @staticmethod
     def hf_name(name: str) -> str:
-        """The Hugging Face name of a parameter of this module."""
-        return name.removeprefix("model.")
+        """The Hugging Face name of a parameter of this module; of an adapter's, the name in peft's files."""
+        return plain_name(name.removeprefix("model."))
+
+    def weights(self) -> list[Weight]:
+        """What the forward computes with, each adapter merged into its weight; tied weights come once."""
+        adapters = {} if self.lora is None else adapter_of(self)
+        return [
+            Weight(self.hf_name(name), parameter, adapters.get(name))
+            for name, parameter in self.named_parameters()
+            if not is_adapter(name)
+        ]
+
+    def trained(self) -> list[Weight]:
+        """What an optimizer changes."""
+        return [
+            Weight(self.hf_name(name), parameter)
+            for name, parameter in self.named_parameters()
+            if parameter.requires_grad
+        ]
+
+    def untrained_record(self) -> dict[str, Any]:
+        """What belongs to `trained`, and is not in it: JSON-able, to be compared when training goes on."""
+        if self.lora is None:
+            return {}
+        targets = self.lora.targets if isinstance(self.lora.targets, str) else sorted(self.lora.targets)
+        return {
+            "rank": self.lora.rank,
+            "alpha": self.lora.alpha,
+            "targets": targets,
+            "base": self._base_digest,
+        }
+
+    def saved(self) -> list[Weight]:
+        """What `save_pretrained` writes: the adapters where there are any, else all."""
+        return self.weights() if self.lora is None else self.trained()
 
     def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor]) -> None:
         """Write configuration and weights in Hugging Face form; transformers does so on rank 0 of a process group only.
 
         Args:
             folder: Where to write.
-            state_dict: Full tensors by Hugging Face name.
+            state_dict: Full tensors of `saved` by name.
         """
-        self.model.save_pretrained(folder, state_dict=state_dict)
+        if self.lora is None:
+            self.model.save_pretrained(folder, state_dict=state_dict)
+        else:
+            save_adapter(folder, self.model, self.lora, self.base, self.head, state_dict)
 
     @property
     @abstractmethod

@@ -20,11 +20,6 @@ class RewardModel(ModelHandle):
     causal language model, and starts with an output layer of zeros. Constructing it loads nothing.
     """
 
-    def load(self, path: Path, dtype: torch.dtype, device: torch.device) -> ScalarModel:
-        """Read the weights; see `ModelHandle.load`."""
-        model = ScalarModel.load(path, dtype, device, self.gradient_checkpointing, new_head=self.trainable)
-        return model.requires_grad_(self.trainable)
-
     def scores(self, rows: Responses) -> PerSample:
         """The score of each row, read at its last response token; at the prompt's last where there is no response.
 
@@ -40,3 +35,6 @@ class RewardModel(ModelHandle):
     def score_nothing(self) -> Tensor:
         """See `ModelHandle.score_nothing`."""
         return self._scores(no_rows())[0].sum()
+
+    def _read(self, path: Path, dtype: torch.dtype, device: torch.device) -> ScalarModel:
+        return ScalarModel.load(path, dtype, device, self.gradient_checkpointing, new_head=self.trainable)

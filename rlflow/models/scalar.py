@@ -21,6 +21,8 @@ class ScalarModel(PackedModel):
         classifier: The transformers model, with one label.
     """
 
+    head = HEAD
+
     def __init__(self, classifier: Any) -> None:
         head = getattr(classifier, HEAD)
         setattr(classifier, HEAD, ScalarHead(head.weight, head.bias))

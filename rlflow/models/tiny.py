@@ -36,6 +36,11 @@ def resolve_model(model: str, scratch: Path) -> Path:
         return write_tiny_model(scratch / "tiny")
     folder = Path(model)
     if folder.exists():
+        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+            raise UserError(
+                f"`model` is {model!r}, which holds an adapter and no model; write the model of both by"
+                f" `rlflow export --model {model} --to FOLDER`, and give that folder"
+            )
         if not (folder / "config.json").is_file():
             raise UserError(
                 f"`model` is {model!r}, which has no config.json; give a model's folder in Hugging Face form"

@@ -20,11 +20,6 @@ class ValueModel(ModelHandle):
     has no such output layer, it starts with one of zeros, so that all values are 0 at first.
     """
 
-    def load(self, path: Path, dtype: torch.dtype, device: torch.device) -> ScalarModel:
-        """Read the weights; see `ModelHandle.load`."""
-        model = ScalarModel.load(path, dtype, device, self.gradient_checkpointing, new_head=self.trainable)
-        return model.requires_grad_(self.trainable)
-
     def values(self, rows: Responses) -> PerToken:
         """The value before each response token: at the token before it, where its logprob comes from too.
 
@@ -48,3 +43,6 @@ class ValueModel(ModelHandle):
     def score_nothing(self) -> Tensor:
         """See `ModelHandle.score_nothing`."""
         return self._scores(no_rows())[0].sum()
+
+    def _read(self, path: Path, dtype: torch.dtype, device: torch.device) -> ScalarModel:
+        return ScalarModel.load(path, dtype, device, self.gradient_checkpointing, new_head=self.trainable)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.fabric.strategies.strategy import Strategy
@@ -15,7 +16,9 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlflow.errors import UserError
+from rlflow.models.causal_lm import WithoutAdapters
 from rlflow.models.handle import ForwardPlan, ModelHandle
+from rlflow.models.lora import Weight
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 
@@ -71,6 +74,8 @@ class TrainingStrategy(Strategy):
     def setup_role(self, name: str, handle: ModelHandle, path: Path, updates: int | None = None) -> None:
         """Load a model, wrap it, give it an optimizer if it is trained, and attach it to its handle.
 
+        A view loads nothing: its owner's role was set up before.
+
         Args:
             name: The role.
             handle: What the algorithm calls.
@@ -80,6 +85,9 @@ class TrainingStrategy(Strategy):
         Raises:
             UserError: The schedule needs `updates` and there are none.
         """
+        if isinstance(handle, WithoutAdapters):
+            handle.attach_to_owner()
+            return
         settings = handle.optimizer
         if settings is not None and settings.schedule != "constant" and updates is None:
             raise UserError(
@@ -87,7 +95,8 @@ class TrainingStrategy(Strategy):
                 "updates this run makes. Set `trainer.max_steps`, or the schedule `constant`."
             )
         model = handle.load(path, self.dtype, self.root_device)
-        optimizer = settings.kind(model.parameters(), **settings.keywords) if settings is not None else None
+        trained = [weight.parameter for weight in model.trained()]
+        optimizer = settings.kind(trained, **settings.keywords) if settings is not None else None
         role = self._roles[name] = Role(handle, model, optimizer, updates)
         handle.attach(self._wrap(name, role), self._forward_plan(name))
 
@@ -130,46 +139,49 @@ class TrainingStrategy(Strategy):
     def weights(self, name: str, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """The role's weights as its forward uses them, full, by Hugging Face name, in buckets.
 
-        Tied weights come once. A bucket's tensors are views that hold until the next bucket is asked for. Every rank
-        iterates to the end.
+        Tied weights come once, adapters merged into theirs. A bucket's tensors are views that hold until the next
+        bucket is asked for, or new ones. Every rank iterates to the end.
 
         Args:
             name: The role.
             bucket_bytes: A bucket holds at most this, or one larger tensor.
         """
-        model = self._roles[name].model
-        parameters = [(model.hf_name(key), parameter) for key, parameter in model.named_parameters()]
-        for bucket in self._buckets(parameters, bucket_bytes):
-            with self._gathered([parameter for _, parameter in bucket]):
-                yield [(key, parameter.detach()) for key, parameter in bucket]
+        yield from self._full(self._roles[name].model.weights(), bucket_bytes)
 
     def gradients(self, name: str) -> dict[str, Tensor]:
-        """The full gradient of every weight by Hugging Face name, after the last `backward` and before `step`."""
-        model = self._roles[name].model
-        return {model.hf_name(key): self._gradient(parameter) for key, parameter in model.named_parameters()}
+        """The full gradient of every trained weight by name, after the last `backward` and before `step`."""
+        return {weight.name: self._gradient(weight.parameter) for weight in self._roles[name].model.trained()}
 
     def save(self, name: str, folder: Path) -> None:
-        """Write the role's model in Hugging Face form; rank 0 holds one full copy in memory meanwhile."""
+        """Write the role's model in Hugging Face form, of a model with adapters only these, in peft's.
+
+        Rank 0 holds one full copy of it in memory meanwhile.
+        """
+        model = self._roles[name].model
         state: dict[str, Tensor] = {}
-        for bucket in self.weights(name, SAVE_BUCKET_BYTES):
+        for bucket in self._full(model.saved(), SAVE_BUCKET_BYTES):
             if self.is_global_zero:
                 state |= {key: weight.to("cpu", copy=True) for key, weight in bucket}
         if self.is_global_zero:
-            self._roles[name].model.save_pretrained(folder, state)
+            model.save_pretrained(folder, state)
 
     def updates_done(self, name: str) -> int:
         """Updates that the role has made."""
         return self._roles[name].done
 
     def training_state(self, name: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """For each parameter, by Hugging Face name: its float32 `weight` and what the optimizer keeps of it, in full.
+        """For each trained parameter, by name: its float32 `weight` and what the optimizer keeps of it, in full.
 
         Every rank iterates to the end and sees all. Tensors are to be copied before the next is asked for.
         """
         role = self._roles[name]
         kinds = _kept_by(role)
-        for key, parameter in role.model.named_parameters():
-            yield role.model.hf_name(key), self._state_of(role, parameter, kinds)
+        for weight in role.model.trained():
+            yield weight.name, self._state_of(role, weight.parameter, kinds)
+
+    def untrained_record(self, name: str) -> dict[str, Any]:
+        """What the state belongs to and does not hold, to be compared when training goes on."""
+        return self._roles[name].model.untrained_record()
 
     def load_training_state(self, name: str, stored: Mapping[str, dict[str, Tensor]], updates_done: int) -> None:
         """Go on from a state that `training_state` gave, on any number of ranks.
@@ -185,14 +197,14 @@ class TrainingStrategy(Strategy):
         role = self._roles[name]
         self._make_optimizer_state(name, role)
         kinds = _kept_by(role)
-        for key, parameter in role.model.named_parameters():
-            tensors = stored[role.model.hf_name(key)]
+        for weight in role.model.trained():
+            tensors = stored[weight.name]
             if {*tensors} != {"weight", *kinds}:
                 raise UserError(
                     f"role `{name}`: stored are {', '.join(sorted(tensors))} of a weight, but this optimizer keeps"
                     f" {', '.join(kinds) or 'nothing'} beside it; continue with the same `optimizer`"
                 )
-            self._set_state_of(role, parameter, tensors)
+            self._set_state_of(role, weight.parameter, tensors)
         assert role.optimizer is not None
         for state in role.optimizer.state.values():
             if "step" in state:
@@ -232,17 +244,21 @@ class TrainingStrategy(Strategy):
     def _forward_plan(self, name: str) -> ForwardPlan:
         return ForwardPlan(self.token_budget, self.packing)
 
-    def _buckets(
-        self, parameters: list[tuple[str, torch.nn.Parameter]], limit: int
-    ) -> Iterator[list[tuple[str, torch.nn.Parameter]]]:
-        bucket: list[tuple[str, torch.nn.Parameter]] = []
+    def _full(self, weights: list[Weight], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """The values of `weights`, gathered bucket by bucket."""
+        for bucket in self._buckets(weights, bucket_bytes):
+            with self._gathered([parameter for weight in bucket for parameter in weight.parameters]):
+                yield [(weight.name, weight.value()) for weight in bucket]
+
+    def _buckets(self, weights: list[Weight], limit: int) -> Iterator[list[Weight]]:
+        bucket: list[Weight] = []
         filled = 0
-        for key, parameter in parameters:
-            size = self._full_numel(parameter) * parameter.element_size()
+        for weight in weights:
+            size = self._full_numel(weight.parameter) * weight.parameter.element_size()
             if bucket and filled + size > limit:
                 yield bucket
                 bucket, filled = [], 0
-            bucket.append((key, parameter))
+            bucket.append(weight)
             filled += size
         if bucket:
             yield bucket

@@ -1,0 +1,252 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: on, off, merged, in a folder. The one file that imports peft.
+
+A layer computes `x W' + (alpha / rank) x A' B'` with its weight `W` `[out, in]` frozen, `A` `[rank, in]` and `B`
+`[out, rank]`. `B` starts at zero, so a model with new adapters is the model without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rlflow.errors import UserError
+from rlflow.models.tiny import resolve_model
+from rlflow.rollout.manifest import fingerprint
+
+ADAPTER = "default"  # peft's name of a model's only one
+PEFT_PREFIX = "base_model.model."
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PARAMETER = re.compile(rf"\.(lora_[AB])\.{ADAPTER}\.")
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Train low-rank adapters of a model's linear layers, and leave the model itself as it is.
+
+    Attributes:
+        rank: Of the adapters.
+        alpha: The adapters' product counts `alpha / rank` times.
+        dropout: Share of a layer's inputs that its adapter does not see in training. It is drawn for every micro-batch,
+            so a gradient then depends on how rows were split.
+        targets: `all-linear` for all linear layers but the output layer, or the last parts of their names.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UserError(f"`lora.rank` is {self.rank}; give 1 or more")
+        if not self.alpha > 0:
+            raise UserError(f"`lora.alpha` is {self.alpha}; give more than 0, twice the rank say")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"`lora.dropout` is {self.dropout}; give a share from 0 to below 1")
+        if not self.targets:
+            raise UserError("`lora.targets` is empty; name layers such as `q_proj`, or give `all-linear`")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor that a model computes with.
+
+    Attributes:
+        name: In Hugging Face form.
+        parameter: It, without its adapter.
+        adapter: The peft layer that adds to it; None where nothing does.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    adapter: Any = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All that `value` is made of."""
+        if self.adapter is None:
+            return [self.parameter]
+        return [self.parameter, self.adapter.lora_A[ADAPTER].weight, self.adapter.lora_B[ADAPTER].weight]
+
+    def value(self) -> Tensor:
+        """The parameter itself, or a new tensor with its adapter merged in: added in float32 at least, then rounded."""
+        weight, *factors = (parameter.detach() for parameter in self.parameters)
+        if not factors:
+            return weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        a, b = (factor.to(dtype) for factor in factors)
+        product = (b @ a) * self.adapter.scaling[ADAPTER]
+        merged: Tensor = weight.to(dtype) + (product.T if self.adapter.fan_in_fan_out else product)
+        return merged.to(weight.dtype)
+
+
+def require_peft() -> None:
+    """Refuse adapters where peft is missing.
+
+    Raises:
+        UserError: It is.
+    """
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"`lora` is set and peft cannot be imported ({error}); pip install 'rlflow-llm[lora]'"
+        ) from error
+
+
+def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:
+    """Freeze a transformers model and give its layers adapters, the same on every rank and for every number of ranks.
+
+    Args:
+        model: Changed in place.
+        lora: The settings.
+        head: Name of an output layer that is trained as a whole; None without.
+
+    Raises:
+        UserError: `lora.targets` names no layer, or one that is not linear.
+    """
+    from peft import inject_adapter_in_model
+
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    try:
+        inject_adapter_in_model(_peft_config(lora), model)
+    except ValueError as error:
+        raise UserError(f"`lora.targets` is {lora.targets!r}: {str(error).splitlines()[0]}") from error
+    seed = torch.initial_seed()
+    for name, layer in _layers(model):
+        if not {ADAPTER} <= layer.lora_A.keys():
+            raise UserError(f"`lora.targets` is {lora.targets!r}, and {name!r} is no linear layer; name linear ones")
+        # As peft draws it, but a function of the run's seed and the layer's name.
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        weight = layer.lora_A[ADAPTER].weight
+        drawn = nn.init.kaiming_uniform_(torch.empty(weight.shape), a=5**0.5, generator=generator)
+        with torch.no_grad():
+            weight.copy_(drawn)
+    if head is not None:
+        getattr(model, head).requires_grad_(True)
+
+
+def adapter_of(model: nn.Module) -> dict[str, Any]:
+    """The peft layer of each adapted weight, by that parameter's name in `model`."""
+    return {f"{name}.base_layer.weight": layer for name, layer in _layers(model)}
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's own."""
+    return PARAMETER.search(name) is not None
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name as it would be without peft; of an adapter's own, as peft writes it to files."""
+    return PARAMETER.sub(r".\1.", name.replace(".base_layer.", "."))
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within it, the model computes as without adapters."""
+    layers = [layer for _, layer in _layers(model)]
+    for layer in layers:
+        layer._disable_adapters = True  # peft's own switch also turns gradients off, which DeepSpeed has hooks on
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def digest_of(model: nn.Module) -> str:
+    """16 hexadecimal digits that differ when a weight of the model does; its adapters do not count."""
+    named = ((name, parameter) for name, parameter in model.named_parameters() if not is_adapter(name))
+    lines = (f"{plain_name(name)} {int(fingerprint(parameter.detach()))}" for name, parameter in named)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def save_adapter(
+    folder: Path, model: nn.Module, lora: LoRA, base: str, head: str | None, state_dict: dict[str, Tensor]
+) -> None:
+    """Write an adapter in peft's form.
+
+    Args:
+        folder: Where to write.
+        model: Whose adapter it is.
+        lora: Its settings.
+        base: The model that it belongs to: a folder, a Hugging Face name, or `tiny`.
+        head: Name of an output layer that was trained as a whole; None without.
+        state_dict: Full trained tensors by `plain_name`.
+    """
+    from safetensors.torch import save_file
+
+    config = _peft_config(lora)
+    config.task_type = "CAUSAL_LM" if head is None else "SEQ_CLS"
+    config.modules_to_save = None if head is None else [head]
+    config.target_modules = sorted(name for name, _ in _layers(model))
+    config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
+    config.inference_mode = True
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in state_dict.items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def merge(adapter: Path, folder: Path, scratch: Path) -> Path:
+    """Write the model of an adapter with it merged in: added in float32 at least, then in the base's dtype.
+
+    Args:
+        adapter: A folder in peft's form; it names its base.
+        folder: Where to write.
+        scratch: Folder for the embedded model.
+
+    Returns:
+        Where the base lies.
+
+    Raises:
+        UserError: The adapter or its base cannot be read.
+    """
+    from peft import PeftConfig, PeftModel
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    config = PeftConfig.from_pretrained(str(adapter))
+    base = resolve_model(str(config.base_model_name_or_path), scratch)
+    scalar = config.task_type == "SEQ_CLS"
+    kind: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    settings = {"num_labels": 1} if scalar else {}
+    try:
+        model: Any = kind.from_pretrained(base, dtype="auto", **settings)
+        dtype = model.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        merged: Any = PeftModel.from_pretrained(model.to(wide), str(adapter), autocast_adapter_dtype=False)
+        merged = merged.merge_and_unload()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"`--model` {str(adapter)!r} on {str(base)!r} cannot be loaded: {reason}") from error
+    merged.to(dtype).save_pretrained(folder)
+    return base
+
+
+def _peft_config(lora: LoRA) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
+    )
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name, module

@@ -1,0 +1,53 @@
+"""Adapters at every ZeRO stage: what is trained, what is handed out, and what is left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlflow.strategies.single import SingleProcess
+from tests.ranks import RankPool
+from tests.strategies.lora import SYNCS, UPDATES, Adapted, adapted_updates, on_ranks
+from tests.strategies.reference import distance
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    """In float64 and one process."""
+    strategy = SingleProcess("fp64")
+    Fabric(accelerator="cpu", devices=1, strategy=strategy).launch()
+    return adapted_updates(strategy, tiny, tmp_path_factory.mktemp("alone"))
+
+
+def moved(weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """By how much, since the model that is in `folder`."""
+    before = load_file(folder / "model.safetensors")
+    return {name: weights[name].double() - tensor.double() for name, tensor in before.items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_adapters_train_alike_at_every_stage(
+    stage: int, tiny: Path, alone: Adapted, tmp_path: Path, ranks2: RankPool
+) -> None:
+    assert UPDATES >= 10
+    assert float(torch.cat([change.flatten() for change in moved(alone.merged, tiny).values()]).norm()) > 0.1
+    for found in ranks2.run(on_ranks, tiny, stage, tmp_path):
+        assert found.gradients.keys() == alone.gradients.keys()
+        assert distance(found.gradients, alone.gradients) < 1e-3  # of the last update, after ten in float32
+        assert distance(moved(found.merged, tiny), moved(alone.merged, tiny)) < 1e-4
+        assert found.base_kept, f"{SYNCS} syncs"
+        assert torch.equal(*found.reference)  # before the first update and after the last
+        torch.testing.assert_close(found.actor, alone.actor.float(), rtol=0, atol=1e-3)
+        assert not torch.equal(found.actor, found.reference[1])
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert {name.removeprefix("base_model.model.") for name in saved} == alone.gradients.keys()
+
+
+def test_the_weights_handed_out_are_the_ones_that_the_forward_computes_with(tiny: Path, alone: Adapted) -> None:
+    # Layer norms compute in float32 even in a float64 model.
+    torch.testing.assert_close(alone.actor, alone.merged_scores, rtol=0, atol=1e-6)
