@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow import Batch, PerSample, PerToken, Rollout, ValueModel, node
+from rlflow import Batch, LoRA, PerSample, PerToken, Rollout, ValueModel, node
 from rlflow.algorithms import GRPO, SFT, ReMax
 from rlflow.callbacks import Callback
 from rlflow.data.prompts import PromptData
@@ -271,6 +271,29 @@ class ActorCritic(SFT):
         self.log("critic/last_value", last_values)
         to_come = batch.loss_mask.flip(1).cumsum(1).flip(1)
         return (self.critic.values(batch) - to_come) ** 2
+
+
+class AdapterGRPO(RaggedGRPO):
+    """GRPO that trains adapters; its reference is the model without them."""
+
+    def __init__(self, model: str) -> None:
+        settings: dict[str, Any] = {"group_size": 4, "max_response_length": 12, "kl_coef": 0.1}
+        super().__init__(model, OddCharacters(), Optimizer("adamw", lr=3e-2), **settings)
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.actor = CausalLM(self.model, optimizer=self.optimizer, lora=LoRA(rank=4))
+        self.reference = self.actor.without_adapters()
+
+
+class StopsAfter(Callback):
+    """Ends the run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
+        trainer.should_stop |= step == self.step
 
 
 class SkipsASync(VLLMEngine):

@@ -17,7 +17,7 @@ from rlflow.callbacks import Callback
 from rlflow.placement import handles
 from rlflow.preparation import updates_of_run
 from rlflow.strategies import DeepSpeedStrategy
-from tests.controller.runs import ActorCritic, Fit, answers, fit, grpo, sums
+from tests.controller.runs import ActorCritic, Fit, StopsAfter, answers, fit, grpo, sums
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.ranks import RankPool
 
@@ -51,17 +51,9 @@ def test_an_actor_and_a_critic_train_alike_at_every_stage_and_both_are_saved(
         assert all(difference(found[name], expected[name]) < FLOAT32 for name in expected), stage
 
 
-class _Stops(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
-        trainer.should_stop |= step == self.step
-
-
 def test_a_run_with_a_critic_and_an_actor_that_starts_later_goes_on_to_the_bit(policy: Path, tmp_path: Path) -> None:
     def run(name: str, stop: int, ckpt_path: str | None = None) -> list[dict[str, float]]:
-        settings = {"max_steps": 4, "save_every_n_steps": 9, "ckpt_path": ckpt_path, "callbacks": [_Stops(stop)]}
+        settings = {"max_steps": 4, "save_every_n_steps": 9, "ckpt_path": ckpt_path, "callbacks": [StopsAfter(stop)]}
         optimizer = Optimizer("adamw", lr=1e-2, warmup_steps=1, schedule="linear")
         module = ActorCritic(str(policy), optimizer, actor_start_step=2)
         return fit(Fit(module, answers(LENGTHS, 4), tmp_path / name, settings=settings)).steps

@@ -1,0 +1,112 @@
+"""What `rlflow export` writes of a run's adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from rlflow import CausalLM, LoRA, ValueModel
+from rlflow.cli import main
+from rlflow.models.tiny import write_tiny_model
+
+CPU = torch.device("cpu")
+
+
+def run_folder(base: str, folder: Path, kind: type = CausalLM, dtype: torch.dtype = torch.float32) -> Path:
+    """What a run leaves of a role with adapters, whose numbers are made up here."""
+    path = write_tiny_model(folder.parent / "tiny") if base == "tiny" else Path(base)
+    model = kind(base, lora=LoRA(rank=3, alpha=7.0)).load(path, dtype, CPU)
+    generator = torch.Generator().manual_seed(0)
+    state = {weight.name: 0.1 * torch.randn(weight.parameter.shape, generator=generator) for weight in model.trained()}
+    model.save_pretrained(folder, {name: tensor.to(dtype) for name, tensor in state.items()})
+    AutoTokenizer.from_pretrained(path).save_pretrained(folder)
+    return folder
+
+
+def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    (line,) = (line for line in capfd.readouterr().err.split("\n") if line.startswith("rlflow: error: "))
+    return line
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_merged_model_is_the_base_with_the_adapter_in_the_base_s_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    base = write_tiny_model(tmp_path / "base", seed=3, dtype=dtype)
+    adapter = run_folder(str(base), tmp_path / "model", dtype=dtype)
+    main(["export", "--model", str(adapter), "--to", str(tmp_path / "out")])
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(plain, str(adapter)).merge_and_unload()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert exported.dtype == dtype
+    for name, parameter in exported.named_parameters():
+        assert torch.equal(parameter, expected.get_parameter(name).to(dtype)), name
+    before = load_file(base / "model.safetensors")
+    after = load_file(tmp_path / "out/model.safetensors")
+    changed = {name for name in before if not torch.equal(after[name], before[name])}
+    assert {name.rsplit(".", 2)[1] for name in changed} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }
+    AutoTokenizer.from_pretrained(tmp_path / "out")
+
+
+def test_the_exported_model_is_the_one_that_was_synced(tmp_path: Path) -> None:
+    base = write_tiny_model(tmp_path / "base", seed=3)
+    adapter = run_folder(str(base), tmp_path / "model")
+    main(["export", "--model", str(adapter), "--to", str(tmp_path / "out")])
+    model = CausalLM(str(base), lora=LoRA(rank=3, alpha=7.0)).load(base, torch.float32, CPU)
+    stored = load_file(adapter / "adapter_model.safetensors")
+    for weight in model.trained():
+        weight.parameter.data.copy_(stored["base_model.model." + weight.name])
+    exported = load_file(tmp_path / "out/model.safetensors")
+    for weight in model.weights():
+        torch.testing.assert_close(exported[weight.name], weight.value().detach(), rtol=0, atol=1e-6)
+
+
+def test_a_critic_s_export_has_its_output_layer(tmp_path: Path) -> None:
+    base = write_tiny_model(tmp_path / "base", seed=3)
+    adapter = run_folder(str(base), tmp_path / "model-critic", ValueModel)
+    main(["export", "--model", str(adapter), "--to", str(tmp_path / "out")])
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    stored = load_file(adapter / "adapter_model.safetensors")
+    assert torch.equal(exported.score.weight, stored["base_model.model.score.weight"])
+    assert exported.num_labels == 1
+
+
+def test_an_adapter_of_the_embedded_model_finds_its_base(tmp_path: Path) -> None:
+    adapter = run_folder("tiny", tmp_path / "model")
+    main(["export", "--model", str(adapter), "--to", str(tmp_path / "out")])
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_the_adapter_form_is_what_peft_loads(tmp_path: Path) -> None:
+    base = write_tiny_model(tmp_path / "base", seed=3)
+    adapter = run_folder(str(base), tmp_path / "model")
+    main(["export", "--model", str(adapter), "--to", str(tmp_path / "out"), "--form", "adapter"])
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "out"))
+    stored = load_file(adapter / "adapter_model.safetensors")
+    own = {name.replace(".default.", "."): p for name, p in loaded.named_parameters() if "lora_" in name}
+    assert own.keys() == stored.keys()
+    assert all(torch.equal(parameter, stored[name]) for name, parameter in own.items())
+
+
+def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    base = write_tiny_model(tmp_path / "base", layers=1)
+    adapter = run_folder(str(base), tmp_path / "model")
+    for arguments, told in (
+        (("--model", str(base), "--to", str(tmp_path / "out")), "a whole model in Hugging Face form; use it as it is"),
+        (("--model", str(tmp_path), "--to", str(tmp_path / "out")), "which has no adapter_config.json; give the"),
+        (("--model", str(adapter), "--to", str(base)), "which holds something already; name a new folder"),
+        (("--model", str(adapter), "--to", str(tmp_path / "out"), "--form", "both"), "`form` is 'both'; give one of"),
+    ):
+        assert told in refusal(capfd, "export", *arguments)
+    base.rename(tmp_path / "elsewhere")
+    assert "neither a folder nor a Hugging Face name" in refusal(
+        capfd, "export", "--model", str(adapter), "--to", str(tmp_path / "out")
+    )
