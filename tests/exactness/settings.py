@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
@@ -63,10 +63,9 @@ GRID = {
 
 PRODUCT = {
     ranks: [
-        Setting(*choices)
-        for choices in product(
-            range(4), (SMALL, LARGE), (True, False), ("auto", "off") if ranks > 1 else ("auto",), (0, 1)
-        )
+        replace(setting, balance=balance)
+        for setting in GRID[ranks]
+        for balance in (("auto", "off") if ranks > 1 else ("auto",))
     ]
     for ranks in RANKS
 }
