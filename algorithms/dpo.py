@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlflow import CausalLM, Optimizer, Pairs, PerSample, RLModule, node
+from rlflow import CausalLM, LoRA, Optimizer, Pairs, PerSample, RLModule, node
 from rlflow.functional import dpo_loss
 
 
@@ -23,6 +23,7 @@ class DPO(RLModule):
         optimizer: Of the actor.
         epochs: Passes over a step's pairs.
         samples_per_update: Pairs of one optimizer step; None for all of the step's.
+        lora: Low-rank adapters of the actor that are trained in place of all its weights; None for all weights.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
     """
 
@@ -32,6 +33,7 @@ class DPO(RLModule):
     optimizer: Optimizer = Optimizer()
     epochs: int = 1
     samples_per_update: int | None = None
+    lora: LoRA | None = None
     gradient_checkpointing: bool = False
 
     def configure_models(self) -> None:
@@ -40,9 +42,13 @@ class DPO(RLModule):
             optimizer=self.optimizer,
             epochs=self.epochs,
             samples_per_update=self.samples_per_update,
+            lora=self.lora,
             gradient_checkpointing=self.gradient_checkpointing,
         )
-        self.reference = CausalLM(self.reference_path or self.model, trainable=False)
+        if self.lora is not None and self.reference_path is None:
+            self.reference: CausalLM = self.actor.without_adapters()
+        else:
+            self.reference = CausalLM(self.reference_path or self.model, trainable=False)
 
     @node(role="reference")
     def ref_logprobs(self, batch: Pairs) -> PerSample:

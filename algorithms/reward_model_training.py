@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rlflow import Optimizer, Pairs, PerSample, RewardModel, RLModule, node
+from rlflow import LoRA, Optimizer, Pairs, PerSample, RewardModel, RLModule, node
 from rlflow.functional import bradley_terry_loss
 
 
@@ -21,6 +21,7 @@ class RewardModelTraining(RLModule):
         optimizer: Of the reward model.
         epochs: Passes over a step's pairs.
         samples_per_update: Pairs of one optimizer step; None for all of the step's.
+        lora: Low-rank adapters of the reward model that are trained in place of all its weights; None for all weights.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
     """
 
@@ -28,6 +29,7 @@ class RewardModelTraining(RLModule):
     optimizer: Optimizer = Optimizer()
     epochs: int = 1
     samples_per_update: int | None = None
+    lora: LoRA | None = None
     gradient_checkpointing: bool = False
 
     def configure_models(self) -> None:
@@ -36,6 +38,7 @@ class RewardModelTraining(RLModule):
             optimizer=self.optimizer,
             epochs=self.epochs,
             samples_per_update=self.samples_per_update,
+            lora=self.lora,
             gradient_checkpointing=self.gradient_checkpointing,
         )
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlflow import Batch, CausalLM, Optimizer, PerToken, Reward, RLModule, node
+from rlflow import Batch, CausalLM, LoRA, Optimizer, PerToken, Reward, RLModule, node
 from rlflow.functional import Aggregation
 
 
@@ -18,6 +18,7 @@ class SFT(RLModule):
         temperature: Of sampling in validation.
         loss_aggregation: How per-token losses become one number.
         samples_per_update: Samples of one optimizer step; None for all of the step's.
+        lora: Low-rank adapters of the actor that are trained in place of all its weights; None for all weights.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
     """
 
@@ -28,6 +29,7 @@ class SFT(RLModule):
     temperature: float = 1.0
     loss_aggregation: Aggregation = "token-mean"
     samples_per_update: int | None = None
+    lora: LoRA | None = None
     gradient_checkpointing: bool = False
 
     def configure_models(self) -> None:
@@ -35,6 +37,7 @@ class SFT(RLModule):
             self.model,
             optimizer=self.optimizer,
             samples_per_update=self.samples_per_update,
+            lora=self.lora,
             gradient_checkpointing=self.gradient_checkpointing,
         )
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from rlflow import Optimizer, Pairs, PerSample, UserError, node
+from rlflow import LoRA, Optimizer, Pairs, PerSample, UserError, node
 from rlflow.algorithms import DPO, SFT, RewardModelTraining
 from rlflow.callbacks import Callback, EarlyStopping
 from rlflow.data.prompts import PromptData
@@ -146,6 +146,15 @@ def test_a_run_without_a_language_model_to_train_goes_on_to_the_bit(policy: Path
     straight = run(4, "straight")
     run(2, "torn")
     assert run(4, "torn", ckpt_path="last") | {"seconds": 0} == straight | {"seconds": 0}
+
+
+def test_dpo_of_adapters_is_measured_against_the_model_without_them(policy: Path, tmp_path: Path) -> None:
+    module = DPO(str(policy), BETA, optimizer=Optimizer(lr=1e-2), lora=LoRA())
+    strategy = SingleProcess()
+    summary = fit(Fit(module, data(held_out=3), tmp_path / "run", lambda: strategy, settings={"max_steps": 5})).summary
+    assert list(strategy._roles) == ["actor"]  # no second copy
+    assert summary["margin_before"] == 0.0
+    assert summary["margin_after"] > 0.1
 
 
 class Seen(Callback):
