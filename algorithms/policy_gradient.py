@@ -8,6 +8,7 @@ from rlflow import (
     AdaptiveCoefficient,
     Batch,
     CausalLM,
+    LoRA,
     Optimizer,
     PerSample,
     PerToken,
@@ -60,6 +61,7 @@ class PolicyGradient(RLModule):
         loss_aggregation: How per-token losses become one number.
         epochs: Passes over a step's samples.
         samples_per_update: Samples of one optimizer step; None for all of the step's.
+        lora: Train low-rank adapters of these settings instead of all weights; the reference is then the model without.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
     """
 
@@ -87,6 +89,7 @@ class PolicyGradient(RLModule):
     loss_aggregation: Aggregation = "token-mean"
     epochs: int = 1
     samples_per_update: int | None = None
+    lora: LoRA | None = None
     gradient_checkpointing: bool = False
 
     compares_group: ClassVar[bool] = False  # whether advantages are relative to other samples of the prompt
@@ -121,8 +124,12 @@ class PolicyGradient(RLModule):
             epochs=self.epochs,
             samples_per_update=self.samples_per_update,
             gradient_checkpointing=self.gradient_checkpointing,
+            lora=self.lora,
         )
-        self.reference = CausalLM(self.reference_path or self.model, trainable=False, temperature=self.temperature)
+        if self.lora is not None and self.reference_path is None:
+            self.reference = self.actor.without_adapters()
+        else:
+            self.reference = CausalLM(self.reference_path or self.model, trainable=False, temperature=self.temperature)
         if self.reward_model_path is not None:
             self.reward_model = RewardModel(self.reward_model_path, trainable=False)
 

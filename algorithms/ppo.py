@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 import torch
 
-from rlflow import Optimizer, PerSample, PerToken, Rollout, UserError, ValueModel, node
+from rlflow import LoRA, Optimizer, PerSample, PerToken, Rollout, UserError, ValueModel, node
 from rlflow.algorithms.policy_gradient import PolicyGradient
 from rlflow.functional import KLEstimator, gae, last_token_rewards, value_loss
 
@@ -27,6 +27,7 @@ class PPO(PolicyGradient):
     Args:
         critic_path: Folder or hub name of the critic, with a value head or without; None for `model`.
         critic_optimizer: Of the critic.
+        critic_lora: Train low-rank adapters of the critic, and its head, instead of all its weights.
         gamma: Discount of a token.
         lam: Decay of the sum over temporal differences.
         value_clip: How far a value may move from its old one and still count; None is off.
@@ -39,6 +40,7 @@ class PPO(PolicyGradient):
     kl_in_reward: bool = True
     critic_path: str | None = None
     critic_optimizer: Optimizer = Optimizer(lr=1e-5)
+    critic_lora: LoRA | None = None
     gamma: float = 1.0
     lam: float = 0.95
     value_clip: float | None = 0.2
@@ -67,6 +69,7 @@ class PPO(PolicyGradient):
             epochs=self.epochs,
             samples_per_update=self.samples_per_update,
             gradient_checkpointing=self.gradient_checkpointing,
+            lora=self.critic_lora,
         )
 
     @node

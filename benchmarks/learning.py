@@ -54,6 +54,7 @@ class Claim:
 CLAIMS = (
     Claim("quickstart_sft"),
     Claim("grpo"),
+    Claim("grpo_lora"),
     Claim("dr_grpo"),
     Claim("dapo", trained="actor/useful_share", beside="grpo"),
     Claim("rloo"),

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from rlflow import UserError, algorithms
+from rlflow import CausalLM, LoRA, UserError, algorithms
 from rlflow.algorithms import GRPO, SFT, PolicyGradient
+from rlflow.dag.graph import GraphError
+from rlflow.models.causal_lm import WithoutAdapters
 from rlflow.preparation import read_graph
 from tests.controller.runs import OddCharacters
 
@@ -97,6 +99,30 @@ def test_a_reward_model_is_a_role_of_its_own_and_a_verifier_may_be_missing(
     graph = read_graph(algorithm("tiny", reward_model_path="tiny"))
     assert set(graph.nodes) == LEAST | more
     assert graph.nodes["model_scores"].role == "reward_model"
+
+
+def test_with_adapters_the_reference_is_the_actor_without_them() -> None:
+    module = GRPO("tiny", OddCharacters(), kl_coef=0.1, lora=LoRA())
+    module.configure_models()
+    assert isinstance(module.reference, WithoutAdapters)
+    assert module.reference.owner is module.actor
+
+
+def test_with_adapters_a_reference_that_is_named_is_a_model_of_its_own() -> None:
+    module = GRPO("tiny", OddCharacters(), kl_coef=0.1, lora=LoRA(), reference_path="other")
+    module.configure_models()
+    assert type(module.reference) is CausalLM
+    assert module.reference.model == "other"
+
+
+def test_a_missing_critic_is_told_with_the_nodes_that_need_it() -> None:
+    class Uncritical(algorithms.PPO):
+        def configure_models(self) -> None:
+            super().configure_models()
+            del self.critic
+
+    with pytest.raises(GraphError, match="`values` has role 'critic', which names no model handle of the module"):
+        read_graph(Uncritical("tiny", OddCharacters()))
 
 
 def test_sft_is_one_node() -> None:

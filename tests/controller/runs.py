@@ -277,13 +277,8 @@ class AdapterGRPO(RaggedGRPO):
     """GRPO that trains adapters; its reference is the model without them."""
 
     def __init__(self, model: str) -> None:
-        settings: dict[str, Any] = {"group_size": 4, "max_response_length": 12, "kl_coef": 0.1}
+        settings: dict[str, Any] = {"group_size": 4, "max_response_length": 12, "kl_coef": 0.1, "lora": LoRA(rank=4)}
         super().__init__(model, OddCharacters(), Optimizer("adamw", lr=3e-2), **settings)
-
-    def configure_models(self) -> None:
-        super().configure_models()
-        self.actor = CausalLM(self.model, optimizer=self.optimizer, lora=LoRA(rank=4))
-        self.reference = self.actor.without_adapters()
 
 
 class StopsAfter(Callback):
