@@ -29,7 +29,7 @@ def validate(arguments: Sequence[str]) -> None:
 
 
 def graph(arguments: Sequence[str]) -> None:
-    """Print an algorithm's graph and a rank's plan; draw it as Mermaid and SVG."""
+    """Print an algorithm's graph and a rank's plan, draw it, or compare two algorithms."""
     from rlflow.configuration import read_graph
 
     read_graph(arguments).show()

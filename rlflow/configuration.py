@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,15 +14,17 @@ from jsonargparse import ArgumentParser, Namespace
 
 from rlflow.callbacks.callback import Callback
 from rlflow.complaints import ConfigError, complaint, naming_keys, written
+from rlflow.dag.difference import Algorithm, difference
 from rlflow.dag.draw import mermaid, svg, text
 from rlflow.dag.planner import plan
 from rlflow.data.prompts import PromptData
-from rlflow.errors import UserError
+from rlflow.errors import UserError, did_you_mean
 from rlflow.export import Export, Form
 from rlflow.loggers.logger import Logger
 from rlflow.module import RLModule
 from rlflow.placement import followed_role, layouts
 from rlflow.preparation import read_graph as read_module_graph
+from rlflow.rewards import ExactMatch
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.trainer import Trainer
@@ -75,6 +79,18 @@ class ConfiguredGraph:
                 print(f"drew {path}")
 
 
+@dataclass(frozen=True)
+class ConfiguredDifference:
+    """Two algorithms to be compared."""
+
+    left: Algorithm
+    right: Algorithm
+
+    def show(self) -> None:
+        """Print what differs between their graphs, their other methods, and their settings."""
+        print(difference(self.left, self.right))
+
+
 class OneLineParser(ArgumentParser):
     """Says of a wrong config one line, and does not print its usage."""
 
@@ -95,11 +111,16 @@ def read_validate(arguments: Sequence[str]) -> Configured:
     return _build(parser, _parsed(parser, arguments))
 
 
-def read_graph(arguments: Sequence[str]) -> ConfiguredGraph:
-    """The graph that `rlflow graph` shows."""
-    parser = _parser("graph", "Print an algorithm's graph and a rank's plan.")
+def read_graph(arguments: Sequence[str]) -> ConfiguredGraph | ConfiguredDifference:
+    """The graph that `rlflow graph` shows, or the two that it compares."""
+    parser = _parser("graph", "Print an algorithm's graph and a rank's plan, or what differs between two algorithms.")
     parser.add_argument("--rank", type=int, default=0, help="whose plan is printed")
     parser.add_argument("--draw", type=str | None, default=None, help="write PATH.mmd and PATH.svg")
+    parser.add_argument(
+        "--diff", type=str, nargs=2, metavar=("A", "B"), help="compare two configs or classes; takes nothing beside it"
+    )
+    if "--diff" in arguments:
+        return _read_difference(arguments)
     parsed = _parsed(parser, arguments)
     return ConfiguredGraph(_build(parser, parsed), parsed.rank, None if parsed.draw is None else Path(parsed.draw))
 
@@ -114,6 +135,60 @@ def read_export(arguments: Sequence[str]) -> Export:
     parser.add_argument("--form", type=Form, default="merged", help="a whole model, or the adapter in peft's form")
     parsed = parser.parse_args(list(arguments))
     return Export(Path(parsed.model), Path(parsed.to), parsed.form)
+
+
+def _read_difference(arguments: Sequence[str]) -> ConfiguredDifference:
+    given = [argument for argument in arguments if argument != "--diff"]
+    if arguments[0] != "--diff" or len(given) != 2 or len(arguments) != 3:
+        raise UserError(
+            f"`rlflow graph {' '.join(arguments)}`: `--diff` compares two algorithms and takes nothing beside them;"
+            " write `rlflow graph --diff A B`, each a config or a class such as rlflow.algorithms.GRPO"
+        )
+    (left, filled_left), (right, filled_right) = map(_module, given)
+    filled = filled_left | filled_right
+    return ConfiguredDifference(_algorithm(left, filled), _algorithm(right, filled))
+
+
+def _module(given: str) -> tuple[RLModule, set[str]]:
+    """The module of a config or of a class, and which of its settings nobody said."""
+    if given.endswith((".yaml", ".yml")) or Path(given).is_file():
+        return read_fit(["--config", given]).module, set()
+    cls = _algorithm_class(given)
+    stand_ins: dict[str, Any] = {}
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if name == "reward":
+            stand_ins[name] = ExactMatch()
+        elif parameter.default is parameter.empty and parameter.annotation in (str, "str"):
+            stand_ins[name] = "tiny"
+        elif parameter.default is parameter.empty:
+            raise UserError(
+                f"`--diff {given}`: {cls.__name__} needs `{name}`, which a class does not say; name a config"
+            )
+    return cls(**stand_ins), set(stand_ins)
+
+
+def _algorithm_class(path: str) -> type[RLModule]:
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        near = did_you_mean(
+            path, [f"rlflow.algorithms.{known}" for known in import_module("rlflow.algorithms").__all__]
+        )
+        raise UserError(
+            f"`--diff {path}`: neither a config nor a class ({error}); name a YAML file, or a class such as"
+            f" rlflow.algorithms.GRPO.{near}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, RLModule)):
+        raise UserError(f"`--diff {path}`: it is no RLModule; name a config, or a class such as rlflow.algorithms.GRPO")
+    return found
+
+
+def _algorithm(module: RLModule, without: set[str]) -> Algorithm:
+    """With the settings that somebody said, or that have a default."""
+    names = [name for name in inspect.signature(type(module)).parameters if name not in without]
+    settings = {name: getattr(module, name) for name in names}
+    return Algorithm(module, read_module_graph(module), settings)
 
 
 def _parser(command: str, description: str) -> OneLineParser:
