@@ -29,8 +29,15 @@ from tests.exactness.settings import Setting
 
 @dataclass(frozen=True)
 class Outcome:
-    """The gradient of a role before its update, and its weights after it, by Hugging Face name."""
+    """What became of a role, by Hugging Face name.
 
+    Attributes:
+        adapters: As they were before the update; none where all weights are trained.
+        gradient: Of what is trained.
+        weights: After the update, adapters merged.
+    """
+
+    adapters: dict[str, Tensor]
     gradient: dict[str, Tensor]
     weights: dict[str, Tensor]
 
@@ -104,19 +111,24 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
         scratch=scratch,
     )
     Fabric(accelerator="cpu", devices=world_size, strategy=strategy).launch()
+    adapters: dict[str, dict[str, Tensor]] = {}
     gradients: dict[str, dict[str, Tensor]] = {}
     update = strategy.step
 
     def step(name: str) -> float:
         assert name not in gradients, f"{name} makes one update"
         gradients[name] = {key: value.clone() for key, value in strategy.gradients(name).items()}
+        if "lora" in case.more:
+            adapters[name] = {key: state["weight"].clone() for key, state in strategy.training_state(name)}
         return update(name)
 
     strategy.step = step  # type: ignore[method-assign]
     Run(trainer, module, data, prepared, strategy, Recorded(recording)).run()
     return {
         role: Outcome(
-            gradient, {key: value.clone() for bucket in strategy.weights(role, 2**20) for key, value in bucket}
+            adapters.get(role, {}),
+            gradient,
+            {key: value.clone() for bucket in strategy.weights(role, 2**20) for key, value in bucket},
         )
         for role, gradient in gradients.items()
     }

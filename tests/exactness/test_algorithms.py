@@ -9,10 +9,13 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import rlflow.algorithms
-from tests.exactness.cases import CASES, OFF, VARIATIONS, Case, truth
+from rlflow import LoRA
+from tests.exactness.cases import CASES, LR, OFF, VARIATIONS, Case, truth
 from tests.exactness.recording import USELESS, Recording, record
 from tests.exactness.settings import COVER, GRID, LARGE, PRODUCT, RANKS, SMALL, Setting
 from tests.exactness.step import Outcome, one_step
@@ -127,6 +130,24 @@ def test_a_step_by_the_policy_that_sampled_is_the_reference(name: str, recording
     case = replace(CASES[name], past=False)
     outcomes = one_step(recording, case, Setting(None, SMALL, precision="fp64"), tmp_path)
     assert max(differences(outcomes, truth(case, recording))) < FLOAT64
+
+
+@pytest.mark.parametrize(("name", "stage"), [("GRPO", 0), ("DPO", 1), ("PPO", 2), ("GRPO", 3)])
+def test_adapters_move_as_the_gradient_of_their_weights_says(
+    name: str, stage: int, recording: Recording, expected: Truth, tmp_path: Path, ranks2: RankPool
+) -> None:
+    adapted = replace(CASES[name], more={**CASES[name].more, "lora": LoRA(rank=4, alpha=8.0)})
+    full = expected(name)["actor"]
+    for outcomes in ranks2.run(one_step, recording, adapted, Setting(stage, SMALL), tmp_path):
+        outcome, seen, moved = outcomes["actor"], {}, dict(load_file(recording.policy / "model.safetensors"))
+        for key in [key for key in outcome.adapters if ".lora_A." in key]:
+            # y = (W + 2 B A) x, and B is 0: dB = 2 dW A', dA = 0, and the step by dB moves W by 2 dB A.
+            weight, A = key.replace(".lora_A.", ".").removeprefix("base_model.model."), outcome.adapters[key].double()
+            seen[key] = torch.zeros_like(A)
+            seen[key.replace("lora_A", "lora_B")] = dB = 2 * full.gradient[weight] @ A.T
+            moved[weight] = moved[weight] - LR * 2 * dB @ A
+        assert difference(outcome.gradient, seen) < FLOAT32
+        assert difference(outcome.weights, moved) < FLOAT32 / 10  # adapters move a weight little
 
 
 def learns_from_differences(case: Case) -> bool:
