@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from rlflow import algorithms
+from rlflow.algorithms import GRPO
 from rlflow.configuration import read_fit
+from rlflow.dag.difference import Algorithm, difference
 from rlflow.preparation import read_graph
 from rlflow.rewards import ExactMatch
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PICTURES = {"grpo": "quickstart_grpo", "grpo_8_gpus": "grpo_math_8gpu"}  # and the configs that they show
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -53,6 +57,11 @@ def imported(code: str, name: str, folder: Path) -> ModuleType:
     """`code` as a module of that name, from a file, since a graph names the lines of its nodes."""
     path = folder / f"{name}.py"
     path.write_text(code, encoding="utf-8")
+    return loaded(path, name)
+
+
+def loaded(path: Path, name: str) -> ModuleType:
+    """A file as a module of that name."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -60,6 +69,10 @@ def imported(code: str, name: str, folder: Path) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+counting = loaded(ROOT / "benchmarks" / "lines.py", "counting_lines")
+drawing = loaded(DOCS / "pictures" / "draw.py", "drawing_graphs")
 
 
 def test_the_page_long_algorithm_is_a_graph(tmp_path: Path) -> None:
@@ -100,18 +113,61 @@ def test_the_python_of_the_quickstart_says_what_its_yaml_says(tmp_path: Path) ->
     assert ours == theirs
 
 
-def test_dr_grpo_is_a_variation_with_the_nodes_of_grpo(tmp_path: Path) -> None:
-    variation = imported(blocks("algorithm.md", "python")[2], "shown_dr_grpo", tmp_path)
-    graph = read_graph(variation.DrGRPO("tiny", ExactMatch()))
-    assert set(graph.nodes) == {"rollout", "rewards", "advantages", "actor_loss"}
+@pytest.mark.parametrize(("block", "name", "differs"), [(2, "LitePPO", "advantages"), (3, "SAPO", "surrogate")])
+def test_a_published_variation_differs_from_grpo_in_one_method(
+    block: int, name: str, differs: str, tmp_path: Path
+) -> None:
+    written = imported(blocks("algorithm.md", "python")[block], f"shown_{name}", tmp_path)
+    grpo, variation = (
+        Algorithm(module, read_graph(module), {})
+        for module in (GRPO("tiny", ExactMatch()), getattr(written, name)("tiny", ExactMatch()))
+    )
+    changed = [line.split()[1] for line in difference(grpo, variation).splitlines() if line.startswith("  ")]
+    assert changed == [differs]
 
 
-@pytest.mark.parametrize("picture", PICTURES)
-def test_a_picture_of_a_graph_is_what_is_drawn_now(picture: str, tmp_path: Path) -> None:
-    config = ROOT / "configs" / f"{PICTURES[picture]}.yaml"
-    rlflow("graph", "--config", str(config), "--draw", str(tmp_path / picture), folder=ROOT)
-    drawn, kept = ((folder / f"{picture}.svg").read_text() for folder in (tmp_path, DOCS / "pictures"))
-    assert without_lines(kept) == without_lines(drawn), f"rlflow graph --config {config} --draw docs/pictures/{picture}"
+def test_the_advantages_of_lite_ppo_have_the_group_s_mean_and_the_deviation_of_all(tmp_path: Path) -> None:
+    written = imported(blocks("algorithm.md", "python")[2], "shown_lite_ppo", tmp_path)
+    module = written.LitePPO("tiny", ExactMatch())
+    module.mean = torch.mean  # of one rank
+    rewards = torch.tensor([0.0, 2.0, 4.0, 4.0])  # deviations from their mean 2.5: -2.5, -0.5, 1.5, 1.5; variance 2.75
+    advantages = module.advantages(SimpleNamespace(group=torch.tensor([0, 0, 1, 1])), rewards)
+    torch.testing.assert_close(advantages, torch.tensor([-1.0, 1.0, 0.0, 0.0]) / 2.75**0.5)
+
+
+def test_the_surrogate_of_sapo_is_a_gate_that_is_steepest_at_1(tmp_path: Path) -> None:
+    written = imported(blocks("algorithm.md", "python")[3], "shown_sapo", tmp_path)
+    module = written.SAPO("tiny", ExactMatch(), tau_positive=2.0)
+    logprobs = torch.tensor([[0.0, 1.0]], dtype=torch.float64, requires_grad=True)
+    loss = module.surrogate(logprobs, torch.zeros(1, 2).double(), torch.tensor([3.0]).double(), torch.ones(1, 2))
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    # of a ratio of 1 it is -A, as REINFORCE's; of e it is -A e 4 s (1 - s), s = sigmoid(2 (e - 1)) = 0.96883...
+    s = 1 / (1 + math.exp(-2 * (math.e - 1)))
+    torch.testing.assert_close(gradient, torch.tensor([[-3.0, -3.0 * math.e * 4 * s * (1 - s)]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("picture", sorted(drawing.pictures()))
+def test_a_picture_of_a_graph_is_what_is_drawn_now(
+    picture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    drawing.draw(drawing.pictures()[picture], tmp_path / "picture")
+    drawn, kept = (path.read_text() for path in (tmp_path / "picture.svg", DOCS / "pictures" / f"{picture}.svg"))
+    assert without_lines(kept) == without_lines(drawn), "python docs/pictures/draw.py"
+
+
+@pytest.mark.parametrize("name", sorted({*algorithms.__all__} - {"PolicyGradient"}))
+def test_every_algorithm_is_shown_with_its_config_and_its_graph(name: str) -> None:
+    page = (DOCS / "algorithms.md").read_text(encoding="utf-8")
+    assert f"### {name}\n" in page
+    section = page.split(f"### {name}\n")[1].split("\n### ")[0]
+    (config,) = re.findall(r"`configs/(\w+)\.yaml`", section)
+    assert f"class_path: rlflow.algorithms.{name}\n" in (ROOT / "configs" / f"{config}.yaml").read_text(
+        encoding="utf-8"
+    )
+    assert f"(pictures/algorithms/{config}.svg)" in section
+    (file,) = re.findall(r"`(algorithms/\w+\.py)`", section)
+    assert f"class {name}(" in (ROOT / file).read_text(encoding="utf-8")
 
 
 def test_every_metric_that_the_code_names_is_explained() -> None:
@@ -128,6 +184,29 @@ def test_the_variation_keeps_the_graph_of_what_it_varies(tmp_path: Path) -> None
     graph = read_graph(variation.LengthPenalty("tiny", ExactMatch()))
     assert graph.nodes["rewards"].file.endswith("shown_variation.py")
     assert graph.nodes["advantages"].reads == ("rollout", "rewards")
+
+
+def test_the_page_on_lines_has_what_is_counted_now() -> None:
+    page = (DOCS / "lines.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [\w+. ]+ \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", page, re.MULTILINE)
+    counted = [counting.count(name) for name in counting.VARIATIONS]
+    now = [(lines.algorithm, lines.registration, lines.functional, lines.total) for lines in counted]
+    assert [tuple(map(int, row)) for row in rows] == now, "python benchmarks/lines.py"
+
+
+def test_a_line_of_code_is_no_blank_comment_or_docstring() -> None:
+    source = [
+        '"""Module."""',
+        "",
+        "import os  # why",
+        "# what",
+        "def f():",
+        '    """Says',
+        '    it."""',
+        "    return (",
+        "os)",
+    ]
+    assert counting.code_lines("\n".join(source)) == {3, 5, 8, 9}
 
 
 def test_the_config_of_the_reference_is_accepted(tmp_path: Path) -> None:
