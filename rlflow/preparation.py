@@ -108,7 +108,10 @@ def prepare(
     _check_sides(module, graph, data)
     placed = layouts(module, graph, world_size, tensor_parallel_size)
     follows = followed_role(module, graph)
-    paths = {role: resolve_model(handles(module)[role].model, scratch) for role in _loaded(module, graph)}
+    paths = {
+        role: resolve_model(handles(module)[role].model, scratch, _said_by(module, role))
+        for role in _loaded(module, graph)
+    }
     lead = follows or graph.trained_roles()[0]
     tokenizer = load_tokenizer(paths[lead])
     _require_same_vocabulary(paths, lead, tokenizer)
@@ -132,6 +135,12 @@ def prepare(
         generates=scores_validation or any(node.kind == "rollout" for node in graph.order),
         scores_validation=scores_validation,
     )
+
+
+def _said_by(module: RLModule, role: str) -> str:
+    """The setting that names a role's model, such as `critic_path`."""
+    model = handles(module)[role].model
+    return next((f"`{name}`" for name, value in vars(module).items() if value == model), f"the model of `{role}`")
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

@@ -238,6 +238,11 @@ BEFORE_ANY_MODEL: list[tuple[str, dict[str, Any], str]] = [
         "`module.init_args.model` is 'nowhere', which is neither a folder nor a Hugging Face name; give",
     ),
     (
+        "a missing critic",
+        {"module.class_path": "rlflow.algorithms.PPO", "module.init_args.critic_path": "nowhere"},
+        "`module.init_args.critic_path` is 'nowhere', which is neither a folder nor a Hugging Face name; give",
+    ),
+    (
         "a model folder that is none",
         {"module.init_args.model": "not_a_model"},
         "`module.init_args.model` is 'not_a_model', which has no config.json; give a model's folder",

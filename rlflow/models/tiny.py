@@ -22,12 +22,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def resolve_model(model: str, scratch: Path) -> Path:
+def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
     """Where the weights of `model` are: a folder, or a Hugging Face name as it stands.
 
     Args:
         model: `tiny`, a folder in Hugging Face form, or a Hugging Face name `organisation/name`.
         scratch: Folder in which `tiny` is written. All ranks may call this at once.
+        said_by: What errors call the setting that named it.
 
     Raises:
         UserError: `model` is none of these.
@@ -38,18 +39,18 @@ def resolve_model(model: str, scratch: Path) -> Path:
     if folder.exists():
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             raise UserError(
-                f"`model` is {model!r}, which holds an adapter and no model; write the model of both by"
+                f"{said_by} is {model!r}, which holds an adapter and no model; write the model of both by"
                 f" `rlflow export --model {model} --to FOLDER`, and give that folder"
             )
         if not (folder / "config.json").is_file():
             raise UserError(
-                f"`model` is {model!r}, which has no config.json; give a model's folder in Hugging Face form"
+                f"{said_by} is {model!r}, which has no config.json; give a model's folder in Hugging Face form"
             )
         return folder
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
         return folder
     raise UserError(
-        f"`model` is {model!r}, which is neither a folder nor a Hugging Face name; "
+        f"{said_by} is {model!r}, which is neither a folder nor a Hugging Face name; "
         "give an existing folder, organisation/name, or `tiny`"
     )
 
