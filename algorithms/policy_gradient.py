@@ -146,7 +146,7 @@ class PolicyGradient(RLModule):
         self, rollout: Rollout, model_scores: PerSample | None = None, kl_penalty: PerToken | None = None
     ) -> PerSample:
         rewards = self.outcome(rollout, model_scores)
-        return rewards if kl_penalty is None else rewards - (kl_penalty * rollout.loss_mask).sum(dim=1)
+        return rewards if kl_penalty is None else rewards - kl_penalty.sum(dim=1)  # 0 where padded
 
     @node(role="reference")
     def ref_logprobs(self, rollout: Rollout) -> PerToken:
