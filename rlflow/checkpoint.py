@@ -4,6 +4,7 @@
       state.json                      step, policy version, what the run was started with, callbacks, module
       actor-00000-of-00002.safetensors    what rank 0 wrote: `<Hugging Face name>/weight`, `.../exp_avg`, ...
       actor-00001-of-00002.safetensors
+      surplus*                        groups that a filter kept beyond a step's, see `rlflow.data.surplus`
 
 Every rank writes a share of the parameters, each of them whole, so any number of ranks at any ZeRO stage reads it.
 What is drawn (rows, mini-batches, samples) is a function of (seed, step, draw), so no generator's state is kept.
@@ -22,6 +23,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlflow.data.kept import Kept
+from rlflow.data.surplus import write_surplus
 from rlflow.errors import UserError
 
 FORMAT = 2
@@ -71,7 +74,9 @@ class Progress:
     callbacks: list[dict[str, Any]] = field(default_factory=list)
 
 
-def write(folder: Path, strategy: Trained, progress: Progress, rank: int, world_size: int) -> Path:
+def write(
+    folder: Path, strategy: Trained, progress: Progress, rank: int, world_size: int, surplus: Kept | None = None
+) -> Path:
     """Write a checkpoint into `folder` and remove older ones; called by all ranks.
 
     It gets its name when it is complete, so a run that is killed meanwhile leaves the one before.
@@ -90,6 +95,8 @@ def write(folder: Path, strategy: Trained, progress: Progress, rank: int, world_
             if number % world_size == rank
         }
         save_file(share, draft / f"{role}-{rank:05d}-of-{world_size:05d}.safetensors")
+    if surplus is not None:
+        write_surplus(draft, surplus, world_size)
     strategy.barrier()
     if rank == 0:
         (draft / STATE).write_text(json.dumps({"format": FORMAT, **asdict(progress)}, indent=2) + "\n")

@@ -258,6 +258,7 @@ class Run:
             return
         checkpoint.restore(self._resumed, self._strategy, self._progress)
         controller.version, controller.draws = self._progress.version, self._progress.draws
+        controller.filling.restore(self._resumed, self._strategy.root_device)
         self._module.load_state_dict(self._progress.module)
         for callback, state in zip(self._trainer.callbacks, self._progress.callbacks, strict=True):
             callback.load_state_dict(state)
@@ -378,7 +379,8 @@ class Run:
             callbacks=[callback.state_dict() for callback in self._trainer.callbacks],
         )
         world_size = self._transport.world_size
-        checkpoint.write(folder.checkpoint, self._strategy, progress, self._transport.rank, world_size)
+        rank, surplus = self._transport.rank, controller.filling.surplus
+        checkpoint.write(folder.checkpoint, self._strategy, progress, rank, world_size, surplus)
 
     def _save(self, folder: RunFolder) -> None:
         for role in self._prepared.graph.trained_roles():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,7 +14,8 @@ from rlflow.dag.node import BATCH
 from rlflow.dag.planner import Fill, Plan
 from rlflow.data.buffer import DataBuffer
 from rlflow.data.kept import Kept, KeptValue
-from rlflow.data.rows import RowSpace
+from rlflow.data.rows import ARRAYS, RowSpace
+from rlflow.data.surplus import read_surplus
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
 from rlflow.metrics import Metrics
@@ -51,6 +54,7 @@ class Filling:
         self.surplus: Kept | None = None
         self._graph = graph
         self._layouts = plan.layouts()
+        self._keeps = [name for task in plan.tasks if isinstance(task, Fill) for name in task.keeps]
         self._buffer = buffer
         self._spaces = spaces
         self._transport = transport
@@ -76,7 +80,7 @@ class Filling:
                 raise UserError(_never_fills(fill.filter_id, count, self._needed, draws, kept / drawn))
             draw()
             draws += 1
-            drawing = self._drawn(fill)
+            drawing = self._drawn()
             groups = self._chosen(fill.filter_id)
             for name in dict.fromkeys((*fill.keeps, fill.filter_id)):
                 self._buffer.free(name)
@@ -92,23 +96,42 @@ class Filling:
         self._metrics.number("filter/draws", float(draws))
         self._metrics.number("filter/surplus", float(len(left)))
 
-    def _drawn(self, fill: Fill) -> Kept:
+    def restore(self, folder: Path, device: torch.device) -> None:
+        """Take back the surplus of a checkpoint.
+
+        Args:
+            folder: Of the checkpoint.
+            device: Of this rank.
+
+        Raises:
+            UserError: The checkpoint has one of another algorithm.
+        """
+        self.surplus = read_surplus(folder, self._empty(), device)
+
+    def _drawn(self) -> Kept:
         """All of this draw."""
-        names = [BATCH, *(node.id for node in self._graph.block if node.samples)]
-        return Kept(
-            self._transport.rank,
-            {name: self._spaces[name] for name in names},
-            {
-                name: KeptValue(
-                    self._graph.type_of(name),
-                    self._graph.space_of(name),
-                    self._layouts[name],
-                    self._buffer.lengths(name),
-                    self._buffer.get(name, self._layouts[name]),
-                )
-                for name in fill.keeps
-            },
-        )
+        values = {}
+        for name, value in self._empty().values.items():
+            rows = self._buffer.get(name, value.layout)
+            values[name] = replace(value, lengths=self._buffer.lengths(name), rows=rows)
+        return Kept(self._transport.rank, {name: self._spaces[name] for name in self._repeated_spaces()}, values)
+
+    def _empty(self) -> Kept:
+        """What is kept, without rows."""
+        none = torch.empty(0, dtype=torch.int64)
+        spaces = {}
+        for name in self._repeated_spaces():
+            layout = self._layouts[name]
+            spaces[name] = RowSpace.of_shards(name, layout, [none.view(len(ARRAYS), 0)] * layout.shards)
+        values = {
+            name: KeptValue(self._graph.type_of(name), self._graph.space_of(name), self._layouts[name], none, None)
+            for name in self._keeps
+        }
+        return Kept(self._transport.rank, spaces, values)
+
+    def _repeated_spaces(self) -> list[str]:
+        block = self._graph.block
+        return [BATCH, *(node.id for node in block if node.samples)] if block else []
 
     def _chosen(self, filter_id: str) -> Tensor:
         """The ids of the groups that the filter keeps, ascending."""

@@ -49,22 +49,22 @@ class Kept:
 
     def only(self, groups: Tensor) -> Kept:
         """What is here of these groups."""
-        spaces = {name: space.of_groups(groups, self._layouts(name)) for name, space in self.spaces.items()}
+        spaces = {name: space.of_groups(groups, self.layouts(name)) for name, space in self.spaces.items()}
         values = {}
         for name, value in self.values.items():
             before = self.spaces[value.space]
             kept = torch.isin(before.groups, groups)  # [N]
             here = kept[before.held(value.layout, self.rank)].nonzero()[:, 0]
             rows = None if value.rows is None else take_rows(value.rows, value.annotation, here)
-            values[name] = self._trimmed(replace(value, rows=rows, lengths=value.lengths[kept]), spaces[value.space])
-        return Kept(self.rank, spaces, values)
+            values[name] = replace(value, rows=rows, lengths=value.lengths[kept])
+        return Kept(self.rank, spaces, values).trimmed()
 
     @classmethod
     def joined(cls, parts: Sequence[Kept]) -> Kept:
         """The groups of all parts, of which later ones have larger ids."""
         first = parts[0]
         spaces = {
-            name: RowSpace.joined([part.spaces[name] for part in parts], first._layouts(name)) for name in first.spaces
+            name: RowSpace.joined([part.spaces[name] for part in parts], first.layouts(name)) for name in first.spaces
         }
         values = {}
         for name, value in first.values.items():
@@ -73,11 +73,17 @@ class Kept:
             values[name] = replace(value, rows=rows, lengths=torch.cat([part.lengths for part in each]))
         return cls(first.rank, spaces, values)
 
-    def _layouts(self, space: str) -> list[Layout]:
-        return list(dict.fromkeys(value.layout for value in self.values.values() if value.space == space))
+    def layouts(self, space: str) -> list[Layout]:
+        """Where rows of a space lie: where they were made, and where values of them were."""
+        of_values = (value.layout for value in self.values.values() if value.space == space)
+        return list(dict.fromkeys([self.spaces[space].home[0], *of_values]))
 
-    def _trimmed(self, value: KeptValue, space: RowSpace) -> KeptValue:
-        """The value as wide as its longest row here: a function of its rows, however they came together."""
-        here = value.lengths[space.held(value.layout, self.rank)]
-        longest = int(here.max()) if len(here) else 0
-        return value if value.rows is None else replace(value, rows=trim(value.rows, value.annotation, longest))
+    def trimmed(self) -> Kept:
+        """Values as wide as their longest row here: a function of their rows, however these came together."""
+        values = dict(self.values)
+        for name, value in self.values.items():
+            here = value.lengths[self.spaces[value.space].held(value.layout, self.rank)]
+            longest = int(here.max()) if len(here) else 0
+            if value.rows is not None:
+                values[name] = replace(value, rows=trim(value.rows, value.annotation, longest))
+        return replace(self, values=values)

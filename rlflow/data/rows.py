@@ -170,36 +170,36 @@ class RowSpace:
         return ordered
 
     def of_groups(self, groups: Tensor, layouts: Iterable[Layout]) -> RowSpace:
-        """The rows of these groups, where they lie now in `layouts` and where they were made."""
+        """The rows of these groups, where they lie now in `layouts`, of which one is that of their home."""
         kept = torch.isin(self.groups, groups)
         position = kept.cumsum(0) - 1  # [N], in the new space
         dealt = {
             layout: Partition(tuple(position[rows[kept[rows]]] for rows in self.partition(layout).shards))
-            for layout in (self.home[0], *layouts)
+            for layout in layouts
         }
-        return self._with({name: getattr(self, name)[kept] for name in ARRAYS}, dealt)
+        return self.renewed({name: getattr(self, name)[kept] for name in ARRAYS}, dealt)
 
     @classmethod
     def joined(cls, parts: Sequence[RowSpace], layouts: Iterable[Layout]) -> RowSpace:
-        """The rows of all parts, of which later ones have larger ids, where they lie in `layouts` and were made.
+        """The rows of all parts, of which later ones have larger ids, where they lie in `layouts`.
 
-        The step is that of the last part.
+        Home, as one of these, and step are those of the last part.
         """
         arrays = {name: torch.cat([getattr(part, name) for part in parts]) for name in ARRAYS}
         ids = arrays["ids"]
         assert bool((ids[1:] > ids[:-1]).all()), f"rows of `{parts[0].name}` are not joined in the order of their ids"
         starts = list(accumulate([0, *(len(part) for part in parts[:-1])]))
         dealt = {}
-        for layout in (parts[-1].home[0], *layouts):
+        for layout in layouts:
             of_parts = [part.partition(layout).shards for part in parts]
             shards = zip(*of_parts, strict=True)
             dealt[layout] = Partition(
                 tuple(torch.cat([i + rows for i, rows in zip(starts, shard, strict=True)]) for shard in shards)
             )
-        return parts[-1]._with(arrays, dealt)
+        return parts[-1].renewed(arrays, dealt)
 
-    def _with(self, arrays: dict[str, Tensor], dealt: dict[Layout, Partition]) -> RowSpace:
-        """Other rows of this name, of which it is known how they lie in some layouts, that of their home included."""
+    def renewed(self, arrays: dict[str, Tensor], dealt: dict[Layout, Partition]) -> RowSpace:
+        """Other rows of this name and step, of which it is known how they lie in some layouts, home among them."""
         made_in = self.home[0]
         home = (made_in, dealt[made_in])
         space = RowSpace(name=self.name, **arrays, home=home, seed=self.seed, step=self.step, balance=self.balance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 
 from rlflow import Batch, PerSample, PerToken, Rollout, UserError, node
 from rlflow.controller.filling import kept_groups
+from rlflow.strategies import SingleProcess
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.ranks import RankPool
+from tests.test_checkpoint import StopAfter
 
 NEEDED, STEPS, GROUP = 4, 3, 3
 EASY = ("0", "3", "6")  # digits that questions begin with
@@ -148,6 +151,36 @@ def test_a_node_after_the_filter_sees_prompts_of_kept_groups_with_the_policy_of_
     (alone,) = runs[1]
     assert alone.record["prompts"] == groups(alone)
     assert alone.record["prompt_versions"] == [[step] * NEEDED for step in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def stopped(policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool) -> Fit:
+    """The run of two ranks, stopped after a step with a surplus."""
+    run = Fit(picky(policy), sums(10, NEEDED), tmp_path_factory.mktemp("stopped") / "run", ZERO2)
+    settings = {"max_steps": STEPS, "save_every_n_steps": 1}
+    ranks2.run(fit, replace(run, settings={**settings, "callbacks": [StopAfter(1)]}))
+    checkpoint = run.folder / "checkpoint/step-00000001"
+    return replace(run, settings={**settings, "callbacks": [StopAfter(STEPS)], "ckpt_path": str(checkpoint)})
+
+
+def test_a_run_goes_on_from_a_surplus_to_the_bit(
+    stopped: Fit, runs: dict[int, list[Result]], ranks2: RankPool, tmp_path: Path
+) -> None:
+    for result, through in zip(ranks2.run(fit, replace(stopped, folder=tmp_path)), runs[2], strict=True):
+        assert result.record["groups"] == through.record["groups"][1:]
+        assert all(torch.equal(result.weights[name], through.weights[name]) for name in through.weights)
+        for found, expected in zip(result.steps, through.steps[1:], strict=True):
+            timeless = {name: number for name, number in expected.items() if not name.startswith("time/")}
+            assert {name: found[name] for name in timeless} == timeless
+
+
+def test_another_number_of_ranks_goes_on_from_a_surplus(
+    stopped: Fit, runs: dict[int, list[Result]], tmp_path: Path
+) -> None:
+    result = fit(replace(stopped, folder=tmp_path, strategy=SingleProcess))
+    for name in ("groups", "versions", "rewards", "prompts"):
+        assert result.record[name] == runs[1][0].record[name][1:]
+    assert difference(result.weights, runs[1][0].weights) < FLOAT32
 
 
 class KeepsFew(Picky):

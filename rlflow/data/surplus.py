@@ -1,0 +1,154 @@
+"""A filter's surplus in a checkpoint, as safetensors and JSON.
+
+    surplus.json                        the rows of each space, and where they and the values lie
+    surplus-00000-of-00002.safetensors  rank 0's rows of tensors: `<value>/<column>`
+    surplus-00000-of-00002.json         its texts and dataset rows, and the kind of device that held each tensor
+
+Read by as many ranks as wrote it, everything is as it was; read by others, groups are dealt anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlflow.data.balance import group_partition
+from rlflow.data.batch import Cut, Ragged, columns, join_rows, take_rows
+from rlflow.data.kept import Kept, KeptValue
+from rlflow.data.layout import Layout
+from rlflow.data.rows import ARRAYS, Partition, RowSpace
+from rlflow.errors import UserError
+
+SURPLUS = "surplus.json"
+LENGTHS = "lengths"  # of a ragged column, after its name
+
+
+def write_surplus(folder: Path, kept: Kept, world_size: int) -> None:
+    """Write this rank's part; called by all ranks."""
+    tensors: dict[str, Tensor] = {}
+    lists: dict[str, list[Any]] = {}
+    for name, value in kept.values.items():
+        for key, data in _columns(name, value):
+            if isinstance(data, Tensor):
+                tensors[key] = data
+            elif isinstance(data, Ragged):
+                tensors |= {key: data.values, f"{key}/{LENGTHS}": data.lengths}
+            elif data is not None:  # else it stayed on another rank
+                lists[key] = data
+    path = _of_rank(folder, kept.rank, world_size)
+    save_file({key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()}, f"{path}.safetensors")
+    devices = {key: tensor.device.type for key, tensor in tensors.items()}
+    Path(f"{path}.json").write_text(json.dumps({"lists": lists, "devices": devices}))
+    if kept.rank == 0:
+        spaces = {name: _space_to_json(space, kept.layouts(name)) for name, space in kept.spaces.items()}
+        values = {
+            name: {"space": value.space, "layout": asdict(value.layout), "lengths": value.lengths.tolist()}
+            for name, value in kept.values.items()
+        }
+        (folder / SURPLUS).write_text(json.dumps({"ranks": world_size, "spaces": spaces, "values": values}))
+
+
+def read_surplus(folder: Path, like: Kept, device: torch.device) -> Kept | None:
+    """What `write_surplus` wrote; None where it wrote nothing.
+
+    Args:
+        folder: Of the checkpoint.
+        like: The spaces and values of this run, without rows.
+        device: For what was not on the CPU.
+
+    Raises:
+        UserError: It is of other values than this run's.
+    """
+    if not (folder / SURPLUS).is_file():
+        return None
+    stored = json.loads((folder / SURPLUS).read_text())
+    if stored["values"].keys() != like.values.keys() or stored["spaces"].keys() != like.spaces.keys():
+        raise UserError(
+            f"{folder} has groups waiting for the next step, with the values {', '.join(stored['values']) or 'none'};"
+            f" this algorithm keeps {', '.join(like.values) or 'none'} after a filter. Continue with the same algorithm"
+        )
+    dealt = {name: _dealt(space) for name, space in stored["spaces"].items()}
+    same = all(list(dealt[name]) == like.layouts(name) for name in like.spaces)
+    spaces = {
+        name: _space_from_json(like.spaces[name], space, dealt[name] if same else None)
+        for name, space in stored["spaces"].items()
+    }
+    values = {}
+    for name, value in like.values.items():
+        of = stored["values"][name]
+        before = _layout(of["layout"])
+        value = replace(value, lengths=torch.tensor(of["lengths"], dtype=torch.int64))
+        if same:
+            rows = _rows(folder, name, value, like.rank, stored["ranks"], device)
+        else:
+            shards = dealt[value.space][before].shards
+            parts = [
+                _rows(folder, name, value, before.peers(shard)[0], stored["ranks"], device)
+                for shard in range(before.shards)
+            ]
+            place = torch.cat(shards).argsort()  # of each row by id, in the joined parts
+            held = spaces[value.space].held(value.layout, like.rank)
+            rows = take_rows(join_rows(parts, value.annotation), value.annotation, place[held])
+        values[name] = replace(value, rows=rows)
+    return Kept(like.rank, spaces, values).trimmed()
+
+
+def _of_rank(folder: Path, rank: int, world_size: int) -> Path:
+    return folder / f"surplus-{rank:05d}-of-{world_size:05d}"
+
+
+def _columns(name: str, value: KeptValue) -> Iterator[tuple[str, Any]]:
+    """The columns of this rank's rows under the names of their tensors."""
+    for column in columns(value.annotation) if value.rows is not None else ():
+        yield f"{name}/{column.name}", getattr(value.rows, column.name) if column.name else value.rows
+
+
+def _rows(folder: Path, name: str, value: KeptValue, rank: int, ranks: int, device: torch.device) -> Any:
+    """The rows that a rank wrote of a value."""
+    path = _of_rank(folder, rank, ranks)
+    tensors = load_file(f"{path}.safetensors")
+    said = json.loads(Path(f"{path}.json").read_text())
+
+    def tensor(key: str) -> Tensor:
+        return tensors[key] if said["devices"][key] == "cpu" else tensors[key].to(device)
+
+    def data(column: str, cut: Cut) -> Any:
+        key = f"{name}/{column}"
+        if cut is Cut.JSON:
+            return said["lists"].get(key)
+        return Ragged(tensor(key), tensor(f"{key}/{LENGTHS}")) if cut is Cut.RAGGED else tensor(key)
+
+    read = {column.name: data(column.name, column.cut) for column in columns(value.annotation)}
+    return read[""] if "" in read else value.annotation(**read)
+
+
+def _space_to_json(space: RowSpace, layouts: list[Layout]) -> dict[str, Any]:
+    dealt = [[asdict(layout), [rows.tolist() for rows in space.partition(layout).shards]] for layout in layouts]
+    return {**{name: getattr(space, name).tolist() for name in ARRAYS}, "dealt": dealt}
+
+
+def _dealt(space: dict[str, Any]) -> dict[Layout, Partition]:
+    return {
+        _layout(layout): Partition(tuple(torch.tensor(rows, dtype=torch.int64) for rows in shards))
+        for layout, shards in space["dealt"]
+    }
+
+
+def _space_from_json(like: RowSpace, stored: dict[str, Any], dealt: dict[Layout, Partition] | None) -> RowSpace:
+    """The stored rows; where their layouts are other ones now, with their groups dealt anew."""
+    arrays = {name: torch.tensor(stored[name], dtype=torch.int64) for name in ARRAYS}
+    made_in = like.home[0]
+    if dealt is None:
+        dealt = {made_in: Partition(group_partition(arrays["groups"], made_in.shards))}
+    return like.renewed(arrays, dealt)
+
+
+def _layout(stored: dict[str, Any]) -> Layout:
+    return Layout(**{**stored, "ranks": tuple(stored["ranks"])})
