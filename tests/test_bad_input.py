@@ -275,6 +275,17 @@ BEFORE_ANY_MODEL: list[tuple[str, dict[str, Any], str]] = [
         "8 of 8 rows exceed `data.max_prompt_length` 3 tokens, the first of them rows.jsonl, line 1; the",
     ),
     ("no end", {"trainer.max_steps": REMOVED}, "neither `trainer.max_steps` nor `trainer.max_epochs` is set"),
+    (
+        "epochs where a filter draws",
+        {"module.class_path": "rlflow.algorithms.DAPO", "trainer.max_epochs": 2},
+        "`trainer.max_epochs` is 2, and the filter `useful` draws as many prompts as it needs, so passes over the rows"
+        " do not say how many steps there are; set `trainer.max_steps` instead",
+    ),
+    (
+        "no draws for a filter",
+        {"module.class_path": "rlflow.algorithms.DAPO", "module.init_args.max_draws": 0},
+        "`module.init_args.max_draws` is 0; give 1 or more",
+    ),
 ]
 
 

@@ -11,6 +11,8 @@ import torch
 
 from rlflow import Batch, PerSample, PerToken, Rollout, UserError, node
 from rlflow.controller.filling import kept_groups
+from rlflow.rollout.engine import Completion
+from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies import SingleProcess
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
 from tests.controller.test_ranks import FLOAT32, difference
@@ -232,11 +234,30 @@ def test_every_rank_says_why_a_step_cannot_be_filled(
         assert result.error == told
 
 
-def test_a_step_may_take_as_many_draws_as_are_allowed(policy: Path, tmp_path: Path) -> None:
-    module = picky(policy, KeepsFew)
+class Notes(TransformersEngine):
+    """Notes what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def generate(self, *arguments: Any) -> list[Completion]:
+        self.asked.append("generate")
+        return super().generate(*arguments)
+
+    def sleep(self) -> None:
+        self.asked.append("sleep")
+        super().sleep()
+
+
+def test_a_step_takes_as_many_draws_as_are_allowed_and_the_engine_sleeps_after_the_last(
+    policy: Path, tmp_path: Path
+) -> None:
+    module, engine = picky(policy, KeepsFew), Notes()
     module.max_draws = 6
-    (step,) = fit(Fit(module, sums(10, NEEDED), tmp_path)).steps
+    (step,) = fit(Fit(module, sums(10, NEEDED), tmp_path, engine=engine)).steps
     assert (step["filter/draws"], step["filter/kept"], step["filter/surplus"]) == (6.0, 4 / 24, 0.0)
+    assert engine.asked == ["generate"] * 6 + ["sleep"]
 
 
 def test_groups_are_kept_whole() -> None:

@@ -504,9 +504,17 @@ def test_a_filter_reads_rows() -> None:
         @node(type="filter")
         def useful(self) -> PerSample: ...
 
+    class Rows(GRPO):
+        @node
+        def made_up(self) -> PerSample: ...
+
+        @node(type="filter")
+        def useful(self, made_up: PerSample) -> PerSample: ...
+
     told = "`useful` is a filter and reads neither prompts nor samples. Read the rows that it chooses from"
     assert problems(Numbers()) == [told]
     assert problems(Nothing()) == [told]
+    assert problems(Rows()) == [told]
 
 
 def test_a_number_of_one_draw_is_not_read_after_the_filter() -> None:
