@@ -20,6 +20,7 @@ from rlflow.models.reward_model import RewardModel
 from rlflow.models.value_model import ValueModel
 from rlflow.module import RLModule
 from rlflow.rewards.reward import Reward, Scores
+from rlflow.workflow.module import Workflow
 
 if TYPE_CHECKING:
     from rlflow.trainer import Trainer
@@ -45,6 +46,7 @@ __all__ = [
     "Trainer",
     "UserError",
     "ValueModel",
+    "Workflow",
     "node",
 ]
 

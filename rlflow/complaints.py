@@ -98,6 +98,19 @@ def complaint(error: BaseException | str, parser: ArgumentParser) -> UserError:
 def written(arguments: Sequence[str]) -> dict[str, Any]:
     """The config as the arguments give it, unchecked: YAML files and dotted options merged, the later one wins."""
     given: dict[str, Any] = {}
+    for name, value in options(arguments):
+        if name == "config":
+            _merge(given, config_file(value))
+        else:
+            tree = _loaded(value)
+            for key in reversed(name.split(".")):
+                tree = {key: tree}
+            _merge(given, tree)
+    return given
+
+
+def options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The options and their values, in order: `--trainer.max_steps 3` and `--trainer.max_steps=3` alike."""
     rest = list(arguments)
     while rest:
         name, equals, value = rest.pop(0).partition("=")
@@ -105,17 +118,15 @@ def written(arguments: Sequence[str]) -> dict[str, Any]:
             continue
         if not equals and rest and not rest[0].startswith("--"):
             value = rest.pop(0)
-        if name == "--config":
-            _merge(given, _config_file(value))
-        else:
-            tree = _loaded(value)
-            for key in reversed(name[2:].split(".")):
-                tree = {key: tree}
-            _merge(given, tree)
-    return given
+        yield name[2:], value
 
 
-def _config_file(path: str) -> Any:
+def config_file(path: str) -> Any:
+    """What a config holds, unchecked.
+
+    Raises:
+        UserError: It is not there, is not YAML, or holds no keys.
+    """
     if not Path(path).is_file():
         raise UserError(f"`--config` is {path!r}, and there is no such file in {Path.cwd()}; check the path")
     try:

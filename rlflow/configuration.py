@@ -16,11 +16,13 @@ from rlflow.callbacks.callback import Callback
 from rlflow.complaints import ConfigError, complaint, naming_keys, written
 from rlflow.dag.difference import Algorithm, difference
 from rlflow.dag.draw import mermaid, svg, text
+from rlflow.dag.entry import Entry
 from rlflow.dag.planner import plan
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError, did_you_mean
 from rlflow.export import Export, Form
 from rlflow.loggers.logger import Logger
+from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
 from rlflow.placement import followed_role, layouts
 from rlflow.preparation import read_graph as read_module_graph
@@ -28,7 +30,9 @@ from rlflow.rewards import ExactMatch
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.trainer import Trainer
+from rlflow.workflow.entries import NODES, as_yaml, read_entries
 
+MODELS = "models"
 TOP_LEVEL = {"strategy", "rollout", "loggers", "callbacks", "seed"}  # of Trainer, sections of their own in a config
 
 
@@ -102,13 +106,13 @@ class OneLineParser(ArgumentParser):
 def read_fit(arguments: Sequence[str]) -> Configured:
     """The objects that `rlflow fit` runs."""
     parser = _parser("fit", "Train a model as a config says.")
-    return _build(parser, _parsed(parser, arguments))
+    return _build(parser, _parsed(parser, arguments), read_entries(arguments))
 
 
 def read_validate(arguments: Sequence[str]) -> Configured:
     """The objects that `rlflow validate` runs."""
     parser = _parser("validate", "Measure a config's model on its held-out prompts.")
-    return _build(parser, _parsed(parser, arguments))
+    return _build(parser, _parsed(parser, arguments), read_entries(arguments))
 
 
 def read_graph(arguments: Sequence[str]) -> ConfiguredGraph | ConfiguredDifference:
@@ -122,7 +126,8 @@ def read_graph(arguments: Sequence[str]) -> ConfiguredGraph | ConfiguredDifferen
     if "--diff" in arguments:
         return _read_difference(arguments)
     parsed = _parsed(parser, arguments)
-    return ConfiguredGraph(_build(parser, parsed), parsed.rank, None if parsed.draw is None else Path(parsed.draw))
+    configured = _build(parser, parsed, read_entries(arguments))
+    return ConfiguredGraph(configured, parsed.rank, None if parsed.draw is None else Path(parsed.draw))
 
 
 def read_export(arguments: Sequence[str]) -> Export:
@@ -196,6 +201,8 @@ def _parser(command: str, description: str) -> OneLineParser:
     parser.add_argument("--config", action="config", help="a YAML file; a later one wins, dotted options win over all")
     parser.add_argument("--seed", type=int, default=0, help="of everything random")
     parser.add_argument("--module", type=RLModule, required=True, help="the algorithm")
+    parser.add_argument(f"--{MODELS}", type=dict[str, ModelHandle], default={}, help="by role, beside the algorithm's")
+    parser.add_argument(f"--{NODES}", type=list[dict[str, Any]], default=[], help="added, replaced or removed")
     parser.add_class_arguments(PromptData, "data")
     parser.add_class_arguments(Trainer, "trainer", skip=TOP_LEVEL, instantiate=False)
     parser.add_argument("--strategy", type=TrainingStrategy | None, default=None, help="how training is spread")
@@ -207,13 +214,36 @@ def _parser(command: str, description: str) -> OneLineParser:
 
 def _parsed(parser: OneLineParser, arguments: Sequence[str]) -> Namespace:
     given = written(arguments)
+    sections = {}  # which jsonargparse would take from the last config alone
+    if entries := read_entries(arguments):
+        sections[NODES] = as_yaml(entries)
+    if given.get(MODELS):
+        sections[MODELS] = yaml.safe_dump(given[MODELS], default_flow_style=True, width=2**31).strip()
     try:
-        return parser.parse_args(list(arguments))
+        return parser.parse_args(_with_sections(arguments, sections))
     except ConfigError as error:
         raise error.told_of(given) from error
 
 
-def _build(parser: OneLineParser, parsed: Namespace) -> Configured:
+def _with_sections(arguments: Sequence[str], sections: Mapping[str, str]) -> list[str]:
+    """The arguments with whole sections behind the last config, and without the options that these are made of."""
+    kept: list[str] = []
+    place = 0
+    rest = list(arguments)
+    while rest:
+        option = [rest.pop(0)]
+        if option[0].startswith("--") and "=" not in option[0] and rest and not rest[0].startswith("--"):
+            option.append(rest.pop(0))
+        name = option[0].partition("=")[0]
+        if name != f"--{NODES}" and not name.startswith(f"--{NODES}."):
+            kept += option
+        if name == "--config":
+            place = len(kept)
+    whole = [argument for name, text in sections.items() for argument in (f"--{name}", text)]
+    return [*kept[:place], *whole, *kept[place:]]
+
+
+def _build(parser: OneLineParser, parsed: Namespace, entries: Sequence[Entry]) -> Configured:
     resolved = parser.dump(parsed, skip_unset=False)
     config = yaml.safe_load(resolved)
     with naming_keys(config):
@@ -230,4 +260,8 @@ def _build(parser: OneLineParser, parsed: Namespace) -> Configured:
             seed=built.seed,
         )
     trainer.resolved_config = resolved
+    if built.models:
+        built.module.config_models = built.models
+    if entries:
+        built.module.config_nodes = tuple(entries)
     return Configured(built.module, built.data, trainer, config)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rlflow.coefficients import AdaptiveCoefficient
+from rlflow.dag.entry import Entry
 from rlflow.data.batch import Batch, PerSample, Rollout
 from rlflow.errors import UserError
 from rlflow.functional import Aggregation, merge_moments, moments, standardize
+from rlflow.models.handle import ModelHandle
 from rlflow.rewards.reward import Reward
 from rlflow.rollout.engine import Sampling
 
@@ -46,6 +50,8 @@ class RLModule:
         mask_truncated: Whether responses that were cut at the longest length are left out of losses; they stay in their
             group's baseline. The overlong filtering of DAPO, arXiv 2503.14476, section 3.4.
         max_draws: Batches of prompts that a filter draws at most to fill a step.
+        config_models: Model handles by role that a config gives beside or in place of those of `configure_models`.
+        config_nodes: Nodes that a config adds, puts in the place of others, or removes.
     """
 
     reward: Reward | None = None
@@ -56,6 +62,8 @@ class RLModule:
     stop_token_ids: tuple[int, ...] = ()
     mask_truncated: bool = False
     max_draws: int = 10
+    config_models: Mapping[str, ModelHandle] = MappingProxyType({})
+    config_nodes: tuple[Entry, ...] = ()
 
     _context: StepContext | None = None
 

@@ -22,6 +22,7 @@ from rlflow.models.lora import require_peft
 from rlflow.models.tiny import resolve_model
 from rlflow.module import RLModule
 from rlflow.placement import followed_role, handles, layouts
+from rlflow.workflow.binding import bind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,13 +68,14 @@ def read_graph(module: RLModule) -> Graph:
     """The module's checked graph, its models configured but not loaded.
 
     Raises:
-        UserError: A size is below 1, or the graph has problems; all of them are named.
+        UserError: A size is below 1, a model of the config cannot be, or the graph has problems; all are named.
     """
     for name in ("group_size", "max_response_length", "max_draws"):
         if (size := getattr(module, name)) < 1:
             raise UserError(f"`{name}` is {size}; give 1 or more")
     module.configure_models()
-    return Graph.read(module, roles=handles(module))
+    told = bind(module)
+    return Graph.read(module, handles(module), told)
 
 
 def prepare(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from rlflow.data.batch import PerSample, PerToken, Rows, Scalar, Texts
 
@@ -20,6 +21,16 @@ def type_name(annotation: Any) -> str:
     if annotation is types.NoneType:
         return "None"
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+def fields(annotation: Any) -> dict[str, Any]:
+    """The types of the fields and properties of a value of this type; none of a tensor, which has no parts."""
+    if not dataclasses.is_dataclass(annotation) or not isinstance(annotation, type):
+        return {}
+    hints = get_type_hints(annotation, include_extras=True)
+    properties = {name: value for name, value in vars(annotation).items() if isinstance(value, property)}
+    of_properties = {name: get_type_hints(value.fget).get("return", Any) for name, value in properties.items()}
+    return {field.name: hints[field.name] for field in dataclasses.fields(annotation)} | of_properties
 
 
 def accepts(wanted: Any, made: Any) -> bool:

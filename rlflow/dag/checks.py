@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
+from types import NoneType
 from typing import Any
 
-from rlflow.dag.annotations import accepts, type_name
-from rlflow.dag.node import BATCH, ROLLOUT, Node
+from rlflow.dag.annotations import accepts, fields, type_name
+from rlflow.dag.node import BATCH, ROLLOUT, Input, Node
 from rlflow.dag.problems import Problem
 from rlflow.data.batch import Batch, Cut, Pairs, columns
 from rlflow.errors import did_you_mean
@@ -32,8 +33,9 @@ def missing(nodes: Mapping[str, Node], removed: Collection[str], methods: Collec
                 else:
                     why = "which no node makes." + (did_you_mean(name, [BATCH, *nodes]) or _values(nodes))
                 yield _problem(node, f"reads `{name}`, {why}")
-            elif source is not None and source.kind == "train":
-                why = f"a train node ({source.place}), which makes no value. Compute what is shared in another node"
+            elif source is not None and not source.makes_value:
+                what = "a train node" if source.kind == "train" else "which returns None"
+                why = f"{what} ({source.place}), which makes no value. Compute what is shared in another node"
                 yield _problem(node, f"reads `{name}`, {why}")
 
 
@@ -42,12 +44,27 @@ def mistyped(nodes: Mapping[str, Node]) -> Iterator[Problem]:
     for node in nodes.values():
         for value in node.inputs:
             source = nodes.get(value.name)
-            if value.name == BATCH and not _batch_types(value.annotation):
+            if value.field:
+                made = type_of_batch(nodes) if value.name == BATCH else source.returns if source is not None else Any
+                if made is not Any and made is not NoneType:
+                    yield from _misread_field(node, value, made)
+            elif value.name == BATCH and not _batch_types(value):
                 wrong = f"reads `batch` as {type_name(value.annotation)}, but it is a Batch, or Pairs"
                 yield _problem(node, f"{wrong}. Correct it")
-            elif source is not None and source.kind != "train" and not accepts(value.annotation, source.returns):
+            elif source is not None and source.makes_value and not accepts(value.annotation, source.returns):
                 made = f"`{value.name}` returns {type_name(source.returns)} ({source.place})"
                 yield _problem(node, f"reads `{value.name}` as {type_name(value.annotation)}, but {made}. Correct one")
+
+
+def _misread_field(node: Node, read: Input, owner: Any) -> Iterator[Problem]:
+    """A field that a value of type `owner` does not have, or has as another type than it is read."""
+    whole, known = f"`{read.name}.{read.field}`", fields(owner)
+    if read.field not in known:
+        why = did_you_mean(read.field, known) or (f" It has {', '.join(known)}." if known else " Read it whole.")
+        yield _problem(node, f"reads {whole}, and {type_name(owner)} has no such field.{why}")
+    elif not accepts(read.annotation, known[read.field]):
+        made = f"it is {type_name(known[read.field])}"
+        yield _problem(node, f"reads {whole} as {type_name(read.annotation)}, but {made}. Correct one")
 
 
 def mispaired(nodes: Mapping[str, Node], spaces: Mapping[str, str]) -> Iterator[Problem]:
@@ -60,7 +77,7 @@ def mispaired(nodes: Mapping[str, Node], spaces: Mapping[str, str]) -> Iterator[
     first: tuple[Node, type] | None = None
     for node in nodes.values():
         for value in node.inputs:
-            types = _batch_types(value.annotation) if value.name == BATCH else ()
+            types = _batch_types(value) if value.name == BATCH else ()
             if len(types) != 1:
                 continue
             if first is None:
@@ -77,7 +94,7 @@ def mispaired(nodes: Mapping[str, Node], spaces: Mapping[str, str]) -> Iterator[
 
 def type_of_batch(nodes: Mapping[str, Node]) -> type:
     """`Pairs` where a node reads `batch` as that, else `Batch`."""
-    types = [_batch_types(value.annotation) for node in nodes.values() for value in node.inputs if value.name == BATCH]
+    types = [_batch_types(value) for node in nodes.values() for value in node.inputs if value.name == BATCH]
     return Pairs if (Pairs,) in types else Batch
 
 
@@ -203,9 +220,11 @@ def _values(nodes: Mapping[str, Node]) -> str:
     return f" The values are {', '.join([BATCH, *nodes])}."
 
 
-def _batch_types(annotation: Any) -> tuple[type, ...]:
-    """Which of the two types of `batch` fit an annotation."""
-    return tuple(kind for kind in (Batch, Pairs) if accepts(annotation, kind))
+def _batch_types(read: Input) -> tuple[type, ...]:
+    """Which of the two types of `batch` fit what is read of it."""
+    if read.field:
+        return tuple(kind for kind in (Batch, Pairs) if read.field in fields(kind))
+    return tuple(kind for kind in (Batch, Pairs) if accepts(read.annotation, kind))
 
 
 def _has_tokens(node: Node) -> bool:

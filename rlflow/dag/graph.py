@@ -28,24 +28,27 @@ class Graph:
     order: tuple[Node, ...]
 
     @classmethod
-    def read(cls, module: object, roles: Collection[str] = ()) -> Self:
+    def read(cls, module: object, roles: Collection[str] = (), told: Collection[Problem] = ()) -> Self:
         """Read and check the graph of `module`, the instance: a node set to None in `__init__` is not part of it.
 
         Args:
-            module: An instance of a class with methods marked `@node`.
+            module: An instance of a class with methods marked `@node`, or with calls in place of some or all of them.
             roles: The names of its model handles; `rollout` is always one more.
+            told: What was found wrong with single nodes before, to be told with the rest.
 
         Raises:
             GraphError: All that is wrong, each with file and line.
             UserError: The module has no node.
         """
         methods = read_methods(module)
-        if not methods.nodes and not methods.problems:
-            raise UserError(f"`{type(module).__name__}` has no node. Mark the steps of the algorithm with `@node`")
+        if not methods.nodes and not methods.problems and not told:
+            steps = "Mark the steps of the algorithm with `@node`, or write them under `nodes` in the config"
+            raise UserError(f"`{type(module).__name__}` has no node. {steps}")
         nodes = {node.id: _without_absent(node, methods.nodes) for node in methods.nodes.values()}
         order, cycles = checks.in_order(nodes)
         spaces, mixed = checks.row_spaces(order)
         problems = [
+            *told,
             *methods.problems,
             *checks.missing(nodes, methods.removed, dir(module)),
             *checks.mistyped(nodes),

@@ -1,4 +1,4 @@
-"""From a module to its nodes: which of its methods are marked, and what each one says of itself."""
+"""From a module to its nodes: its marked methods and its config's calls, and what each one says of itself."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import ast
 import contextlib
 import inspect
 import textwrap
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, get_args, get_type_hints
 
 from rlflow.dag.annotations import type_name
+from rlflow.dag.call import Call
 from rlflow.dag.node import BATCH, MARK, ROLLOUT, Input, Kind, Mark, Node, RowsMark, TypeMark
 from rlflow.dag.problems import Problem
 from rlflow.data.batch import PerSample, PerToken, Rollout, columns
@@ -20,7 +22,7 @@ from rlflow.errors import did_you_mean
 
 @dataclass
 class Methods:
-    """The marked methods of a module.
+    """The marked methods of a module, and the calls that its config puts beside them or in their place.
 
     Attributes:
         nodes: By name, in the order of declaration: those of base classes first; an override keeps its place.
@@ -32,14 +34,30 @@ class Methods:
     removed: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
+    def add(self, reading: _Reading) -> None:
+        """One more node, with what is wrong with it."""
+        node = reading.node()
+        if node.id != BATCH:  # told by the reading; its readers mean the dataset's rows
+            self.nodes[node.id] = node
+        self.problems += [Problem(reading.file, reading.line, text) for text in reading.wrong]
+
+
+def marks(cls: type) -> dict[str, Mark]:
+    """The marks of the methods of a class by name, in the order of declaration: those of base classes first."""
+    attributes = [item for each in reversed(cls.__mro__) for item in vars(each).items()]
+    return {name: getattr(value, MARK) for name, value in attributes if _is_marked(value)}
+
 
 def read_methods(module: object) -> Methods:
-    """Read the marked methods of the instance `module`."""
+    """Read the nodes of the instance `module`."""
     found = Methods()
     classes = type(module).__mro__
-    attributes = [item for cls in reversed(classes) for item in vars(cls).items()]
-    declared = dict.fromkeys(name for name, value in attributes if _is_marked(value))
-    for name in declared:
+    declared = marks(type(module))
+    calls = {name: value for name, value in getattr(module, "__dict__", {}).items() if isinstance(value, Call)}
+    for name in dict.fromkeys([*declared, *calls]):
+        if name in calls:
+            found.add(_CallReading(name, calls[name]))
+            continue
         definitions = [vars(cls)[name] for cls in classes if name in vars(cls)]
         marked = next(value for value in definitions if _is_marked(value))
         chosen = vars(module).get(name, definitions[0])
@@ -47,14 +65,11 @@ def read_methods(module: object) -> Methods:
             found.removed.append(name)
             continue
         plain = isinstance(chosen, FunctionType) and name not in vars(module)
-        reading = _Reading(name, chosen if plain else inspect.unwrap(marked), getattr(marked, MARK))
+        reading = _MethodReading(name, chosen if plain else inspect.unwrap(marked), getattr(marked, MARK))
         if not plain:
             text = f"`{name}` is a {type(chosen).__name__}, not a plain method, so the node of that name cannot run"
             reading.wrong.append(f"{text}. Rename the attribute, or set it to None to remove the node")
-        node = reading.node()
-        if name != BATCH:  # told by the reading; its readers mean the dataset's rows
-            found.nodes[name] = node
-        found.problems += [Problem(reading.file, reading.line, text) for text in reading.wrong]
+        found.add(reading)
     for cls in reversed(classes):
         found.problems += _defined_twice(cls, declared)
     return found
@@ -64,7 +79,7 @@ def _is_marked(value: Any) -> bool:
     return isinstance(getattr(value, MARK, None), Mark)
 
 
-def _defined_twice(cls: type, names: dict[str, None]) -> Iterator[Problem]:
+def _defined_twice(cls: type, names: dict[str, Mark]) -> Iterator[Problem]:
     """Nodes whose name stands twice in one class body, where Python silently keeps the last."""
     if names.keys().isdisjoint(vars(cls)):
         return
@@ -82,17 +97,15 @@ def _defined_twice(cls: type, names: dict[str, None]) -> Iterator[Problem]:
                 first[statement.name] = line
 
 
-class _Reading:
-    """One marked method, read into a `Node`; `wrong` gathers what is wrong with it."""
+class _Reading(ABC):
+    """What one node says of itself, read into a `Node`; `wrong` gathers what is wrong with it."""
 
-    def __init__(self, name: str, function: FunctionType, mark: Mark) -> None:
+    def __init__(self, name: str, mark: Mark, file: str, line: int) -> None:
         self.name = name
-        self.function = function
         self.mark = mark
+        self.file = file
+        self.line = line
         self.wrong: list[str] = []
-        code = inspect.unwrap(function).__code__
-        self.file = code.co_filename
-        self.line = code.co_firstlineno
 
     def node(self) -> Node:
         """The node, as far as it could be read."""
@@ -105,30 +118,11 @@ class _Reading:
         rows = self.mark.rows
         return Node(self.name, inputs, self.mark.role, kind, returns, rows, self.file, self.line)
 
-    def _hints(self) -> dict[str, Any] | None:
-        try:
-            return get_type_hints(self.function, include_extras=True)
-        except (NameError, AttributeError, TypeError, SyntaxError) as error:  # annotations are the user's own code
-            self.wrong.append(f"the types of `{self.name}` cannot be read: {error}. Import or correct them")
-            return None
+    @abstractmethod
+    def _hints(self) -> dict[str, Any] | None: ...
 
-    def _inputs(self, hints: dict[str, Any]) -> tuple[Input, ...]:
-        parameters = list(inspect.signature(self.function).parameters.values())
-        if not parameters or parameters[0].name != "self":
-            self.wrong.append(f"the first parameter of `{self.name}` is not `self`. Add it: a node is a plain method")
-        else:
-            del parameters[0]
-        for parameter in parameters:
-            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                bare = parameter.replace(annotation=parameter.empty, default=parameter.empty)
-                text = f"parameter `{bare}` of `{self.name}` is {parameter.kind.description}"
-                text += ", and values are passed by name"
-                self.wrong.append(f"{text}. Write each value that is read as a parameter of its own")
-        return tuple(
-            Input(parameter.name, parameter.default is parameter.empty, hints.get(parameter.name, Any))
-            for parameter in parameters
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        )
+    @abstractmethod
+    def _inputs(self, hints: dict[str, Any]) -> tuple[Input, ...]: ...
 
     def _kind(self) -> Kind:
         mark = self.mark
@@ -175,3 +169,51 @@ class _Reading:
             self.wrong.append(f"`{self.name}` returns {type_name(returns)}, which cannot be cut by rows: {error}")
             return Any
         return returns
+
+
+class _MethodReading(_Reading):
+    """A marked method."""
+
+    def __init__(self, name: str, function: FunctionType, mark: Mark) -> None:
+        code = inspect.unwrap(function).__code__
+        super().__init__(name, mark, code.co_filename, code.co_firstlineno)
+        self.function = function
+
+    def _hints(self) -> dict[str, Any] | None:
+        try:
+            return get_type_hints(self.function, include_extras=True)
+        except (NameError, AttributeError, TypeError, SyntaxError) as error:  # annotations are the user's own code
+            self.wrong.append(f"the types of `{self.name}` cannot be read: {error}. Import or correct them")
+            return None
+
+    def _inputs(self, hints: dict[str, Any]) -> tuple[Input, ...]:
+        parameters = list(inspect.signature(self.function).parameters.values())
+        if not parameters or parameters[0].name != "self":
+            self.wrong.append(f"the first parameter of `{self.name}` is not `self`. Add it: a node is a plain method")
+        else:
+            del parameters[0]
+        for parameter in parameters:
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                bare = parameter.replace(annotation=parameter.empty, default=parameter.empty)
+                text = f"parameter `{bare}` of `{self.name}` is {parameter.kind.description}"
+                text += ", and values are passed by name"
+                self.wrong.append(f"{text}. Write each value that is read as a parameter of its own")
+        return tuple(
+            Input(parameter.name, parameter.default is parameter.empty, hints.get(parameter.name, Any))
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        )
+
+
+class _CallReading(_Reading):
+    """A call that a config writes; what is wrong with it alone was told when it was bound."""
+
+    def __init__(self, name: str, call: Call) -> None:
+        super().__init__(name, call.mark, call.file, call.line)
+        self.call = call
+
+    def _hints(self) -> dict[str, Any] | None:
+        return None if self.call.returns is Any else {"return": self.call.returns}
+
+    def _inputs(self, hints: dict[str, Any]) -> tuple[Input, ...]:
+        return self.call.inputs

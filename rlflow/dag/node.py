@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Literal, TypeVar, overload
 
 from rlflow.data.batch import Cut, columns
@@ -79,16 +80,18 @@ class Input:
         name: The value's name.
         required: False where the parameter has a default.
         annotation: The parameter's type; `Any` where none is written.
+        field: Of the value, where a node of a config reads just that; empty for the whole.
     """
 
     name: str
     required: bool
     annotation: Any
+    field: str = ""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One step of the algorithm; the method that runs it is `getattr(module, node.id)`.
+    """One step of the algorithm; the method, or the call, that runs it is `getattr(module, node.id)`.
 
     Attributes:
         id: The method's name, which is the name of the value it makes.
@@ -97,8 +100,8 @@ class Node:
         kind: Follows from role and type.
         returns: Its return type; `Any` where that could not be read.
         rows: The mark of a rollout node that was written, if any.
-        file: Where the method is written.
-        line: The line of its first decorator, or of `def`.
+        file: Where the method is written, or the config's entry.
+        line: The line of its first decorator, or of `def`; of an entry its first.
         space: The rows of its value: `batch`, the prompts', or the id of the rollout node that sampled them.
     """
 
@@ -114,8 +117,8 @@ class Node:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The names of the values it reads, in the order of its parameters."""
-        return tuple(value.name for value in self.inputs)
+        """The names of the values it reads, each once, in the order of its parameters."""
+        return tuple(dict.fromkeys(value.name for value in self.inputs))
 
     @property
     def samples(self) -> bool:
@@ -126,6 +129,11 @@ class Node:
     def input_space(self) -> str:
         """The rows in which it sees the values it reads."""
         return BATCH if self.kind == "rollout" else self.space
+
+    @property
+    def makes_value(self) -> bool:
+        """Whether others may read what it returns: a train node keeps its loss, and one that only logs has none."""
+        return self.kind != "train" and self.returns is not NoneType
 
     @property
     def has_rows(self) -> bool:

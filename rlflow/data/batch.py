@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import torch
@@ -196,12 +197,14 @@ class Column:
 
 
 def columns(annotation: Any) -> tuple[Column, ...]:
-    """The columns of a value of this annotated type.
+    """The columns of a value of this annotated type; `None`, which is no value, has none.
 
     Raises:
         TypeError: The type is none of `PerSample`, `PerToken`, `Scalar`, `Rows`, `Texts`, `Ragged`, nor a frozen
             dataclass of them.
     """
+    if annotation is NoneType:
+        return ()
     if dataclasses.is_dataclass(annotation) and annotation is not Ragged:
         hints = get_type_hints(annotation, include_extras=True)
         return tuple(_column(field.name, hints[field.name]) for field in dataclasses.fields(annotation))

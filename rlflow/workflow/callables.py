@@ -1,0 +1,103 @@
+"""Functions by dotted path, and values of a config as the types of their parameters."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from argparse import ArgumentError
+from collections.abc import Callable
+from pathlib import Path
+from types import MethodType
+from typing import Any, get_type_hints
+
+from jsonargparse import ArgumentParser
+
+from rlflow.complaints import complaint
+from rlflow.errors import UserError, did_you_mean, one_line
+from rlflow.module import RLModule
+from rlflow.placement import handles
+
+
+def found_at(path: str, module: RLModule) -> Callable[..., Any]:
+    """What a node calls: a method of the module (`generate`) or of one of its models (`actor.logprobs`), or a function.
+
+    Raises:
+        UserError: There is none of that path.
+    """
+    first, _, rest = path.partition(".")
+    model = handles(module).get(first)
+    if not rest:
+        return MethodType(_method(path, first, type(module)), module)
+    if model is not None:
+        return MethodType(_method(path, rest, type(model)), model)
+    function: Callable[..., Any] = _imported(path, module)
+    if not callable(function):
+        raise UserError(f"calls {path}, and that is a {type(function).__name__}. Name a function")
+    return function
+
+
+def hints_of(function: Callable[..., Any], path: str) -> dict[str, Any]:
+    """The types of its parameters, and its `return`, as far as they are written.
+
+    Raises:
+        UserError: They cannot be read, or it has no signature.
+    """
+    try:
+        inspect.signature(function)
+        return get_type_hints(function, include_extras=True)
+    except (NameError, AttributeError, TypeError, ValueError, SyntaxError) as error:  # of the user's own code
+        why = f"calls {path}, whose parameters cannot be read ({one_line(error)})"
+        raise UserError(f"{why}. Correct them, or call a function of your own that calls it") from error
+
+
+def typed(name: str, value: Any, annotation: Any) -> Any:
+    """A value of a config as the type of the parameter `name`; as it is where the type says nothing to a config.
+
+    Raises:
+        UserError: It is not of that type.
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    try:
+        parser.add_argument(f"--{name}", type=annotation)
+    except ValueError:  # jsonargparse knows no values of such a type
+        return value
+    try:
+        return parser.instantiate(parser.parse_object({name: value}))[name]
+    except (ArgumentError, ValueError) as error:  # the second is what a constructor raised
+        raise complaint(error, parser) from error
+
+
+def _method(path: str, name: str, cls: type) -> Callable[..., Any]:
+    function: Callable[..., Any] | None = getattr(cls, name, None)
+    if name.startswith("_") or not callable(function):
+        known = [each for each in dir(cls) if not each.startswith("_") and inspect.isfunction(getattr(cls, each))]
+        hint = (
+            did_you_mean(name, known) or f" It has {', '.join(known)}; any other function is written as file.function."
+        )
+        raise UserError(f"calls {path}, and {cls.__name__} has no method {name}.{hint}")
+    return function
+
+
+def _imported(path: str, module: RLModule) -> Any:
+    """What lies at a dotted path: of the longest part of it that is a module."""
+    names = path.split(".")
+    for length in range(len(names) - 1, 0, -1):
+        name = ".".join(names[:length])
+        try:
+            found: Any = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+                raise UserError(f"calls {path}, and {name} cannot be imported ({one_line(error)}). Mend it") from error
+            continue
+        except Exception as error:  # whatever the user's own module raises
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            raise UserError(f"calls {path}, and {name} cannot be imported ({reason}). Mend it") from error
+        for step in names[length:]:
+            if step not in dir(found):
+                hint = did_you_mean(step, dir(found)) or " Check the path."
+                raise UserError(f"calls {path}, and {name} has no {step}.{hint}")
+            found, name = getattr(found, step), f"{name}.{step}"
+        return found
+    known = [*handles(module), *(file.stem for file in Path.cwd().glob("*.py")), "rlflow"]
+    hint = did_you_mean(names[0], known) or f" The models are {', '.join(handles(module)) or 'none'}."
+    raise UserError(f"calls {path}, and there is neither a model nor a module {names[0]}.{hint}")

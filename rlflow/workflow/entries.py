@@ -1,0 +1,139 @@
+"""The `nodes` of configs and options, layer upon layer, with the file and line of all that is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.constructor import SafeConstructor
+
+from rlflow.complaints import config_file, options
+from rlflow.dag.entry import Entry, Place
+from rlflow.dag.node import place
+from rlflow.dag.problems import GraphError, Problem
+from rlflow.errors import UserError, did_you_mean, one_line
+
+NODES = "nodes"
+NOTHING = type(None)
+KEYS: Mapping[str, tuple[tuple[type, ...], str]] = {  # of an entry: the types of its value, and what they are called
+    "id": ((str,), "a name"),
+    "role": ((str, NOTHING), "the name of a model, `rollout`, or null"),
+    "type": ((str, NOTHING), "`train`, `filter` or null"),
+    "rows": ((str, NOTHING), "`samples`, `batch` or null"),
+    "dependencies": ((list, dict), "a list of values, or a mapping of parameters to values"),
+    "call": ((str,), "a dotted path"),
+    "parameters": ((dict,), "a mapping"),
+    "returns": ((str,), "`PerSample`, `PerToken` or `Scalar`"),
+    "remove": ((bool,), "true or false"),
+}
+
+
+def read_entries(arguments: Sequence[str]) -> tuple[Entry, ...]:
+    """What the configs and options of a command line write of nodes, in the order in which ids are first written.
+
+    A later config's entry with a `call` stands in the place of an earlier one of its id; one without changes the keys
+    that it names. So does `--nodes.ID.parameters.x 3`.
+
+    Raises:
+        GraphError: All that is wrong with entries as such, each with file and line.
+    """
+    found: dict[str, Entry] = {}
+    problems: list[Problem] = []
+    for file, section in _layers(arguments):
+        layer: dict[str, Entry] = {}
+        for item in _items(section, file, problems):
+            entry = _entry(item, file, problems)
+            if entry is None:
+                continue
+            if entry.id in layer:
+                before = place(*layer[entry.id].place)
+                problems.append(entry.problem(f"is written before, in {before}. Rename or delete one", "id"))
+            layer[entry.id] = entry
+        found |= {name: entry.after(found.get(name)) for name, entry in layer.items()}
+    if problems:
+        raise GraphError(*problems)
+    return tuple(found.values())
+
+
+def as_yaml(entries: Sequence[Entry]) -> str:
+    """The entries in one line, as one config would write them."""
+    written = [{"id": entry.id, **entry.keys} for entry in entries]
+    return yaml.safe_dump(written, default_flow_style=True, sort_keys=False, width=2**31).strip()
+
+
+def _layers(arguments: Sequence[str]) -> Iterator[tuple[str, yaml.Node]]:
+    """What each config and option says of nodes, and the name of that config or option."""
+    for name, value in options(arguments):
+        if name == "config":
+            config_file(value)  # or say what is wrong with it
+            root = yaml.compose(Path(value).read_text(encoding="utf-8"), yaml.SafeLoader)
+            entries = root.value if isinstance(root, yaml.MappingNode) else ()
+            yield from ((value, section) for key, section in entries if key.value == NODES)
+        elif name == NODES:
+            yield f"--{name}", _composed(name, value)
+        elif name.startswith(f"{NODES}."):
+            yield f"--{name}", _composed(name, _nested(name, value))
+
+
+def _nested(path: str, value: str) -> str:
+    """A list of the one entry that an option such as `nodes.a.parameters.x` changes."""
+    _, node, *keys = path.split(".")
+    for key in reversed(keys[1:]):
+        value = f"{{{key}: {value}}}"
+    return f"[{{id: {node}, {keys[0]}: {value}}}]" if keys else f"[{value}]"
+
+
+def _composed(option: str, text: str) -> yaml.Node:
+    try:
+        found = yaml.compose(text, yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise UserError(f"`--{option}` is not YAML ({one_line(error)}); mend it") from error
+    return found or yaml.ScalarNode("tag:yaml.org,2002:null", "")
+
+
+def _items(section: yaml.Node, file: str, problems: list[Problem]) -> list[yaml.Node]:
+    if isinstance(section, yaml.SequenceNode):
+        return list(section.value)
+    if section.value not in ("", "null", "~"):
+        text = f"`{NODES}` is {_constructed(section)!r:.80}; write a list, each node as `- id: ...`"
+        problems.append(Problem(*_place(section, file), text))
+    return []
+
+
+def _entry(item: yaml.Node, file: str, problems: list[Problem]) -> Entry | None:
+    """One entry; None where it cannot be told which node it is of."""
+    values = _constructed(item)
+    if not isinstance(values, dict) or not isinstance(values.get("id"), str):
+        found = f"an entry of `{NODES}` is {values!r:.80}, without the name of a node"
+        problems.append(Problem(*_place(item, file), f"{found}. Write `- id: ...`"))
+        return None
+    places = dict(_places(item, file))
+    entry = Entry(values.pop("id"), values, _place(item, file), places)
+    for key, value in values.items():
+        if key not in KEYS:
+            known = did_you_mean(str(key), KEYS) or f" Known here: {', '.join(KEYS)}."
+            problems.append(entry.problem(f"has a key `{key}`, which is no known one.{known}", str(key)))
+            continue
+        types, called = KEYS[key]
+        names = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+        if not isinstance(value, types) or (key == "dependencies" and not all(isinstance(name, str) for name in names)):
+            problems.append(entry.problem(f"has the `{key}` {value!r:.80}. Give {called}", key))
+    return entry
+
+
+def _constructed(node: yaml.Node) -> Any:
+    return SafeConstructor().construct_document(node)
+
+
+def _places(item: yaml.Node, file: str, above: str = "") -> Iterator[tuple[str, Place]]:
+    """The place of each key, and of each within it, by dotted path."""
+    for key, value in item.value:
+        yield f"{above}{key.value}", _place(key, file)
+        if not above and isinstance(value, yaml.MappingNode):
+            yield from _places(value, file, f"{key.value}.")
+
+
+def _place(node: yaml.Node, file: str) -> Place:
+    return file, node.start_mark.line + 1

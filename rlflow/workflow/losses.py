@@ -1,0 +1,59 @@
+"""Losses of train nodes as plain functions, for a config to name."""
+
+from __future__ import annotations
+
+from rlflow.data.batch import PerSample, PerToken, Rollout
+from rlflow.functional import Importance, KLEstimator, kl_estimate, ppo_clip_loss, ppo_is_clipped
+from rlflow.models.causal_lm import CausalLM
+from rlflow.module import RLModule
+
+
+def policy_loss(
+    self: RLModule,
+    actor: CausalLM,
+    rollout: Rollout,
+    advantages: PerSample | PerToken,
+    old_logprobs: PerToken | None = None,
+    ref_logprobs: PerToken | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    importance: Importance | None = Importance(),
+    kl_coef: float = 0.0,
+    kl_kind: KLEstimator = "k3",
+    entropy_coef: float = 0.0,
+) -> PerToken:
+    """`w_t surrogate_t + kl_coef KL_t - entropy_coef H_t`, the loss of `rlflow.algorithms.PolicyGradient`, `[B, T]`.
+
+    Args:
+        self: The module, which logs.
+        actor: The model that is trained.
+        rollout: Its samples.
+        advantages: `[B]`, or `[B, T]`.
+        old_logprobs: `[B, T]` of the policy at the start of the step; where None, the trained one is the old one, which
+            holds for one update a step.
+        ref_logprobs: `[B, T]` of the reference; None is no KL.
+        clip_low: How far the ratio may fall below 1 and still count.
+        clip_high: How far the ratio may rise above 1 and still count.
+        dual_clip: Ratio, above 1, from which a negative advantage no longer counts (arXiv 1912.09729); None is off.
+        importance: Correction for the gap between rollout and training logprobs; None is off.
+        kl_coef: Weight of the KL divergence from the reference.
+        kl_kind: Its estimator; k2 and k3+ have the gradient of KL (arXiv 2512.21852).
+        entropy_coef: Weight of the entropy bonus.
+    """
+    mask, clips = rollout.loss_mask, (clip_low, clip_high, dual_clip)
+    logprobs, entropy = actor.score(rollout)
+    old = logprobs.detach() if old_logprobs is None else old_logprobs
+    self.log("actor/clip_fraction", ppo_is_clipped(logprobs, old, advantages, *clips), mask)
+    loss = ppo_clip_loss(logprobs, old, advantages, *clips)
+    if importance is not None:
+        loss = loss * importance.weights(old, rollout.logprobs, mask)
+        self.log("actor/importance_dropped", importance.dropped(old, rollout.logprobs, mask), mask)
+    self.log("actor/entropy", entropy.detach(), mask)
+    if entropy_coef != 0:
+        loss = loss - entropy_coef * entropy
+    if ref_logprobs is None:
+        return loss
+    kl = kl_estimate(logprobs, ref_logprobs, kl_kind)
+    self.log("actor/kl", kl.detach(), mask)
+    return loss + kl_coef * kl
