@@ -248,6 +248,7 @@ def _build(parser: OneLineParser, parsed: Namespace, entries: Sequence[Entry]) -
     config = yaml.safe_load(resolved)
     with naming_keys(config):
         try:
+            parsed.pop(NODES)  # of `entries`, whose parameters are instantiated with the functions' types
             built: Any = parser.instantiate(parsed)
         except ValueError as error:  # jsonargparse wraps what a constructor raised
             raise complaint(error, parser) from error

@@ -105,6 +105,19 @@ def test_the_page_long_algorithm_trains_from_a_users_own_folder(tmp_path: Path) 
     assert json.loads(summary.read_text(encoding="utf-8"))["steps"] == 1
 
 
+def test_the_workflow_and_its_variation_train_from_a_users_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "my_steps.py").write_text(blocks("workflow.md", "python")[0], encoding="utf-8")
+    for name, text in zip(("my.yaml", "variation.yaml"), blocks("workflow.md", "yaml"), strict=True):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    options = ("--config", "my.yaml", "--config", "variation.yaml", "--trainer.max_steps", "1")
+    ran = rlflow("fit", *options, folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    (line,) = (tmp_path / "runs/workflow/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    logged = json.loads(line)
+    assert logged["rollout/tokens_each"] == logged["rollout/length"]
+    assert logged["actor/advantage"] == pytest.approx(0, abs=1e-6)
+
+
 def test_the_python_of_the_quickstart_says_what_its_yaml_says(tmp_path: Path) -> None:
     shown = imported(blocks("quickstart.md", "python")[0], "shown_quickstart", tmp_path)
     configured = read_fit(["--config", str(ROOT / "configs" / "quickstart_grpo.yaml")])

@@ -16,11 +16,16 @@ def type_name(annotation: Any) -> str:
     for name, alias in _ALIASES.items():
         if annotation == alias:
             return name
-    if get_origin(annotation) in (Union, types.UnionType):
-        return " | ".join(type_name(choice) for choice in get_args(annotation))
+    if len(choices(annotation)) > 1:
+        return " | ".join(type_name(choice) for choice in choices(annotation))
     if annotation is types.NoneType:
         return "None"
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+def choices(annotation: Any) -> tuple[Any, ...]:
+    """The types that a union is of; of another type that one."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
 def fields(annotation: Any) -> dict[str, Any]:
@@ -37,9 +42,11 @@ def accepts(wanted: Any, made: Any) -> bool:
     """Whether a value of type `made` may be passed where `wanted` is written; `Any` fits everything."""
     if wanted is Any or made is Any or wanted == made:
         return True
-    if get_origin(wanted) in (Union, types.UnionType):
-        return any(accepts(choice, made) for choice in get_args(wanted))
+    if len(choices(wanted)) > 1:
+        return any(accepts(choice, made) for choice in choices(wanted))
     plain = get_args(made)[0] if get_origin(made) is Annotated else made
+    if getattr(wanted, "_is_protocol", False):  # such as what a model scores: whatever has its properties
+        return {name for name, value in vars(wanted).items() if isinstance(value, property)} <= fields(plain).keys()
     if isinstance(wanted, type) and isinstance(plain, type):
         return issubclass(plain, wanted)
     return bool(wanted == plain)

@@ -20,7 +20,7 @@ def missing(nodes: Mapping[str, Node], removed: Collection[str], methods: Collec
     Args:
         nodes: The graph's nodes.
         removed: Names of nodes that were set to None.
-        methods: Names of all methods of the module, marked or not.
+        methods: Names of the methods of the module's class, marked or not.
     """
     for node in nodes.values():
         for name in node.reads:
@@ -34,7 +34,7 @@ def missing(nodes: Mapping[str, Node], removed: Collection[str], methods: Collec
                     why = "which no node makes." + (did_you_mean(name, [BATCH, *nodes]) or _values(nodes))
                 yield _problem(node, f"reads `{name}`, {why}")
             elif source is not None and not source.makes_value:
-                what = "a train node" if source.kind == "train" else "which returns None"
+                what = "a train node" if source.kind == "train" else "a node that returns None"
                 why = f"{what} ({source.place}), which makes no value. Compute what is shared in another node"
                 yield _problem(node, f"reads `{name}`, {why}")
 
@@ -234,7 +234,7 @@ def _has_tokens(node: Node) -> bool:
 def _is_trained_on(name: str, nodes: Mapping[str, Node]) -> bool:
     """Whether a value has a loss mask, or is pairs, all of which count."""
     made = type_of_batch(nodes) if name == BATCH else nodes[name].returns if name in nodes else None
-    if not isinstance(made, type):
+    if made is Any or not isinstance(made, type):
         return False
     return issubclass(made, Pairs) or any(column.name == "loss_mask" for column in columns(made))
 

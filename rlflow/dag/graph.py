@@ -50,7 +50,7 @@ class Graph:
         problems = [
             *told,
             *methods.problems,
-            *checks.missing(nodes, methods.removed, dir(module)),
+            *checks.missing(nodes, methods.removed, methods.all),
             *checks.mistyped(nodes),
             *checks.mispaired(nodes, spaces),
             *checks.miscast(nodes, roles),

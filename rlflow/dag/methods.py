@@ -27,11 +27,13 @@ class Methods:
     Attributes:
         nodes: By name, in the order of declaration: those of base classes first; an override keeps its place.
         removed: The names of nodes that were set to None.
+        all: The names of the methods of its class, marked or not.
         problems: What is wrong with single methods.
     """
 
     nodes: dict[str, Node] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
+    all: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, reading: _Reading) -> None:
@@ -50,7 +52,7 @@ def marks(cls: type) -> dict[str, Mark]:
 
 def read_methods(module: object) -> Methods:
     """Read the nodes of the instance `module`."""
-    found = Methods()
+    found = Methods(all=[name for name in dir(type(module)) if callable(getattr(type(module), name))])
     classes = type(module).__mro__
     declared = marks(type(module))
     calls = {name: value for name, value in getattr(module, "__dict__", {}).items() if isinstance(value, Call)}

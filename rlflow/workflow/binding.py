@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 from torch import Tensor
 
-from rlflow.dag.annotations import accepts, type_name
+from rlflow.dag.annotations import accepts, choices, type_name
 from rlflow.dag.call import Call, Read
 from rlflow.dag.entry import Entry
 from rlflow.dag.methods import marks
@@ -71,11 +72,13 @@ def _put(module: RLModule, entry: Entry, problems: list[Problem]) -> None:
             why = did_you_mean(entry.id, known) or f" The nodes are {', '.join(known)}."
             problems.append(entry.problem(f"is removed, and {name} has no node of that name.{why}", "remove"))
     elif "call" not in entry.keys:
-        known = [other.id for other in module.config_nodes if "call" in other.keys]
-        why = f"a node of {name}'s own is replaced as a whole" if entry.id in declared else "no config before makes it"
-        hint = "" if entry.id in declared else did_you_mean(entry.id, known)
-        text = f"has no `call`, the dotted path of the function that makes it, and {why}. Write one"
-        problems.append(entry.problem(text + ("." + hint if hint else "")))
+        text = "has no `call`, the dotted path of the function that makes it"
+        if entry.id in declared:
+            text = f"{text}, and a node of {name}'s own is replaced as a whole. Write one"
+        else:
+            known = [other.id for other in module.config_nodes if "call" in other.keys]
+            text = f"{text}, and no config before writes it. Add it.{did_you_mean(entry.id, known)}"
+        problems.append(entry.problem(text))
     elif not entry.id.isidentifier():
         problems.append(entry.problem("is no name that a parameter can have. Write letters, digits and _", "id"))
     elif entry.id not in declared and (hasattr(type(module), entry.id) or not isinstance(written, Call | None)):
@@ -149,10 +152,10 @@ class _Binding:
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 text = f"calls {path}, whose parameter `{name}` is {parameter.kind.description}, and values are passed"
                 self.wrong(f"{text} by name. Call a function of your own that calls it", "call")
-            elif name in settings:
-                self._set(name, settings[name], hints.get(name, Any))
             elif dependencies is not None and name in dependencies:
                 self._read(name, dependencies[name], hints.get(name, Any), required=True)
+            elif name in settings:
+                self._set(name, settings[name], hints.get(name, Any))
             elif name == "self":
                 self.bound[name] = self.module
             elif name in handles(self.module) or dependencies is None:
@@ -178,7 +181,8 @@ class _Binding:
 
     def _set(self, name: str, value: Any, annotation: Any) -> None:
         """A parameter that the config sets."""
-        if annotation is not Any and accepts(annotation, Tensor):
+        others = [choice for choice in choices(annotation) if choice is not NoneType]
+        if annotation is not Any and value is not None and all(accepts(Tensor, choice) for choice in others):
             text = f"has `{name}` in its `parameters`, and it is a {type_name(annotation)}, which nodes make"
             self.wrong(f"{text}. Write under `dependencies` which one", _key("parameters", name))
             return

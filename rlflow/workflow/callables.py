@@ -7,12 +7,13 @@ import inspect
 from argparse import ArgumentError
 from collections.abc import Callable
 from pathlib import Path
-from types import MethodType
+from types import MethodType, NoneType
 from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentParser
 
-from rlflow.complaints import complaint
+from rlflow.complaints import ConfigError, complaint
+from rlflow.dag.annotations import choices
 from rlflow.errors import UserError, did_you_mean, one_line
 from rlflow.module import RLModule
 from rlflow.placement import handles
@@ -32,7 +33,7 @@ def found_at(path: str, module: RLModule) -> Callable[..., Any]:
         return MethodType(_method(path, rest, type(model)), model)
     function: Callable[..., Any] = _imported(path, module)
     if not callable(function):
-        raise UserError(f"calls {path}, and that is a {type(function).__name__}. Name a function")
+        raise UserError(f"calls {path}, and that is {function!r:.40}, no function. Name one")
     return function
 
 
@@ -57,6 +58,9 @@ def typed(name: str, value: Any, annotation: Any) -> Any:
         UserError: It is not of that type.
     """
     parser = ArgumentParser(exit_on_error=False)
+    others = [choice for choice in choices(annotation) if choice is not NoneType]
+    if value is not None and len(others) == 1:
+        (annotation,) = others  # whose complaints are plainer than a union's
     try:
         parser.add_argument(f"--{name}", type=annotation)
     except ValueError:  # jsonargparse knows no values of such a type
@@ -64,7 +68,8 @@ def typed(name: str, value: Any, annotation: Any) -> Any:
     try:
         return parser.instantiate(parser.parse_object({name: value}))[name]
     except (ArgumentError, ValueError) as error:  # the second is what a constructor raised
-        raise complaint(error, parser) from error
+        found = complaint(error, parser)
+        raise (found.told_of({name: value}) if isinstance(found, ConfigError) else found) from error
 
 
 def _method(path: str, name: str, cls: type) -> Callable[..., Any]:

@@ -1,7 +1,5 @@
 """`Workflow`, the algorithm whose models and nodes stand in a config."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rlflow.data.batch import Batch, Rollout
@@ -19,6 +17,7 @@ class Workflow(RLModule):
         group_size: Responses to each prompt, which `generate` samples unless a node says otherwise.
         max_response_length: Tokens after which a response is cut.
         temperature: Of sampling; that of every `CausalLM` of the config.
+        stop_token_ids: Tokens that end a response beside those of the model and its tokenizer.
         mask_truncated: Leave responses that were cut out of losses; they stay in their group's baseline.
         loss_aggregation: How per-token losses become one number.
         max_draws: Batches of prompts that a filter draws at most to fill a step.
@@ -28,6 +27,7 @@ class Workflow(RLModule):
     group_size: int = 1
     max_response_length: int = 256
     temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
     mask_truncated: bool = False
     loss_aggregation: Aggregation = "token-mean"
     max_draws: int = 10
