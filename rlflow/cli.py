@@ -1,4 +1,4 @@
-"""The command line: `rlflow fit`, `rlflow validate`, `rlflow graph`, `rlflow export`."""
+"""The command line: `rlflow fit`, `validate`, `graph`, `export`, `simulate`."""
 
 from __future__ import annotations
 
@@ -42,11 +42,24 @@ def export(arguments: Sequence[str]) -> None:
     read_export(arguments).run()
 
 
+def simulate(arguments: Sequence[str]) -> None:
+    """Predict a config's time, bytes and memory on machines that are not here."""
+    if "--paper" in arguments:
+        from rlflow.simulate.paper import read_paper
+
+        read_paper(arguments).show()
+        return
+    from rlflow.configuration import read_simulate
+
+    read_simulate(arguments).show()
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "fit": fit,
     "validate": validate,
     "graph": graph,
     "export": export,
+    "simulate": simulate,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -28,6 +29,9 @@ from rlflow.placement import followed_role, layouts
 from rlflow.preparation import read_graph as read_module_graph
 from rlflow.rewards import ExactMatch
 from rlflow.rollout.engine import RolloutEngine
+from rlflow.simulate.command import ShownSimulation
+from rlflow.simulate.hardware import read_hardware
+from rlflow.simulate.simulation import Scaling, Simulation
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.trainer import Trainer
 from rlflow.workflow.entries import NODES, as_yaml, read_entries
@@ -128,6 +132,40 @@ def read_graph(arguments: Sequence[str]) -> ConfiguredGraph | ConfiguredDifferen
     parsed = _parsed(parser, arguments)
     configured = _build(parser, parsed, read_entries(arguments))
     return ConfiguredGraph(configured, parsed.rank, None if parsed.draw is None else Path(parsed.draw))
+
+
+def read_simulate(arguments: Sequence[str]) -> ShownSimulation:
+    """What `rlflow simulate` predicts of a config."""
+    parser = _parser("simulate", "Predict a config's time, bytes and memory on machines that are not here.")
+    parser.add_argument("--machines", type=int, default=1, help="to be simulated; here, `--nodes N` is the same")
+    parser.add_argument("--hardware", type=str, default="h100", help="h100, h200, a100, or a YAML file")
+    parser.add_argument(
+        "--scaling", type=Scaling, default="weak", help="whether the step's prompts grow with the ranks"
+    )
+    parser.add_argument("--prompt_tokens", type=float | None, default=None, help="on average; half of the longest")
+    parser.add_argument("--response_tokens", type=float | None, default=None, help="on average; half of the longest")
+    parser.add_argument("--draw", type=str | None, default=None, help="write a picture to PATH.png, .svg or .pdf")
+    parser.add_argument("--paper", action="store_true", help="continue the DistFlow paper's curves instead; no config")
+    arguments = _counting_machines(arguments)
+    parsed = _parsed(parser, arguments)
+    configured = _build(parser, parsed, read_entries(arguments))
+    simulation = Simulation(
+        configured.module,
+        configured.data,
+        configured.trainer,
+        parsed.machines,
+        parsed.hardware,
+        read_hardware(parsed.hardware),
+        parsed.scaling,
+        parsed.prompt_tokens,
+        parsed.response_tokens,
+    )
+    return ShownSimulation(simulation, None if parsed.draw is None else Path(parsed.draw))
+
+
+def _counting_machines(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `--machines` for `--nodes`, which in a config are the graph's."""
+    return [re.sub(rf"^--{NODES}(?==|$)", "--machines", argument) for argument in arguments]
 
 
 def read_export(arguments: Sequence[str]) -> Export:

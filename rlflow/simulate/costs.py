@@ -1,0 +1,176 @@
+"""How long the parts of a step take: pure arithmetic on sizes and hardware, a formula each. Seconds, bytes, FLOP."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rlflow.simulate.hardware import Hardware
+from rlflow.simulate.sizes import ModelSize
+
+
+def forward_flops(size: ModelSize, tokens: float, length: float) -> float:
+    """Of a forward pass over `tokens`, in sequences of `length` tokens.
+
+    A multiplication and an addition for each weight and token; the same for each pair of a token and one before it, for
+    the scores and again for the values (PaLM, arXiv 2204.02311, appendix B, halved because attention is causal).
+    """
+    attention = 2 * size.layers * size.heads * size.head_width * length
+    return tokens * (2 * size.multiplied + attention)
+
+
+def gather_seconds(nbytes: float, ranks: int, hardware: Hardware) -> float:
+    """Until every rank holds `nbytes` that lie in equal parts on all; a reduce-scatter takes as long.
+
+    Rings through all GPUs: in a node, and between nodes through all their network adapters at once. The slower counts.
+    """
+    if ranks == 1:
+        return 0.0
+    in_node = min(ranks, hardware.gpus_per_node)
+    nodes = math.ceil(ranks / hardware.gpus_per_node)
+    inside = nbytes * (1 - 1 / in_node) / (hardware.node_bandwidth * hardware.link_efficiency)
+    across = nbytes * (1 - 1 / nodes) / (in_node * hardware.network_bandwidth * hardware.link_efficiency)
+    return max(inside, across) + latency(ranks, hardware)
+
+
+def latency(ranks: int, hardware: Hardware) -> float:
+    """Of a collective: a tree's hops in the node, and then between nodes."""
+    in_node = min(ranks, hardware.gpus_per_node)
+    nodes = math.ceil(ranks / hardware.gpus_per_node)
+    return math.log2(in_node) * hardware.node_latency + math.log2(nodes) * hardware.network_latency
+
+
+def all_to_all_seconds(nbytes: float, ranks: int, hardware: Hardware) -> float:
+    """Of an exchange in which each rank sends `nbytes`, evenly to the others."""
+    if ranks == 1:
+        return 0.0
+    in_node = min(ranks, hardware.gpus_per_node)
+    away = (ranks - in_node) / (ranks - 1)
+    inside = nbytes * (1 - away) / (hardware.node_bandwidth * hardware.link_efficiency)
+    across = nbytes * away / (hardware.network_bandwidth * hardware.link_efficiency)
+    return max(inside, across) + latency(ranks, hardware) + (ranks - 1) * hardware.message_seconds
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What one engine generates.
+
+    Attributes:
+        responses: How many.
+        prompts: How many different ones; the responses to one share its cache.
+        prompt: Tokens of a prompt.
+        response: Tokens of a response on average.
+        longest: Tokens of the longest.
+        at_once: Responses that are generated at once, at most.
+    """
+
+    responses: float
+    prompts: float
+    prompt: float
+    response: float
+    longest: float
+    at_once: float
+
+
+def decode_seconds(size: ModelSize, width: int, ranks: int, work: Decoding, hardware: Hardware) -> float:
+    """Of one engine of `ranks` GPUs, weights and cache of `width` bytes a number.
+
+    Prompts first, at the speed of a forward pass. Then one token of each running response a step: a step reads the
+    weights and the running responses' caches, or multiplies them, whichever is slower; two reductions a layer join the
+    ranks. The engine is never idle while responses wait, and ends with the longest.
+    """
+    flops = forward_flops(size, work.prompts * work.prompt, work.prompt)
+    prefill = flops / (ranks * hardware.peak_flops * hardware.forward_efficiency)
+    running = min(work.responses, work.at_once)
+    steps = max(work.longest, work.responses * work.response / running)
+    # On average over the steps, fewer run: the tokens that are to be made, over the steps.
+    mean_running = work.responses * work.response / steps
+    length = work.prompt + work.response / 2
+    read = size.multiplied * width + mean_running * length * size.cache_bytes(width)
+    reading = read / (ranks * hardware.memory_bandwidth * hardware.memory_efficiency)
+    multiplied = forward_flops(size, mean_running, 2 * length)
+    multiplying = multiplied / (ranks * hardware.peak_flops * hardware.forward_efficiency)
+    joined = 0.0
+    if ranks > 1:
+        one = 2 * gather_seconds(mean_running * size.hidden * width, ranks, hardware)
+        joined = 2 * size.layers * one
+    return prefill + steps * (max(reading, multiplying) + joined + hardware.decode_overhead)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a role's weights lie and are updated.
+
+    Attributes:
+        stage: Of ZeRO.
+        ranks: Over which it divides.
+        width: Bytes of a weight.
+        trained: Parameters that are trained.
+        moments: Numbers that the optimizer keeps of each.
+        checkpointing: Whether activations are computed again.
+        updates: Optimizer steps of a step.
+        token_budget: Tokens of a micro-batch.
+        offloaded: Whether the optimizer's states lie in the CPU's memory.
+    """
+
+    stage: int
+    ranks: int
+    width: int
+    trained: int
+    moments: int
+    checkpointing: bool
+    updates: int
+    token_budget: int
+    offloaded: bool = False
+
+
+def score_seconds(size: ModelSize, tokens: float, length: float, how: Training, hardware: Hardware) -> float:
+    """Of a rank's forward passes over `tokens`; at ZeRO 3 each micro-batch gathers the weights meanwhile."""
+    computing = forward_flops(size, tokens, length) / (hardware.peak_flops * hardware.forward_efficiency)
+    return max(computing, _micro_batches(tokens, how) * _gathers(size, how, hardware))
+
+
+def train_seconds(size: ModelSize, tokens: float, length: float, how: Training, hardware: Hardware) -> float:
+    """Of a rank's updates over `tokens` in all: a backward pass is two forward passes, and checkpointing one more.
+
+    Meanwhile each micro-batch gathers the weights twice at ZeRO 3, and its gradients are reduced from ZeRO 2 on; below,
+    once an update. Then the optimizer reads and writes weights, gradients and moments; what was divided is gathered.
+    """
+    passes = 4 if how.checkpointing else 3
+    computing = passes * forward_flops(size, tokens, length) / (hardware.peak_flops * hardware.train_efficiency)
+    micro_batches = _micro_batches(tokens / how.updates, how) * how.updates
+    reducing = gather_seconds(how.trained * how.width, how.ranks, hardware)
+    moving = 2 * micro_batches * _gathers(size, how, hardware)
+    moving += reducing * (micro_batches if how.stage >= 2 else how.updates)
+    own = how.trained / (how.ranks if how.stage >= 1 else 1)
+    touched = own * 2 * (how.width + 4 + 4 * how.moments)
+    stepping = touched / (hardware.memory_bandwidth * hardware.memory_efficiency) + (reducing if how.stage < 3 else 0)
+    return max(computing, moving) + how.updates * stepping
+
+
+def sync_seconds(size: ModelSize, width: int, ranks: int, divided: bool, hardware: Hardware) -> float:
+    """Of bringing trained weights into the engine: gathered where they are divided, written, and read back."""
+    nbytes = size.parameters * width
+    gathering = gather_seconds(nbytes, ranks, hardware) if divided else 0.0
+    return gathering + 3 * nbytes / (hardware.memory_bandwidth * hardware.memory_efficiency)
+
+
+def straggling(rows: float, shards: int, variation: float) -> float:
+    """How much more tokens than the mean the fullest of `shards` has, dealt `rows` each by count, as a factor.
+
+    The largest of n normal numbers lies about sqrt(2 ln n) deviations above their mean.
+
+    Args:
+        rows: Independent rows of a shard.
+        shards: How many.
+        variation: Standard deviation of a row's tokens over their mean.
+    """
+    return 1 + variation * math.sqrt(2 * math.log(shards) / max(rows, 1.0))
+
+
+def _gathers(size: ModelSize, how: Training, hardware: Hardware) -> float:
+    return gather_seconds(size.parameters * how.width, how.ranks, hardware) if how.stage == 3 else 0.0
+
+
+def _micro_batches(tokens: float, how: Training) -> int:
+    return max(1, math.ceil(tokens / how.token_budget))

@@ -1,0 +1,215 @@
+"""The work of a step in rlflow and in three other designs: the same nodes on the same GPUs, other ways for the data.
+
+- `rlflow`: what the plan says. Exchanges go straight between ranks, packed, while nodes that do not read them run.
+- `padded`, `packed`: one controller. What a role makes is collected by it, what a role reads is sent out by it, one
+  value at a time, and nodes without a role run on it. Rows are padded to the longest that the config allows, or not.
+- `store`: values are put into the memory of the nodes that made them, and fetched by those that read them; a controller
+  is told of each row that is put, and asked for each that is fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+from rlflow.dag.node import BATCH, Node
+from rlflow.dag.planner import Exchange, Fill, Load, RunNode, SyncWeights, Task, TrainNode
+from rlflow.data.layout import Layout
+from rlflow.simulate.costs import (
+    Decoding,
+    all_to_all_seconds,
+    decode_seconds,
+    gather_seconds,
+    score_seconds,
+    straggling,
+    sync_seconds,
+    train_seconds,
+)
+from rlflow.simulate.hardware import Hardware
+from rlflow.simulate.memory import memory
+from rlflow.simulate.timeline import Work
+from rlflow.simulate.workload import Workload
+
+Design = Literal["rlflow", "padded", "packed", "store"]
+DESIGNS: tuple[Design, ...] = get_args(Design)
+MEANING = {
+    "rlflow": "rlflow",
+    "padded": "one controller, padded",
+    "packed": "one controller, packed",
+    "store": "metadata controller, store",
+}
+
+CONTROLLER = "controller"
+FILTER_DRAWS = 2  # batches that a filter draws until a step is full; an assumption
+VARIATION = 0.5  # of responses' lengths, standard deviation over mean; an assumption
+METADATA_BYTES = 40  # of a row: id, group, length, tokens and version, which every rank learns
+
+
+def works(workload: Workload, hardware: Hardware, design: Design) -> list[Work]:
+    """All work of a step, in the order of issue."""
+    return list(_Step(workload, hardware, design).works())
+
+
+class _Step:
+    """Turns a plan's tasks into work."""
+
+    def __init__(self, workload: Workload, hardware: Hardware, design: Design) -> None:
+        self.workload = workload
+        self.hardware = hardware
+        self.design = design
+        self.lanes = _lanes(workload)
+        self.latest: dict[str, str] = {}  # of each value, or value and reader: the work after which it is there
+        self.draw = ""
+
+    def works(self) -> Iterator[Work]:
+        for task in self.workload.plan.tasks:
+            if isinstance(task, Fill):
+                for draw in range(FILTER_DRAWS):
+                    self.draw = f" ({draw + 1})" if draw else ""
+                    for repeated in task.tasks:
+                        yield from self._task(repeated)
+                self.draw = ""
+            else:
+                yield from self._task(task)
+
+    def _task(self, task: Task) -> Iterator[Work]:
+        if isinstance(task, Load):
+            self.latest[BATCH] = ""  # read ahead, while the step before is trained
+        elif isinstance(task, SyncWeights):
+            role = self.workload.roles[task.role]
+            divided = role.training.stage == 3
+            seconds = sync_seconds(role.size, role.training.width, role.training.ranks, divided, self.hardware)
+            nbytes = float(role.size.parameters * role.training.width)
+            yield Work(f"sync {task.role}", "sync", self._of(task.ranks), seconds, nbytes=nbytes)
+        elif isinstance(task, Exchange) and self.design == "rlflow":
+            yield self._exchange(task)
+        elif isinstance(task, RunNode | TrainNode):
+            yield from self._node(self.workload.graph.nodes[task.node_id], task.layout)
+
+    def _node(self, node: Node, layout: Layout) -> Iterator[Work]:
+        on_hub = self.design in ("padded", "packed") and node.role is None
+        if self.design != "rlflow":
+            for value in node.reads:
+                yield from self._fetched(value, node, layout)
+        needs = [self._there(value, node, layout) for value in node.reads]
+        kind, seconds = self._seconds(node, layout)
+        if on_hub:
+            seconds = self.workload.rows(node.space) * self.hardware.row_seconds
+        lanes = (CONTROLLER,) if on_hub else self._of(layout.ranks)
+        name = node.id + self.draw
+        yield Work(name, kind, lanes, seconds, tuple(need for need in needs if need))
+        self.latest[node.id] = name
+        if self.design != "rlflow" and self.workload.graph.readers(node.id):
+            yield from self._kept(node, layout)
+
+    def _seconds(self, node: Node, layout: Layout) -> tuple[str, float]:
+        load, rows = self.workload, self.workload.rows(node.space) / layout.shards
+        tokens, length = rows * load.row_tokens(node), load.lengths.total
+        if node.kind == "rollout":
+            return "rollout", self._generate(node, rows, layout.shards)
+        if node.role is None:
+            return "host", rows * self.hardware.row_seconds
+        role = load.roles[node.role]
+        if not load.moves_rows:
+            tokens *= straggling(rows, layout.shards, VARIATION * load.lengths.response / length)
+        if node.kind == "train":
+            seconds = train_seconds(role.size, tokens * role.epochs, length, role.training, self.hardware)
+            return "train", seconds
+        return "score", score_seconds(role.size, tokens, length, role.training, self.hardware)
+
+    def _generate(self, node: Node, rows: float, shards: int) -> float:
+        load, lengths = self.workload, self.workload.lengths
+        assert load.follows is not None
+        role = load.roles[load.follows]
+        width = role.training.width
+        cached = memory(load, self.hardware).cache * load.engine.ranks / role.size.cache_bytes(width)
+        work = Decoding(
+            responses=rows,
+            prompts=rows / (load.group_size if node.samples else 1),
+            prompt=lengths.prompt,
+            response=lengths.response * straggling(rows, shards, VARIATION),
+            longest=lengths.longest_response,
+            at_once=max(1.0, min(load.engine.at_once, cached / lengths.total)),
+        )
+        return decode_seconds(role.size, width, load.engine.ranks, work, self.hardware)
+
+    def _exchange(self, task: Exchange) -> Work:
+        """Straight between ranks. The rows' metadata, which partitions are made from, is gathered before."""
+        load, rows = self.workload, self.workload.rows(self.workload.graph.space_of(task.value))
+        moves = load.moves_rows or task.source.shards != task.target.shards
+        nbytes = rows * load.value_bytes(task.value) * (1 - 1 / task.target.shards) if moves else 0.0
+        ranks = len(task.ranks)
+        seconds = all_to_all_seconds(nbytes / task.source.shards, ranks, self.hardware)
+        seconds += gather_seconds(METADATA_BYTES * rows, ranks, self.hardware)
+        name = f"{task.value} -> {_holders(load, task)}{self.draw}"
+        need = self.latest[task.value]
+        self.latest[f"{task.value}|{task.reader_space}|{task.target}"] = name
+        links = tuple(f"link of {lane}" for lane in self._of(task.ranks))
+        return Work(name, "exchange", links, seconds, (need,) if need else (), nbytes)
+
+    def _there(self, value: str, node: Node, layout: Layout) -> str:
+        """The work after which `value` can be read by `node`."""
+        if self.design == "rlflow":
+            return self.latest.get(f"{value}|{node.input_space}|{layout}", self.latest[value])
+        return self.latest.get(f"{value}|{node.id}", self.latest[value])
+
+    def _bytes(self, value: str) -> float:
+        rows = self.workload.rows(self.workload.graph.space_of(value))
+        return rows * self.workload.value_bytes(value, padded=self.design == "padded")
+
+    def _fetched(self, value: str, node: Node, layout: Layout) -> Iterator[Work]:
+        """What brings a value to a reader from a controller, or from a store."""
+        nbytes, need = self._bytes(value), self.latest[value]
+        name = f"{value} -> {node.id}{self.draw}"
+        needs = (need,) if need else ()
+        if self.design == "store":
+            yield self._asked(name, value, needs)
+            nbytes *= layout.copies
+            seconds = all_to_all_seconds(nbytes / len(layout.ranks), self.workload.ranks, self.hardware)
+            yield Work(name, "exchange", self._of(layout.ranks), seconds, (f"{name}, asked",), nbytes)
+        elif node.role is None:
+            return
+        else:
+            yield Work(name, "exchange", (CONTROLLER,), nbytes / self.hardware.hub_bandwidth, needs, nbytes)
+        self.latest[f"{value}|{node.id}"] = name
+
+    def _kept(self, node: Node, layout: Layout) -> Iterator[Work]:
+        """What brings a value from its maker to a controller, or into a store."""
+        nbytes, name = self._bytes(node.id), f"{node.id} ->{self.draw}"
+        if self.design == "store":
+            seconds = all_to_all_seconds(nbytes / layout.shards, self.workload.ranks, self.hardware)
+            yield Work(name, "exchange", self._of(layout.ranks), seconds, (self.latest[node.id],), nbytes)
+            yield self._asked(name, node.id, (name,))
+            self.latest[node.id] = f"{name}, asked"
+        elif node.role is not None:
+            seconds = nbytes / self.hardware.hub_bandwidth
+            yield Work(name, "exchange", (CONTROLLER,), seconds, (self.latest[node.id],), nbytes)
+            self.latest[node.id] = name
+
+    def _asked(self, name: str, value: str, needs: tuple[str, ...]) -> Work:
+        rows = self.workload.rows(self.workload.graph.space_of(value))
+        return Work(f"{name}, asked", "control", (CONTROLLER,), rows * self.hardware.control_seconds, needs)
+
+    def _of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.lanes[rank] for rank in ranks))
+
+
+def _lanes(workload: Workload) -> list[str]:
+    """A lane for each rank; ranks that take part in the same tasks share one."""
+    members = [frozenset(task.ranks) for task in workload.plan.every()]
+    names: dict[tuple[bool, ...], str] = {}
+    lanes = []
+    for rank in range(workload.ranks):
+        part = tuple(rank in ranks for ranks in members)
+        names.setdefault(part, f"ranks {chr(ord('A') + len(names) % 26)}" if len(names) else "ranks")
+        lanes.append(names[part])
+    return lanes
+
+
+def _holders(workload: Workload, task: Exchange) -> str:
+    """The nodes that read the value in the exchange's layout."""
+    layouts = workload.plan.layouts()
+    readers = workload.graph.readers(task.value)
+    return ", ".join(
+        node.id for node in readers if layouts[node.id] == task.target and node.input_space == task.reader_space
+    )

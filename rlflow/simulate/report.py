@@ -1,0 +1,120 @@
+"""A simulation as one screen of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlflow.simulate.designs import DESIGNS, MEANING
+from rlflow.simulate.memory import Memory
+from rlflow.simulate.simulation import Predicted, Simulation
+from rlflow.simulate.timeline import Timeline
+
+
+def screen(simulation: Simulation) -> Iterator[str]:
+    """Its lines."""
+    predicted = simulation.predicted
+    load, timeline = predicted.workload, predicted.timelines["rlflow"]
+    lengths = load.lengths
+    mean, most = (lengths.prompt, lengths.response), (lengths.longest_prompt, lengths.longest_response)
+    yield (
+        f"{type(simulation.module).__name__} on {load.ranks} ranks: {simulation.nodes} nodes of"
+        f" {simulation.hardware.gpus_per_node} {simulation.name}; on paper, never measured at this size"
+    )
+    yield (
+        f"per step: {load.prompts} prompts x {load.group_size}, tokens of a row {mean[0]:g} + {mean[1]:g} on average,"
+        f" at most {most[0]} + {most[1]}; {load.tokens:.3g} tokens trained on"
+    )
+    yield ""
+    yield f"step {_seconds(timeline.seconds)}, {predicted.rate('rlflow'):.4g} tokens/s; * on the critical path"
+    yield from _nodes(timeline)
+    yield ""
+    yield from _memory(predicted.memory)
+    yield ""
+    yield from _designs(simulation)
+
+
+def _nodes(timeline: Timeline) -> Iterator[str]:
+    critical = {span.work.name for span in timeline.critical_path()}
+    yield f"    {'work':<44} {'kind':<9} {'starts':>9} {'takes':>9} {'share':>6} {'moves':>9}"
+    for name, span in timeline.spans.items():
+        mark = "*" if name in critical else " "
+        share = f"{span.work.seconds / timeline.seconds:.1%}"
+        moved = _bytes(span.work.nbytes) if span.work.nbytes else ""
+        yield (
+            f"  {mark} {_short(name, 44):<44} {span.work.kind:<9} {_seconds(span.start):>9}"
+            f" {_seconds(span.work.seconds):>9} {share:>6} {moved:>9}"
+        )
+
+
+def _memory(memory: Memory) -> Iterator[str]:
+    yield (
+        f"memory of a rank: {_bytes(memory.generating)} generating, {_bytes(memory.training)} training,"
+        f" of {_bytes(memory.capacity)}"
+    )
+    for role, nbytes in memory.weights.items():
+        parts = [f"weights {_bytes(nbytes)}"]
+        if role in memory.gradients:
+            parts += [f"gradients {_bytes(memory.gradients[role])}", f"optimizer {_bytes(memory.optimizer[role])}"]
+        yield f"    {role:<10} {', '.join(parts)}"
+    yield (
+        f"    training   activations {_bytes(memory.activations)}, logits {_bytes(memory.logits)}, gathered"
+        f" {_bytes(memory.gathered)}; values of the step {_bytes(memory.held)}"
+    )
+    if memory.engine_weights:
+        yield f"    engine     weights {_bytes(memory.engine_weights)}, cache {_bytes(memory.cache)}"
+    if not memory.fits:
+        yield f"  ! {does_not_fit(memory)}"
+
+
+def does_not_fit(memory: Memory) -> str:
+    """What to do about it."""
+    if memory.cache < 0:
+        return (
+            f"the engine's share is {_bytes(-memory.cache)} short of its weights: raise"
+            " rollout.init_args.gpu_memory_utilization or tensor_parallel_size"
+        )
+    largest = max(memory.weights, key=lambda role: _of_role(memory, role))
+    if memory.generating > memory.capacity:
+        return (
+            f"out of memory by {_bytes(memory.generating - memory.capacity)} while generating; `{largest}` holds"
+            f" {_bytes(_of_role(memory, largest))}: lower gpu_memory_utilization, or raise strategy.init_args.stage"
+        )
+    return (
+        f"out of memory by {_bytes(memory.training - memory.capacity)} while training; `{largest}` holds"
+        f" {_bytes(_of_role(memory, largest))}: raise the stage, lower token_budget, or set gradient_checkpointing"
+    )
+
+
+def _of_role(memory: Memory, role: str) -> float:
+    return sum(of.get(role, 0.0) for of in (memory.weights, memory.gradients, memory.optimizer))
+
+
+def _designs(simulation: Simulation) -> Iterator[str]:
+    growth = simulation.growth
+    yield f"tokens/s by ranks ({simulation.scaling} scaling), and the step; ! where memory is short"
+    yield f"    {'ranks':>6} {'prompts':>8}" + "".join(f" {MEANING[design]:>27}" for design in DESIGNS)
+    for ranks, predicted in growth.items():
+        mark = " " if predicted.memory.fits else "!"
+        yield f"  {mark} {ranks:>6} {predicted.workload.prompts:>8}" + _row(predicted)
+
+
+def _row(predicted: Predicted) -> str:
+    cells = [f"{predicted.rate(design):.4g} ({_seconds(predicted.timelines[design].seconds)})" for design in DESIGNS]
+    return "".join(f" {cell:>27}" for cell in cells)
+
+
+def _short(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.1f} us"
+
+
+def _bytes(nbytes: float) -> str:
+    for unit, size in {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}.items():
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes:.0f} B"

@@ -1,0 +1,104 @@
+"""A simulation of a config: a step at the size asked for, and how it grows up to there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from rlflow.data.prompts import PromptData
+from rlflow.errors import UserError
+from rlflow.module import RLModule
+from rlflow.simulate.designs import DESIGNS, Design, works
+from rlflow.simulate.hardware import Hardware
+from rlflow.simulate.memory import Memory, memory
+from rlflow.simulate.timeline import Timeline, scheduled
+from rlflow.simulate.workload import Workload, read_workload
+from rlflow.trainer import Trainer
+
+Scaling = Literal["weak", "strong"]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One step at one size.
+
+    Attributes:
+        workload: What is done.
+        memory: Of a rank, in rlflow.
+        timelines: Of each design.
+    """
+
+    workload: Workload
+    memory: Memory
+    timelines: Mapping[Design, Timeline]
+
+    def rate(self, design: Design) -> float:
+        """Tokens a second: prompts and responses of the rows that are trained on."""
+        return self.workload.tokens / self.timelines[design].seconds
+
+
+def predict(workload: Workload, hardware: Hardware) -> Predicted:
+    """A step in every design."""
+    timelines = {design: scheduled(works(workload, hardware, design)) for design in DESIGNS}
+    return Predicted(workload, memory(workload, hardware), timelines)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A config on machines that are not here.
+
+    Attributes:
+        module: The algorithm.
+        data: Its prompts.
+        trainer: Its strategy and engine.
+        nodes: To be simulated.
+        name: Of the hardware.
+        hardware: Of a node.
+        scaling: Whether the step's prompts grow with the ranks.
+        prompt_tokens: On average; None for half of the longest.
+        response_tokens: On average; None for half of the longest.
+    """
+
+    module: RLModule
+    data: PromptData
+    trainer: Trainer
+    nodes: int
+    name: str
+    hardware: Hardware
+    scaling: Scaling
+    prompt_tokens: float | None
+    response_tokens: float | None
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise UserError(f"`--nodes` is {self.nodes}; give 1 or more")
+
+    @cached_property
+    def predicted(self) -> Predicted:
+        """At the size asked for."""
+        return predict(self._workload(self.nodes), self.hardware)
+
+    @cached_property
+    def growth(self) -> dict[int, Predicted]:
+        """By ranks: at 1, 2, 4, ... nodes where the sizes divide, and at the size asked for."""
+        found = {}
+        for power in range(self.nodes.bit_length()):
+            try:
+                workload = self._workload(2**power)
+            except UserError:  # too few prompts, or updates of no whole number of samples, on so few
+                continue
+            found[workload.ranks] = predict(workload, self.hardware)
+        return found | {self.predicted.workload.ranks: self.predicted}
+
+    def _workload(self, nodes: int) -> Workload:
+        return read_workload(
+            self.module,
+            self.data,
+            self.trainer,
+            nodes * self.hardware.gpus_per_node,
+            weak=self.scaling == "weak",
+            prompt_tokens=self.prompt_tokens,
+            response_tokens=self.response_tokens,
+        )

@@ -1,0 +1,173 @@
+"""Each formula against a number worked by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlflow.errors import UserError
+from rlflow.simulate.costs import (
+    Decoding,
+    Training,
+    all_to_all_seconds,
+    decode_seconds,
+    forward_flops,
+    gather_seconds,
+    score_seconds,
+    straggling,
+    sync_seconds,
+    train_seconds,
+)
+from rlflow.simulate.hardware import Hardware, read_hardware
+from rlflow.simulate.memory import activation_bytes, gathered_bytes, gradient_bytes, optimizer_bytes, weight_bytes
+from rlflow.simulate.sizes import KNOWN, ModelSize, size_of
+from rlflow.simulate.timeline import Work, scheduled
+
+# Round numbers: 1 GFLOP/s, 1 MB/s of memory, 1 MB/s in a node of 4, 0.5 MB/s between nodes, all of it reached.
+PLAIN = Hardware(1e9, 1e9, 1e6, 1e6, 0.5e6, 4, 1e-3, 2e-3, 1e-4, 1.0, 1.0, 1.0, 1.0, 1e-9, 1e-3, 1e6, 1e-6)
+# Per layer: queries and output 2 x 10 x 10, keys and values 2 x 10 x 5, feed-forward 3 x 10 x 20, norms 20: 920.
+# Two layers, a norm of 10, embeddings 2 x 100 x 10: 1,840 + 10 + 2,000 = 3,850, of which 1,000 are looked up.
+SMALL = ModelSize(hidden=10, intermediate=20, layers=2, heads=2, kv_heads=1, vocabulary=100)
+ZERO3 = Training(3, 4, 2, 3850, 3, False, 2, 500)
+
+
+def test_parameters_are_counted() -> None:
+    assert (SMALL.parameters, SMALL.multiplied) == (3850, 2850)
+    assert SMALL.cache_bytes(2) == 2 * 2 * 5 * 2  # keys and values, layers, width, bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [
+        ("Qwen/Qwen2.5-0.5B", 494_032_768),  # as their pages at huggingface.co say
+        ("Qwen/Qwen2.5-7B", 7_615_616_512),
+        ("Qwen/Qwen2.5-32B", 32_763_876_352),
+        ("Qwen/Qwen2.5-72B", 72_706_203_648),
+        ("meta-llama/Llama-3.1-8B", 8_030_261_248),
+    ],
+)
+def test_known_models_have_as_many_parameters_as_published(model: str, parameters: int) -> None:
+    assert KNOWN[model].parameters == parameters
+
+
+def test_the_size_of_a_folder_is_that_of_its_config(tmp_path: Path) -> None:
+    from rlflow.models.tiny import write_tiny_model
+
+    assert size_of(str(write_tiny_model(tmp_path / "tiny"))) == replace(KNOWN["tiny"], head_dim=None)
+
+
+def test_a_folder_whose_config_says_too_little_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
+    with pytest.raises(UserError, match="whose config does not say 'intermediate_size'"):
+        size_of(str(tmp_path))
+
+
+def test_a_forward_pass_multiplies_weights_and_pairs_of_tokens() -> None:
+    # 8 tokens x (2 x 2,850 + 2 x 2 layers x 10 x length 4)
+    assert forward_flops(SMALL, 8, 4) == 8 * (5700 + 160)
+
+
+def test_gathering_is_as_slow_as_the_slower_of_node_and_network() -> None:
+    # In a node of 4: 3/4 of 1 MB at 1 MB/s, and two hops of 1 ms.
+    assert gather_seconds(1e6, 4, PLAIN) == pytest.approx(0.75 + 0.002)
+    # 4 nodes: between them 3/4 of it over 4 adapters of 0.5 MB/s, 0.375 s; the node's 0.75 s count. Hops 2 + 2.
+    assert gather_seconds(1e6, 16, PLAIN) == pytest.approx(0.75 + 0.002 + 0.004)
+    assert gather_seconds(1e6, 1, PLAIN) == 0
+
+
+def test_an_exchange_is_as_slow_as_what_leaves_the_node() -> None:
+    # 8 ranks in 2 nodes: 4/7 of 0.7 MB at 0.5 MB/s; hops 2 ms + 2 ms; 7 messages of 0.1 ms.
+    assert all_to_all_seconds(0.7e6, 8, PLAIN) == pytest.approx(0.8 + 0.004 + 0.0007)
+
+
+def test_decoding_reads_weights_and_caches_at_every_step() -> None:
+    work = Decoding(responses=4, prompts=2, prompt=10, response=20, longest=20, at_once=2)
+    # Two at once: 4 x 20 / 2 = 40 steps. A step reads 2,850 x 2 bytes, and 2 caches of 10 + 20 / 2 tokens of 40 bytes:
+    # 7,300 bytes at 1 MB/s. Prompts: 2 x 10 tokens x (5,700 + 400) FLOP at 1 GFLOP/s.
+    assert decode_seconds(SMALL, 2, 1, work, PLAIN) == pytest.approx(40 * 0.0073 + 20 * 6100e-9, rel=1e-5)
+
+
+def test_decoding_ends_with_the_longest_response() -> None:
+    work = Decoding(responses=1, prompts=1, prompt=10, response=20, longest=80, at_once=2)
+    # 80 steps, in which a quarter of a response runs on average: 5,700 + 0.25 x 20 x 40 = 5,900 bytes.
+    assert decode_seconds(SMALL, 2, 1, work, PLAIN) == pytest.approx(80 * 0.0059 + 10 * 6100e-9, rel=1e-5)
+
+
+def test_scoring_at_zero_3_waits_for_the_weights_of_each_micro_batch() -> None:
+    # 1,000 tokens are 2 micro-batches; each gathers 3,850 x 2 bytes: 3/4 at 1 MB/s + 2 ms. Computing takes 6 ms.
+    assert score_seconds(SMALL, 1000, 4, ZERO3, PLAIN) == pytest.approx(2 * (0.0057750 + 0.002))
+    assert score_seconds(SMALL, 1000, 4, replace(ZERO3, stage=2), PLAIN) == pytest.approx(1000 * 5860e-9)
+
+
+def test_training_is_three_forward_passes_and_four_with_checkpointing() -> None:
+    fast = replace(PLAIN, node_bandwidth=1e15, network_bandwidth=1e15, node_latency=1e-12, memory_bandwidth=1e15)
+    seconds = train_seconds(SMALL, 1000, 4, ZERO3, fast)
+    assert seconds == pytest.approx(3 * 1000 * 5860e-9, rel=1e-4)
+    again = train_seconds(SMALL, 1000, 4, replace(ZERO3, checkpointing=True), fast)
+    assert again == pytest.approx(4 * 1000 * 5860e-9, rel=1e-4)
+
+
+def test_training_at_zero_3_moves_weights_twice_and_gradients_once_a_micro_batch() -> None:
+    fast = replace(PLAIN, peak_flops=1e15, memory_bandwidth=1e15)
+    # 2 updates of 500 tokens, a micro-batch each; 3 movements of 7,700 bytes.
+    assert train_seconds(SMALL, 1000, 4, ZERO3, fast) == pytest.approx(2 * 3 * 0.007775, rel=1e-4)
+    # ZeRO 1 reduces once an update, and gathers the weights after it.
+    one = replace(ZERO3, stage=1, token_budget=50)
+    assert train_seconds(SMALL, 1000, 4, one, fast) == pytest.approx(2 * 0.007775 + 2 * 0.007775, rel=1e-4)
+
+
+def test_weights_are_gathered_written_and_read_back() -> None:
+    assert sync_seconds(SMALL, 2, 4, True, PLAIN) == pytest.approx(0.007775 + 3 * 0.0077)
+    assert sync_seconds(SMALL, 2, 4, False, PLAIN) == pytest.approx(3 * 0.0077)
+
+
+def test_the_fullest_of_many_shards_has_more_than_the_mean() -> None:
+    assert straggling(100, 1, 0.5) == 1
+    assert straggling(100, 1024, 0.5) == pytest.approx(1 + 0.5 * (2 * 6.93147 / 100) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "optimizer"),
+    [(0, 7700, 15400, 46200), (1, 7700, 15400, 11550), (2, 7700, 3850, 11550), (3, 1925, 3850, 11550)],
+)
+def test_zero_divides_optimizer_then_gradients_then_weights(
+    stage: int, weights: float, gradients: float, optimizer: float
+) -> None:
+    how = replace(ZERO3, stage=stage)
+    assert (weight_bytes(SMALL, how), gradient_bytes(how), optimizer_bytes(how)) == (weights, gradients, optimizer)
+
+
+def test_what_the_cpu_keeps_is_not_on_the_gpu() -> None:
+    assert optimizer_bytes(replace(ZERO3, offloaded=True)) == 0
+
+
+def test_checkpointing_keeps_inputs_of_layers_and_one_layer() -> None:
+    assert activation_bytes(SMALL, ZERO3) == 2 * 500 * 10 * 34
+    assert activation_bytes(SMALL, replace(ZERO3, checkpointing=True)) == 2 * 500 * 10 * 2 + 500 * 10 * 34
+
+
+def test_zero_3_holds_the_largest_piece_whole() -> None:
+    assert gathered_bytes(SMALL, ZERO3) == 1000 * 2  # an embedding; a layer has 925
+    assert gathered_bytes(SMALL, replace(ZERO3, stage=2)) == 0
+
+
+def test_work_waits_for_its_lane_and_for_what_it_needs() -> None:
+    timeline = scheduled(
+        [
+            Work("a", "rollout", ("ranks",), 3.0),
+            Work("move", "exchange", ("links",), 5.0, ("a",)),
+            Work("b", "host", ("ranks",), 1.0),
+            Work("c", "train", ("ranks",), 2.0, ("move",)),
+        ]
+    )
+    assert {name: span.start for name, span in timeline.spans.items()} == {"a": 0, "move": 3, "b": 3, "c": 8}
+    assert [span.work.name for span in timeline.critical_path()] == ["a", "move", "c"]
+    assert timeline.seconds == 10
+
+
+def test_a_file_says_what_differs_from_a_preset(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("like: h100\nmemory: 96.0e+9\n")
+    assert read_hardware(str(tmp_path / "mine.yaml")) == replace(read_hardware("h100"), memory=96e9)
