@@ -166,6 +166,10 @@ REFUSALS = [  # what is written of a node, and what is said of it, both from whe
         "reads `rewards` as Rollout, but `rewards` returns PerSample (",
     ),
     (
+        "x, call: STEPS.squared, dependencies: {x: rollout.logprobs}",
+        "reads `rollout.logprobs` as PerSample, but it is PerToken. Correct one",
+    ),
+    (
         "x, call: STEPS.squared, dependencies: {x: rollout}",
         "reads `rollout` as PerSample, but `rollout` returns Rollout (",
     ),
