@@ -22,6 +22,8 @@ class CPGD(GRPO):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.drift_coef < 0:
+            raise UserError(f"`drift_coef` is {self.drift_coef}; give 0 or more")
         if not self.clip_low < 1:
             raise UserError(f"`clip_low` is {self.clip_low}, and CPGD takes log(1 - clip_low); give less than 1")
 

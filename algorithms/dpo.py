@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlflow import CausalLM, LoRA, Optimizer, Pairs, PerSample, RLModule, node
+from rlflow import CausalLM, LoRA, Optimizer, Pairs, PerSample, RLModule, UserError, node
 from rlflow.functional import dpo_loss
 
 
@@ -35,6 +35,10 @@ class DPO(RLModule):
     samples_per_update: int | None = None
     lora: LoRA | None = None
     gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise UserError(f"`beta` is {self.beta}; give more than 0, or nothing tells chosen from rejected responses")
 
     def configure_models(self) -> None:
         self.actor = CausalLM(

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from rlflow import PerSample, PerToken
 from rlflow.algorithms.grpo import GRPO
-from rlflow.functional import Aggregation, gmpo_loss, ppo_is_clipped
+from rlflow.functional import Aggregation, Importance, gmpo_loss, ppo_is_clipped
 
 
 @dataclass(eq=False)
@@ -20,6 +20,7 @@ class GMPO(GRPO):
 
     clip_low: float = 0.4
     clip_high: float = 0.4
+    importance: Importance | None = Importance("geometric")
     loss_aggregation: Aggregation = "sequence-mean-token-mean"
 
     unused: ClassVar[tuple[str, ...]] = ("dual_clip", "loss_aggregation")

@@ -26,7 +26,7 @@ class GPG(PolicyGradient):
         has_signal = group_has_signal(rewards, rollout.group)
         self.log("actor/useful_share", has_signal)
         useful = self.mean(has_signal)
-        alpha = 1 / useful.clamp(min=1 / self.group_size)  # where no group is useful, all advantages are 0
+        alpha = 1 / useful.clamp(min=1e-12)  # where no group is useful, all advantages are 0
         return group_normalized_advantages(rewards, rollout.group, normalize_std=False) * alpha.to(rewards.dtype)
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:

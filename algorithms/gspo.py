@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from rlflow import PerSample, PerToken
 from rlflow.algorithms.grpo import GRPO
-from rlflow.functional import Aggregation, gspo_is_clipped, gspo_loss
+from rlflow.functional import Aggregation, Importance, gspo_is_clipped, gspo_loss
 
 
 @dataclass(eq=False)
@@ -14,6 +14,7 @@ class GSPO(GRPO):
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
+    importance: Importance | None = Importance("geometric")
     loss_aggregation: Aggregation = "sequence-mean-token-mean"
 
     unused: ClassVar[tuple[str, ...]] = ("dual_clip", "loss_aggregation")

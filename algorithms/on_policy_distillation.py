@@ -1,6 +1,7 @@
 """On-policy distillation: GKD, arXiv 2306.13649, and MiniLLM, arXiv 2306.08543, with the reverse KL of each token."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from rlflow import CausalLM, PerToken, Rollout, node
 from rlflow.algorithms.policy_gradient import PolicyGradient
@@ -15,6 +16,13 @@ class OnPolicyDistillation(PolicyGradient):
     """
 
     teacher_path: str = field(kw_only=True)
+
+    unused: ClassVar[tuple[str, ...]] = (
+        "kl_in_reward",
+        "kl_target",
+        "overlong_buffer",
+        "reward_model_path",
+    )
 
     rewards = None  # the teacher is all there is to learn from; `reward` is for validation
 

@@ -19,7 +19,7 @@ class OPO(PolicyGradient):
     group_size: int = 8
 
     compares_group: ClassVar[bool] = True
-    unused: ClassVar[tuple[str, ...]] = ("epochs", "samples_per_update")
+    unused: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip", "epochs", "samples_per_update")
 
     @node
     def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:

@@ -94,6 +94,10 @@ class PolicyGradient(RLModule):
 
     compares_group: ClassVar[bool] = False  # whether advantages are relative to other samples of the prompt
     unused: ClassVar[tuple[str, ...]] = ()  # settings that the algorithm has no use for
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "kl_kind": get_args(KLEstimator),
+        "loss_aggregation": get_args(Aggregation),
+    }
 
     def __post_init__(self) -> None:
         _check(self)
@@ -110,7 +114,8 @@ class PolicyGradient(RLModule):
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether a node scores the samples before the first update of a step."""
-        return self.epochs > 1 or self.samples_per_update is not None or self._restrains_reward
+        draws_dropout = self.lora is not None and self.lora.dropout > 0  # so training scores are not the policy's own
+        return self.epochs > 1 or self.samples_per_update is not None or self._restrains_reward or draws_dropout
 
     @property
     def _restrains_reward(self) -> bool:
@@ -234,9 +239,9 @@ def _check(module: PolicyGradient) -> None:
     for setting in module.unused:
         if getattr(module, setting) != fields[setting].default:
             raise UserError(f"`{setting}` is {getattr(module, setting)}, which {name} has no use for; leave it out")
-    for setting, choice in _choices(module).items():
+    for setting, choice in module.choices.items():
         if getattr(module, setting) not in choice:
-            raise UserError(f"`{setting}` is {getattr(module, setting)!r}; choose one of {', '.join(choice)}")
+            raise UserError(f"`{setting}` is {getattr(module, setting)!r}; give one of {', '.join(choice)}")
     if min(module.clip_low, module.clip_high) < 0:
         raise UserError(f"`clip_low` is {module.clip_low} and `clip_high` is {module.clip_high}; give both 0 or more")
     if module.dual_clip is not None and not module.dual_clip > 1:
@@ -250,7 +255,19 @@ def _check(module: PolicyGradient) -> None:
         )
     if module.kl_target is not None and not module.kl_in_reward:
         raise UserError(f"`kl_target` is {module.kl_target}, and adapts KL in the reward; set `kl_in_reward` to true")
-
-
-def _choices(module: PolicyGradient) -> Mapping[str, tuple[Any, ...]]:
-    return {"kl_kind": get_args(KLEstimator), "loss_aggregation": get_args(Aggregation)}
+    if module.kl_target is not None and not (module.kl_target > 0 and module.kl_coef > 0):
+        raise UserError(
+            f"`kl_target` is {module.kl_target} and `kl_coef` is {module.kl_coef}, which is adapted by"
+            " multiplication; give both more than 0"
+        )
+    if not module.kl_horizon > 0:
+        raise UserError(f"`kl_horizon` is {module.kl_horizon}; it is a number of samples above 0")
+    if module.overlong_buffer is not None and not 1 <= module.overlong_buffer <= module.max_response_length:
+        raise UserError(
+            f"`overlong_buffer` is {module.overlong_buffer}; give a number of tokens from 1 to `max_response_length`,"
+            f" {module.max_response_length}, or null for no penalty"
+        )
+    if module.reward_model_path is None and module.reward_model_coef != fields["reward_model_coef"].default:
+        raise UserError(
+            f"`reward_model_coef` is {module.reward_model_coef} without a reward model; set `reward_model_path`"
+        )

@@ -1,7 +1,8 @@
 """Proximal Policy Optimization: arXiv 1707.06347; with a critic and KL per token: InstructGPT, arXiv 2203.02155."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -47,14 +48,24 @@ class PPO(PolicyGradient):
     actor_start_step: int = 0
     on_truncation: OnTruncation = "terminal"
 
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **PolicyGradient.choices,
+        "on_truncation": get_args(OnTruncation),
+    }
+
     def __post_init__(self) -> None:
-        if self.on_truncation not in get_args(OnTruncation):
-            raise UserError(
-                f"`on_truncation` is {self.on_truncation!r}; give one of {', '.join(get_args(OnTruncation))}"
-            )
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"`{name}` is {getattr(self, name)}; give a number from 0 to 1")
+        if self.value_clip is not None and not self.value_clip > 0:
+            raise UserError(f"`value_clip` is {self.value_clip}; give more than 0, or null for none")
+        if self.actor_start_step < 0:
+            raise UserError(f"`actor_start_step` is {self.actor_start_step}; give 0 or more")
+        if self.on_truncation == "bootstrap" and self.mask_truncated:
+            raise UserError(
+                "`on_truncation` is 'bootstrap' and `mask_truncated` is true, which leaves the same responses out; drop"
+                " one of them"
+            )
         super().__post_init__()
         self.mask_truncated |= self.on_truncation == "mask"
         if self.on_truncation != "bootstrap":

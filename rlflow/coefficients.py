@@ -37,8 +37,11 @@ class AdaptiveCoefficient:
         self._horizon = horizon
 
     def update(self, observed: float, rows: int) -> None:
-        """Adapt to what was `observed`, the mean over `rows` rows of all ranks: the same numbers on every rank."""
-        if self._target is None:
+        """Adapt to what was `observed`, the mean over `rows` rows of all ranks: the same numbers on every rank.
+
+        Exactly 0 says that nothing has moved yet, as before a policy's first update, and adapts nothing.
+        """
+        if self._target is None or observed == 0:
             return
         error = min(max(observed / self._target - 1.0, -MOST_ERROR), MOST_ERROR)
         self.value *= 1.0 + error * rows / self._horizon

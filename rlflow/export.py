@@ -41,8 +41,8 @@ class Export:
             raise UserError(
                 f"`--model` is {str(self.model)!r}, which has no {CONFIG}; give the `model` folder of a run with `lora`"
             )
-        if self.to.exists() and any(self.to.iterdir()):
-            raise UserError(f"`--to` is {str(self.to)!r}, which holds something already; name a new folder")
+        if self.to.exists() and (not self.to.is_dir() or any(self.to.iterdir())):
+            raise UserError(f"`--to` is {str(self.to)!r}, where something lies already; name a new folder")
         if self.form == "adapter":
             shutil.copytree(self.model, self.to, dirs_exist_ok=True)
         else:

@@ -132,6 +132,64 @@ BEFORE_ANY_MODEL: list[tuple[str, dict[str, Any], str]] = [
         "`module.init_args.gamma` is 1.5; give a number from 0 to 1",
     ),
     (
+        "a penalty that begins before the first token",
+        {"module.init_args.overlong_buffer": 100},
+        "`module.init_args.overlong_buffer` is 100; give a number of tokens from 1 to `max_response_length`, 4,",
+    ),
+    (
+        "a coefficient of 0 that is to adapt",
+        {"module.init_args.kl_target": 0.1, "module.init_args.kl_in_reward": True},
+        "`module.init_args.kl_target` is 0.1 and `module.init_args.kl_coef` is 0.0, which is adapted by",
+    ),
+    (
+        "no horizon",
+        {"module.init_args.kl_horizon": 0.0},
+        "`module.init_args.kl_horizon` is 0.0; it is a number of samples above 0",
+    ),
+    (
+        "negative importance weights",
+        {"module.init_args.importance": {"low": -2.0, "high": -1.0}},
+        "importance `module.init_args.importance.low` is -2.0, and weights are ratios of probabilities; give 0 or more",
+    ),
+    (
+        "a weight of no reward model",
+        {"module.init_args.reward_model_coef": 0.5},
+        "`module.init_args.reward_model_coef` is 0.5 without a reward model; set `module.init_args.reward_model_path`",
+    ),
+    (
+        "a negative value clip",
+        {"module.class_path": "rlflow.algorithms.PPO", "module.init_args.value_clip": -1.0},
+        "`module.init_args.value_clip` is -1.0; give more than 0, or null for none",
+    ),
+    (
+        "an actor that starts before the run",
+        {"module.class_path": "rlflow.algorithms.PPO", "module.init_args.actor_start_step": -5},
+        "`module.init_args.actor_start_step` is -5; give 0 or more",
+    ),
+    (
+        "cut responses that are both left out and continued",
+        {
+            "module.class_path": "rlflow.algorithms.PPO",
+            "module.init_args.mask_truncated": True,
+            "module.init_args.on_truncation": "bootstrap",
+        },
+        "`module.init_args.on_truncation` is 'bootstrap' and `module.init_args.mask_truncated` is true, which leaves",
+    ),
+    (
+        "KL in the reward of an algorithm without rewards",
+        {
+            "module.class_path": "rlflow.algorithms.OnPolicyDistillation",
+            "module.init_args.teacher_path": "tiny",
+            "module.init_args.kl_in_reward": True,
+        },
+        "`module.init_args.kl_in_reward` is True, which OnPolicyDistillation has no use for; leave it out",
+    ),
+    (
+        "a sampling temperature of 0",
+        {"module.init_args.temperature": 0.0},
+        "`module.init_args.temperature` is 0.0; it divides the logits, so give more than 0",
+    ),
+    (
         "a setting that the algorithm does not use",
         {"module.class_path": "rlflow.algorithms.GSPO", "module.init_args.dual_clip": 3.0},
         "`module.init_args.dual_clip` is 3.0, which GSPO has no use for; leave it out",

@@ -19,7 +19,8 @@ def test_without_a_target_it_stays() -> None:
         (1.1, 0.1 * (1 + 0.1 * 0.5)),  # 10% above, 500 of 1000 rows
         (0.95, 0.1 * (1 - 0.05 * 0.5)),
         (9.0, 0.1 * (1 + 0.2 * 0.5)),  # an error counts for 20% at most
-        (0.0, 0.1 * (1 - 0.2 * 0.5)),
+        (1e-9, 0.1 * (1 - 0.2 * 0.5)),
+        (0.0, 0.1),  # nothing has moved yet
     ],
 )
 def test_it_moves_with_the_error(observed: float, value: float) -> None:

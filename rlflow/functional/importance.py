@@ -122,5 +122,7 @@ def _check(level: str, mode: str, low: float, high: float) -> None:
         )
     if mode not in get_args(ImportanceMode):
         raise UserError(f"importance mode {mode!r} does not exist; choose one of {', '.join(get_args(ImportanceMode))}")
+    if not low >= 0:
+        raise UserError(f"importance `low` is {low}, and weights are ratios of probabilities; give 0 or more")
     if low > high:
         raise UserError(f"importance weights between `low` {low} and `high` {high} do not exist; lower `low`")

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rlflow.errors import UserError
+from rlflow.errors import UserError, one_line
 from rlflow.models.tiny import resolve_model
 from rlflow.rollout.manifest import fingerprint
 
@@ -215,7 +215,10 @@ def merge(adapter: Path, folder: Path, scratch: Path) -> Path:
     from peft import PeftConfig, PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    config = PeftConfig.from_pretrained(str(adapter))
+    try:
+        config = PeftConfig.from_pretrained(str(adapter))
+    except (OSError, TypeError, ValueError) as error:
+        raise UserError(f"`--model` {str(adapter)!r}: {CONFIG} cannot be read ({one_line(error)}); mend it") from error
     base = resolve_model(str(config.base_model_name_or_path), scratch)
     scalar = config.task_type == "SEQ_CLS"
     kind: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM

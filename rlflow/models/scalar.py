@@ -58,7 +58,7 @@ class ScalarModel(PackedModel):
             raise UserError(f"{type(classifier).__name__} has no output layer `{HEAD}`; use a decoder's model")
         if missing and not new_head:
             raise UserError(
-                f"`model` {str(path)!r} has no output layer `{HEAD}` to score with, as a causal language model has"
+                f"the model {str(path)!r} has no output layer `{HEAD}` to score with, as a causal language model has"
                 " none, and it is frozen; give a reward model with one label, or train one"
             )
         if missing:

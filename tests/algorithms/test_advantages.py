@@ -1,0 +1,59 @@
+"""What algorithms compute in their own nodes, beyond the pure functions that they call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlflow import LoRA, PerSample, Rollout
+from rlflow.algorithms import GPG
+from rlflow.models.tiny import write_tiny_model
+from rlflow.preparation import read_graph
+from rlflow.rewards import SampleReward
+from tests.controller.runs import SGD, Fit, fit, grpo, sums
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("policy"), seed=1, hidden_size=64, intermediate_size=96, layers=2)
+
+
+class OneUseful(SampleReward):
+    """Scores the answers to one question alone."""
+
+    def score_sample(self, text: str, row: dict[str, Any]) -> float:
+        return float(sum(map(ord, text))) if row["question"].startswith("3") else 0.0
+
+
+class RecordingGPG(GPG):
+    """GPG that records rewards and advantages."""
+
+    record: tuple[torch.Tensor, torch.Tensor]
+
+    def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+        advantages = super().advantages(rollout, rewards)
+        self.record = rewards, advantages
+        return advantages
+
+
+def test_gpg_makes_up_for_groups_without_a_signal_however_many_they_are(policy: Path, tmp_path: Path) -> None:
+    module = RecordingGPG(str(policy), OneUseful(), SGD, group_size=2, max_response_length=6)
+    result = fit(Fit(module, sums(6, prompts_per_step=6), tmp_path / "run"))
+    rewards, advantages = result.record
+    useful = rewards != 0
+    assert useful.sum() == 2
+    # One group of six: alpha is 6, and a reward differs from the mean of two by half their difference.
+    difference = (rewards[useful][0] - rewards[useful][1]).item()
+    assert difference != 0
+    assert advantages[useful].tolist() == pytest.approx([3 * difference, -3 * difference], rel=1e-6)
+    assert not advantages[~useful].any()
+
+
+def test_dropout_of_adapters_is_no_part_of_the_policy_that_sampled(policy: Path, tmp_path: Path) -> None:
+    module = grpo(policy, lora=LoRA(rank=8, alpha=64.0, dropout=0.5))
+    assert "old_logprobs" in read_graph(module).nodes
+    for step in fit(Fit(module, sums(9, 3), tmp_path / "run", settings={"max_steps": 3})).steps:
+        assert step["sync/logprob_gap_max"] < 1e-4
