@@ -22,8 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import yaml
-
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "runs" / "learning"
 PAGE, PICTURE = ROOT / "docs" / "learning.md", ROOT / "docs" / "pictures" / "learning.svg"
@@ -207,8 +205,7 @@ def draw(claims: Sequence[Claim]) -> None:
     for claim, panel in zip(claims, axes.flat, strict=False):
         for seed in SEEDS:
             panel.plot(*zip(*curve(claim, seed), strict=True), linewidth=1.2)
-        klass = yaml.safe_load((ROOT / "configs" / f"{claim.config}.yaml").read_text())["module"]["class_path"]
-        panel.set_title(klass.rpartition(".")[2], fontsize=9)
+        panel.set_title(claim.config, fontsize=9)
         panel.set_ylabel(claim.validated, fontsize=7)
         panel.tick_params(labelsize=7)
     figure.savefig(PICTURE, metadata={"Date": None})
