@@ -59,7 +59,7 @@ def test_ppo_goes_on_to_the_bit_with_its_critic_and_its_adapted_coefficient(
     model: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     steps = goes_on_to_the_bit(ppo(model), ("model", "model-critic"), tmp_path, ranks2)
-    assert len({step["actor/kl_coef"] for step in steps}) == STEPS
+    assert len({step["actor/kl_coef"] for step in steps}) == STEPS - 1  # nothing has moved in the first step
     assert all(step["critic/grad_norm"] > 0 for step in steps)
 
 
