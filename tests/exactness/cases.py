@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from rlflow import Optimizer
 from rlflow.functional import Importance
 from tests.exactness.recording import GROUP, LONGEST, PROMPTS, TEMPERATURE, USELESS, Recording
 from tests.reference.pairs_float64 import Pair, dpo_update, reward_model_update
-from tests.reference.policy_float64 import Folders, Objective, Sample, critic_update, policy_update
+from tests.reference.policy_float64 import Folders, Objective, Sample, critic_updates, policy_updates
 from tests.reference.sft_float64 import Example, sft_update
 from tests.reference.update import Step, Update
 
@@ -212,6 +212,20 @@ def truth(case: Case, recording: Recording) -> dict[str, Update]:
             return {"actor": dpo_update(model, recording.reference, pairs, BETA, step)}
         case "RewardModelTraining":
             return {"reward_model": reward_model_update(model, pairs, step)}
+    one_update = truth_of_updates(case, recording, [range(len(case.prompts) * GROUP)])
+    return {role: update for role, (update,) in one_update.items()}
+
+
+def truth_of_updates(
+    case: Case, recording: Recording, mini_batches: Sequence[Sequence[int]]
+) -> dict[str, list[Update]]:
+    """What the reference says of each update of one step, by trained role.
+
+    Args:
+        case: Of an algorithm that samples.
+        recording: Of the step.
+        mini_batches: For each update the numbers of its samples, as `samples` gives them.
+    """
     assert case.objective is not None
     models = {name: getattr(recording, folder) for name, folder in case.models.items()}
     folders = Folders(
@@ -219,10 +233,11 @@ def truth(case: Case, recording: Recording) -> dict[str, Update]:
         critic=models.get("critic_path"),
         reward_model=models.get("reward_model_path"),
     )
-    given = model, samples(case, recording), case.objective, step, folders
-    updates = {"actor": policy_update(*given)}
+    model = getattr(recording, case.model)
+    given = model, samples(case, recording), case.objective, mini_batches, Step(lr=LR), folders
+    updates = {"actor": policy_updates(*given)}
     if folders.critic is not None:
-        updates["critic"] = critic_update(*given)
+        updates["critic"] = critic_updates(*given)
     return updates
 
 

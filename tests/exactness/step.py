@@ -32,14 +32,20 @@ class Outcome:
     """What became of a role, by Hugging Face name.
 
     Attributes:
-        adapters: As they were before the update; none where all weights are trained.
-        gradient: Of what is trained.
-        weights: After the update, adapters merged.
+        adapters: As they were before the first update; none where all weights are trained.
+        gradients: Of what is trained, of each update.
+        weights: After the last update, adapters merged.
     """
 
     adapters: dict[str, Tensor]
-    gradient: dict[str, Tensor]
+    gradients: list[dict[str, Tensor]]
     weights: dict[str, Tensor]
+
+    @property
+    def gradient(self) -> dict[str, Tensor]:
+        """Of the one update that the role made."""
+        (gradient,) = self.gradients
+        return gradient
 
 
 class CountsOnes(SampleReward):
@@ -112,13 +118,13 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
     )
     Fabric(accelerator="cpu", devices=world_size, strategy=strategy).launch()
     adapters: dict[str, dict[str, Tensor]] = {}
-    gradients: dict[str, dict[str, Tensor]] = {}
+    gradients: dict[str, list[dict[str, Tensor]]] = {}
     update = strategy.step
 
     def step(name: str) -> float:
-        assert name not in gradients, f"{name} makes one update"
-        gradients[name] = {key: value.clone() for key, value in strategy.gradients(name).items()}
-        if "lora" in case.more:
+        before = gradients.setdefault(name, [])
+        before.append({key: value.clone() for key, value in strategy.gradients(name).items()})
+        if "lora" in case.more and name not in adapters:
             adapters[name] = {key: state["weight"].clone() for key, state in strategy.training_state(name)}
         return update(name)
 
@@ -127,10 +133,10 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
     return {
         role: Outcome(
             adapters.get(role, {}),
-            gradient,
+            of_updates,
             {key: value.clone() for bucket in strategy.weights(role, 2**20) for key, value in bucket},
         )
-        for role, gradient in gradients.items()
+        for role, of_updates in gradients.items()
     }
 
 

@@ -7,7 +7,7 @@ the samples of one step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -179,11 +179,41 @@ def policy_update(
         step: Settings of the optimizer.
         folders: The other models.
     """
+    (update,) = policy_updates(folder, samples, objective, [range(len(samples))], step, folders)
+    return update
+
+
+def policy_updates(
+    folder: str | Path,
+    samples: Sequence[Sample],
+    objective: Objective,
+    mini_batches: Sequence[Sequence[int]],
+    step: Step = DEFAULT_STEP,
+    folders: Folders = Folders(),
+) -> list[Update]:
+    """One update after the other, each by the loss of one mini-batch and from the weights that SGD left before.
+
+    Advantages and old logprobs are those of all samples before the first update.
+
+    Args:
+        folder: The policy, in Hugging Face form.
+        samples: Of the step.
+        objective: Settings of the loss.
+        mini_batches: For each update the numbers of its samples.
+        step: Settings of the optimizer.
+        folders: The other models.
+    """
     policy = load_float64(folder)
-    scored = _scored(policy, samples, objective, folders)
-    advantages = _advantages(scored, objective, folders)
-    losses = [_loss(s, a, objective) for s, a in zip(scored, advantages, strict=True)]
-    return one_update(policy, _mean(losses, objective), step)
+    samples = _with_old_logprobs(policy, samples, objective)
+    with torch.no_grad():
+        advantages = _advantages(_scored(policy, samples, objective, folders), objective, folders)
+    updates = []
+    for rows in mini_batches:
+        scored = _scored(policy, [samples[i] for i in rows], objective, folders)
+        losses = [_loss(s, advantages[i], objective) for s, i in zip(scored, rows, strict=True)]
+        updates.append(one_update(policy, _mean(losses, objective), step))
+        _go_on(policy, updates[-1])
+    return updates
 
 
 def critic_update(
@@ -194,17 +224,56 @@ def critic_update(
     folders: Folders = Folders(),
 ) -> Update:
     """The critic's part of the same step: `folder` is the policy, `folders.critic` the critic."""
+    (update,) = critic_updates(folder, samples, objective, [range(len(samples))], step, folders)
+    return update
+
+
+def critic_updates(
+    folder: str | Path,
+    samples: Sequence[Sample],
+    objective: Objective,
+    mini_batches: Sequence[Sequence[int]],
+    step: Step = DEFAULT_STEP,
+    folders: Folders = Folders(),
+) -> list[Update]:
+    """The critic's part of `policy_updates`; returns and old values are those before the first update."""
     assert folders.critic is not None
     with torch.no_grad():
         scored = _scored(load_float64(folder), samples, objective, folders)
+    estimated = _estimated(scored, objective, folders)
     critic = load_classifier_float64(folders.critic)
-    losses = []
-    for s, (_, returns) in zip(scored, _estimated(scored, objective, folders), strict=True):
-        values, _ = response_values(critic, s.sample.prompt_ids, s.sample.response_ids)
-        counted = [values[t] for t in s.counted]
-        old = _old_values(s.sample, values)
-        losses.append(surrogates.value(counted, [old[t] for t in s.counted], returns, objective.value_clip))
-    return one_update(critic, _mean(losses, objective), step)
+    with torch.no_grad():
+        before = [response_values(critic, s.prompt_ids, s.response_ids)[0] for s in samples]
+    old = [_old_values(sample, values) for sample, values in zip(samples, before, strict=True)]
+    updates = []
+    for rows in mini_batches:
+        losses = []
+        for i in rows:
+            values, _ = response_values(critic, samples[i].prompt_ids, samples[i].response_ids)
+            counted, (_, returns) = scored[i].counted, estimated[i]
+            pairs = [values[t] for t in counted], [old[i][t] for t in counted]
+            losses.append(surrogates.value(*pairs, returns, objective.value_clip))
+        updates.append(one_update(critic, _mean(losses, objective), step))
+        _go_on(critic, updates[-1])
+    return updates
+
+
+def _with_old_logprobs(policy: torch.nn.Module, samples: Sequence[Sample], objective: Objective) -> list[Sample]:
+    """The samples; where the old policy is the one given, with what it says of them."""
+    with torch.no_grad():
+        now = [response_logprobs(policy, s.prompt_ids, s.response_ids, objective.temperature) for s in samples]
+    return [
+        replace(s, old_logprobs=logprobs.tolist()) if s.old_logprobs is None else s
+        for s, logprobs in zip(samples, now, strict=True)
+    ]
+
+
+def _go_on(model: torch.nn.Module, update: Update) -> None:
+    """From the weights that SGD left."""
+    model.zero_grad()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(update.after_sgd[name])
 
 
 def _scored(policy: torch.nn.Module, samples: Sequence[Sample], objective: Objective, folders: Folders) -> list[Scored]:
