@@ -1,24 +1,24 @@
 """The algorithms, one class per file."""
 
-from rlflow.algorithms.cispo import CISPO
-from rlflow.algorithms.cpgd import CPGD
-from rlflow.algorithms.dapo import DAPO
-from rlflow.algorithms.dpo import DPO
-from rlflow.algorithms.dr_grpo import DrGRPO
-from rlflow.algorithms.gmpo import GMPO
-from rlflow.algorithms.gpg import GPG
-from rlflow.algorithms.grpo import GRPO
-from rlflow.algorithms.gspo import GSPO
-from rlflow.algorithms.on_policy_distillation import OnPolicyDistillation
-from rlflow.algorithms.opo import OPO
-from rlflow.algorithms.policy_gradient import PolicyGradient
-from rlflow.algorithms.ppo import PPO
-from rlflow.algorithms.reinforce_plus_plus import REINFORCEPlusPlus
-from rlflow.algorithms.reinforce_plus_plus_baseline import REINFORCEPlusPlusBaseline
-from rlflow.algorithms.remax import ReMax
-from rlflow.algorithms.reward_model_training import RewardModelTraining
-from rlflow.algorithms.rloo import RLOO
-from rlflow.algorithms.sft import SFT
+from .cispo import CISPO
+from .cpgd import CPGD
+from .dapo import DAPO
+from .dpo import DPO
+from .dr_grpo import DrGRPO
+from .gmpo import GMPO
+from .gpg import GPG
+from .grpo import GRPO
+from .gspo import GSPO
+from .on_policy_distillation import OnPolicyDistillation
+from .opo import OPO
+from .policy_gradient import PolicyGradient
+from .ppo import PPO
+from .reinforce_plus_plus import REINFORCEPlusPlus
+from .reinforce_plus_plus_baseline import REINFORCEPlusPlusBaseline
+from .remax import ReMax
+from .reward_model_training import RewardModelTraining
+from .rloo import RLOO
+from .sft import SFT
 
 __all__ = [
     "CISPO",

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlflow import PerSample, PerToken
-from rlflow.algorithms.grpo import GRPO
 from rlflow.functional import cispo_loss
+
+from .grpo import GRPO
 
 
 @dataclass(eq=False)

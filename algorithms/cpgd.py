@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlflow import PerSample, PerToken, UserError
-from rlflow.algorithms.grpo import GRPO
 from rlflow.functional import cpgd_drift, cpgd_loss, ppo_is_clipped
+
+from .grpo import GRPO
 
 
 @dataclass(eq=False)

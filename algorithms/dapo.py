@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlflow import PerSample, Rollout, node
-from rlflow.algorithms.grpo import GRPO
 from rlflow.functional import group_has_signal
+
+from .grpo import GRPO
 
 
 @dataclass(eq=False)

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from rlflow.algorithms.grpo import GRPO
 from rlflow.functional import Aggregation
+
+from .grpo import GRPO
 
 
 @dataclass(eq=False)

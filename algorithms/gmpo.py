@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlflow import PerSample, PerToken
-from rlflow.algorithms.grpo import GRPO
 from rlflow.functional import Aggregation, Importance, gmpo_loss, ppo_is_clipped
+
+from .grpo import GRPO
 
 
 @dataclass(eq=False)

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlflow import PerSample, Rollout, node
-from rlflow.algorithms.policy_gradient import PolicyGradient
 from rlflow.functional import group_has_signal, group_normalized_advantages
+
+from .policy_gradient import PolicyGradient
 
 
 @dataclass(eq=False)

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rlflow import CausalLM, PerToken, Rollout, node
-from rlflow.algorithms.policy_gradient import PolicyGradient
+
+from .policy_gradient import PolicyGradient
 
 
 @dataclass(eq=False)

@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 
 from rlflow import LoRA, Optimizer, PerSample, PerToken, Rollout, UserError, ValueModel, node
-from rlflow.algorithms.policy_gradient import PolicyGradient
 from rlflow.functional import KLEstimator, gae, last_token_rewards, value_loss
+
+from .policy_gradient import PolicyGradient
 
 OnTruncation = Literal["terminal", "bootstrap", "mask"]
 

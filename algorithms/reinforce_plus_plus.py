@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from rlflow import PerSample, PerToken, Rollout, node
-from rlflow.algorithms.policy_gradient import PolicyGradient
 from rlflow.functional import KLEstimator, last_token_rewards, reinforce_returns
+
+from .policy_gradient import PolicyGradient
 
 
 @dataclass(eq=False)

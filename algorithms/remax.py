@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from rlflow import Batch, PerSample, Rollout, node
-from rlflow.algorithms.policy_gradient import PolicyGradient
+
+from .policy_gradient import PolicyGradient
 
 
 @dataclass(eq=False)

@@ -69,7 +69,7 @@ def check(
         given = recording, ALL[name], setting, folder / str(number)
         for rank, outcomes in enumerate(ranks.run(one_step, *given, timeout_s=240)):
             apart = differences(outcomes, expected(name))
-            if max(apart) > FLOAT32:
+            if not all(each <= FLOAT32 for each in apart):  # NaN is above it
                 wrong.append(f"{setting} on rank {rank}: {apart}")
     assert not wrong, "\n".join(wrong)
 
@@ -122,14 +122,15 @@ def test_every_variation_of_the_loss_is_the_reference_s(
 def test_in_float64_without_deepspeed_the_step_is_the_reference(
     name: str, setting: Setting, recording: Recording, expected: Truth, tmp_path: Path
 ) -> None:
-    assert max(differences(one_step(recording, ALL[name], setting, tmp_path), expected(name))) < FLOAT64
+    outcomes = one_step(recording, ALL[name], setting, tmp_path)
+    assert all(each < FLOAT64 for each in differences(outcomes, expected(name)))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.objective is not None])
 def test_a_step_by_the_policy_that_sampled_is_the_reference(name: str, recording: Recording, tmp_path: Path) -> None:
     case = replace(CASES[name], past=False)
     outcomes = one_step(recording, case, Setting(None, SMALL, precision="fp64"), tmp_path)
-    assert max(differences(outcomes, truth(case, recording))) < FLOAT64
+    assert all(each < FLOAT64 for each in differences(outcomes, truth(case, recording)))
 
 
 @pytest.mark.parametrize(("name", "stage"), [("GRPO", 0), ("DPO", 1), ("PPO", 2), ("GRPO", 3)])
