@@ -117,12 +117,12 @@ def table(claims: Iterable[Claim]) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for claim in claims:
-        befores, afters = zip(*(validated(claim, seed) for seed in SEEDS), strict=True)
-        gains = [after - before for before, after in zip(befores, afters, strict=True)]
+        starts, ends = zip(*(validated(claim, seed) for seed in SEEDS), strict=True)
+        gains = [after - before for before, after in zip(starts, ends, strict=True)]
         error = standard_error(gains)
         steps = len(records(claim, SEEDS[0]))
         lines.append(
-            f"| `{claim.config}` | {steps} | `{claim.validated}` | {each(befores)} | {each(afters)}"
+            f"| `{claim.config}` | {steps} | `{claim.validated}` | {each(starts)} | {each(ends)}"
             f" | {statistics.mean(gains):+.3f} ± {error:.3f} | {statistics.mean(gains) / error:.1f} | {moved(claim)} |"
         )
     return lines
