@@ -66,7 +66,7 @@ def count(name: str) -> Lines:
     """The lines of a variation."""
     file, functions = VARIATIONS[name]
     pure = ROOT / "rlflow" / "functional"
-    named = {f"from rlflow.algorithms.{file} import {name}", f'"{name}",'}
+    named = {f"from .{file} import {name}", f'"{name}",'}
     named |= {written for function in functions for written in (f"{function},", f'"{function}",')}
     registries = [path.read_text(encoding="utf-8") for path in (ROOT / "algorithms/__init__.py", pure / "__init__.py")]
     mathematics = [path.read_text(encoding="utf-8") for path in sorted(pure.glob("*.py"))]
