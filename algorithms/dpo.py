@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlflow import CausalLM, LoRA, Optimizer, Pairs, PerSample, RLModule, UserError, node
-from rlflow.functional import dpo_loss
+from rlflow.functional import dpo_loss, preference_accuracy
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class DPO(RLModule):
         ref_chosen, ref_rejected = ref_logprobs.unbind(dim=1)
         margin = self.margin(logprobs.detach(), ref_logprobs)
         self.log("actor/margin", margin)
-        self.log("actor/accuracy", above_zero(margin))
+        self.log("actor/accuracy", preference_accuracy(margin))
         self.log("actor/chosen_logprobs", chosen)
         self.log("actor/rejected_logprobs", rejected)
         return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, self.beta)
@@ -73,7 +73,7 @@ class DPO(RLModule):
     def validation_step(self, batch: Pairs) -> None:
         margin = self.margin(response_logprobs(self.actor, batch), response_logprobs(self.reference, batch))
         self.log("val/margin", margin)
-        self.log("val/accuracy", above_zero(margin))
+        self.log("val/accuracy", preference_accuracy(margin))
 
     def margin(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """By how much the implicit reward of the chosen response is above the rejected one's, `[B]`."""
@@ -84,8 +84,3 @@ class DPO(RLModule):
 def response_logprobs(model: CausalLM, batch: Pairs) -> Tensor:
     """`[B, 2]`: log-probabilities of the chosen and of the rejected response of each pair, summed over tokens."""
     return torch.stack(model.logprobs(batch.both).sum(dim=1).tensor_split(2), dim=1)
-
-
-def above_zero(margin: Tensor) -> Tensor:
-    """1 where the chosen response is ahead, 1/2 where neither is."""
-    return margin.sign() / 2 + 0.5

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rlflow import LoRA, Optimizer, Pairs, PerSample, RewardModel, RLModule, node
-from rlflow.functional import bradley_terry_loss
+from rlflow.functional import bradley_terry_loss, preference_accuracy
 
 
 @dataclass(eq=False)
@@ -54,5 +54,5 @@ class RewardModelTraining(RLModule):
         chosen, rejected = self.reward_model.scores(batch.both).tensor_split(2)
         margin = chosen - rejected
         self.log(f"{prefix}/margin", margin)
-        self.log(f"{prefix}/accuracy", margin.sign() / 2 + 0.5)
+        self.log(f"{prefix}/accuracy", preference_accuracy(margin))
         return bradley_terry_loss(chosen, rejected)

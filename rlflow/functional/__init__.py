@@ -30,7 +30,7 @@ from rlflow.functional.policy_losses import (
     ppo_clip_loss,
     ppo_is_clipped,
 )
-from rlflow.functional.preference import bradley_terry_loss, dpo_loss
+from rlflow.functional.preference import bradley_terry_loss, dpo_loss, preference_accuracy
 from rlflow.functional.returns import gae, last_token_rewards, reinforce_returns
 from rlflow.functional.value_losses import value_loss
 from rlflow.functional.whitening import merge_moments, moments, standardize, whiten
@@ -67,6 +67,7 @@ __all__ = [
     "pass_at_k",
     "ppo_clip_loss",
     "ppo_is_clipped",
+    "preference_accuracy",
     "reinforce_returns",
     "rloo_advantages",
     "standardize",

@@ -44,3 +44,15 @@ def bradley_terry_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor
         `[B]`, one loss per pair.
     """
     return -logsigmoid(chosen_scores - rejected_scores)
+
+
+def preference_accuracy(margin: Tensor) -> Tensor:
+    """1 where the chosen response is ahead, 0 where the rejected one is, 1/2 where neither is.
+
+    Args:
+        margin: `[B]`, how far the chosen response of each pair is ahead.
+
+    Returns:
+        `[B]`.
+    """
+    return margin.sign() / 2 + 0.5

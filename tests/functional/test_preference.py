@@ -5,7 +5,7 @@ import math
 import torch
 from torch.testing import assert_close
 
-from rlflow.functional import bradley_terry_loss, dpo_loss
+from rlflow.functional import bradley_terry_loss, dpo_loss, preference_accuracy
 
 
 def pair(*numbers: float) -> list[torch.Tensor]:
@@ -43,3 +43,7 @@ def test_gradients_agree_with_finite_differences() -> None:
     chosen, rejected, ref_chosen, ref_rejected = pair(-1.2, -0.7, -1.0, -3.0)
     assert torch.autograd.gradcheck(lambda c, r: dpo_loss(c, r, ref_chosen, ref_rejected, 0.3), (chosen, rejected))
     assert torch.autograd.gradcheck(bradley_terry_loss, (chosen, rejected))
+
+
+def test_a_pair_in_which_neither_is_ahead_counts_half() -> None:
+    assert preference_accuracy(torch.tensor([2.0, -0.1, 0.0])).tolist() == [1.0, 0.0, 0.5]
