@@ -80,19 +80,17 @@ def read_surplus(folder: Path, like: Kept, device: torch.device) -> Kept | None:
         name: _space_from_json(like.spaces[name], space, dealt[name] if same else None)
         for name, space in stored["spaces"].items()
     }
+    written = _Written(folder, stored["ranks"], device)
     values = {}
     for name, value in like.values.items():
         of = stored["values"][name]
         before = _layout(of["layout"])
         value = replace(value, lengths=torch.tensor(of["lengths"], dtype=torch.int64))
         if same:
-            rows = _rows(folder, name, value, like.rank, stored["ranks"], device)
+            rows = written.rows(name, value, like.rank)
         else:
             shards = dealt[value.space][before].shards
-            parts = [
-                _rows(folder, name, value, before.peers(shard)[0], stored["ranks"], device)
-                for shard in range(before.shards)
-            ]
+            parts = [written.rows(name, value, before.peers(shard)[0]) for shard in range(before.shards)]
             place = torch.cat(shards).argsort()  # of each row by id, in the joined parts
             held = spaces[value.space].held(value.layout, like.rank)
             rows = take_rows(join_rows(parts, value.annotation), value.annotation, place[held])
@@ -110,23 +108,34 @@ def _columns(name: str, value: KeptValue) -> Iterator[tuple[str, Any]]:
         yield f"{name}/{column.name}", getattr(value.rows, column.name) if column.name else value.rows
 
 
-def _rows(folder: Path, name: str, value: KeptValue, rank: int, ranks: int, device: torch.device) -> Any:
-    """The rows that a rank wrote of a value."""
-    path = _of_rank(folder, rank, ranks)
-    tensors = load_file(f"{path}.safetensors")
-    said = json.loads(Path(f"{path}.json").read_text())
+class _Written:
+    """What each rank wrote; the files of a rank are read once, whatever the number of values."""
 
-    def tensor(key: str) -> Tensor:
-        return tensors[key] if said["devices"][key] == "cpu" else tensors[key].to(device)
+    def __init__(self, folder: Path, ranks: int, device: torch.device) -> None:
+        self._folder, self._ranks, self._device = folder, ranks, device
+        self._parts: dict[int, tuple[dict[str, Tensor], dict[str, Any]]] = {}
 
-    def data(column: str, cut: Cut) -> Any:
-        key = f"{name}/{column}"
-        if cut is Cut.JSON:
-            return said["lists"].get(key)
-        return Ragged(tensor(key), tensor(f"{key}/{LENGTHS}")) if cut is Cut.RAGGED else tensor(key)
+    def rows(self, name: str, value: KeptValue, rank: int) -> Any:
+        """The rows that a rank wrote of a value."""
+        tensors, said = self._part(rank)
 
-    read = {column.name: data(column.name, column.cut) for column in columns(value.annotation)}
-    return read[""] if "" in read else value.annotation(**read)
+        def tensor(key: str) -> Tensor:
+            return tensors[key] if said["devices"][key] == "cpu" else tensors[key].to(self._device)
+
+        def data(column: str, cut: Cut) -> Any:
+            key = f"{name}/{column}"
+            if cut is Cut.JSON:
+                return said["lists"].get(key)
+            return Ragged(tensor(key), tensor(f"{key}/{LENGTHS}")) if cut is Cut.RAGGED else tensor(key)
+
+        read = {column.name: data(column.name, column.cut) for column in columns(value.annotation)}
+        return read[""] if "" in read else value.annotation(**read)
+
+    def _part(self, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        if rank not in self._parts:
+            path = _of_rank(self._folder, rank, self._ranks)
+            self._parts[rank] = load_file(f"{path}.safetensors"), json.loads(Path(f"{path}.json").read_text())
+        return self._parts[rank]
 
 
 def _space_to_json(space: RowSpace, layouts: list[Layout]) -> dict[str, Any]:
