@@ -2,11 +2,12 @@
 
     checkpoint/step-00000020/
       state.json                      step, policy version, what the run was started with, callbacks, module
+      actor.json                      updates done, and what the role's state belongs to
       actor-00000-of-00002.safetensors    what rank 0 wrote: `<Hugging Face name>/weight`, `.../exp_avg`, ...
       actor-00001-of-00002.safetensors
       surplus*                        groups that a filter kept beyond a step's, see `rlflow.data.surplus`
 
-Every rank writes a share of the parameters, each of them whole, so any number of ranks at any ZeRO stage reads it.
+Every rank of a role writes a share of its parameters, each of them whole, so any ranks at any ZeRO stage read it.
 What is drawn (rows, mini-batches, samples) is a function of (seed, step, draw), so no generator's state is kept.
 """
 
@@ -24,15 +25,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlflow.data.kept import Kept
+from rlflow.data.layout import Layout
 from rlflow.data.surplus import write_surplus
 from rlflow.errors import UserError
 
-FORMAT = 2
+FORMAT = 3
 STATE = "state.json"
 
 
 class Trained(Protocol):
     """The strategy, as far as checkpoints need it."""
+
+    def layout(self, name: str) -> Layout: ...
+
+    def holds(self, name: str) -> bool: ...
+
+    def leads(self, name: str) -> bool: ...
 
     def training_state(self, name: str) -> Iterable[tuple[str, dict[str, Tensor]]]: ...
 
@@ -55,8 +63,6 @@ class Progress:
         seed: Of the run.
         data: Digest of the training rows.
         draws: How often prompts were drawn.
-        updates: Updates done, by trained role.
-        untrained: What the checkpoint's weights belong to, by trained role: settings of adapters and their base.
         before: Validation before the first step.
         module: The module's own state.
         callbacks: The callbacks' states, in order.
@@ -67,19 +73,32 @@ class Progress:
     seed: int
     data: str
     draws: int
-    updates: dict[str, int] = field(default_factory=dict)
-    untrained: dict[str, dict[str, Any]] = field(default_factory=dict)
     before: dict[str, float] = field(default_factory=dict)
     module: dict[str, Any] = field(default_factory=dict)
     callbacks: list[dict[str, Any]] = field(default_factory=list)
 
 
 def write(
-    folder: Path, strategy: Trained, progress: Progress, rank: int, world_size: int, surplus: Kept | None = None
+    folder: Path,
+    strategy: Trained,
+    roles: Iterable[str],
+    progress: Progress,
+    rank: int,
+    world_size: int,
+    surplus: Kept | None = None,
 ) -> Path:
-    """Write a checkpoint into `folder` and remove older ones; called by all ranks.
+    """Write a checkpoint into `folder` and remove older ones; called by all ranks of the job.
 
     It gets its name when it is complete, so a run that is killed meanwhile leaves the one before.
+
+    Args:
+        folder: Of all checkpoints.
+        strategy: Holds the roles.
+        roles: All trained roles, those that live on other ranks too.
+        progress: Where the run stands; rank 0's is written.
+        rank: This one.
+        world_size: Of the job.
+        surplus: Groups that a filter kept.
     """
     name = f"step-{progress.step:08d}"
     draft = folder / f"{name}.draft"
@@ -87,14 +106,18 @@ def write(
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
     strategy.barrier()
-    for role in progress.updates:
+    for role in filter(strategy.holds, roles):
+        ranks = strategy.layout(role).ranks
         share = {
             f"{parameter}/{kind}": tensor.detach().cpu().contiguous().clone()
             for number, (parameter, tensors) in enumerate(strategy.training_state(role))
             for kind, tensor in tensors.items()
-            if number % world_size == rank
+            if ranks[number % len(ranks)] == rank
         }
         save_file(share, draft / f"{role}-{rank:05d}-of-{world_size:05d}.safetensors")
+        if strategy.leads(role):
+            record = {"updates": strategy.updates_done(role), "untrained": strategy.untrained_record(role)}
+            (draft / f"{role}.json").write_text(json.dumps(record, indent=2) + "\n")
     if surplus is not None:
         write_surplus(draft, surplus, world_size)
     strategy.barrier()
@@ -150,15 +173,26 @@ def read_progress(folder: Path, seed: int, data: str) -> Progress:
     return progress
 
 
-def restore(folder: Path, strategy: Trained, progress: Progress) -> None:
-    """Bring every trained role to where it stood; called by all ranks.
+def restore(folder: Path, strategy: Trained, roles: Iterable[str]) -> None:
+    """Bring every trained role of this rank to where it stood; called by all ranks.
+
+    Args:
+        folder: Of the checkpoint.
+        strategy: Holds the roles.
+        roles: All trained roles, those that live on other ranks too.
 
     Raises:
         UserError: The checkpoint lacks what a role needs, or was made with other adapters or on another model.
     """
-    for role, updates in progress.updates.items():
-        _require_same(role, found=strategy.untrained_record(role), stored=progress.untrained.get(role, {}))
-        strategy.load_training_state(role, Stored(folder, role), updates)
+    for role in filter(strategy.holds, roles):
+        path = folder / f"{role}.json"
+        if not path.is_file():
+            raise UserError(
+                f"{folder} has no state of `{role}`, which this run trains; continue with the same `module`"
+            )
+        record = json.loads(path.read_text())
+        _require_same(role, found=strategy.untrained_record(role), stored=record["untrained"])
+        strategy.load_training_state(role, Stored(folder, role), record["updates"])
 
 
 def _require_same(role: str, found: Mapping[str, Any], stored: Mapping[str, Any]) -> None:

@@ -256,7 +256,7 @@ class Run:
         """Go on where the checkpoint was taken."""
         if self._resumed is None or self._progress is None:
             return
-        checkpoint.restore(self._resumed, self._strategy, self._progress)
+        checkpoint.restore(self._resumed, self._strategy, self._prepared.graph.trained_roles())
         controller.version, controller.draws = self._progress.version, self._progress.draws
         controller.filling.restore(self._resumed, self._strategy.root_device)
         self._module.load_state_dict(self._progress.module)
@@ -372,15 +372,13 @@ class Run:
             seed=self._trainer.seed,
             data=self._prepared.train.scan.digest,
             draws=controller.draws,
-            updates={role: self._strategy.updates_done(role) for role in self._prepared.graph.trained_roles()},
-            untrained={role: self._strategy.untrained_record(role) for role in self._prepared.graph.trained_roles()},
             before=self._before,
             module=self._module.state_dict(),
             callbacks=[callback.state_dict() for callback in self._trainer.callbacks],
         )
-        world_size = self._transport.world_size
+        world_size, roles = self._transport.world_size, self._prepared.graph.trained_roles()
         rank, surplus = self._transport.rank, controller.filling.surplus
-        checkpoint.write(folder.checkpoint, self._strategy, progress, rank, world_size, surplus)
+        checkpoint.write(folder.checkpoint, self._strategy, roles, progress, rank, world_size, surplus)
 
     def _save(self, folder: RunFolder) -> None:
         for role in self._prepared.graph.trained_roles():

@@ -40,14 +40,15 @@ def train_on(
     strategy.setup_role("actor", handle, model)
     if resume:
         found = checkpoint.find("last", folder)
-        checkpoint.restore(found, strategy, checkpoint.read_progress(found, 0, "rows"))
+        assert checkpoint.read_progress(found, 0, "rows").step == 2
+        checkpoint.restore(found, strategy, ["actor"])
     norms = []
     for _ in range(updates):
         backward(strategy, "actor", handle)
         norms.append(strategy.step("actor"))
     done = strategy.updates_done("actor")
-    progress = checkpoint.Progress(done, done, 0, "rows", done, {"actor": done})
-    checkpoint.write(folder / "checkpoint", strategy, progress, dist.get_rank(), dist.get_world_size())
+    progress = checkpoint.Progress(done, done, 0, "rows", done)
+    checkpoint.write(folder / "checkpoint", strategy, ["actor"], progress, dist.get_rank(), dist.get_world_size())
     return norms, all_weights(strategy, "actor")
 
 
@@ -120,6 +121,7 @@ def test_a_checkpoint_holds_no_pickle_and_every_rank_wrote_a_part(
     assert sorted(path.name for path in folder.iterdir()) == [
         "actor-00000-of-00002.safetensors",
         "actor-00001-of-00002.safetensors",
+        "actor.json",
         "state.json",
     ]
     assert json.loads((folder / "state.json").read_text())["step"] == 1

@@ -89,13 +89,15 @@ class PackedModel(nn.Module):
         return self.weights() if self.lora is None else self.trained()
 
     def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor]) -> None:
-        """Write configuration and weights in Hugging Face form; transformers does so on rank 0 of a process group only.
+        """Write configuration and weights in Hugging Face form, on whatever rank calls it.
 
         Args:
             folder: Where to write.
             state_dict: Full tensors of `saved` by name.
         """
         if self.lora is None:
+            # Transformers would write on rank 0 of a process group only, and a role may live on others.
+            self.model.should_save_on_this_rank = lambda is_main_process: is_main_process
             self.model.save_pretrained(folder, state_dict=state_dict)
         else:
             save_adapter(folder, self.model, self.lora, self.base, self.head, state_dict)

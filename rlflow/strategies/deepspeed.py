@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,8 +16,10 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeedStrategy
 from torch import Tensor
 
+from rlflow.data.layout import Layout
 from rlflow.errors import UserError
 from rlflow.models.handle import ForwardPlan
+from rlflow.strategies.groups import Groups, RoleGroups
 from rlflow.strategies.launcher import RankLauncher
 from rlflow.strategies.strategy import Role, TrainingStrategy, clip_and_step
 
@@ -63,6 +67,7 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         self.stage = stage
         self.offload_optimizer = offload_optimizer
         self._engines: dict[str, DeepSpeedEngine] = {}
+        self._groups = Groups(timedelta(seconds=timeout_s))
         FabricDeepSpeedStrategy.__init__(
             self,
             config={},  # each role has its own
@@ -70,16 +75,24 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
             timeout=timedelta(seconds=timeout_s),
         )
 
+    def form_groups(self, layouts: Mapping[str, Layout]) -> None:
+        """See `TrainingStrategy.form_groups`."""
+        super().form_groups(layouts)
+        for layout in layouts.values():
+            self._groups.form(layout)
+
     def backward(self, name: str, loss: Tensor, last: bool) -> None:  # type: ignore[override]
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
-        engine = self._engines[name]
+        engine = self._engine(name)
         engine.set_gradient_accumulation_boundary(last)
-        engine.backward(loss * self.world_size, scale_wrt_gas=False)  # DeepSpeed averages over ranks; this sums
+        # DeepSpeed averages over the role's ranks; this sums. Copies of a shard each add a part of its gradient.
+        engine.backward(loss * len(self.layout(name).ranks), scale_wrt_gas=False)
 
     def agree(self, name: str, count: int) -> int:
         """The largest `count` over the ranks of the role."""
         largest = torch.tensor(count)
-        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        group = self._groups.of(self.layout(name)).all
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
         return int(largest)
 
     def setup_environment(self) -> None:
@@ -112,17 +125,26 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
             return role.model
         import deepspeed
 
+        _keep_within_role()
         self._set_node_environment_variables()  # which DeepSpeed reads
         deepspeed.init_distributed(self._process_group_backend)  # over the group that is there
+        groups = self._groups.of(self.layout(name))
+        _turn_to(groups)
         engine: torch.nn.Module
         engine, *_ = deepspeed.initialize(
-            config=self._config(role), model=role.model, optimizer=role.optimizer, dist_init_required=False
+            config=self._config(role), model=role.model, optimizer=role.optimizer, mpu=groups, dist_init_required=False
         )
+        engine.register_forward_pre_hook(lambda *_: _turn_to(groups))
         self._engines[name] = engine
         return engine
 
+    def _engine(self, name: str) -> DeepSpeedEngine:
+        """The role's engine, about to be used."""
+        _turn_to(self._engines[name].mpu)
+        return self._engines[name]
+
     def _update(self, name: str, role: Role) -> float:
-        engine = self._engines[name]
+        engine = self._engine(name)
         if engine.optimizer is role.optimizer:  # float32 at stage 0: DeepSpeed wraps nothing and tells no norm
             return clip_and_step(role)
         engine.step()
@@ -198,3 +220,38 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
             "wall_clock_breakdown": False,
             "timers": {"throughput": {"enabled": False}},
         }
+
+
+def _turn_to(groups: RoleGroups) -> None:
+    """Make DeepSpeed speak to the ranks of one role: it has a single place for them, whatever the engine."""
+    from deepspeed.utils import groups as current
+
+    current.mpu = groups
+
+
+@cache
+def _keep_within_role() -> None:
+    """Where DeepSpeed speaks to all ranks of the job, which do not all hold the role, let it speak to the role's.
+
+    ZeRO-3 does so twice: it waits for all ranks while it divides weights, and it compares with global rank 0 in what
+    order a forward pass reads them.
+    """
+    from deepspeed import comm
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+    from deepspeed.utils import groups
+
+    everybody = comm.barrier
+
+    def barrier(group: Any = None, **settings: Any) -> Any:
+        return everybody(group or groups.mpu.all, **settings)
+
+    def refuse_unlike(numbers: list[int]) -> None:
+        # Ranks count the weights of all their roles, so only the differences are alike.
+        digest = hash(tuple(number - numbers[0] for number in numbers))
+        ends = torch.tensor([digest, -digest])
+        torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX, groups.mpu.all)
+        if int(ends[0]) != -int(ends[1]):
+            raise RuntimeError("the ranks of a role read its weights in different orders")
+
+    comm.barrier = barrier
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = refuse_unlike

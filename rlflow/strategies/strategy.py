@@ -15,6 +15,7 @@ from lightning.fabric.strategies.strategy import Strategy
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from rlflow.data.layout import Layout
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import WithoutAdapters
 from rlflow.models.handle import ForwardPlan, ModelHandle
@@ -54,13 +55,15 @@ class TrainingStrategy(Strategy):
     """A Fabric strategy that holds the roles of this rank by name.
 
     A subclass says how a role is wrapped (`_wrap`), how gradients come about (`backward`) and how they are applied
-    (`_update`). Every method is called by all ranks of the role, in the same order.
+    (`_update`). A method that takes a role's name is called by all ranks of the role and by no others, in the same
+    order. A role is on all ranks, each with rows of its own, unless `form_groups` was told otherwise.
     """
 
     dtype: torch.dtype
     token_budget: int
     packing: bool
     world_size: int
+    global_rank: int
     local_rank: int
 
     def _configure(self, dtype: torch.dtype, token_budget: int, packing: bool) -> None:
@@ -70,6 +73,27 @@ class TrainingStrategy(Strategy):
         self.token_budget = token_budget
         self.packing = packing
         self._roles: dict[str, Role] = {}
+        self._layouts: dict[str, Layout] = {}
+
+    def form_groups(self, layouts: Mapping[str, Layout]) -> None:
+        """Say where roles live; called once, before any role is set up, by all ranks of the job alike.
+
+        Args:
+            layouts: By role. The ranks that hold a shard's copies divide its sequences among them.
+        """
+        self._layouts = dict(layouts)
+
+    def layout(self, name: str) -> Layout:
+        """Where the role lives, loaded or not."""
+        return self._layouts.get(name, Layout(tuple(range(self.world_size)), self.world_size))
+
+    def holds(self, name: str) -> bool:
+        """Whether the role lives on this rank too."""
+        return self.global_rank in self.layout(name).ranks
+
+    def leads(self, name: str) -> bool:
+        """Whether this is the role's first rank, which writes its files."""
+        return self.global_rank == self.layout(name).ranks[0]
 
     def setup_role(self, name: str, handle: ModelHandle, path: Path, updates: int | None = None) -> None:
         """Load a model, wrap it, give it an optimizer if it is trained, and attach it to its handle.
@@ -106,8 +130,9 @@ class TrainingStrategy(Strategy):
 
         Args:
             name: A trained role.
-            loss: This rank's share of the global loss: already divided by what the whole update divides by, so that
-                the losses of all ranks and micro-batches add up to the loss of the update. 0-dim.
+            loss: This shard's share of the global loss: already divided by what the whole update divides by, so that
+                the losses of all shards and micro-batches add up to the loss of the update. 0-dim. The ranks that
+                hold copies of a shard all give the same.
             last: Whether this is the update's last micro-batch.
         """
 
@@ -115,8 +140,8 @@ class TrainingStrategy(Strategy):
         """Clip, update the weights, move the learning rate, forget the gradients.
 
         Returns:
-            The norm of the whole gradient before clipping, the same on every rank. If it is not finite, no rank has
-            changed anything.
+            The norm of the whole gradient before clipping, the same on every rank of the role. If it is not finite,
+            no rank has changed anything.
         """
         role = self._roles[name]
         assert role.optimizer is not None, name
@@ -140,7 +165,7 @@ class TrainingStrategy(Strategy):
         """The role's weights as its forward uses them, full, by Hugging Face name, in buckets.
 
         Tied weights come once, adapters merged into theirs. A bucket's tensors are views that hold until the next
-        bucket is asked for, or new ones. Every rank iterates to the end.
+        bucket is asked for, or new ones. Every rank of the role iterates to the end.
 
         Args:
             name: The role.
@@ -155,14 +180,14 @@ class TrainingStrategy(Strategy):
     def save(self, name: str, folder: Path) -> None:
         """Write the role's model in Hugging Face form, of a model with adapters only these, in peft's.
 
-        Rank 0 holds one full copy of it in memory meanwhile.
+        The role's first rank does, and holds one full copy of it in memory meanwhile.
         """
         model = self._roles[name].model
         state: dict[str, Tensor] = {}
         for bucket in self._full(model.saved(), SAVE_BUCKET_BYTES):
-            if self.is_global_zero:
+            if self.leads(name):
                 state |= {key: weight.to("cpu", copy=True) for key, weight in bucket}
-        if self.is_global_zero:
+        if self.leads(name):
             model.save_pretrained(folder, state)
 
     def updates_done(self, name: str) -> int:
@@ -172,7 +197,7 @@ class TrainingStrategy(Strategy):
     def training_state(self, name: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """For each trained parameter, by name: its float32 `weight` and what the optimizer keeps of it, in full.
 
-        Every rank iterates to the end and sees all. Tensors are to be copied before the next is asked for.
+        Every rank of the role iterates to the end and sees all. Tensors are to be copied before the next is asked for.
         """
         role = self._roles[name]
         kinds = _kept_by(role)

@@ -62,8 +62,9 @@ def test_a_run_with_a_critic_and_an_actor_that_starts_later_goes_on_to_the_bit(p
     assert ["actor/loss" in step for step in steps] == [False, False, True, True]
     assert all("critic/loss" in step for step in steps)
     run("parts", 3)
-    state = json.loads((tmp_path / "parts/checkpoint/step-00000003/state.json").read_text())
-    assert (state["version"], state["updates"]) == (1, {"actor": 1, "critic": 3})
+    folder = tmp_path / "parts/checkpoint/step-00000003"
+    version, actor, critic = (json.loads((folder / f"{name}.json").read_text()) for name in ("state", "actor", "critic"))
+    assert (version["version"], actor["updates"], critic["updates"]) == (1, 1, 3)
     run("parts", 4, "last")
     through, parts = saved(tmp_path / "through"), saved(tmp_path / "parts")
     for role in through:

@@ -1,0 +1,87 @@
+"""The process groups of roles: all ranks of each, and those that hold copies of the same rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from rlflow.data.layout import Layout
+
+
+@dataclass(frozen=True)
+class RoleGroups:
+    """The groups of one role that this rank is in; as DeepSpeed asks for them: all ranks divide the states of ZeRO.
+
+    Attributes:
+        all: The role's ranks.
+        peers: The ranks that hold copies of this rank's rows.
+        alone: This rank, as no layer is divided.
+    """
+
+    all: ProcessGroup
+    peers: ProcessGroup
+    alone: ProcessGroup
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        """All ranks."""
+        return self.all
+
+    def get_data_parallel_world_size(self) -> int:
+        """How many they are."""
+        return dist.get_world_size(self.all)
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place among them."""
+        return dist.get_rank(self.all)
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        """This rank alone."""
+        return self.alone
+
+    def get_model_parallel_world_size(self) -> int:
+        """1."""
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        """0."""
+        return 0
+
+
+class Groups:
+    """Every group that this rank is in, formed once for each set of ranks.
+
+    Args:
+        timeout: After which a collective fails.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._formed: dict[tuple[int, ...], ProcessGroup | None] = {}
+
+    def form(self, layout: Layout) -> None:
+        """Form what a layout needs; called by all ranks of the job, those outside the layout too."""
+        self._form(layout.ranks)
+        for shard in range(layout.shards):
+            self._form(layout.peers(shard))
+
+    def of(self, layout: Layout) -> RoleGroups:
+        """The groups of a layout that this rank is in. One that was not formed is of all ranks, without copies."""
+        alone = (dist.get_rank(),)
+        self._form(alone)
+        everybody = self._formed.get(layout.ranks, dist.group.WORLD)
+        peers = self._formed[layout.peers(layout.shard(dist.get_rank()))]
+        mine = self._formed[alone]
+        assert everybody is not None, layout
+        assert peers is not None, layout
+        assert mine is not None
+        return RoleGroups(everybody, peers, mine)
+
+    def _form(self, ranks: tuple[int, ...]) -> None:
+        if ranks in self._formed:
+            return
+        # A rank's own group needs nobody else's help; any other is formed by all ranks of the job.
+        group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=len(ranks) == 1)
+        self._formed[ranks] = group if dist.get_rank() in ranks else None
