@@ -24,6 +24,8 @@ _UNION = re.compile(r"Errors:(.*)Given value type: .*Given value: (.*)", re.S)
 _NO_CLASS = re.compile(
     r"Problem with given class_path '([^']+)':\s*(.*)|Expected a dot import path string: (\S+)", re.S
 )
+_CHOICE = re.compile(r"Expected a typing\.Literal\[(.*)\]\s+- Expected a dot import path string: (.*)")
+_IN_CHOICE = re.compile(r"Expected a typing\.Literal\[.*- `([\w.]+)` (.*?)\s+Given value type", re.S)
 _WRONG_CLASS = re.compile(r"Import path (\S+) does not correspond to a subclass of (\w+)")
 _NO_MODULE = re.compile(r"No module named '([^']+)'")
 _WITH_CLASSES = (
@@ -176,6 +178,12 @@ def _no_key(keys: Sequence[str], parser: ArgumentParser, value: str | None = Non
 
 
 def _wrong_value(message: str, keys: Sequence[str]) -> ConfigError | None:
+    if match := _CHOICE.search(message):
+        choices, value = match.groups()
+        return ConfigError(keys, f"is {{value}}; give one of {choices}, or a mapping of arguments", value)
+    if match := _IN_CHOICE.search(message):
+        key, complaint = match.groups()
+        return ConfigError(key.split(".") if key.startswith(".".join(keys)) else [*keys, key], complaint)
     if match := _NO_CLASS.search(message):
         path, why, name = match.groups()
         return ConfigError(keys, _no_class(path, why) if path else _no_path(name))

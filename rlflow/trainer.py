@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlflow.callbacks.callback import Callback
+from rlflow.data.balance import Balance
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.loggers.logger import Logger
@@ -39,7 +40,8 @@ class Trainer:
         save_every_n_steps: Steps between checkpoints, with one at the end and the model beside them; None for just the
             model at the end.
         ckpt_path: Continue from a checkpoint, to the bit: `last` of `run_dir`, or a checkpoint's folder.
-        balance: `auto` moves rows between ranks to even out tokens where it pays, `off` leaves them.
+        balance: `auto` moves rows between ranks to even out tokens where it pays, `off` leaves them; or the constants
+            by which that is decided.
         logprob_gap_limit: Largest mean difference of rollout and training logprobs; None for 1e-3 (0.05 in bf16).
         sync_bucket_bytes: Weights gathered at once on their way into the rollout engine.
         fast_dev_run: Run two steps of every part, with validation, and leave nothing behind but logs and traces, in
@@ -66,7 +68,7 @@ class Trainer:
         log_every_n_steps: int = 1,
         save_every_n_steps: int | None = None,
         ckpt_path: str | None = None,
-        balance: Literal["auto", "off"] = "auto",
+        balance: Literal["auto", "off"] | Balance = "auto",
         logprob_gap_limit: float | None = None,
         sync_bucket_bytes: int = 256 * 2**20,
         fast_dev_run: bool = False,
@@ -106,7 +108,7 @@ class Trainer:
         self.log_every_n_steps = log_every_n_steps
         self.save_every_n_steps = save_every_n_steps
         self.ckpt_path = ckpt_path
-        self.balance = balance
+        self.balance = Balance(balance) if isinstance(balance, str) else balance
         self.logprob_gap_limit = logprob_gap_limit
         self.sync_bucket_bytes = sync_bucket_bytes
         self.fast_dev_run = fast_dev_run

@@ -376,6 +376,13 @@ def test_a_wrong_config_is_refused_in_one_line_before_a_model_is_loaded(
             '`module.init_args.optimizer.lrr` (3) is no known key. Did you mean "lr"?',
         ),
         (["--trainer.devices", "many"], "`trainer.devices` is 'many'; give an integer"),
+        (
+            ["--trainer.balance", "of"],
+            "`trainer.balance` is 'of'; give one of 'auto', 'off', or a mapping of arguments",
+        ),
+        (["--trainer.balance.quadratic", "x"], "`trainer.balance.quadratic` is 'x'; give a number"),
+        (["--trainer.balance.quadratik", "1"], 'balance.quadratik` (null) is no known key. Did you mean "quadratic"?'),
+        (["--trainer.balance.bytes_per_s", "0"], "`trainer.balance.bytes_per_s` is 0; give more than 0"),
         (["--module", "rlflow.algorithms.GRP0"], 'but rlflow.algorithms has no GRP0. Did you mean "GRPO"?'),
         (["stray"], "`stray` is neither an option nor a value of one; an option is `--key value`"),
         (["--seed"], "argument --seed: expected one argument"),

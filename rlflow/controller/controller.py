@@ -18,11 +18,12 @@ from rlflow.controller.training import Training
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node
 from rlflow.dag.planner import Exchange, Fill, Load, Plan, Reduce, RunNode, Save, SyncWeights, Task, TrainNode
+from rlflow.data.balance import Balance
 from rlflow.data.batch import Batch, Rollout, to_device
 from rlflow.data.buffer import DataBuffer
 from rlflow.data.layout import Layout
 from rlflow.data.loader import Loader
-from rlflow.data.rows import Balance, RowSpace
+from rlflow.data.rows import RowSpace
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
 from rlflow.loggers.trace import Trace

@@ -1,12 +1,116 @@
-"""Even shares of rows: equal counts, and costs as even as a greedy deal makes them."""
+"""Even shares of rows: what a row costs, how rows are dealt to shards, and whether moving them pays."""
 
 from __future__ import annotations
 
+import heapq
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from rlflow.errors import UserError
 
-def balanced_partition(costs: Tensor, ids: Tensor, shards: int) -> tuple[Tensor, ...]:
+
+@dataclass(frozen=True)
+class Balance:
+    """Whether rows move between ranks to even out their cost, and the constants by which `auto` decides.
+
+    Decided from these constants, never from clocks, so that all ranks decide alike and a run can be repeated.
+
+    Args:
+        mode: `auto` moves rows where the time saved is predicted to exceed the time of moving them; `off` leaves them
+            where they were made, unless the number of shards changes.
+        tokens_per_s: What one rank trains on, in short rows. The default is near a 7B model's on a large GPU; for a
+            smaller model imbalance costs less, and rows move a little too readily.
+        bytes_per_s: What one rank receives.
+        bytes_per_token: Of all values of a row together: ids, masks, and the log-probabilities of three policies.
+        quadratic: Attention's share: a row of t tokens costs t + quadratic * t^2. 0 counts tokens alone; for a plain
+            transformer 1 / (12 * its width) counts floating-point operations, as attention then costs as much as all
+            else at 12 * width tokens.
+
+    Raises:
+        UserError: A constant is not positive, or `quadratic` is negative.
+    """
+
+    mode: Literal["auto", "off"] = "auto"
+    tokens_per_s: float = 10_000.0
+    bytes_per_s: float = 1e9
+    bytes_per_token: float = 64.0
+    quadratic: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("tokens_per_s", "bytes_per_s", "bytes_per_token"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"`trainer.balance.{name}` is {getattr(self, name):g}; give more than 0")
+        if not self.quadratic >= 0:
+            raise UserError(f"`trainer.balance.quadratic` is {self.quadratic:g}; give 0 or more")
+
+    def costs(self, tokens: Tensor) -> Tensor:
+        """What rows cost, int64, in tokens of short rows; a row of no token costs nothing.
+
+        Args:
+            tokens: `[N]` int64.
+        """
+        if self.quadratic == 0:
+            return tokens
+        return (tokens + self.quadratic * tokens.double().square()).round().long()
+
+    def predict(self, tokens: Tensor, update: Tensor, here: Tensor, there: Tensor, travels: Tensor) -> Predicted:
+        """What moving rows from the shards `here` to `there` saves and takes.
+
+        Args:
+            tokens: `[N]` int64.
+            update: `[N]`, the mini-batch of each row, from 0; each waits for its slowest shard.
+            here: `[N]`, the shard of each row if it does not move, from 0.
+            there: `[N]`, its shard after the move.
+            travels: `[shards]` bool, where the ranks of a shard receive its rows from others even if none moves.
+        """
+        if tokens.numel() == 0:
+            return Predicted()
+        shards = len(travels)
+        costs = self.costs(tokens)
+
+        def slowest(shard: Tensor) -> int:
+            sums = costs.new_zeros((int(update.max()) + 1) * shards).index_add_(0, update * shards + shard, costs)
+            return int(sums.view(-1, shards).max(dim=1).values.sum())
+
+        def arriving(shard: Tensor) -> int:
+            """Tokens that the busiest shard receives."""
+            comes = travels[shard] | (here != shard)
+            return int(tokens.new_zeros(shards).index_add_(0, shard, tokens * comes).max())
+
+        more = max(0, arriving(there) - arriving(here))
+        saved = slowest(here) - slowest(there)
+        return Predicted(saved / self.tokens_per_s, more * self.bytes_per_token / self.bytes_per_s)
+
+
+AUTO = Balance()
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What moving rows saves and takes, in seconds of one step.
+
+    Attributes:
+        gain_s: Of waiting for the slowest shard of each mini-batch, less than 0 where the move makes it slower.
+        cost_s: Of receiving rows that would not travel otherwise, on the rank that receives most.
+    """
+
+    gain_s: float = 0.0
+    cost_s: float = 0.0
+
+    @property
+    def pays(self) -> bool:
+        """Whether rows should move."""
+        return self.gain_s > self.cost_s
+
+    def __add__(self, other: Predicted) -> Predicted:
+        return Predicted(self.gain_s + other.gain_s, self.cost_s + other.cost_s)
+
+
+def deal(costs: Tensor, shards: int) -> Tensor:
     """Deal rows to shards so that counts differ by at most one and sums of costs are nearly even.
 
     Rows are dealt in rounds of one row a shard, the dearest rows first; in each round the shard with the smallest
@@ -14,23 +118,52 @@ def balanced_partition(costs: Tensor, ids: Tensor, shards: int) -> tuple[Tensor,
     what lies between its own dearest and cheapest row, and takes away from the larger sum first.
 
     Args:
-        costs: `[N]`, at least 0, usually tokens.
+        costs: `[N]` int64, at least 0, in the order of the rows' ids, which breaks ties.
+        shards: How many shares.
+
+    Returns:
+        `[N]` int64, the shard of each row.
+    """
+    dearest_first = torch.argsort(costs, descending=True, stable=True)
+    cost = costs[dearest_first].numpy()
+    sums = np.zeros(shards, dtype=np.int64)
+    dealt = np.empty(len(cost), dtype=np.int64)
+    for start in range(0, len(cost), shards):
+        share = cost[start : start + shards]
+        poorest_first = np.argsort(sums, kind="stable")[: len(share)]
+        sums[poorest_first] += share
+        dealt[start : start + shards] = poorest_first
+    shard = torch.empty_like(costs)
+    shard[dearest_first] = torch.from_numpy(dealt)
+    return shard
+
+
+def balanced_partition(costs: Tensor, ids: Tensor, shards: int) -> tuple[Tensor, ...]:
+    """The shares that `deal` makes.
+
+    Args:
+        costs: `[N]`, at least 0.
         ids: `[N]`, distinct; break ties, so that all ranks deal alike.
         shards: How many shares.
 
     Returns:
         For each shard the positions of its rows, ascending.
     """
-    cost, name = costs.tolist(), ids.tolist()
-    dearest_first = sorted(range(len(cost)), key=lambda row: (-cost[row], name[row]))
-    sums = [0] * shards
-    rows: list[list[int]] = [[] for _ in range(shards)]
-    for start in range(0, len(cost), shards):
-        poorest_first = sorted(range(shards), key=sums.__getitem__)
-        for shard, row in zip(poorest_first, dearest_first[start : start + shards], strict=False):
-            sums[shard] += cost[row]
-            rows[shard].append(row)
-    return tuple(torch.tensor(sorted(share), dtype=torch.int64) for share in rows)
+    by_id = torch.argsort(ids)
+    shard = torch.empty_like(by_id)
+    shard[by_id] = deal(costs[by_id], shards)
+    return grouped(shard, shards)
+
+
+def grouped(shard: Tensor, shards: int) -> tuple[Tensor, ...]:
+    """For each shard the positions of its rows, ascending.
+
+    Args:
+        shard: `[N]` int64, the shard of each row.
+        shards: How many there are.
+    """
+    counts = torch.bincount(shard, minlength=shards).tolist()
+    return tuple(torch.argsort(shard, stable=True).split(counts))
 
 
 def group_partition(groups: Tensor, shards: int) -> tuple[Tensor, ...]:
@@ -43,46 +176,31 @@ def group_partition(groups: Tensor, shards: int) -> tuple[Tensor, ...]:
     Returns:
         For each shard the positions of its rows, by group, then ascending.
     """
-    _, member, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
+    by_group = torch.argsort(groups, stable=True)
+    _, sizes = torch.unique_consecutive(groups[by_group], return_counts=True)
     # A group goes where its middle row would go if rows were dealt by count.
     shard_of_group = (2 * sizes.cumsum(0) - sizes) * shards // max(2 * groups.numel(), 1)
-    by_group = torch.argsort(member, stable=True)
-    shard_of_row = shard_of_group[member[by_group]]
-    return tuple(by_group[shard_of_row == shard] for shard in range(shards))
+    counts = torch.zeros(shards, dtype=torch.int64).index_add_(0, shard_of_group, sizes)
+    return tuple(by_group.split(counts.tolist()))
 
 
-def pays(
-    costs: Tensor,
-    update: Tensor,
-    here: Tensor,
-    there: Tensor,
-    *,
-    tokens_per_s: float = 10_000.0,
-    bytes_per_s: float = 1e9,
-    bytes_per_token: float = 64.0,
-) -> bool:
-    """Whether moving rows from the shards `here` to `there` is predicted to save more time than it takes.
+def even_parts(costs: list[int], number: int) -> list[list[int]]:
+    """Deal rows, the dearest first, each to the part with the smallest sum so far: even sums, whatever the counts.
 
-    Decided from constants, never from clocks, so that all ranks decide alike and a run can be repeated.
+    Inside a rank, where parts run one after another, nothing asks for even counts; a part of one dear row and one of
+    many cheap rows take the same room, and so fewer parts are needed than `deal` would make.
 
     Args:
-        costs: `[N]` int64 tokens.
-        update: `[N]`, the mini-batch of each row, from 0; each waits for its slowest shard.
-        here: `[N]`, the shard of each row now, from 0.
-        there: `[N]`, its shard after the move.
-        tokens_per_s: What one rank trains on. The default is near a 7B model's on a large GPU; for a smaller model
-            imbalance costs less, and rows move a little too readily.
-        bytes_per_s: What one rank receives.
-        bytes_per_token: Of all values of a row together: ids, masks, and the log-probabilities of three policies.
+        costs: Of each row, at least 0; ties go by the row's number.
+        number: How many parts.
+
+    Returns:
+        The rows of each part, ascending.
     """
-    if costs.numel() == 0:
-        return False
-    shards = int(torch.maximum(here, there).max()) + 1
-
-    def slowest(shard: Tensor) -> int:
-        sums = costs.new_zeros((int(update.max()) + 1) * shards).index_add_(0, update * shards + shard, costs)
-        return int(sums.view(-1, shards).max(dim=1).values.sum())
-
-    arriving = int(costs.new_zeros(shards).index_add_(0, there, costs * (here != there)).max())
-    saved_s = (slowest(here) - slowest(there)) / tokens_per_s
-    return saved_s > arriving * bytes_per_token / bytes_per_s
+    poorest: list[tuple[int, int]] = [(0, part) for part in range(number)]
+    parts: list[list[int]] = [[] for _ in range(number)]
+    for row in sorted(range(len(costs)), key=lambda row: -costs[row]):
+        total, part = poorest[0]
+        parts[part].append(row)
+        heapq.heapreplace(poorest, (total + costs[row], part))
+    return [sorted(part) for part in parts]

@@ -7,17 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rlflow.data.balance import balanced_partition, group_partition, pays
+from rlflow.data.balance import AUTO, Balance, Predicted, deal, group_partition, grouped
 from rlflow.data.layout import Layout
 from rlflow.data.route import Route
 from rlflow.data.transport import Transport
 
-Balance = Literal["auto", "off"]
 ARRAYS = ("ids", "groups", "lengths", "tokens", "versions")  # of a row space, in the order in which they are gathered
 
 
@@ -36,9 +34,10 @@ class Partition:
     def places(self) -> tuple[Tensor, Tensor]:
         """For each row `[N]` its shard, and `[N]` its index within the shard."""
         rows = torch.cat(self.shards)
+        counts = torch.tensor([held.numel() for held in self.shards])
         shard, index = torch.empty_like(rows), torch.empty_like(rows)
-        shard[rows] = torch.cat([torch.full_like(held, number) for number, held in enumerate(self.shards)])
-        index[rows] = torch.cat([torch.arange(held.numel()) for held in self.shards])
+        shard[rows] = torch.arange(len(counts)).repeat_interleave(counts)
+        index[rows] = torch.arange(len(rows)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
         return shard, index
 
 
@@ -58,8 +57,7 @@ class RowSpace:
         home: The layout in which the rows were made, and their partition there.
         seed: Of the run; with `step` it decides which rows share a mini-batch.
         step: Of the run, from 0.
-        balance: `auto` moves rows to even out tokens where that pays; `off` leaves them where they were made,
-            unless the number of shards changes.
+        balance: Whether rows move to even out their cost.
     """
 
     name: str
@@ -71,8 +69,9 @@ class RowSpace:
     home: tuple[Layout, Partition]
     seed: int = 0
     step: int = 0
-    balance: Balance = "auto"
+    balance: Balance = AUTO
     _partitions: dict[Layout, Partition] = field(default_factory=dict, init=False, repr=False)
+    _predicted: dict[Layout, Predicted] = field(default_factory=dict, init=False, repr=False)
     _routes: dict[tuple[int, Layout, Layout, RowSpace], Route] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -89,7 +88,7 @@ class RowSpace:
         versions: Tensor | None = None,
         seed: int = 0,
         step: int = 0,
-        balance: Balance = "auto",
+        balance: Balance = AUTO,
     ) -> RowSpace:
         """Tell every rank of the rows that the shards of `layout` hold. A collective of all ranks.
 
@@ -111,7 +110,7 @@ class RowSpace:
         *,
         seed: int = 0,
         step: int = 0,
-        balance: Balance = "auto",
+        balance: Balance = AUTO,
     ) -> RowSpace:
         """The space of rows that all ranks know already.
 
@@ -121,14 +120,15 @@ class RowSpace:
             shards: For each shard of `layout` `[5, n]` int64: ids, groups, lengths, tokens, versions of its rows.
             seed: Of the run.
             step: Of the run.
-            balance: Whether rows may move to even out tokens.
+            balance: Whether rows move to even out their cost.
         """
         rows = torch.cat(list(shards), dim=1)  # [5, N]
         by_id = torch.argsort(rows[0])
         ids, groups, lengths, tokens, versions = rows[:, by_id]
         assert bool((ids[1:] > ids[:-1]).all()), f"two rows of `{name}` have one id"
-        held = tuple(torch.searchsorted(ids, shard[0].contiguous()) for shard in shards)
-        home = (layout, Partition(held))
+        position = torch.empty_like(by_id)
+        position[by_id] = torch.arange(len(by_id))
+        home = (layout, Partition(position.split([shard.shape[1] for shard in shards])))
         return cls(name, ids, groups, lengths, tokens, versions, home, seed, step, balance)
 
     def __len__(self) -> int:
@@ -206,22 +206,34 @@ class RowSpace:
         space._partitions.update(dealt)
         return space
 
+    @property
+    def predicted(self) -> Predicted:
+        """What moving rows was predicted to save and to take, of all layouts dealt so far where they could stay."""
+        return sum(self._predicted.values(), Predicted())
+
     def mini_batches(self, samples_per_update: int | None) -> list[Tensor]:
         """Positions of the rows of each mini-batch, ascending: a function of seed, step and ids, never of ranks.
 
         Args:
             samples_per_update: Rows of a mini-batch; the last has what is left. None for one mini-batch of all.
         """
-        if samples_per_update is None:
-            return [torch.arange(len(self))]
-        key = hashlib.blake2b(f"{self.seed}/{self.step}/{self.name}".encode(), digest_size=7).digest()
-        shuffled = torch.randperm(len(self), generator=torch.Generator().manual_seed(int.from_bytes(key, "big")))
-        return [rows.sort().values for rows in shuffled.split(samples_per_update)]
+        update, count = self._updates(samples_per_update)
+        return list(grouped(update, count))
 
     def held_mini_batches(self, layout: Layout, rank: int) -> list[Tensor]:
         """For each mini-batch of `layout`, which of the rows that `rank` holds belong to it: indices into its rows."""
-        held = self.held(layout, rank)
-        return [torch.isin(held, rows).nonzero()[:, 0] for rows in self.mini_batches(layout.samples_per_update)]
+        update, count = self._updates(layout.samples_per_update)
+        return list(grouped(update[self.held(layout, rank)], count))
+
+    def _updates(self, samples_per_update: int | None) -> tuple[Tensor, int]:
+        """For each row `[N]` the number of its mini-batch, and how many there are."""
+        update = torch.zeros_like(self.ids)
+        if samples_per_update is None:
+            return update, 1
+        key = hashlib.blake2b(f"{self.seed}/{self.step}/{self.name}".encode(), digest_size=7).digest()
+        shuffled = torch.randperm(len(self), generator=torch.Generator().manual_seed(int.from_bytes(key, "big")))
+        update[shuffled] = torch.arange(len(self)) // samples_per_update
+        return update, max(1, -(-len(self) // samples_per_update))
 
     def _read_by(self, reader: RowSpace, rows: Tensor) -> Tensor:
         """Positions here of what is read beside the rows at the positions `rows` in `reader`."""
@@ -241,24 +253,22 @@ class RowSpace:
             if can_stay and made_in.dealing == "groups":
                 return at_home
             return Partition(group_partition(self.groups, layout.shards))
-        if can_stay and self.balance == "off":
+        if can_stay and self.balance.mode == "off":
             return at_home
-        mini_batches = self.mini_batches(layout.samples_per_update)
-        balanced = self._balanced(mini_batches, layout.shards)
-        if can_stay and not self._pays(mini_batches, at_home, balanced):
-            return at_home
-        return balanced
+        update, updates = self._updates(layout.samples_per_update)
+        costs = self.balance.costs(self.tokens)
+        shard = torch.empty_like(self.ids)
+        for rows in grouped(update, updates):
+            shard[rows] = deal(costs[rows], layout.shards)
+        if can_stay:
+            here, travels = at_home.places[0], _travels(made_in, layout)
+            self._predicted[layout] = self.balance.predict(self.tokens, update, here, shard, travels)
+            if not self._predicted[layout].pays:
+                return at_home
+        made = torch.cat(at_home.shards)  # in a shard rows from one rank follow one another, as that rank holds them
+        return Partition(tuple(made[held] for held in grouped(shard[made], layout.shards)))
 
-    def _balanced(self, mini_batches: list[Tensor], shards: int) -> Partition:
-        """Each mini-batch even in itself; a shard holds its rows by mini-batch, then by id."""
-        shares = [
-            [rows[share] for share in balanced_partition(self.tokens[rows], self.ids[rows], shards)]
-            for rows in mini_batches
-        ]
-        return Partition(tuple(torch.cat(shard) for shard in zip(*shares, strict=True)))
 
-    def _pays(self, mini_batches: list[Tensor], here: Partition, there: Partition) -> bool:
-        update = torch.empty_like(self.ids)
-        for number, rows in enumerate(mini_batches):
-            update[rows] = number
-        return pays(self.tokens, update, here.places[0], there.places[0])
+def _travels(here: Layout, there: Layout) -> Tensor:
+    """For each shard `[S]` of layouts of as many shards, whether some ranks get its rows from others if none moves."""
+    return torch.tensor([not {*there.peers(s)} <= {*here.peers(s)} for s in range(there.shards)])

@@ -6,13 +6,13 @@ it to score, and a row without a response is left out altogether.
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from rlflow.data.balance import even_parts
 from rlflow.data.batch import PerToken, Ragged, TokenRows
 from rlflow.errors import UserError
 
@@ -174,24 +174,12 @@ def packed_micro_batches(token_counts: Tensor, budget: int, at_least: int = 1) -
         Row numbers of each micro-batch, `[b]` int64 ascending.
     """
     counts = token_counts.tolist()
-    longest_first = sorted(range(len(counts)), key=lambda row: -counts[row])
     number = max(1, at_least, -(-sum(min(tokens, budget) for tokens in counts) // budget))
     while True:
-        split = _even(counts, longest_first, number)
-        if all(tokens <= budget or len(rows) == 1 for tokens, rows in split):
-            return [torch.tensor(sorted(rows), dtype=torch.int64) for _, rows in split]
+        split = even_parts(counts, number)
+        if all(len(rows) <= 1 or sum(counts[row] for row in rows) <= budget for rows in split):
+            return [torch.tensor(rows, dtype=torch.int64) for rows in split]
         number += 1
-
-
-def _even(counts: list[int], longest_first: list[int], number: int) -> list[tuple[int, list[int]]]:
-    """Deal rows, the longest first, each to the micro-batch that has the fewest tokens so far."""
-    lightest: list[tuple[int, int]] = [(0, i) for i in range(number)]
-    rows: list[list[int]] = [[] for _ in range(number)]
-    for row in longest_first:
-        tokens, i = lightest[0]
-        rows[i].append(row)
-        heapq.heapreplace(lightest, (tokens + counts[row], i))
-    return [(tokens, rows[i]) for tokens, i in sorted(lightest, key=lambda entry: entry[1])]
 
 
 def padded_micro_batches(token_counts: Tensor, budget: int, at_least: int = 1) -> list[Tensor]:

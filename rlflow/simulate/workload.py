@@ -209,7 +209,7 @@ def read_workload(
         prompts=prompts,
         group_size=module.group_size,
         lengths=_lengths(data.max_prompt_length, longest or module.max_response_length, prompt_tokens, response_tokens),
-        moves_rows=trainer.balance != "off",
+        moves_rows=trainer.balance.mode != "off",
     )
 
 

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlflow.data.balance import AUTO, Balance
 from rlflow.data.batch import PerSample, PerToken, Ragged, Scalar
 from rlflow.data.buffer import DataBuffer
 from rlflow.data.layout import Layout
-from rlflow.data.rows import Balance, RowSpace
+from rlflow.data.rows import RowSpace
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
 from tests.data.everything import Everything, everything
@@ -21,7 +22,7 @@ TWO = Layout((0, 1), 2)
 BALANCED = Layout((0, 1), 2, "balanced")
 
 
-def _space(layout: Layout, shards: list[list[int]], lengths: list[int], balance: Balance = "auto") -> RowSpace:
+def _space(layout: Layout, shards: list[list[int]], lengths: list[int], balance: Balance = AUTO) -> RowSpace:
     """Rows by id, each a group of its own; `lengths` by id."""
     arrays = [
         torch.tensor(
@@ -47,7 +48,7 @@ def test_another_layout_of_the_same_rows_gives_the_same_object() -> None:
 
 
 def _unbalanced_but_off() -> tuple[bool, int]:
-    space = _space(TWO, [[0, 1], [2, 3]], [900, 900, 1, 1], balance="off")
+    space = _space(TWO, [[0, 1], [2, 3]], [900, 900, 1, 1], balance=Balance("off"))
     buffer, value = DataBuffer(Transport()), torch.zeros(2)
     buffer.put("rewards", value, PerSample, space, TWO)
     buffer.issue("rewards", BALANCED)

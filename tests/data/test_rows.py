@@ -7,15 +7,16 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlflow.data.balance import AUTO, Balance, Predicted
 from rlflow.data.layout import Layout
-from rlflow.data.rows import Balance, RowSpace
+from rlflow.data.rows import RowSpace
 from rlflow.data.transport import Transport
 from tests.ranks import RankPool
 
 HOME = Layout((0, 1), 2)
 
 
-def _space(tokens: list[int], group_size: int = 1, step: int = 0, balance: Balance = "auto") -> RowSpace:
+def _space(tokens: list[int], group_size: int = 1, step: int = 0, balance: Balance = AUTO) -> RowSpace:
     """Rows 0, 1, ... of these tokens, made in two halves."""
     ids = torch.arange(len(tokens))
     rows = torch.stack([ids, ids // group_size, torch.tensor(tokens), torch.tensor(tokens), ids * 0])
@@ -76,13 +77,51 @@ def test_rows_that_are_even_already_do_not_move() -> None:
 
 
 def test_balance_off_keeps_rows_where_they_were_made() -> None:
-    space = _space([900, 900, 100, 100], balance="off")
+    space = _space([900, 900, 100, 100], balance=Balance("off"))
     assert space.partition(Layout((0, 1), 2, "balanced")) is space.partition(HOME)
+
+
+def test_a_long_row_is_balanced_by_its_quadratic_cost() -> None:
+    tokens, there = [100, 60, 55, 10, 9, 1], Layout((0, 1), 2, "balanced")
+    # rounds 100 | 60, then 10 | 55: the first is the poorer in tokens, 110 against 115, and gets 9
+    assert [rows.tolist() for rows in _space(tokens).partition(there).shards] == [[0, 3, 4], [1, 2, 5]]
+    # by t + t^2 the second is, 3,660 + 3,080 against 10,100 + 110
+    long = _space(tokens, balance=Balance(quadratic=1.0))
+    assert [rows.tolist() for rows in long.partition(there).shards] == [[0, 3, 5], [1, 2, 4]]
+
+
+def test_rows_from_one_shard_follow_one_another_in_the_order_of_that_shard() -> None:
+    home = Layout((0, 1), 2)
+    ids = torch.tensor([[3, 1], [2, 0]])
+    shards = [torch.stack([held, held, *[10 ** (3 - held)] * 3]) for held in ids]
+    space = RowSpace.of_shards("rollout", home, shards)
+    # tokens by id: 1000 100 10 1; one shard reads all: those of shard 0 as it holds them, then those of shard 1
+    assert space.partition(Layout((0, 1), 1, "balanced")).shards[0].tolist() == [3, 1, 2, 0]
+
+
+def test_what_moving_was_predicted_to_save_and_take_is_told() -> None:
+    space = _space([300, 300, 100, 100], balance=Balance(tokens_per_s=100, bytes_per_token=10, bytes_per_s=1000))
+    assert space.predicted == Predicted()
+    space.partition(Layout((0, 1), 2, "balanced"))
+    # 600 -> 400 tokens at 100/s; rows 0 and 2 go to shard 0 and rows 1 and 3 to shard 1, where row 1's 3,000 bytes come
+    assert space.predicted == Predicted(2.0, 3.0)
+    space.partition(Layout((0, 1), 1, "balanced"))
+    assert space.predicted == Predicted(2.0, 3.0), "where shards differ in number there is no choice"
+
+
+def test_rows_that_go_to_other_ranks_anyway_are_balanced_at_no_cost() -> None:
+    dear = Balance(bytes_per_s=1e-6)
+    assert _space([300, 300, 100, 100], balance=dear).partition(Layout((0, 1), 2, "balanced")).shards[0].tolist() == [
+        0,
+        1,
+    ]
+    elsewhere = _space([300, 300, 100, 100], balance=dear).partition(Layout((2, 3), 2, "balanced"))
+    assert elsewhere.shards[0].tolist() == [0, 2]
 
 
 @given(
     tokens=st.lists(st.integers(1, 900), min_size=1, max_size=40),
-    shards=st.sampled_from([1, 3, 4]),
+    shards=st.sampled_from([1, 3, 4, 5, 6]),
     update=st.none() | st.integers(1, 40),
 )
 def test_each_mini_batch_is_balanced_in_itself(tokens: list[int], shards: int, update: int | None) -> None:
