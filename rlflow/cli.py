@@ -1,4 +1,4 @@
-"""The command line: `rlflow fit`, `validate`, `graph`, `export`, `simulate`."""
+"""The command line: `rlflow fit`, `validate`, `graph`, `report`, `export`, `simulate`."""
 
 from __future__ import annotations
 
@@ -35,6 +35,13 @@ def graph(arguments: Sequence[str]) -> None:
     read_graph(arguments).show()
 
 
+def report(arguments: Sequence[str]) -> None:
+    """Show where the time of a run's steps went, rank by rank."""
+    from rlflow.configuration import read_report
+
+    read_report(arguments).show()
+
+
 def export(arguments: Sequence[str]) -> None:
     """Write the model of a run that trained adapters, merged or as an adapter."""
     from rlflow.configuration import read_export
@@ -58,6 +65,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "fit": fit,
     "validate": validate,
     "graph": graph,
+    "report": report,
     "export": export,
     "simulate": simulate,
 }

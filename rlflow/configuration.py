@@ -27,6 +27,7 @@ from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
 from rlflow.placement import followed_role, layouts
 from rlflow.preparation import read_graph as read_module_graph
+from rlflow.report import Report
 from rlflow.rewards import ExactMatch
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.simulate.command import ShownSimulation
@@ -178,6 +179,21 @@ def read_export(arguments: Sequence[str]) -> Export:
     parser.add_argument("--form", type=Form, default="merged", help="a whole model, or the adapter in peft's form")
     parsed = parser.parse_args(list(arguments))
     return Export(Path(parsed.model), Path(parsed.to), parsed.form)
+
+
+def read_report(arguments: Sequence[str]) -> Report:
+    """What `rlflow report` shows."""
+    parser = OneLineParser(
+        prog="rlflow report", description="Show where the time of a run's steps went, rank by rank.", allow_abbrev=False
+    )
+    parser.add_argument("run_dir", type=str, help="the folder of a run, whether it ended or not")
+    parser.add_argument("--step", type=int | None, default=None, help="the last step shown; else the run's last")
+    parser.add_argument("--steps", type=int, default=3, help="how many, up to that one")
+    parser.add_argument(
+        "--draw", type=str | None, default=None, help="PATH.png, .svg or .pdf; else RUN_DIR/timeline.png"
+    )
+    parsed = parser.parse_args(list(arguments))
+    return Report(Path(parsed.run_dir), parsed.step, parsed.steps, None if parsed.draw is None else Path(parsed.draw))
 
 
 def _read_difference(arguments: Sequence[str]) -> ConfiguredDifference:

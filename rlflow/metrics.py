@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -65,3 +67,20 @@ class Metrics:
                 largest[name] = max(value, largest.get(name, -math.inf))
         reduced = {name: total / count for name, (total, count) in means.items() if count}
         return dict(sorted((reduced | sums | largest).items()))
+
+
+def straggler(worked: Sequence[float]) -> dict[str, float]:
+    """Who held the others up in a step.
+
+    Args:
+        worked: Seconds that each rank worked, by rank, without those in which it waited for others.
+
+    Returns:
+        `straggler/rank`, the rank that worked longest, and `straggler/share`, by which share of the median it worked
+        longer than that; nothing where there is one rank, or none worked.
+    """
+    median = statistics.median(worked)
+    if len(worked) == 1 or median == 0:
+        return {}
+    rank = max(range(len(worked)), key=lambda rank: worked[rank])
+    return {"straggler/rank": float(rank), "straggler/share": worked[rank] / median - 1}

@@ -113,7 +113,7 @@ class Run:
         with ExitStack() as stack:
             log = folder.logs / f"rank{self._transport.rank}.log"
             self._console = stack.enter_context(Console(log, self._prepared.steps, self._done, shows=self._first))
-            trace = Trace(folder.traces, self._transport.rank)
+            trace = self._transport.watch = Trace(folder.traces, self._transport.rank)
             stack.callback(trace.close)
             self._start_loggers(folder, stack)
             try:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from rlflow.data.transport import Transport
-from rlflow.metrics import Metrics
+from rlflow.metrics import Metrics, straggler
 from tests.ranks import RankPool
 
 
@@ -41,3 +41,12 @@ def test_every_rank_has_the_metrics_over_all_of_them_sorted_by_name(ranks2: Rank
 
 def test_a_reduction_starts_afresh(ranks2: RankPool) -> None:
     assert [after for _, after in ranks2.run(_reduced)] == [{}, {}]
+
+
+def test_the_straggler_is_told_with_how_much_longer_than_the_median_it_worked() -> None:
+    assert straggler([2.0, 5.0, 1.0]) == {"straggler/rank": 1.0, "straggler/share": 1.5}
+    assert straggler([2.0, 2.0]) == {"straggler/rank": 0.0, "straggler/share": 0.0}
+
+
+def test_one_rank_holds_nobody_up() -> None:
+    assert straggler([2.0]) == straggler([0.0, 0.0]) == {}

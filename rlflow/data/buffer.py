@@ -89,10 +89,11 @@ class DataBuffer:
         assert (target, reader) not in made.copies, f"`{name}` was sent to {target} before"
         rank = self._transport.rank
         route = made.space.route(rank, made.layout, target, reader)
+        begun = time.perf_counter()
         with self._waiting(name, target):
             held = made.space.held(made.layout, rank)
             exchange = Exchange(self._transport, route, made.lengths, held, made.annotation, made.value)
-        made.copies[target, reader] = _Copy(exchange)
+        made.copies[target, reader] = _Copy(exchange, begun)
         self.bytes_sent += exchange.bytes_sent
         self.traffic[_label(name, target)] += exchange.bytes_sent
         self._note_peak()
@@ -161,6 +162,8 @@ class DataBuffer:
         assert exchange is not None
         with self._waiting(name, layout):
             exchange.wait()
+        if self._transport.watch is not None:
+            self._transport.watch.flight(_label(name, layout), copy.begun, time.perf_counter())
         copy.value, copy.exchange = exchange.result(), None
         if copy.value is not made.value:
             copy.nbytes = _nbytes(copy.value, made.annotation)
@@ -173,10 +176,12 @@ class DataBuffer:
     def _waiting(self, name: str, layout: Layout) -> Iterator[None]:
         begin = time.perf_counter()
         yield
-        seconds = time.perf_counter() - begin
-        self.waited_s += seconds
+        end = time.perf_counter()
+        self.waited_s += end - begin
         label = _label(name, layout)
-        self.waits[label] = self.waits.get(label, 0.0) + seconds
+        self.waits[label] = self.waits.get(label, 0.0) + end - begin
+        if self._transport.watch is not None:
+            self._transport.watch.wait(label, begin, end)
 
     def _note_peak(self) -> None:
         self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
@@ -184,9 +189,10 @@ class DataBuffer:
 
 @dataclass
 class _Copy:
-    """A value in another layout: under way while `exchange` is set, then `value`."""
+    """A value in another layout: under way since `begun` while `exchange` is set, then `value`."""
 
     exchange: Exchange | None
+    begun: float
     value: Any = None
     nbytes: int = 0
 

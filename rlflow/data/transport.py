@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -17,6 +21,32 @@ class Work(Protocol):
 
     def wait(self) -> object:
         """Return when it is done; raises what went wrong with it."""
+
+
+class Watch(Protocol):
+    """Is told what communication costs; times are of `time.perf_counter`, seconds."""
+
+    def wait(self, name: str, start: float, end: float) -> None:
+        """This rank stood still for `name`."""
+
+    def flight(self, name: str, start: float, end: float) -> None:
+        """`name` was on its way, whatever this rank did meanwhile."""
+
+
+def _waits(collective: Callable[P, T]) -> Callable[P, T]:
+    """Tells the transport's watch how long a collective took, most of which is waiting for other ranks."""
+
+    @functools.wraps(collective)
+    def watched(*args: P.args, **kwargs: P.kwargs) -> T:
+        start = time.perf_counter()
+        result = collective(*args, **kwargs)
+        transport = args[0]
+        assert isinstance(transport, Transport)
+        if transport.watch is not None:
+            transport.watch.wait(collective.__name__, start, time.perf_counter())
+        return result
+
+    return watched
 
 
 class Transport:
@@ -31,6 +61,7 @@ class Transport:
         rank: This process, from 0.
         world_size: How many there are.
         metadata_bytes: What this rank received in gathers; payload is counted by who sends it.
+        watch: Told of waits, if anybody is.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -39,6 +70,7 @@ class Transport:
         self.rank = dist.get_rank() if joined else 0
         self.world_size = dist.get_world_size() if joined else 1
         self.metadata_bytes = 0
+        self.watch: Watch | None = None
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world_size)): None}
 
     def form_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
@@ -50,6 +82,7 @@ class Transport:
         for ranks in sorted({*groups} - self._groups.keys()):
             self._groups[ranks] = dist.new_group(list(ranks))
 
+    @_waits
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, by rank; of the same shape and dtype everywhere."""
         if self.world_size == 1:
@@ -67,6 +100,7 @@ class Transport:
         padded[: tensor.numel()] = tensor
         return [each[:count] for each, count in zip(self.all_gather(padded), counts, strict=True)]
 
+    @_waits
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
         """The sum or the largest over all ranks, element by element, in a new tensor."""
         reduced = tensor.to(self.device, copy=True).contiguous()
@@ -74,6 +108,7 @@ class Transport:
             dist.all_reduce(reduced, _OPERATIONS[op])
         return reduced.to(tensor.device)
 
+    @_waits
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The tensor of rank `source`, in a new tensor; of the same shape and dtype everywhere."""
         received = tensor.to(self.device, copy=True).contiguous()

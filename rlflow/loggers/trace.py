@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 TRACE_FILE = "trace.json"
+WAIT, FLIGHT = "Wait", "Flight"  # categories beside those of tasks
 
 
 class Trace:
@@ -19,10 +20,15 @@ class Trace:
     Args:
         folder: Of the run's traces; made if need be.
         rank: Of this process.
+
+    Attributes:
+        waited_s: Seconds of all waits so far.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
+        self.waited_s = 0.0
         self._rank = rank
+        self._flights = 0
         # `perf_counter` starts anywhere, on each machine elsewhere; spans of all ranks share the wall clock.
         self._epoch = time.time() - time.perf_counter()
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,6 +48,18 @@ class Trace:
         microseconds = {"ts": (self._epoch + start) * 1e6, "dur": (end - start) * 1e6}
         self._write({"name": name, "cat": category, "ph": "X", **microseconds, "args": arguments})
 
+    def wait(self, name: str, start: float, end: float) -> None:
+        """Record that this rank stood still for `name`, in the midst of a task; times as of `span`."""
+        self.waited_s += end - start
+        self.span(name, WAIT, start, end)
+
+    def flight(self, name: str, start: float, end: float) -> None:
+        """Record that `name` was under way, whatever this rank did meanwhile; times as of `span`."""
+        self._flights += 1
+        for phase, when in (("b", start), ("e", end)):
+            event = {"name": name, "cat": FLIGHT, "ph": phase, "id": f"{self._rank}.{self._flights}"}
+            self._write({**event, "ts": (self._epoch + when) * 1e6})
+
     def close(self) -> None:
         """Close the file; no span may follow."""
         self._file.close()
@@ -53,12 +71,22 @@ class Trace:
 
 def merge_traces(folder: Path) -> Path:
     """Join the files of the ranks in `folder` into its `trace.json`, time 0 being the first span's start."""
-    files = sorted(folder.glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
-    events = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    start = min((event["ts"] for event in events if "ts" in event), default=0.0)
     merged = folder / TRACE_FILE
-    merged.write_text(json.dumps({"traceEvents": list(_from(start, events))}), encoding="utf-8")
+    merged.write_text(json.dumps({"traceEvents": read_events(folder)}), encoding="utf-8")
     return merged
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """The events of all ranks in `folder`, rank after rank, in microseconds from the first one's start."""
+    files = sorted(folder.glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
+    events = [json.loads(line) for file in files for line in _whole_lines(file)]
+    start = min((event["ts"] for event in events if "ts" in event), default=0.0)
+    return list(_from(start, events))
+
+
+def _whole_lines(file: Path) -> list[str]:
+    """Without one that a killed rank left unfinished."""
+    return [line for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _from(start: float, events: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:

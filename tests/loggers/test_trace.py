@@ -56,3 +56,16 @@ def test_a_span_is_on_disk_before_the_run_ends(tmp_path: Path) -> None:
     trace = Trace(tmp_path, 0)  # kept, since Python closes the file of one that is let go
     trace.span("load batch", "Load", 0.0, 1.0)
     assert json.loads((tmp_path / "rank0.jsonl").read_text().splitlines()[-1])["name"] == "load batch"
+
+
+def test_waits_are_summed_and_flights_begin_and_end(tmp_path: Path) -> None:
+    trace = Trace(tmp_path, 0)
+    trace.wait("rollout/groups2", 1.0, 1.5)
+    trace.wait("rewards/groups2", 2.0, 2.25)
+    trace.flight("rollout/groups2", 0.5, 1.5)
+    written = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
+    assert trace.waited_s == 0.75
+    assert [event["cat"] for event in written[1:]] == ["Wait", "Wait", "Flight", "Flight"]
+    assert [event["ph"] for event in written[3:]] == ["b", "e"]
+    assert written[4]["ts"] - written[3]["ts"] == pytest.approx(1e6, abs=1)
+    assert written[3]["id"] == written[4]["id"]
