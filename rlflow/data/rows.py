@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -13,32 +12,11 @@ from torch import Tensor
 
 from rlflow.data.balance import AUTO, Balance, Predicted, deal, group_partition, grouped
 from rlflow.data.layout import Layout
+from rlflow.data.partition import Partition
 from rlflow.data.route import Route
 from rlflow.data.transport import Transport
 
 ARRAYS = ("ids", "groups", "lengths", "tokens", "versions")  # of a row space, in the order in which they are gathered
-
-
-@dataclass(frozen=True, eq=False)
-class Partition:
-    """Which rows each shard holds.
-
-    Attributes:
-        shards: For each shard the positions of its rows (indices into the arrays of their `RowSpace`), in the order
-            in which the shard holds them. Every row is in exactly one shard.
-    """
-
-    shards: tuple[Tensor, ...]
-
-    @cached_property
-    def places(self) -> tuple[Tensor, Tensor]:
-        """For each row `[N]` its shard, and `[N]` its index within the shard."""
-        rows = torch.cat(self.shards)
-        counts = torch.tensor([held.numel() for held in self.shards])
-        shard, index = torch.empty_like(rows), torch.empty_like(rows)
-        shard[rows] = torch.arange(len(counts)).repeat_interleave(counts)
-        index[rows] = torch.arange(len(rows)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-        return shard, index
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,8 +135,9 @@ class RowSpace:
         """
         key = (rank, source, target, reader)
         if key not in self._routes:
-            wanted = [self._read_by(reader, rows) for rows in reader.partition(target).shards]
-            self._routes[key] = Route.find(rank, source, target, self.partition(source).places, wanted)
+            made, read = self.partition(source), reader.partition(target)
+            position = None if reader is self else self._prompts_of(reader)
+            self._routes[key] = Route.find(rank, source, target, made, read, position)
         return self._routes[key]
 
     def in_order(self, layout: Layout, of_ranks: Sequence[Tensor]) -> Tensor:
@@ -235,13 +214,10 @@ class RowSpace:
         update[shuffled] = torch.arange(len(self)) // samples_per_update
         return update, max(1, -(-len(self) // samples_per_update))
 
-    def _read_by(self, reader: RowSpace, rows: Tensor) -> Tensor:
-        """Positions here of what is read beside the rows at the positions `rows` in `reader`."""
-        if reader is self:
-            return rows
-        prompts = reader.groups[rows]
-        positions = torch.searchsorted(self.ids, prompts).clamp(max=max(len(self) - 1, 0))
-        assert torch.equal(self.ids[positions], prompts), f"`{reader.name}` answers prompts that `{self.name}` has not"
+    def _prompts_of(self, reader: RowSpace) -> Tensor:
+        """For each row of `reader` the position here of the prompt that it answers."""
+        positions = torch.searchsorted(self.ids, reader.groups).clamp_(max=max(len(self) - 1, 0))
+        assert torch.equal(self.ids[positions], reader.groups), f"`{reader.name}` answers prompts {self.name} has not"
         return positions
 
     def _deal(self, layout: Layout) -> Partition:
@@ -261,7 +237,7 @@ class RowSpace:
         for rows in grouped(update, updates):
             shard[rows] = deal(costs[rows], layout.shards)
         if can_stay:
-            here, travels = at_home.places[0], _travels(made_in, layout)
+            here, travels = at_home.places[0].long(), _travels(made_in, layout)
             self._predicted[layout] = self.balance.predict(self.tokens, update, here, shard, travels)
             if not self._predicted[layout].pays:
                 return at_home

@@ -23,7 +23,8 @@ from rlflow.data.balance import group_partition
 from rlflow.data.batch import Cut, Ragged, columns, join_rows, take_rows
 from rlflow.data.kept import Kept, KeptValue
 from rlflow.data.layout import Layout
-from rlflow.data.rows import ARRAYS, Partition, RowSpace
+from rlflow.data.partition import Partition
+from rlflow.data.rows import ARRAYS, RowSpace
 from rlflow.errors import UserError
 
 SURPLUS = "surplus.json"

@@ -1,7 +1,11 @@
-"""A column as rows of bytes, and rows of bytes as a column again: no padding, no pickle, every dtype kept."""
+"""A column as rows of bytes, and rows of bytes as a column again: no padding, no pickle, every dtype kept.
+
+Rows that lie one after another are moved as one piece, and a column whose bytes lie in order already is a view of them.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -14,6 +18,9 @@ from torch import Tensor
 from rlflow.data.batch import Cut, Ragged
 
 Data = Any  # of one column: a Tensor, a Ragged, or a list of JSON-able objects
+Piece = tuple[Tensor, int, int]  # bytes of a buffer: from the first offset up to the second
+
+_NARROW = 64  # bytes: rows up to here are gathered by index, where pieces would cost more than a copy
 
 
 @dataclass(frozen=True)
@@ -54,60 +61,140 @@ class Form:
         return cls(getattr(torch, form["dtype"]), tuple(form["entry"]), form["device"])
 
 
-def to_bytes(cut: Cut, data: Data, lengths: Tensor, rows: Sequence[int], device: torch.device) -> list[Tensor]:
-    """The bytes of some rows, uint8: views of tensors that are on `device` already.
+@dataclass(frozen=True)
+class RowBytes:
+    """Rows as bytes somewhere in one buffer.
+
+    Attributes:
+        buffer: `[bytes]` uint8.
+        starts: `[n]` int64, on the CPU: the offset of each row.
+        sizes: `[n]` int64, on the CPU: its bytes.
+    """
+
+    buffer: Tensor
+    starts: Tensor
+    sizes: Tensor
+
+    def take(self, index: Tensor) -> RowBytes:
+        """The rows at `index` `[k]` int64, in that order; they may repeat."""
+        return RowBytes(self.buffer, self.starts[index], self.sizes[index])
+
+    def pieces(self, counts: Sequence[int]) -> list[list[Piece]]:
+        """The bytes of the first `counts[0]` rows, of the next `counts[1]`, ...: as few pieces each as can be."""
+        ends = self.starts + self.sizes
+        begins = torch.ones(len(ends), dtype=torch.bool)
+        begins[1:] = self.starts[1:] != ends[:-1]
+        bounds = torch.tensor([0, *counts]).cumsum(0)
+        begins[bounds[bounds < len(ends)]] = True
+        first = begins.nonzero()[:, 0]
+        last = torch.cat([first[1:], torch.tensor([len(ends)])]) - 1 if len(first) else first
+        runs = [(self.buffer, a, b) for a, b in zip(self.starts[first].tolist(), ends[last].tolist(), strict=True)]
+        cuts = torch.searchsorted(first, bounds).tolist()
+        return [runs[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+def to_bytes(cut: Cut, data: Data, lengths: Tensor, rows: Tensor, device: torch.device) -> RowBytes:
+    """The bytes of some rows: of tensors that are on `device` already as they lie there.
 
     Args:
         cut: How the column is cut.
         data: Its `B` rows.
-        lengths: `[B]`, entries of each row of a `TOKEN` column.
-        rows: Indices of the rows, in the order asked for; they may repeat.
+        lengths: `[B]` int64, entries of each row of a `TOKEN` column.
+        rows: `[n]` int64, indices of the rows, in the order asked for; they may repeat.
         device: Where the bytes are wanted.
     """
     if cut is Cut.JSON:
-        texts = [bytearray(json.dumps(data[row]).encode()) for row in rows]
-        return [torch.frombuffer(text, dtype=torch.uint8).to(device) for text in texts]
+        texts = [json.dumps(data[row]).encode() for row in rows.tolist()]
+        joined = bytearray(b"".join(texts))
+        buffer = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+        return _in_a_row(buffer.to(device), torch.tensor([len(text) for text in texts], dtype=torch.int64))
     width = Form.of(cut, data).width
     if cut is Cut.SAMPLE:
-        every = _flat(data).to(device).split([width] * len(data))
-    elif cut is Cut.RAGGED:
-        every = _flat(data.values).to(device).split((data.lengths * width).tolist())
-    else:
-        filled = lengths * width
-        padding = data.shape[1] * width - filled
-        every = _flat(data).to(device).split(torch.stack([filled, padding], dim=1).flatten().tolist())[::2]
-    return [every[row] for row in rows]
+        if width <= _NARROW:
+            return _in_a_row(_flat(data[rows.to(data.device)]).to(device), torch.full_like(rows, width))
+        return RowBytes(_flat(data).to(device), rows * width, torch.full_like(rows, width))
+    if cut is Cut.RAGGED:
+        return _in_a_row(_flat(data.values).to(device), data.lengths.cpu() * width).take(rows)
+    return RowBytes(_flat(data).to(device), rows * (data.shape[1] * width), lengths[rows] * width)
 
 
-def from_bytes(cut: Cut, form: Form, rows: Sequence[Tensor], device: torch.device) -> Data:
-    """The column of these rows; `TOKEN` columns are padded with zeros to their longest row.
+def from_bytes(cut: Cut, form: Form, rows: RowBytes, order: Tensor) -> Data:
+    """A column of some rows; `TOKEN` columns are padded with zeros to their longest row.
 
     Args:
         cut: How the column is cut.
         form: What its bytes mean.
-        rows: The bytes of each row, uint8, on `device`.
-        device: Where they are; the column is made there and moved to the kind of device in its form.
+        rows: The bytes; the column may be a view of their buffer.
+        order: `[n]` int64, which of `rows` each row of the column is; they may repeat.
     """
+    if cut is Cut.SAMPLE and form.width <= _NARROW:
+        column = _joined(rows, (len(rows.sizes), *form.entry), form)
+        in_order = len(order) == len(rows.sizes) and torch.equal(order, torch.arange(len(order)))
+        return column if in_order else column[order.to(column.device)]
+    rows = rows.take(order)
     if cut is Cut.JSON:
-        return [json.loads(row.cpu().numpy().tobytes()) for row in rows]
+        text = _joined(rows, (int(rows.sizes.sum()),), form).numpy().tobytes()
+        ends = [0, *rows.sizes.cumsum(0).tolist()]
+        return [json.loads(text[start:end]) for start, end in itertools.pairwise(ends)]
     if cut is Cut.SAMPLE:
-        return _joined(rows, (len(rows), *form.entry), form, device)
-    sizes = [row.numel() for row in rows]
-    entries = [size // form.width for size in sizes]
+        return _joined(rows, (len(order), *form.entry), form)
+    entries = rows.sizes // max(form.width, 1)
     if cut is Cut.RAGGED:
-        values = _joined(rows, (sum(entries), *form.entry), form, device)
-        return Ragged(values, torch.tensor(entries, dtype=torch.int64, device=form.device))
-    zeros = torch.zeros(max(sizes, default=0), dtype=torch.uint8, device=device)
-    padded = [piece for row in rows for piece in (row, zeros[row.numel() :])]
-    return _joined(padded, (len(rows), max(entries, default=0), *form.entry), form, device)
+        values = _joined(rows, (int(entries.sum()), *form.entry), form)
+        return Ragged(values, entries.to(form.device))
+    longest = int(entries.max()) if len(entries) else 0
+    return _joined(rows, (len(order), longest, *form.entry), form, longest * form.width)
+
+
+def copied(pieces: Sequence[Piece], out: Tensor) -> Tensor:
+    """`out`, filled with pieces of buffers on its device, one after another.
+
+    Args:
+        pieces: Of as many bytes together as `out`.
+        out: `[bytes]` uint8.
+    """
+    if out.device.type != "cpu":
+        return torch.cat([buffer[start:end] for buffer, start, end in pieces], out=out)
+    into, at = out.numpy().data, 0
+    views: dict[int, memoryview] = {}
+    for buffer, start, end in pieces:
+        view = views.get(id(buffer))
+        if view is None:
+            view = views[id(buffer)] = buffer.numpy().data
+        stop = at + end - start
+        into[at:stop] = view[start:end]
+        at = stop
+    return out
+
+
+def _in_a_row(buffer: Tensor, sizes: Tensor) -> RowBytes:
+    return RowBytes(buffer, sizes.cumsum(0) - sizes, sizes)
 
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _joined(pieces: Sequence[Tensor], shape: tuple[int, ...], form: Form, device: torch.device) -> Tensor:
-    joined = torch.empty(shape, dtype=form.dtype, device=device)
-    if pieces:
-        torch.cat(list(pieces), out=_flat(joined))
+def _joined(rows: RowBytes, shape: tuple[int, ...], form: Form, room: int | None = None) -> Tensor:
+    """The rows as a tensor of this shape: a view of their buffer where they lie in it one after another.
+
+    Args:
+        rows: In their order.
+        shape: Of the tensor.
+        form: Of its column.
+        room: Bytes of each row of the tensor; a shorter one is filled up with zeros. None where rows fill it.
+    """
+    if math.prod(shape) == 0:
+        return torch.empty(shape, dtype=form.dtype, device=form.device)
+    if room is None or bool((rows.sizes == room).all()):
+        (pieces,) = rows.pieces([len(rows.sizes)])
+        buffer, start, end = pieces[0]
+        if len(pieces) == 1 and (buffer.storage_offset() + start) % form.dtype.itemsize == 0:
+            return buffer[start:end].view(form.dtype).view(shape).to(form.device)
+    else:
+        zeros = rows.buffer.new_zeros(room)
+        filled = zip(rows.starts.tolist(), (rows.starts + rows.sizes).tolist(), rows.sizes.tolist(), strict=True)
+        pieces = [piece for a, b, size in filled for piece in ((rows.buffer, a, b), (zeros, 0, room - size))]
+    joined = torch.empty(shape, dtype=form.dtype, device=rows.buffer.device)
+    copied(pieces, _flat(joined))
     return joined.to(form.device)

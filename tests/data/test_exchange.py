@@ -222,8 +222,8 @@ def _ragged_metadata() -> tuple[int, int, int]:
 
 
 def test_the_sizes_of_ragged_rows_are_counted_as_metadata(ranks2: RankPool) -> None:
-    # metadata: 2 message sizes and 1 row size of 8 bytes each
-    assert ranks2.run(_ragged_metadata) == [(32, 0, 24), (0, 32, 24)]
+    # metadata: the size of the other's message and of its row, 8 bytes each
+    assert ranks2.run(_ragged_metadata) == [(32, 0, 16), (0, 32, 16)]
 
 
 def _prompts_beside_samples() -> tuple[list[int], int]:
