@@ -2,10 +2,10 @@
 
     python benchmarks/control_plane.py
 
-One process does what each rank of a large run does between two collectives, for 1,024 rows a rank of log-normal lengths:
-the row space from what was gathered, the partition into as many shards, balanced by tokens in each of four mini-batches,
-its route to there, the mini-batches of its rows, and once for the run the plan. No message is sent. The bytes are those
-of the tensors that the row space still refers to, and at the peak while it computed. The last line printed is JSON.
+One process does what each rank of a large run does between two collectives, for 1,024 rows a rank of log-normal
+lengths: the row space from what was gathered, the partition into as many shards, balanced by tokens in each of four
+mini-batches, its route to there, the mini-batches of its rows, and once for the run the plan. No message is sent. The
+bytes are those of the tensors that the row space refers to in the end. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _plan(ranks: int) -> str:
     graph = read_graph(GRPO(model="none", reward=ExactMatch(), kl_coef=0.1))
     everywhere = tuple(range(ranks))
     trained = Layout(everywhere, ranks, "balanced", ranks * ROWS // UPDATES)
-    layouts = {role: trained for role in graph.roles()} | {"rollout": Layout(everywhere, ranks)}
+    layouts = dict.fromkeys(graph.roles(), trained) | {"rollout": Layout(everywhere, ranks)}
     made = plan(graph, layouts, ranks)
     made.for_rank(ranks // 2)
     return made.digest
