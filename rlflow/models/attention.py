@@ -7,6 +7,8 @@ makes none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rlflow.errors import UserError
 
 PACKED_ATTENTION = "rlflow_packed"
+Attention = Callable[..., tuple[Tensor, None]]
 
 
 def register_packed_attention() -> None:
@@ -23,6 +26,66 @@ def register_packed_attention() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The attention heads of a model.
+
+    Attributes:
+        count: Of queries.
+        shared: Of keys and values.
+        width: Of each.
+        layers: That have them.
+    """
+
+    count: int
+    shared: int
+    width: int
+    layers: int
+
+    @classmethod
+    def of(cls, config: Any) -> Heads:
+        """Those of a transformers configuration."""
+        text = config.get_text_config()
+        count: int = text.num_attention_heads
+        shared = getattr(text, "num_key_value_heads", None) or count
+        width = getattr(text, "head_dim", None) or text.hidden_size // count
+        return cls(count, shared, width, text.num_hidden_layers)
+
+
+def check_sequence_parallel(config: Any, size: int, role: str, packing: bool = True) -> None:
+    """Refuse sequences that are divided among more ranks than a model's attention can be.
+
+    Args:
+        config: The model's transformers configuration.
+        size: How many ranks divide each sequence of the role.
+        role: For the message.
+        packing: Whether forward passes are without padding.
+
+    Raises:
+        UserError: Heads do not divide, or forward passes are padded.
+    """
+    if size == 1:
+        return
+    if not packing:
+        raise UserError(
+            f"`strategy.packing` is off, and {size} ranks divide the sequences of `{role}`, which are packed for it;"
+            " turn it on, or divide none"
+        )
+    heads = Heads.of(config)
+    legal = [fit for fit in range(1, heads.count + 1) if _fits(heads, fit)]
+    if size not in legal:
+        raise UserError(
+            f"the sequence-parallel size of `{role}` is {size}, and its model has {heads.count} attention heads and"
+            f" {heads.shared} of keys and values, which {size} ranks cannot divide; use one of"
+            f" {', '.join(map(str, legal))}"
+        )
+
+
+def _fits(heads: Heads, size: int) -> bool:
+    """Each rank attends with its share of the heads; where keys and values are fewer, some ranks have the same."""
+    return heads.count % size == 0 and (heads.shared % size == 0 or size % heads.shared == 0)
 
 
 def packed_attention(
@@ -37,7 +100,8 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **ignored: Any,
+    divided: Attention | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence; transformers calls it in every layer. Dropout is never applied.
 
@@ -53,12 +117,17 @@ def packed_attention(
         sliding_window: How many tokens back a token sees, itself included; None for all.
         softcap: Refused when set.
         s_aux: Refused when set.
-        ignored: What else transformers passes along.
+        divided: Where ranks divide the line among them, what brings it together around this function; else None.
+        others: What else transformers passes along.
 
     Raises:
         UserError: The model caps its attention scores or has attention sinks, which is not supported here.
     """
     assert attention_mask is None
+    if divided is not None:
+        others |= {"scaling": scaling, "cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q}
+        others |= {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        return divided(module, query, key, value, attention_mask, **others)
     if softcap is not None or s_aux is not None:
         raise UserError(f"{type(module).__name__} caps attention scores or has attention sinks; use another model")
     if cu_seq_lens_q is None:

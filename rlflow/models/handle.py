@@ -17,7 +17,9 @@ from rlflow.models.lora import LoRA
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.packing import (
+    ALONE,
     ModelInput,
+    Peers,
     Responses,
     pack,
     packed_micro_batches,
@@ -36,11 +38,13 @@ class ForwardPlan:
         token_budget: Most tokens of a micro-batch; a longer row stands alone.
         packing: Feed rows without padding. Off, each micro-batch is right-padded.
         agree: The largest of the counts that the ranks of the role pass in, a collective; by default of one rank.
+        peers: Who divides the lines of this rank's rows; they have the same rows.
     """
 
     token_budget: int = 4096
     packing: bool = True
     agree: Callable[[int], int] = int
+    peers: Peers = ALONE
 
     def __post_init__(self) -> None:
         if self.token_budget < 1:
@@ -179,8 +183,10 @@ class ModelHandle(ABC):
         """One forward pass."""
         assert self._forward is not None, "attach comes first"
         device = next(self._forward.parameters()).device
-        read = self.plan.model_input(rows).to(device)
-        values = self._forward(*read.arguments(), *arguments)
+        peers = self.plan.peers
+        parts = self.plan.model_input(rows).divide(peers.size)
+        read = parts[peers.rank].to(device)
+        values = peers.gather(self._forward(*read.arguments(), *arguments), [len(part.scored) for part in parts])
         self.forwarded_tokens += read.input_ids.numel()
         self.useful_tokens += read.useful_tokens
         home = rows.response_ids.device

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from rlflow.data.batch import Ragged, TokenRows
 from rlflow.errors import UserError
-from rlflow.models.attention import PACKED_ATTENTION, register_packed_attention
+from rlflow.models.attention import PACKED_ATTENTION, Attention, register_packed_attention
 from rlflow.models.linear import use_onednn
 from rlflow.models.lora import LoRA, Weight, adapter_of, add_adapters, digest_of, is_adapter, plain_name, save_adapter
-from rlflow.models.packing import pack
+from rlflow.models.packing import Peers, pack
 
 
 class PackedModel(nn.Module):
@@ -36,6 +36,7 @@ class PackedModel(nn.Module):
         model.set_attn_implementation(PACKED_ATTENTION)
         use_onednn(model)
         self.model = model
+        self.divided: Attention | None = None  # attends over a line that ranks divide among them
         self.lora: LoRA | None = None
         self.base = ""  # what adapters belong to
         self._base_digest = ""
@@ -49,6 +50,27 @@ class PackedModel(nn.Module):
         """
         self.lora, self.base, self._base_digest = lora, base, digest_of(self.model)
         add_adapters(self.model, lora, self.head)
+
+    @torch.no_grad()
+    def divide(self, attention: Attention, peers: Peers, device: torch.device) -> None:
+        """Read parts of lines from now on, and check that scores stay what they are; called by all peers.
+
+        Args:
+            attention: Called as `packed_attention` is, with this rank's part of the line.
+            peers: Who has the other parts.
+            device: Of the model.
+
+        Raises:
+            UserError: A layer looks at other tokens than by attention, so it needs the whole line.
+        """
+        line = pack(probe(self.model.config.get_text_config().vocab_size))
+        expected: Tensor = self(*line.to(device).arguments())[0]
+        self.divided = attention
+        parts = line.divide(peers.size)
+        values = self(*parts[peers.rank].to(device).arguments())
+        found, *_ = peers.gather(values, [len(part.scored) for part in parts])
+        ways = "forwards of whole sequences and of divided ones"
+        refuse_unlike(found, expected, self.model.dtype, type(self.model).__name__, ways)
 
     @staticmethod
     def hf_name(name: str) -> str:
@@ -119,6 +141,7 @@ class PackedModel(nn.Module):
             cu_seq_lens_k=cu_seqlens,
             max_length_q=max_seqlen,
             max_length_k=max_seqlen,
+            divided=self.divided,
         ).last_hidden_state
         return states.flatten(0, 1)[scored]
 
@@ -179,7 +202,13 @@ def packed_scores(model: PackedModel, rows: TokenRows, device: torch.device) -> 
     return scores
 
 
-def refuse_unlike(found: Tensor, expected: Tensor, dtype: torch.dtype, name: str) -> None:
+def refuse_unlike(
+    found: Tensor,
+    expected: Tensor,
+    dtype: torch.dtype,
+    name: str,
+    ways: str = "its own forward and the packed one",
+) -> None:
     """Scaled or capped outputs, attention of its own or a state that runs on show as another score.
 
     Args:
@@ -187,6 +216,7 @@ def refuse_unlike(found: Tensor, expected: Tensor, dtype: torch.dtype, name: str
         expected: `[R]` by the model's own.
         dtype: Of the model.
         name: Of its class.
+        ways: How the two came about.
 
     Raises:
         UserError: They differ.
@@ -196,6 +226,6 @@ def refuse_unlike(found: Tensor, expected: Tensor, dtype: torch.dtype, name: str
     difference = float((found - expected).abs().mean())
     if not difference <= allowed:
         raise UserError(
-            f"{name} cannot be scored here: its own forward and the packed one differ by {difference:.2g} per token "
+            f"{name} cannot be scored here: {ways} differ by {difference:.2g} per token "
             f"(allowed {allowed:.2g}); use a model with plain causal attention and plain logits"
         )

@@ -6,6 +6,7 @@ it to score, and a row without a response is left out altogether.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -71,9 +72,64 @@ class ModelInput:
         """What a `PackedModel` is called with, before arguments of its own."""
         return self.input_ids, self.position_ids, self.cu_seqlens, self.max_seqlen, self.scored, self.targets
 
+    def divide(self, size: int) -> list[ModelInput]:
+        """The line in `size` parts of one length, in order; padding at its end is a sequence of its own.
+
+        A part has the tokens, and what is scored, of its own; where sequences start and what `unpack` needs stay those
+        of the whole line.
+        """
+        if size == 1:
+            return [self]
+        assert self.cu_seqlens is not None, "only a packed line is divided"
+        total = self.input_ids.numel()
+        length = -(-total // size)
+        padding = torch.arange(length * size - total)
+        input_ids = torch.cat([self.input_ids[0], torch.zeros_like(padding)]).split(length)
+        position_ids = torch.cat([self.position_ids[0], padding]).split(length)
+        ends = (
+            self.cu_seqlens if len(padding) == 0 else torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + len(padding)])
+        )
+        inside = [self.scored // length == part for part in range(size)]
+        return [
+            ModelInput(
+                input_ids=input_ids[part][None],
+                position_ids=position_ids[part][None],
+                cu_seqlens=ends,
+                max_seqlen=max(self.max_seqlen, len(padding)),
+                scored=self.scored[inside[part]] - part * length,
+                targets=self.targets[inside[part]],
+                mask=self.mask,
+                useful_tokens=min(max(self.useful_tokens - part * length, 0), length),
+            )
+            for part in range(size)
+        ]
+
     def unpack(self, values: Tensor) -> PerToken:
         """`[R]` values as `[B, T]`, 0 where padded; differentiable, and part of the graph even without a row."""
         return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
+
+
+def _as_they_are(values: tuple[Tensor, ...], counts: list[int]) -> tuple[Tensor, ...]:
+    return values
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that divide each line of a model among them, so that each holds the activations of its part.
+
+    Attributes:
+        size: How many.
+        rank: The place of this one.
+        gather: Makes of this rank's values, `[r]` each, those of the line, `[R]`, on all peers; `counts` are the
+            lengths of all peers' values. The gradient of its own part goes back to each.
+    """
+
+    size: int = 1
+    rank: int = 0
+    gather: Callable[[tuple[Tensor, ...], list[int]], tuple[Tensor, ...]] = _as_they_are
+
+
+ALONE = Peers()
 
 
 def on_cpu(rows: Responses) -> TokenRows:

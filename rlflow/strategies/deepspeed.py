@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,9 +19,12 @@ from torch import Tensor
 
 from rlflow.data.layout import Layout
 from rlflow.errors import UserError
+from rlflow.models.attention import Heads, check_sequence_parallel, packed_attention
 from rlflow.models.handle import ForwardPlan
+from rlflow.models.packed import PackedModel
 from rlflow.strategies.groups import Groups, RoleGroups
 from rlflow.strategies.launcher import RankLauncher
+from rlflow.strategies.sequence import peers_of
 from rlflow.strategies.strategy import Role, TrainingStrategy, clip_and_step
 
 if TYPE_CHECKING:
@@ -115,19 +119,21 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _forward_plan(self, name: str) -> ForwardPlan:
-        if self.stage < 3:
-            return super()._forward_plan(name)
-        # A forward pass gathers weights, so ranks make equally many.
-        return ForwardPlan(self.token_budget, self.packing, agree=lambda count: self.agree(name, count))
+        plan = super()._forward_plan(name)
+        if self.layout(name).copies > 1:
+            plan = replace(plan, peers=peers_of(self._groups.of(self.layout(name)).peers))
+        if self.stage == 3:  # a forward pass gathers weights, so ranks make equally many
+            plan = replace(plan, agree=lambda count: self.agree(name, count))
+        return plan
 
     def _wrap(self, name: str, role: Role) -> torch.nn.Module:
+        if self.layout(name).copies > 1:
+            self._divide(name, role.model)
         if role.optimizer is None and self.stage < 3:
             return role.model
         import deepspeed
 
-        _keep_within_role()
-        self._set_node_environment_variables()  # which DeepSpeed reads
-        deepspeed.init_distributed(self._process_group_backend)  # over the group that is there
+        self._join()
         groups = self._groups.of(self.layout(name))
         _turn_to(groups)
         engine: torch.nn.Module
@@ -137,6 +143,34 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         engine.register_forward_pre_hook(lambda *_: _turn_to(groups))
         self._engines[name] = engine
         return engine
+
+    def _join(self) -> None:
+        """Give DeepSpeed the process group that is there."""
+        import deepspeed
+
+        self._set_node_environment_variables()  # which it reads
+        deepspeed.init_distributed(self._process_group_backend)
+        _keep_within_role()
+
+    def _divide(self, name: str, model: PackedModel) -> None:
+        """Let the peers of each shard divide its lines: Ulysses around the packed attention."""
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+        self._join()
+        config, layout = model.model.config, self.layout(name)
+        check_sequence_parallel(config, layout.copies, name, self.packing)
+        heads = Heads.of(config)
+        ulysses = UlyssesSPAttentionHF(
+            packed_attention,
+            batch_size=1,
+            attn_head_count=heads.count,
+            attn_head_size=heads.width,
+            kv_head_count=heads.shared,
+            num_hidden_layers=heads.layers,
+            process_group=self._groups.of(layout).peers,
+            seq_length_is_variable=True,
+        )
+        model.divide(ulysses.forward, self._forward_plan(name).peers, self.root_device)
 
     def _engine(self, name: str) -> DeepSpeedEngine:
         """The role's engine, about to be used."""

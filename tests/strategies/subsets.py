@@ -38,23 +38,28 @@ def backward(strategy: TrainingStrategy, name: str, handle: CausalLM) -> None:
 
 
 def side_by_side(
-    folders: dict[str, Path], layouts: dict[str, Layout], stage: int, optimizer: Optimizer, target: Path
+    folders: dict[str, Path],
+    layouts: dict[str, Layout],
+    stage: int,
+    optimizer: Optimizer,
+    target: Path | None = None,
+    checkpointing: bool = False,
 ) -> tuple[dict[str, Outcome], Tensor | None]:
-    """Two updates of each trained role, their passes interleaved; then each is saved under `target`.
+    """Two updates of each trained role, their passes interleaved; then each is saved under `target`, if that is given.
 
     Returns:
         What each trained role of this rank came to, and the logprobs of a frozen `reference` if it is here.
     """
     strategy = launch(stage)
     strategy.form_groups(layouts)
-    here = {name: trained(folder, optimizer) for name, folder in folders.items() if strategy.holds(name)}
+    here = {name: trained(folder, optimizer, checkpointing) for name, folder in folders.items() if strategy.holds(name)}
     for name, handle in here.items():
         strategy.setup_role(name, handle, folders[name], updates=2)
     scores = None
     if strategy.holds("reference"):
         frozen = CausalLM(str(folders["actor"]), trainable=False, temperature=TEMPERATURE)
         strategy.setup_role("reference", frozen, folders["actor"])
-        scores = frozen.logprobs(rows_of([0, 1]))
+        scores = frozen.logprobs(rows_of([0, 1, 2]))
     seen = {name: Outcome() for name in here}
     for _ in range(2):
         for name, handle in here.items():
@@ -64,7 +69,8 @@ def side_by_side(
             seen[name].norms.append(strategy.step(name))
     for name in here:
         seen[name].weights = all_weights(strategy, name)
-        strategy.save(name, target / name)
+        if target is not None:
+            strategy.save(name, target / name)
     return seen, scores
 
 

@@ -1,0 +1,71 @@
+"""Sequences that ranks divide among them, at every ZeRO stage against plain torch in float64."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor
+
+from rlflow.data.layout import Layout
+from rlflow.models.causal_lm import CausalLM
+from rlflow.models.optimizer import Optimizer
+from rlflow.strategies.single import SingleProcess
+from tests.ranks import RankPool
+from tests.strategies.reference import TEMPERATURE, distance, plain_update
+from tests.strategies.subsets import side_by_side
+from tests.strategies.update import Outcome, rows_of
+
+STAGES = (0, 1, 2, 3)
+SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=0.5)
+Reference = tuple[list[dict[str, Tensor]], list[float], dict[str, Tensor]]
+
+
+@cache
+def reference(folder: Path) -> Reference:
+    return plain_update(folder, lambda p: torch.optim.SGD(p, lr=0.1), 0.5, 2)
+
+
+@cache
+def reference_scores(folder: Path) -> Tensor:
+    strategy, handle = SingleProcess("fp64"), CausalLM(str(folder), trainable=False, temperature=TEMPERATURE)
+    Fabric(accelerator="cpu", devices=1, strategy=strategy).launch()
+    strategy.setup_role("reference", handle, folder)
+    return handle.logprobs(rows_of([0, 1, 2]))
+
+
+def refuse_unlike(outcome: Outcome, folder: Path) -> None:
+    gradients, norms, weights = reference(folder)
+    for gradient, expected in zip(outcome.gradients, gradients, strict=True):
+        print(distance(gradient, expected))
+        assert distance(gradient, expected) < 1e-6
+    assert outcome.norms == pytest.approx(norms, rel=1e-6)
+    assert distance(outcome.weights, weights) < 1e-7
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_with_two_ranks_to_a_sequence_a_role_trains_as_in_one_process(
+    stage: int, tiny: Path, untied: Path, ranks2: RankPool
+) -> None:
+    # The critic's rows are dealt to the same two ranks, each with sequences of its own.
+    layouts = {"actor": Layout((0, 1), 1), "critic": Layout((0, 1), 2), "reference": Layout((0, 1), 1)}
+    found = ranks2.run(side_by_side, {"actor": tiny, "critic": untied}, layouts, stage, SGD)
+    for seen, scores in found:
+        refuse_unlike(seen["actor"], tiny)
+        refuse_unlike(seen["critic"], untied)
+        assert torch.equal(scores, found[0][1])
+        torch.testing.assert_close(scores.double(), reference_scores(tiny), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_data_and_sequence_parallel_sizes_multiply_and_are_each_role_s_own(
+    stage: int, tiny: Path, untied: Path, ranks4: RankPool
+) -> None:
+    # Four ranks to a sequence share two heads of keys and values, which are doubled.
+    layouts = {"actor": Layout((0, 1, 2, 3), 2), "critic": Layout((0, 1, 2, 3), 1), "reference": Layout((1, 3), 1)}
+    for seen, _ in ranks4.run(side_by_side, {"actor": tiny, "critic": untied}, layouts, stage, SGD, None, True):
+        refuse_unlike(seen["actor"], tiny)
+        refuse_unlike(seen["critic"], untied)
