@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import Qwen2Config
 
 from rlflow.errors import UserError
-from rlflow.models.attention import packed_attention
+from rlflow.models.attention import check_sequence_parallel, packed_attention
 
 LENGTHS = [3, 1, 6]
 CU = torch.tensor([0, 3, 4, 10], dtype=torch.int32)
@@ -58,3 +59,24 @@ def test_without_starts_each_line_is_one_sequence() -> None:
 def test_attention_that_is_more_than_a_softmax_is_refused(setting: dict[str, object]) -> None:
     with pytest.raises(UserError, match="caps attention scores or has attention sinks"):
         packed_attention(nn.Identity(), *states(2, 2, 8), None, **setting)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 1), (8, 2, 2), (8, 2, 4), (8, 2, 8), (12, 4, 2)])
+def test_heads_are_dealt_to_ranks_where_both_kinds_divide(heads: int, kv_heads: int, size: int) -> None:
+    config = Qwen2Config(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    check_sequence_parallel(config, size, "actor")
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "legal"), [(8, 2, 3, "1, 2, 4, 8"), (12, 4, 3, "1, 2, 4, 12")])
+def test_heads_that_ranks_cannot_share_are_refused_with_the_sizes_that_fit(
+    heads: int, kv_heads: int, size: int, legal: str
+) -> None:
+    config = Qwen2Config(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    told = f"size of `critic` is {size}, and its model has {heads} attention heads and {kv_heads} of .* one of {legal}$"
+    with pytest.raises(UserError, match=told):
+        check_sequence_parallel(config, size, "critic")
+
+
+def test_padded_sequences_are_not_divided() -> None:
+    with pytest.raises(UserError, match=r"`strategy\.packing` is off, and 2 ranks divide the sequences of `actor`"):
+        check_sequence_parallel(Qwen2Config(), 2, "actor", packing=False)

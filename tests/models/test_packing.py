@@ -41,6 +41,25 @@ def test_a_position_scores_the_token_after_it() -> None:
     assert packed.targets.tolist() == [1, 2, 3]
 
 
+def test_a_line_is_divided_into_parts_of_one_length_that_score_their_own_tokens() -> None:
+    # 7 1 9 10 among three ranks: two tokens each, the last two of them a sequence of padding.
+    parts = pack(ROWS).divide(3)
+    assert [part.input_ids.tolist() for part in parts] == [[[7, 1]], [[9, 10]], [[0, 0]]]
+    assert [part.position_ids.tolist() for part in parts] == [[[0, 1]], [[0, 1]], [[0, 1]]]
+    assert [part.scored.tolist() for part in parts] == [[0, 1], [1], []]
+    assert [part.targets.tolist() for part in parts] == [[1, 2], [3], []]
+    assert [part.useful_tokens for part in parts] == [2, 2, 0]
+    for part in parts:  # attention sees the whole line
+        assert part.cu_seqlens is not None
+        assert part.cu_seqlens.tolist() == [0, 2, 4, 6]
+        assert part.cu_seqlens.dtype == torch.int32
+        assert part.max_seqlen == 2
+
+
+def test_padding_longer_than_every_sequence_is_the_longest() -> None:
+    assert [part.max_seqlen for part in pack(NO_ROWS).divide(4)] == [3, 3, 3, 3]  # one token and three of padding
+
+
 def test_padded_rows_score_the_same_tokens_from_a_line_each() -> None:
     rows = TokenRows(Ragged.from_lists([[9], [7, 6]]), torch.tensor([[3, 0], [1, 2]]), torch.tensor([1, 2]))
     padded = pad(rows)

@@ -7,11 +7,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlflow.data.batch import Batch
 from rlflow.errors import UserError
-from rlflow.models.packing import pack
+from rlflow.models.attention import packed_attention
+from rlflow.models.packing import Peers, pack
 from rlflow.models.scoring import ScoringModel
 from rlflow.models.tiny import write_tiny_model
 
@@ -99,6 +101,17 @@ def test_a_model_that_would_be_scored_wrongly_is_refused(tmp_path: Path, name: s
     folder = write(tmp_path, name, **settings)
     with pytest.raises(UserError, match=f"{name}.*{reason}"):
         ScoringModel.load(folder, torch.float32, CPU)
+
+
+def test_a_model_that_scores_divided_lines_otherwise_is_refused(tiny: Path) -> None:
+    def across(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **others: Any
+    ) -> tuple[Tensor, None]:
+        return packed_attention(module, query, key, value, mask, scaling=others["scaling"])  # sees all sequences
+
+    model = ScoringModel.load(tiny, torch.float32, torch.device("cpu"))
+    with pytest.raises(UserError, match="forwards of whole sequences and of divided ones differ by"):
+        model.divide(across, Peers(), torch.device("cpu"))
 
 
 def test_dropout_is_off_even_in_training(tmp_path: Path, rows: Batch) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlflow import CausalLM, LoRA, Optimizer
+from rlflow.data.layout import Layout
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.lora import is_adapter
 from rlflow.strategies.strategy import TrainingStrategy
@@ -69,9 +70,11 @@ def adapted_updates(strategy: TrainingStrategy, folder: Path, target: Path) -> A
     )
 
 
-def on_ranks(folder: Path, stage: int, target: Path) -> Adapted:
+def on_ranks(folder: Path, stage: int, layout: Layout, target: Path) -> Adapted:
     """The same by DeepSpeed."""
-    return adapted_updates(launch(stage), folder, target)
+    strategy = launch(stage)
+    strategy.form_groups({"actor": layout, "reference": layout})
+    return adapted_updates(strategy, folder, target)
 
 
 def _frozen(strategy: TrainingStrategy) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,29 +13,11 @@ from rlflow import checkpoint
 from rlflow.data.layout import Layout
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
+from rlflow.models.reward_model import RewardModel
+from rlflow.models.value_model import ValueModel
 from rlflow.strategies.strategy import TrainingStrategy
-from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS
-from tests.strategies.update import Outcome, all_weights, launch, rows_of, trained
-
-# by number of shards: the rows of each micro-batch of each shard
-MICRO_BATCHES = {
-    1: [[[0], [1, 2], [3, 4, 5, 6]]],
-    2: [[[0, 1, 2]], [[3], [4, 5], [6]]],
-    3: [[[0, 1], [2]], [[3]], [[4, 5, 6]]],
-}
-
-
-def backward(strategy: TrainingStrategy, name: str, handle: CausalLM) -> None:
-    """Every backward pass of one update of the reference, on a rank of the role."""
-    layout = strategy.layout(name)
-    own = MICRO_BATCHES[layout.shards][layout.shard(dist.get_rank())]
-    count = strategy.agree(name, len(own))
-    for part in range(count):
-        numbers = own[part] if part < len(own) else []
-        weights = torch.tensor([ROWS[number][2] for number in numbers])
-        with handle.training():
-            logprobs = handle.logprobs(rows_of(numbers))  # [B, T], 0 where padded
-        strategy.backward(name, -(weights[:, None] * logprobs).sum() / TOKENS, last=part == count - 1)
+from tests.strategies.reference import TEMPERATURE
+from tests.strategies.update import Outcome, all_weights, backward, launch, rows_of, trained
 
 
 def side_by_side(
@@ -75,11 +58,11 @@ def side_by_side(
 
 
 def train_on(
-    model: Path, stage: int, ranks: tuple[int, ...], folder: Path, optimizer: Optimizer, updates: int, resume: bool
+    model: Path, stage: int, layout: Layout, folder: Path, optimizer: Optimizer, updates: int, resume: bool
 ) -> dict[str, Tensor] | None:
     """Updates of an actor on some ranks, from the checkpoint in `folder` if told so; then a checkpoint by all ranks."""
     strategy = launch(stage)
-    strategy.form_groups({"actor": Layout(ranks, len(ranks))})
+    strategy.form_groups({"actor": layout})
     handle = trained(model, optimizer)
     if strategy.holds("actor"):
         strategy.setup_role("actor", handle, model)
@@ -91,3 +74,45 @@ def train_on(
     progress = checkpoint.Progress(updates, updates, 0, "rows", updates)
     checkpoint.write(folder / "checkpoint", strategy, ["actor"], progress, dist.get_rank(), dist.get_world_size())
     return all_weights(strategy, "actor") if strategy.holds("actor") else None
+
+
+def scalar_updates(strategy: TrainingStrategy, folder: Path) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Three updates of a critic towards made-up returns, and of a reward model on the same ranks.
+
+    Returns:
+        The gradients of their last, by `<role>/<name>`; then the critic's values, and its scores of the ends of rows.
+    """
+    rows, returns = rows_of([0, 1, 2, 3, 4]), torch.linspace(-1.0, 1.0, 5)
+    optimizer = Optimizer("sgd", lr=0.5, gradient_clipping=0.1)
+    critic = ValueModel(str(folder), optimizer=optimizer)
+    judge = RewardModel(str(folder), optimizer=optimizer)
+    losses: dict[str, Callable[[], Tensor]] = {
+        "critic": lambda: ((critic.values(rows) - returns[:, None]).square() * rows.loss_mask).sum() / 40,
+        "judge": lambda: (judge.scores(rows) - returns).square().sum() / 5,
+    }
+    gradients: dict[str, Tensor] = {}
+    for name, handle in (("critic", critic), ("judge", judge)):
+        strategy.setup_role(name, handle, folder)
+        for _ in range(3):  # the output layer starts at 0, so at first it alone has a gradient
+            with handle.training():
+                loss = losses[name]()
+            strategy.backward(name, loss, last=True)
+            gradients |= {f"{name}/{key}": value.clone() for key, value in strategy.gradients(name).items()}
+            strategy.step(name)
+    return gradients, critic.values(rows), critic.final_values(rows)
+
+
+def scalar_updates_by_two(folder: Path, stage: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The same with two ranks to a sequence."""
+    strategy = launch(stage)
+    strategy.form_groups({"critic": Layout((0, 1), 1), "judge": Layout((0, 1), 1)})
+    return scalar_updates(strategy, folder)
+
+
+def bf16_gradient(folder: Path, stage: int, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Of an actor with two ranks to a sequence."""
+    strategy, handle = launch(stage, "bf16"), trained(folder, optimizer)
+    strategy.form_groups({"actor": Layout((0, 1), 1)})
+    strategy.setup_role("actor", handle, folder)
+    backward(strategy, "actor", handle)
+    return {key: value.clone() for key, value in strategy.gradients("actor").items()}

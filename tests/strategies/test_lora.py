@@ -10,6 +10,7 @@ from lightning.fabric import Fabric
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rlflow.data.layout import Layout
 from rlflow.strategies.single import SingleProcess
 from tests.ranks import RankPool
 from tests.strategies.lora import SYNCS, UPDATES, Adapted, adapted_updates, on_ranks
@@ -30,13 +31,13 @@ def moved(weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
     return {name: weights[name].double() - tensor.double() for name, tensor in before.items()}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_adapters_train_alike_at_every_stage(
-    stage: int, tiny: Path, alone: Adapted, tmp_path: Path, ranks2: RankPool
+@pytest.mark.parametrize(("stage", "shards"), [(0, 2), (1, 2), (2, 2), (3, 2), (2, 1), (3, 1)])
+def test_adapters_train_alike_at_every_stage_and_on_divided_sequences(
+    stage: int, shards: int, tiny: Path, alone: Adapted, tmp_path: Path, ranks2: RankPool
 ) -> None:
     assert UPDATES >= 10
     assert float(torch.cat([change.flatten() for change in moved(alone.merged, tiny).values()]).norm()) > 0.1
-    for found in ranks2.run(on_ranks, tiny, stage, tmp_path):
+    for found in ranks2.run(on_ranks, tiny, stage, Layout((0, 1), shards), tmp_path):
         assert found.gradients.keys() == alone.gradients.keys()
         assert distance(found.gradients, alone.gradients) < 1e-3  # of the last update, after ten in float32
         assert distance(moved(found.merged, tiny), moved(alone.merged, tiny)) < 1e-4

@@ -16,7 +16,7 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.single import SingleProcess
 from tests.ranks import RankPool
 from tests.strategies.reference import TEMPERATURE, distance, plain_update
-from tests.strategies.subsets import side_by_side
+from tests.strategies.subsets import bf16_gradient, scalar_updates, scalar_updates_by_two, side_by_side
 from tests.strategies.update import Outcome, rows_of
 
 STAGES = (0, 1, 2, 3)
@@ -29,10 +29,15 @@ def reference(folder: Path) -> Reference:
     return plain_update(folder, lambda p: torch.optim.SGD(p, lr=0.1), 0.5, 2)
 
 
+def alone() -> SingleProcess:
+    strategy = SingleProcess("fp64")
+    Fabric(accelerator="cpu", devices=1, strategy=strategy).launch()
+    return strategy
+
+
 @cache
 def reference_scores(folder: Path) -> Tensor:
-    strategy, handle = SingleProcess("fp64"), CausalLM(str(folder), trainable=False, temperature=TEMPERATURE)
-    Fabric(accelerator="cpu", devices=1, strategy=strategy).launch()
+    strategy, handle = alone(), CausalLM(str(folder), trainable=False, temperature=TEMPERATURE)
     strategy.setup_role("reference", handle, folder)
     return handle.logprobs(rows_of([0, 1, 2]))
 
@@ -40,7 +45,6 @@ def reference_scores(folder: Path) -> Tensor:
 def refuse_unlike(outcome: Outcome, folder: Path) -> None:
     gradients, norms, weights = reference(folder)
     for gradient, expected in zip(outcome.gradients, gradients, strict=True):
-        print(distance(gradient, expected))
         assert distance(gradient, expected) < 1e-6
     assert outcome.norms == pytest.approx(norms, rel=1e-6)
     assert distance(outcome.weights, weights) < 1e-7
@@ -69,3 +73,18 @@ def test_data_and_sequence_parallel_sizes_multiply_and_are_each_role_s_own(
     for seen, _ in ranks4.run(side_by_side, {"actor": tiny, "critic": untied}, layouts, stage, SGD, None, True):
         refuse_unlike(seen["actor"], tiny)
         refuse_unlike(seen["critic"], untied)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_critic_and_a_reward_model_train_on_divided_sequences(stage: int, tiny: Path, ranks2: RankPool) -> None:
+    gradients, values, ends = scalar_updates(alone(), tiny)
+    for found in ranks2.run(scalar_updates_by_two, tiny, stage):
+        assert distance(found[0], gradients) < 2e-6
+        torch.testing.assert_close(found[1].double(), values, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found[2].double(), ends, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_in_bf16_the_gradient_is_right_up_to_bf16(stage: int, tiny: Path, ranks2: RankPool) -> None:
+    for gradient in ranks2.run(bf16_gradient, tiny, stage, SGD):
+        assert distance(gradient, reference(tiny)[0][0]) < 0.03  # bf16 resolves 2 ** -8 = 0.004

@@ -53,12 +53,17 @@ def test_roles_on_overlapping_ranks_each_train_as_in_one_process(
 
 @pytest.mark.parametrize(
     ("stages", "before", "after"),
-    [((2, 2), (1, 2), (0, 1, 2)), ((3, 3), (0, 2), (1,)), ((3, 0), (2,), (0, 1)), ((0, 3), (0, 1, 2), (1, 2))],
+    [
+        ((2, 2), Layout((1, 2), 2), Layout((0, 1, 2), 3)),
+        ((3, 3), Layout((0, 2), 1), Layout((1,), 1)),
+        ((3, 0), Layout((2,), 1), Layout((0, 1), 2)),
+        ((0, 3), Layout((0, 1, 2), 3), Layout((1, 2), 1)),
+    ],
 )
 def test_a_checkpoint_of_some_ranks_is_continued_by_others(
     stages: tuple[int, int],
-    before: tuple[int, ...],
-    after: tuple[int, ...],
+    before: Layout,
+    after: Layout,
     tiny: Path,
     ranks3: RankPool,
     tmp_path: Path,
@@ -67,9 +72,9 @@ def test_a_checkpoint_of_some_ranks_is_continued_by_others(
     (folder,) = (tmp_path / "checkpoint").iterdir()
     assert json.loads((folder / "actor.json").read_text())["updates"] == 2
     written = {path.name for path in folder.glob("*.safetensors")}
-    assert written == {f"actor-{rank:05d}-of-00003.safetensors" for rank in before}
+    assert written == {f"actor-{rank:05d}-of-00003.safetensors" for rank in before.ranks}
 
     found = ranks3.run(train_on, tiny, stages[1], after, tmp_path, MOMENTUM, 1, True)
-    assert [weights is not None for weights in found] == [rank in after for rank in range(3)]
+    assert [weights is not None for weights in found] == [rank in after.ranks for rank in range(3)]
     for weights in filter(None, found):
         assert distance(weights, reference(tiny, 3, 0.9)[2]) < 1e-7

@@ -17,8 +17,12 @@ from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.strategy import TrainingStrategy
 from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS
 
-# by number of ranks: the rows of each micro-batch of each rank; with two ranks the first has fewer
-MICRO_BATCHES = {1: [[[0], [1, 2], [3, 4, 5, 6]]], 2: [[[0, 1, 2]], [[3], [4, 5], [6]]]}
+# by number of shards: the rows of each micro-batch of each shard; with two the first has fewer
+MICRO_BATCHES = {
+    1: [[[0], [1, 2], [3, 4, 5, 6]]],
+    2: [[[0, 1, 2]], [[3], [4, 5], [6]]],
+    3: [[[0, 1], [2]], [[3]], [[4, 5, 6]]],
+}
 
 
 @dataclass
@@ -49,9 +53,9 @@ def rows_of(numbers: list[int]) -> Batch:
 
 
 def backward(strategy: TrainingStrategy, name: str, handle: CausalLM, factor: float = 1.0) -> None:
-    """Every backward pass of one update; `factor` multiplies this rank's loss."""
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    own = MICRO_BATCHES[world_size][rank]
+    """Every backward pass of one update, on a rank of the role; `factor` multiplies this rank's loss."""
+    layout = strategy.layout(name)
+    own = MICRO_BATCHES[layout.shards][layout.shard(strategy.global_rank)]
     count = strategy.agree(name, len(own))
     for part in range(count):
         numbers = own[part] if part < len(own) else []
