@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlflow import checkpoint
+from rlflow.data.batch import Ragged, TokenRows
 from rlflow.data.layout import Layout
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
@@ -116,3 +117,24 @@ def bf16_gradient(folder: Path, stage: int, optimizer: Optimizer) -> dict[str, T
     strategy.setup_role("actor", handle, folder)
     backward(strategy, "actor", handle)
     return {key: value.clone() for key, value in strategy.gradients("actor").items()}
+
+
+def held_bytes(folder: Path, shards: int) -> int:
+    """What the forward pass of a line of 2,047 tokens keeps for its backward pass on this one of two ranks."""
+    strategy, handle = launch(2), trained(folder, Optimizer())
+    strategy.form_groups({"actor": Layout((0, 1), shards)})
+    strategy.setup_role("actor", handle, folder)
+    weights = {weight.data_ptr() for weight in strategy._roles["actor"].model.parameters()}
+    kept: dict[int, int] = {}  # bytes by address: what is kept is not freed meanwhile
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    response = torch.full((1, 2000), 70)
+    rows = TokenRows(Ragged.from_lists([[65] * 48]), response, torch.tensor([2000]))
+    with handle.training(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = handle.logprobs(rows).sum()
+    strategy.backward("actor", loss, last=True)
+    return sum(kept.values())

@@ -16,7 +16,7 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.single import SingleProcess
 from tests.ranks import RankPool
 from tests.strategies.reference import TEMPERATURE, distance, plain_update
-from tests.strategies.subsets import bf16_gradient, scalar_updates, scalar_updates_by_two, side_by_side
+from tests.strategies.subsets import bf16_gradient, held_bytes, scalar_updates, scalar_updates_by_two, side_by_side
 from tests.strategies.update import Outcome, rows_of
 
 STAGES = (0, 1, 2, 3)
@@ -88,3 +88,8 @@ def test_a_critic_and_a_reward_model_train_on_divided_sequences(stage: int, tiny
 def test_in_bf16_the_gradient_is_right_up_to_bf16(stage: int, tiny: Path, ranks2: RankPool) -> None:
     for gradient in ranks2.run(bf16_gradient, tiny, stage, SGD):
         assert distance(gradient, reference(tiny)[0][0]) < 0.03  # bf16 resolves 2 ** -8 = 0.004
+
+
+def test_a_rank_keeps_the_activations_of_its_part_only(tiny: Path, ranks2: RankPool) -> None:
+    (whole, _), parts = ranks2.run(held_bytes, tiny, 2), ranks2.run(held_bytes, tiny, 1)
+    assert max(parts) < 0.55 * whole
