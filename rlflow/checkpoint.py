@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rlflow.data.kept import Kept
 from rlflow.data.layout import Layout
-from rlflow.data.surplus import write_surplus
+from rlflow.data.surplus import write_kept
 from rlflow.errors import UserError
 
 FORMAT = 3
@@ -85,7 +85,7 @@ def write(
     progress: Progress,
     rank: int,
     world_size: int,
-    surplus: Kept | None = None,
+    kept: Mapping[str, Kept] | None = None,
 ) -> Path:
     """Write a checkpoint into `folder` and remove older ones; called by all ranks of the job.
 
@@ -98,7 +98,7 @@ def write(
         progress: Where the run stands; rank 0's is written.
         rank: This one.
         world_size: Of the job.
-        surplus: Groups that a filter kept.
+        kept: Rows of later steps by the name to write them under: a filter's surplus, and steps that are under way.
     """
     name = f"step-{progress.step:08d}"
     draft = folder / f"{name}.draft"
@@ -118,8 +118,8 @@ def write(
         if strategy.leads(role):
             record = {"updates": strategy.updates_done(role), "untrained": strategy.untrained_record(role)}
             (draft / f"{role}.json").write_text(json.dumps(record, indent=2) + "\n")
-    if surplus is not None:
-        write_surplus(draft, surplus, world_size)
+    for kept_as, rows in (kept or {}).items():
+        write_kept(draft, kept_as, rows, world_size)
     strategy.barrier()
     if rank == 0:
         (draft / STATE).write_text(json.dumps({"format": FORMAT, **asdict(progress)}, indent=2) + "\n")

@@ -25,7 +25,7 @@ from rlflow.export import Export, Form
 from rlflow.loggers.logger import Logger
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
-from rlflow.placement import followed_role, layouts
+from rlflow.placement import Placed, followed_role, layouts
 from rlflow.preparation import read_graph as read_module_graph
 from rlflow.report import Report
 from rlflow.rewards import ExactMatch
@@ -38,7 +38,14 @@ from rlflow.trainer import Trainer
 from rlflow.workflow.entries import NODES, as_yaml, read_entries
 
 MODELS = "models"
-TOP_LEVEL = {"strategy", "rollout", "loggers", "callbacks", "seed"}  # of Trainer, sections of their own in a config
+TOP_LEVEL = {
+    "strategy",
+    "rollout",
+    "placement",
+    "loggers",
+    "callbacks",
+    "seed",
+}  # of Trainer, sections of their own in a config
 
 
 @dataclass(frozen=True)
@@ -73,12 +80,12 @@ class ConfiguredGraph:
         """Print the nodes and the rank's plan; write `<draw>.mmd` and `<draw>.svg` if asked."""
         module, trainer = self.configured.module, self.configured.trainer
         graph = read_module_graph(module)
-        world_size = trainer.devices * trainer.num_nodes
+        world_size = trainer.machines.world_size
         if not 0 <= self.rank < world_size:
             raise UserError(f"`--rank` is {self.rank}, but the config has the ranks 0 to {world_size - 1}; name one")
         tensor_parallel_size = 1 if trainer.rollout is None else trainer.rollout.tensor_parallel_size
-        placed = layouts(module, graph, world_size, tensor_parallel_size)
-        planned = plan(graph, placed, world_size, followed_role(module, graph))
+        placed = layouts(module, graph, trainer.machines, tensor_parallel_size, trainer.placement)
+        planned = plan(graph, placed, world_size, followed_role(module, graph), trainer.max_staleness)
         print(text(graph, planned, self.rank))
         if self.draw is not None:
             self.draw.parent.mkdir(parents=True, exist_ok=True)
@@ -261,6 +268,7 @@ def _parser(command: str, description: str) -> OneLineParser:
     parser.add_class_arguments(Trainer, "trainer", skip=TOP_LEVEL, instantiate=False)
     parser.add_argument("--strategy", type=TrainingStrategy | None, default=None, help="how training is spread")
     parser.add_argument("--rollout", type=RolloutEngine | None, default=None, help="the engine that generates")
+    parser.add_argument("--placement", type=dict[str, Placed] | None, default=None, help="by role: its ranks")
     parser.add_argument("--logger", type=list[Logger], default=[], help="beside the run's own files")
     parser.add_argument("--callbacks", type=list[Callback], default=[], help="told of steps, nodes and validations")
     return parser
@@ -310,6 +318,7 @@ def _build(parser: OneLineParser, parsed: Namespace, entries: Sequence[Entry]) -
             **parsed.trainer.as_dict(),
             strategy=built.strategy,
             rollout=built.rollout,
+            placement=built.placement,
             loggers=built.logger,
             callbacks=built.callbacks,
             seed=built.seed,

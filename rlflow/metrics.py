@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,19 +15,32 @@ from torch import Tensor
 from rlflow.data.transport import Transport
 
 
+@dataclass
+class _Logged:
+    """Of one step."""
+
+    means: dict[str, Tensor] = field(default_factory=dict)  # [2] float64: sum, count; left on its device
+    sums: dict[str, float] = field(default_factory=dict)
+    largest: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
 class Metrics:
-    """What this rank logged since the last reduction: means as sum and count, totals, and largest values."""
+    """What this rank logged since the last reduction: means as sum and count, totals, and largest values.
+
+    Attributes:
+        step: The step that is logged for and reduced; where steps overlap, each has metrics of its own.
+    """
 
     def __init__(self) -> None:
-        self._means: dict[str, Tensor] = {}  # [2] float64: sum, count; left on its device until the reduction
-        self._sums: dict[str, float] = {}
-        self._largest: dict[str, float] = {}
-        self._seconds: dict[str, float] = {}
+        self.step = 0
+        self._steps: defaultdict[int, _Logged] = defaultdict(_Logged)
 
     def mean(self, name: str, total: Tensor, count: Tensor) -> None:
         """Add 0-dim `total` over `count` entries; the metric is the global total over the global count."""
         entry = torch.stack([total.detach().double(), count.detach().double()])
-        self._means[name] = self._means[name] + entry if name in self._means else entry
+        means = self._steps[self.step].means
+        means[name] = means[name] + entry if name in means else entry
 
     def number(self, name: str, value: float) -> None:
         """Add a number that every rank knows alike."""
@@ -33,25 +48,28 @@ class Metrics:
 
     def sum(self, name: str, value: float) -> None:
         """Add to the total over ranks and calls, as fits bytes and tokens."""
-        self._sums[name] = self._sums.get(name, 0.0) + value
+        sums = self._steps[self.step].sums
+        sums[name] = sums.get(name, 0.0) + value
 
     def largest(self, name: str, value: float) -> None:
         """Keep the largest over ranks and calls, as fits peaks."""
-        self._largest[name] = max(value, self._largest.get(name, -math.inf))
+        largest = self._steps[self.step].largest
+        largest[name] = max(value, largest.get(name, -math.inf))
 
     def seconds(self, name: str, value: float) -> None:
         """Add to this rank's total; the metric is the largest total of a rank, as fits times."""
-        self._seconds[name] = self._seconds.get(name, 0.0) + value
+        seconds = self._steps[self.step].seconds
+        seconds[name] = seconds.get(name, 0.0) + value
 
     def reduce(self, transport: Transport) -> dict[str, float]:
-        """The metrics over all ranks, the same on each, sorted by name; starts afresh. One collective.
+        """The step's metrics over all ranks, the same on each, sorted by name; starts afresh. One collective.
 
         Sums are taken in the order of ranks, so two runs give the same bytes. A mean over no entry is left out.
         """
-        means_here = {name: entry.tolist() for name, entry in self._means.items()}
-        mine = {"means": means_here, "sums": self._sums, "largest": self._largest | self._seconds}
+        here = self._steps.pop(self.step, _Logged())
+        means_here = {name: entry.tolist() for name, entry in here.means.items()}
+        mine = {"means": means_here, "sums": here.sums, "largest": here.largest | here.seconds}
         payload = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-        self._means, self._sums, self._largest, self._seconds = {}, {}, {}, {}
         means: dict[str, list[float]] = {}
         sums: dict[str, float] = {}
         largest: dict[str, float] = {}

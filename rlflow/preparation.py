@@ -21,7 +21,7 @@ from rlflow.models.causal_lm import WithoutAdapters
 from rlflow.models.lora import require_peft
 from rlflow.models.tiny import resolve_model
 from rlflow.module import RLModule
-from rlflow.placement import followed_role, handles, layouts
+from rlflow.placement import Machines, Placed, followed_role, handles, layouts
 from rlflow.workflow.binding import bind
 
 if TYPE_CHECKING:
@@ -85,8 +85,10 @@ def prepare(
     data: PromptData,
     *,
     seed: int,
-    world_size: int,
+    machines: Machines,
     tensor_parallel_size: int,
+    placement: Mapping[str, Placed] | None,
+    max_staleness: int,
     max_steps: int | None,
     max_epochs: int | None,
     limit_val_batches: int | None,
@@ -98,8 +100,10 @@ def prepare(
         module: The algorithm.
         data: Its prompts.
         seed: Of the order of rows.
-        world_size: Ranks.
+        machines: The ranks there are.
         tensor_parallel_size: Ranks of one rollout engine.
+        placement: Where roles live that are not on all ranks.
+        max_staleness: Steps that generation runs ahead of training.
         max_steps: Steps at most.
         max_epochs: Passes over the data at most.
         limit_val_batches: Validation batches of `data.prompts_per_step` prompts at most.
@@ -110,8 +114,9 @@ def prepare(
     """
     graph = read_graph(module)
     _check_sides(module, graph, data)
-    placed = layouts(module, graph, world_size, tensor_parallel_size)
+    placed = layouts(module, graph, machines, tensor_parallel_size, placement)
     follows = followed_role(module, graph)
+    planned = plan(graph, placed, machines.world_size, follows, max_staleness)
     paths = {
         role: resolve_model(handles(module)[role].model, scratch, _said_by(module, role))
         for role in _loaded(module, graph)
@@ -126,7 +131,7 @@ def prepare(
         raise UserError(_nothing_to_validate(module, follows))
     return Prepared(
         graph=graph,
-        plan=plan(graph, placed, world_size, follows),
+        plan=planned,
         layouts=placed,
         follows=follows,
         lead=lead,

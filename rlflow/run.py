@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
 from lightning.fabric import seed_everything
-from torch import Tensor
 
 from rlflow import checkpoint
+from rlflow.agreement import agree, facts
 from rlflow.checkpoint import Progress
+from rlflow.closing import by_summary_name, closing_lines, compared, told
 from rlflow.controller import Controller
 from rlflow.controller.context import NodeContext
 from rlflow.controller.gap import LogprobGap, default_gap_limit
+from rlflow.controller.probe import Probe, probing_group
+from rlflow.controller.syncing import WeightSync, sending_group
 from rlflow.controller.validation import has_validation_step, run_validation_step, validate
 from rlflow.dag.node import ROLLOUT
-from rlflow.dag.planner import Exchange
+from rlflow.dag.tasks import SyncWeights
 from rlflow.data.batch import Rollout
+from rlflow.data.kept import Kept
 from rlflow.data.layout import Layout
 from rlflow.data.memory import keep_freed_memory
 from rlflow.data.prompts import PromptData
+from rlflow.data.surplus import SURPLUS, flight_name, read_kept
 from rlflow.data.transport import Transport
+from rlflow.engines import engine_of_rank
 from rlflow.errors import UserError
 from rlflow.loggers.console import Console
 from rlflow.loggers.csv import CSVLogger
@@ -46,7 +54,7 @@ from rlflow.strategies.strategy import TrainingStrategy
 if TYPE_CHECKING:
     from rlflow.trainer import Trainer
 
-SAMPLES_PER_STEP = 4  # of rank 0, written to samples.jsonl
+SAMPLES_PER_STEP = 4  # written to samples.jsonl
 
 
 class Run:
@@ -75,23 +83,12 @@ class Run:
         self._data = data
         self._prepared = prepared
         self._strategy = strategy
-        self._engine = engine if prepared.generates else None
         self._transport = Transport(strategy.root_device)
+        self._configured_engine = engine
         self._first = self._transport.rank == 0
         self._metrics = Metrics()
-        self._samples: list[dict[str, Any]] = []
-        self._context = NodeContext(
-            engine=self._engine,
-            transport=self._transport,
-            metrics=self._metrics,
-            device=strategy.root_device,
-            dtype=strategy.dtype,
-            seed=trainer.seed,
-            stop_token_ids=prepared.stop_token_ids,
-            decode=self._decode,
-            on_scores=self._keep_samples,
-        )
-        module.attach(self._context)
+        self._samples: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)  # by step
+        self._sampler = prepared.layouts[ROLLOUT].ranks[0]
         self._summary: dict[str, Any] = {}
         resolved = trainer.resolved_config
         self._config = None if resolved is None else without_secrets(yaml.safe_load(resolved))
@@ -107,8 +104,7 @@ class Run:
         if self._strategy.root_device.type == "cpu":
             keep_freed_memory()
         seed_everything(self._trainer.seed, verbose=False)
-        self._agree()
-        self._transport.form_groups(task.ranks for task in self._prepared.plan.every() if isinstance(task, Exchange))
+        self._meet()
         folder = self._open_folder(self._trainer.run_dir)
         with ExitStack() as stack:
             log = folder.logs / f"rank{self._transport.rank}.log"
@@ -138,15 +134,19 @@ class Run:
         prepared, strategy, loader = self._prepared, self._strategy, self._prepared.validation
         assert loader is not None
         seed_everything(self._trainer.seed, verbose=False)
-        self._agree()
+        self._meet()
         folder = self._open_folder(self._trainer.validation_dir)
         with Console(folder.logs / f"rank{self._transport.rank}.log", prepared.steps, shows=self._first):
             for role in prepared.paths if has_validation_step(self._module) else [prepared.lead]:
+                if not strategy.holds(role):
+                    continue
                 handle = handles(self._module)[role]
                 handle.freeze()
                 strategy.setup_role(role, handle, prepared.paths[role])
-            if self._engine is not None:
-                self._load_weights(self._engine)
+            self._set_up_engine()
+            sync = self._weight_sync()
+            if sync is not None:
+                sync.run(version=0)
             metrics = self._measured(version=0)
             for callback in self._trainer.callbacks:
                 callback.on_validation_end(self._trainer, 0, metrics)
@@ -162,21 +162,43 @@ class Run:
             print(f"left in {folder.path}/: validation.json, {config}logs/")
         return results
 
-    def _agree(self) -> None:
-        """Every rank made the same plan for the same number of steps over the same rows, with the same seed.
+    def _meet(self) -> None:
+        """Every rank is here for the same run; then those meet that have work together.
 
         Raises:
-            UserError: One did not; it is named.
+            UserError: One was started for another run.
         """
+        prepared, transport = self._prepared, self._transport
+        numbers = {"seed": self._trainer.seed, "steps": prepared.steps, "training rows": prepared.train.size}
+        agree(transport, facts(self._module, self._trainer.resolved_config, str(prepared.plan), **numbers))
+        groups = [*prepared.plan.groups(), *(layout.ranks for layout in prepared.layouts.values())]
+        if self._sync_task is not None:
+            groups += [sending_group(self._sync_task), probing_group(self._sync_task)]
+            groups += [tuple(sorted({0, self._sampler}))]
+        transport.form_groups(groups)
+        self._strategy.form_groups(prepared.layouts)
+        self._engine = engine_of_rank(self._configured_engine, prepared.layouts[ROLLOUT], transport, prepared.generates)
+        self._context = NodeContext(
+            engine=self._engine,
+            transport=transport,
+            metrics=self._metrics,
+            device=self._strategy.root_device,
+            dtype=self._strategy.dtype,
+            seed=self._trainer.seed,
+            stop_token_ids=prepared.stop_token_ids,
+            decode=self._decode,
+            on_scores=self._keep_samples,
+        )
+        self._module.attach(self._context)
+
+    @cached_property
+    def _sync_task(self) -> SyncWeights | None:
+        """What brings weights to the engines, in the plan or for validation alone; None without engines."""
         prepared = self._prepared
-        mine = f"{prepared.plan.digest}/{prepared.steps}/{prepared.train.size}/{self._trainer.seed}"
-        plans = [text.cpu().numpy().tobytes() for text in self._transport.all_gather_ragged(_as_bytes(mine))]
-        others = [rank for rank, theirs in enumerate(plans) if theirs != plans[0]]
-        if others:
-            raise UserError(
-                f"rank {others[0]} planned another run than rank 0 (plan/steps/rows/seed {plans[others[0]].decode()}"
-                f" and {plans[0].decode()}); start every rank with the same config, code and data"
-            )
+        if not prepared.generates or prepared.follows is None:
+            return None
+        layouts = prepared.layouts
+        return SyncWeights(prepared.follows, layouts[prepared.follows].ranks, layouts[ROLLOUT].ranks)
 
     def _open_folder(self, path: Path) -> RunFolder:
         folder = RunFolder(path)
@@ -204,9 +226,9 @@ class Run:
         trained = prepared.graph.trained_roles()
         for role, path in prepared.paths.items():
             updates = updates_of_run(self._module, role, self._data, prepared.steps) if role in trained else None
-            strategy.setup_role(role, handles(self._module)[role], path, updates)
-        if self._engine is not None:
-            self._set_up(self._engine)
+            if strategy.holds(role):
+                strategy.setup_role(role, handles(self._module)[role], path, updates)
+        self._set_up_engine()
         limit = trainer.logprob_gap_limit
         gap = LogprobGap(self._metrics, default_gap_limit(strategy.dtype) if limit is None else limit)
         if prepared.follows is not None:
@@ -217,9 +239,12 @@ class Run:
             module=self._module,
             graph=prepared.graph,
             plan=prepared.plan,
+            steps=prepared.steps,
             follows=prepared.follows,
             strategy=strategy,
             engine=self._engine,
+            sync=self._weight_sync(),
+            probe=self._probe(gap),
             loader=prepared.train,
             transport=self._transport,
             metrics=self._metrics,
@@ -229,39 +254,52 @@ class Run:
             context=self._context,
             seed=trainer.seed,
             balance=trainer.balance,
-            bucket_bytes=trainer.sync_bucket_bytes,
             save=lambda done: self._save_if_due(done, folder, controller),
         )
         self._restore(controller)
         return controller
 
-    def _set_up(self, engine: RolloutEngine) -> None:
-        engine.setup(
-            str(self._prepared.paths[self._prepared.lead]),
-            dtype=self._strategy.dtype,
-            device=self._strategy.root_device,
-            rank=self._transport.rank,
-            world_size=self._transport.world_size,
-            local_rank=self._strategy.local_rank,
-            seed=self._trainer.seed,
-        )
+    def _set_up_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.setup(
+                str(self._prepared.paths[self._prepared.lead]),
+                dtype=self._strategy.dtype,
+                device=self._strategy.root_device,
+                rank=self._transport.rank,
+                world_size=self._transport.world_size,
+                local_rank=self._strategy.local_rank,
+                seed=self._trainer.seed,
+            )
 
-    def _load_weights(self, engine: RolloutEngine) -> None:
-        """Set up an engine with the weights as they are loaded."""
-        self._set_up(engine)
-        engine.wake_up()
-        engine.update_weights(self._strategy.weights(self._prepared.lead, self._trainer.sync_bucket_bytes), version=0)
+    def _weight_sync(self) -> WeightSync | None:
+        """This rank's part in bringing weights to engines, if it has one."""
+        task = self._sync_task
+        if task is None or self._transport.rank not in task.ranks:
+            return None
+        return WeightSync(task, self._strategy, self._engine, self._transport, self._trainer.sync_bucket_bytes)
+
+    def _probe(self, gap: LogprobGap) -> Probe | None:
+        """Where steps overlap, no rows are of the trainer's own version, so a few are made to be compared."""
+        task, prepared = self._sync_task, self._prepared
+        if task is None or not prepared.plan.max_staleness:
+            return None
+        follows = handles(self._module)[task.role]
+        assert isinstance(follows, CausalLM)
+        some, _ = prepared.train.batch(0, shard=0, shards=prepared.train.prompts_per_step)
+        prompts = [row.tolist() for row in some.prompt_ids.rows()]
+        temperature = self._module.temperature
+        return Probe(task, follows, self._engine, self._transport, gap, prompts, temperature, self._trainer.seed)
 
     def _restore(self, controller: Controller) -> None:
         """Go on where the checkpoint was taken."""
         if self._resumed is None or self._progress is None:
             return
         checkpoint.restore(self._resumed, self._strategy, self._prepared.graph.trained_roles())
-        controller.version, controller.draws = self._progress.version, self._progress.draws
         controller.filling.restore(self._resumed, self._strategy.root_device)
         self._module.load_state_dict(self._progress.module)
         for callback, state in zip(self._trainer.callbacks, self._progress.callbacks, strict=True):
             callback.load_state_dict(state)
+        controller.restore(self._done, self._progress.draws, self._read_flight)
         self._console.say(f"continues {self._resumed} after step {self._done}")
 
     def _train(self, folder: RunFolder, controller: Controller) -> None:
@@ -291,7 +329,7 @@ class Run:
             self._save(folder)
         for callback in trainer.callbacks:
             callback.on_fit_end(trainer)
-        self._summary = {"steps": done, **_compared(self._before, after)}
+        self._summary = {"steps": done, **compared(self._before, after)}
         if self._prepared.validation is not None:
             self._summary["problems"] = self._prepared.validation.size
 
@@ -299,10 +337,10 @@ class Run:
         if self._prepared.validation is None:
             return {}
         if self._prepared.scores_validation:
-            controller.sync_weights()
-        metrics = self._measured(controller.version)
-        if self._engine is not None and not any(node.kind == "rollout" for node in self._prepared.graph.order):
-            self._engine.sleep()  # else the next step's rollouts come first, and sleep follows them
+            controller.sync_weights(controller.version_after(done))
+        metrics = self._measured(controller.version_after(done))
+        if not any(node.kind == "rollout" for node in self._prepared.graph.order):
+            controller.sleep()  # else the next step's rollouts come first, and sleep follows them
         for callback in self._trainer.callbacks:
             callback.on_validation_end(self._trainer, done, metrics)
         return metrics
@@ -313,7 +351,6 @@ class Run:
         assert loader is not None
         metrics = {}
         if prepared.scores_validation:
-            assert self._engine is not None
             metrics = validate(
                 module,
                 self._engine,
@@ -333,27 +370,39 @@ class Run:
         return metrics
 
     def _log(self, metrics: dict[str, float], done: int, records: bool = True) -> None:
+        samples = self._samples_of(done - 1)
         for logger in self._loggers if records else ():
             if metrics:
                 logger.log_metrics(metrics, done)
-            if self._samples:
-                logger.log_samples(self._samples, done)
-        self._samples = []
+            if samples:
+                logger.log_samples(samples, done)
         if done > self._done:
             self._console.step(done, metrics)
         elif metrics:
-            told = _told(_by_summary_name(metrics)).items()
-            values = (f"{'greedy' if name == 'greedy_accuracy' else name} {value:.3f}" for name, value in told)
+            shown = told(by_summary_name(metrics)).items()
+            values = (f"{'greedy' if name == 'greedy_accuracy' else name} {value:.3f}" for name, value in shown)
             self._console.say(f"before training: {', '.join(values)}")
 
+    def _samples_of(self, step: int) -> list[dict[str, Any]]:
+        """What `_keep_samples` kept of a step, on rank 0."""
+        samples = self._samples.pop(step, [])
+        if self._sampler == 0 or self._transport.rank not in (0, self._sampler):
+            return samples
+        sent = torch.frombuffer(bytearray(json.dumps(samples).encode()), dtype=torch.uint8)
+        message = sent if self._transport.rank == self._sampler else None
+        heard = self._transport.broadcast_bytes(message, self._sampler, (0, self._sampler))
+        read: list[dict[str, Any]] = json.loads(heard.cpu().numpy().tobytes())
+        return read
+
     def _keep_samples(self, rollout: Rollout, scores: Scores) -> None:
-        """Some of rank 0's samples of the step, for the loggers."""
-        if not self._first:
+        """Some samples of the step by the first rank that generates, for the loggers."""
+        if self._transport.rank != self._sampler:
             return
-        for i, prompt in enumerate(rollout.prompt_ids.rows()[: SAMPLES_PER_STEP - len(self._samples)]):
+        samples = self._samples[self._metrics.step]
+        for i, prompt in enumerate(rollout.prompt_ids.rows()[: SAMPLES_PER_STEP - len(samples)]):
             parts = {name: part[i] for name, part in scores.parts.items()}
             reward = {"reward": scores.total[i], "parts": parts}
-            self._samples.append({"prompt": self._decode(prompt.tolist()), "response": rollout.texts[i], **reward})
+            samples.append({"prompt": self._decode(prompt.tolist()), "response": rollout.texts[i], **reward})
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         text = self._prepared.tokenizer.decode(list(token_ids), skip_special_tokens=True)
@@ -368,7 +417,7 @@ class Run:
         self._save(folder)
         progress = Progress(
             step=done,
-            version=controller.version,
+            version=controller.version_after(done),
             seed=self._trainer.seed,
             data=self._prepared.train.scan.digest,
             draws=controller.draws,
@@ -376,15 +425,29 @@ class Run:
             module=self._module.state_dict(),
             callbacks=[callback.state_dict() for callback in self._trainer.callbacks],
         )
+        kept = {flight_name(step): flight for step, flight in controller.in_flight(done).items()}
+        if controller.filling.surplus is not None:
+            kept[SURPLUS] = controller.filling.surplus
         world_size, roles = self._transport.world_size, self._prepared.graph.trained_roles()
-        rank, surplus = self._transport.rank, controller.filling.surplus
-        checkpoint.write(folder.checkpoint, self._strategy, roles, progress, rank, world_size, surplus)
+        checkpoint.write(folder.checkpoint, self._strategy, roles, progress, self._transport.rank, world_size, kept)
+
+    def _read_flight(self, step: int, like: Kept) -> Kept:
+        """Of a step that was generated and not trained when the checkpoint was taken: what crosses to training."""
+        assert self._resumed is not None
+        flight = read_kept(self._resumed, flight_name(step), like, self._strategy.root_device)
+        if flight is None:
+            raise UserError(
+                f"{self._resumed} has no rows of step {step + 1}, which `trainer.max_staleness` ="
+                f" {self._trainer.max_staleness} has generated by then; continue with the same `max_staleness`"
+            )
+        return flight
 
     def _save(self, folder: RunFolder) -> None:
         for role in self._prepared.graph.trained_roles():
             target = folder.model if role == self._prepared.lead else folder.model_of(role)
-            self._strategy.save(role, target)
-            if self._first:
+            if self._strategy.holds(role):
+                self._strategy.save(role, target)
+            if self._strategy.leads(role):
                 self._prepared.tokenizer.save_pretrained(target)
 
     def _leave_behind(self, folder: RunFolder) -> None:
@@ -393,54 +456,10 @@ class Run:
         draw_curves(folder.path)
         started_from = self._prepared.paths[self._prepared.lead]
         self._summary = folder.write_summary(self._summary, started_from)
-        for line in _closing_lines(folder, self._summary):
+        for line in closing_lines(folder, self._summary):
             print(line)
-
-
-def _as_bytes(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _too_long(metrics: dict[str, float], max_seconds: float | None) -> bool:
     """Decided from the ranks' largest, so by all alike."""
     return max_seconds is not None and metrics["time/elapsed"] >= max_seconds
-
-
-def _by_summary_name(metrics: dict[str, float]) -> dict[str, float]:
-    """Validation under the names of `summary.json`: `val/reward` is `reward`, `val_greedy/reward` `greedy_reward`."""
-    return {name.removeprefix("val/").replace("val_greedy/", "greedy_"): value for name, value in metrics.items()}
-
-
-def _compared(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Validation before and after, under the names of `summary.json`."""
-    ends = {"before": _by_summary_name(before), "after": _by_summary_name(after)}
-    return {f"{name}_{end}": of[name] for name in ends["after"] for end, of in ends.items() if name in of}
-
-
-def _told(summarized: dict[str, float]) -> dict[str, float]:
-    """What the terminal tells of a validation: not how long responses were, nor what else comes of scoring them."""
-    scored = {"reward", "length", "truncated", "greedy_reward", "greedy_length", "greedy_truncated"}
-    return {name: value for name, value in summarized.items() if name not in scored and not name.startswith("pass@")}
-
-
-def _closing_lines(folder: RunFolder, summary: dict[str, Any]) -> list[str]:
-    before, after = (
-        _told({name.removesuffix(end): value for name, value in summary.items() if name.endswith(end)})
-        for end in ("_before", "_after")
-    )
-    ends = {name: (before[name], after[name]) for name in after if name in before}
-    greedy = ends.pop("greedy_accuracy", None)
-    held_out = f"on {summary.get('problems')} held-out problems"
-    lines = [f"{name} {held_out}: {start:.3f} before, {end:.3f} after" for name, (start, end) in ends.items()]
-    if greedy is not None:
-        lines[list(ends).index("accuracy")] += f" (greedy {greedy[0]:.3f}, {greedy[1]:.3f})"
-    seconds = ", ".join(f"{stage} {time:.0f} s" for stage, time in summary["seconds"].items())
-    config = "config.yaml, " if folder.config.exists() else ""
-    adapter = (folder.model / "adapter_config.json").exists()
-    form = "an adapter; `rlflow export` writes the whole model" if adapter else "Hugging Face form"
-    return [
-        *lines,
-        f"steps {summary['steps']}; time {seconds}",
-        f"left in {folder.path}/: model/ ({form}), {config}summary.json, metrics.jsonl, metrics.csv,"
-        " samples.jsonl, curves.png, traces/trace.json (ui.perfetto.dev), logs/",
-    ]

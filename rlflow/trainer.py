@@ -13,6 +13,7 @@ from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.loggers.logger import Logger
 from rlflow.module import RLModule
+from rlflow.placement import Machines, Placed
 from rlflow.preparation import prepare
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.rollout.transformers import TransformersEngine
@@ -46,6 +47,9 @@ class Trainer:
         sync_bucket_bytes: Weights gathered at once on their way into the rollout engine.
         fast_dev_run: Run two steps of every part, with validation, and leave nothing behind but logs and traces, in
             `<run_dir>-dev`.
+        placement: By role, `rollout` for the engine: the ranks or machines it lives on; all where it is not named.
+        max_staleness: Steps that generation runs ahead of training, with weights so many steps old; needs ranks of its
+            own for `rollout`.
         strategy: How training is spread over ranks; None for one process without DeepSpeed, else ZeRO-2.
         rollout: The engine that generates; None for transformers' own.
         loggers: Where metrics go beside the run's own files.
@@ -72,6 +76,8 @@ class Trainer:
         logprob_gap_limit: float | None = None,
         sync_bucket_bytes: int = 256 * 2**20,
         fast_dev_run: bool = False,
+        placement: dict[str, Placed] | None = None,
+        max_staleness: int = 0,
         strategy: TrainingStrategy | None = None,
         rollout: RolloutEngine | None = None,
         loggers: Sequence[Logger] = (),
@@ -92,6 +98,8 @@ class Trainer:
         }.items():
             if value is not None and value < 1:
                 raise UserError(f"`trainer.{name}` is {value}; give 1 or more")
+        if max_staleness < 0:
+            raise UserError(f"`trainer.max_staleness` is {max_staleness}; give 0 or more steps")
         for name, limit in {"max_seconds": max_seconds, "logprob_gap_limit": logprob_gap_limit}.items():
             if limit is not None and not limit > 0:
                 raise UserError(f"`trainer.{name}` is {limit}; give more than 0, or null for none")
@@ -112,6 +120,8 @@ class Trainer:
         self.logprob_gap_limit = logprob_gap_limit
         self.sync_bucket_bytes = sync_bucket_bytes
         self.fast_dev_run = fast_dev_run
+        self.placement = placement
+        self.max_staleness = max_staleness
         self.strategy = strategy
         self.rollout = rollout
         self.loggers = list(loggers)
@@ -149,6 +159,11 @@ class Trainer:
         return self._launch(module, data, self.validation_dir, 1, Run.validate)
 
     @property
+    def machines(self) -> Machines:
+        """The ranks that a run has."""
+        return Machines(self.num_nodes, self.devices)
+
+    @property
     def validation_dir(self) -> Path:
         """Where `validate` leaves its results: beside the run's own folder, whose model may be what it validates."""
         return self.run_dir.with_name(f"{self.run_dir.name}-validate")
@@ -165,16 +180,17 @@ class Trainer:
         from lightning.fabric import Fabric
 
         self.should_stop = False
-        world_size = self.devices * self.num_nodes
-        strategy = self.strategy or (SingleProcess() if world_size == 1 else DeepSpeedStrategy())
+        strategy = self.strategy or (SingleProcess() if self.machines.world_size == 1 else DeepSpeedStrategy())
         engine = self.rollout or TransformersEngine()
         with tempfile.TemporaryDirectory() as scratch:
             prepared = prepare(
                 module,
                 data,
                 seed=self.seed,
-                world_size=world_size,
+                machines=self.machines,
                 tensor_parallel_size=engine.tensor_parallel_size,
+                placement=self.placement,
+                max_staleness=self.max_staleness,
                 max_steps=max_steps,
                 max_epochs=self.max_epochs,
                 limit_val_batches=self.limit_val_batches,

@@ -7,7 +7,7 @@ import pytest
 from rlflow import Pairs, Rollout, UserError, node
 from rlflow.algorithms import GRPO, RewardModelTraining
 from rlflow.data.layout import Layout
-from rlflow.placement import followed_role, layouts
+from rlflow.placement import Machines, followed_role, layouts
 from rlflow.preparation import read_graph
 from tests.controller.runs import OddCharacters
 
@@ -18,20 +18,20 @@ def grpo(**settings: object) -> GRPO:
 
 def test_a_scored_role_holds_the_rows_of_the_trained_one() -> None:
     module = grpo(samples_per_update=16)
-    placed = layouts(module, read_graph(module), 4, tensor_parallel_size=1)
+    placed = layouts(module, read_graph(module), Machines(1, 4), tensor_parallel_size=1)
     assert placed["reference"] == placed["actor"] == Layout((0, 1, 2, 3), 4, "balanced", 16)
 
 
 def test_the_ranks_of_an_engine_share_whole_groups() -> None:
     module = grpo()
-    placed = layouts(module, read_graph(module), 4, tensor_parallel_size=2)
+    placed = layouts(module, read_graph(module), Machines(1, 4), tensor_parallel_size=2)
     assert placed["rollout"] == Layout((0, 1, 2, 3), 2, "groups")
 
 
 def test_ranks_that_do_not_divide_into_engines_are_refused() -> None:
     module = grpo()
     with pytest.raises(UserError, match=r"`rollout.init_args.tensor_parallel_size` is 4, .* 6 ranks .* \[1, 2, 3, 6\]"):
-        layouts(module, read_graph(module), 6, tensor_parallel_size=4)
+        layouts(module, read_graph(module), Machines(1, 6), tensor_parallel_size=4)
 
 
 def test_the_engine_follows_the_trained_role() -> None:

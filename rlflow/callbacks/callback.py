@@ -25,6 +25,9 @@ class Callback:
     def on_validation_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         """Validation after step `step` is done (0: before the first)."""
 
+    def on_task_start(self, task: str, step: int) -> None:
+        """This rank is about to run a task of its plan, as `rlflow graph` prints it, for step `step` (from 0)."""
+
     def on_node_start(self, node_id: str) -> None:
         """This rank is about to run a node."""
 

@@ -118,14 +118,13 @@ class NodeContext:
     def of_each_shard(self, x: Tensor) -> Tensor:
         """The tensors of all shards, `[shards, ...]`; of several peers one speaks."""
         now = self._outside_training("a number over all rows")
-        parts = self._transport.all_gather(x)
-        return torch.stack([parts[now.layout.peers(shard)[0]] for shard in range(now.layout.shards)])
+        return torch.stack(self._transport.all_gather(x, now.layout.ranks)[:: now.layout.copies])
 
     def all_rows(self, x: Tensor) -> Tensor:
         now = self._outside_training("all_rows")
         if x.dim() != 1:
             raise UserError(f"all_rows takes one number a row, `[B]`; node `{now.node.id}` gave {list(x.shape)}")
-        return now.space.in_order(now.layout, self._transport.all_gather_ragged(x))
+        return now.space.in_order(now.layout, self._transport.all_gather_ragged(x, now.layout.ranks))
 
     def _now(self) -> Running:
         assert self.running is not None, "no node is running"

@@ -12,37 +12,50 @@ from torch import Tensor
 
 from rlflow.callbacks.callback import Callback
 from rlflow.controller.context import NodeContext, Running
-from rlflow.controller.filling import Filling
+from rlflow.controller.crossing import Crossing
+from rlflow.controller.filling import Filling, put
 from rlflow.controller.gap import LogprobGap
+from rlflow.controller.in_step import InStep
+from rlflow.controller.probe import Probe
+from rlflow.controller.syncing import WeightSync
 from rlflow.controller.training import Training
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node
-from rlflow.dag.planner import Exchange, Fill, Load, Plan, Reduce, RunNode, Save, SyncWeights, Task, TrainNode
+from rlflow.dag.planner import Plan
+from rlflow.dag.tasks import Exchange, Fill, Load, Reduce, RunNode, Save, SyncWeights, Task, Tell, TrainNode
 from rlflow.data.balance import Balance
 from rlflow.data.batch import Batch, Rollout, to_device
 from rlflow.data.buffer import DataBuffer
+from rlflow.data.kept import Kept
 from rlflow.data.layout import Layout
 from rlflow.data.loader import Loader
 from rlflow.data.rows import RowSpace
+from rlflow.data.telling import heard, told
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
 from rlflow.loggers.trace import Trace
 from rlflow.metrics import Metrics
 from rlflow.module import RLModule
-from rlflow.rollout.engine import RolloutEngine
+from rlflow.rollout.engine import NO_VERSION, RolloutEngine
 from rlflow.strategies.strategy import TrainingStrategy
 
 
 class Controller:
     """Runs the tasks of one rank's plan, step after step, without a barrier between them.
 
+    Where the plan overlaps steps, a slot of time has tasks of several: generation works on step s while training is at
+    step s - `max_staleness`.
+
     Args:
         module: The algorithm; its handles are attached to `strategy` already.
         graph: Of the module.
         plan: Of all ranks; this rank's part is taken from it.
+        steps: Of the run.
         follows: The role whose weights the rollout engine generates with, if any.
         strategy: Trains.
-        engine: Generates on this rank; None where the graph neither rolls out nor validates.
+        engine: Generates on this rank; None where no engine is placed here.
+        sync: Brings weights to the engines; None on ranks that have no part in it.
+        probe: Compares engine and trainer after each sync, where no step does so by itself; None where steps do.
         loader: Of the training rows.
         transport: To the other ranks.
         metrics: Of this rank, reduced once a step.
@@ -52,7 +65,6 @@ class Controller:
         context: Of this rank; the module is attached to it.
         seed: Of the run.
         balance: Whether rows may move to even out tokens.
-        bucket_bytes: Weights gathered at once by a sync.
         save: Writes the models to the run's folder if this step is one to save at.
     """
 
@@ -62,9 +74,12 @@ class Controller:
         module: RLModule,
         graph: Graph,
         plan: Plan,
+        steps: int,
         follows: str | None,
         strategy: TrainingStrategy,
         engine: RolloutEngine | None,
+        sync: WeightSync | None,
+        probe: Probe | None,
         loader: Loader,
         transport: Transport,
         metrics: Metrics,
@@ -74,19 +89,25 @@ class Controller:
         context: NodeContext,
         seed: int,
         balance: Balance,
-        bucket_bytes: int,
         save: Callable[[int], None],
     ) -> None:
         self.plan = plan.for_rank(transport.rank)
         self._sleeps_after = _last_that_samples(self.plan, graph)
         self._fills = graph.filter is not None
-        self.version = 0  # of the followed role's weights: how many steps trained them
         self.draws = 0  # how often prompts were drawn, the draw under way included
+        self._steps = steps
+        self._staleness = plan.max_staleness
+        self._slot = 0  # the step whose rows are generated next
+        self._crossing = Crossing(graph, plan)
+        self._flights: dict[int, InStep] = {}
         self._module = module
         self._graph = graph
         self._follows = follows
         self._strategy = strategy
         self._engine = engine
+        self._sync = sync
+        self._shares_memory = _engines_share_ranks(plan, graph)
+        self._probe = probe
         self._loader = loader
         self._transport = transport
         self._metrics = metrics
@@ -96,53 +117,45 @@ class Controller:
         self._balance = balance
         self._seed = seed
         self._began = time.perf_counter()
-        self._bucket_bytes = bucket_bytes
         self._save = save
-        self._buffer = DataBuffer(transport)
-        self._spaces: dict[str, RowSpace] = {}
-        self.filling = Filling(
-            graph, plan, self._buffer, self._spaces, transport, metrics, loader.prompts_per_step, module.max_draws
-        )
+        self.filling = Filling(graph, plan, transport, metrics, loader.prompts_per_step, module.max_draws)
         self._training = Training(module, graph, strategy, transport, metrics, seed, self._compared)
         self._reduced: dict[str, float] = {}
         self._context = context
 
     def step(self, step: int) -> dict[str, float]:
-        """Run the plan up to its saves; the step's metrics, the same on every rank."""
-        self._buffer.reset_counters()
-        if not self._fills:
-            self.draws += 1
-        started = time.perf_counter()
-        for task in self.plan:
-            if isinstance(task, Save):
-                continue
-            if isinstance(task, Reduce):
-                self._metrics.seconds("time/step", time.perf_counter() - started)
-                self._metrics.seconds("time/elapsed", time.perf_counter() - self._began)
-            self.run(task, step)
+        """Run the plan until `step` is trained, up to its saves; the step's metrics, the same on every rank."""
+        while self._slot <= step + self._staleness:
+            self._run_slot(self._slot)
+            self._slot += 1
         return self._reduced
 
     def run(self, task: Task, step: int) -> None:
         """One task of this rank's plan."""
+        self._metrics.step = step
+        for callback in self._callbacks:
+            callback.on_task_start(str(task), step)
         with self._watched(task, step):
             match task:
                 case Load():
                     self._load(task, step)
                 case SyncWeights():
-                    self.sync_weights()
+                    self.sync_weights(self.version_of(step))
+                case Tell():
+                    self._tell(task, step)
                 case Exchange():
-                    self._buffer.issue(task.value, task.target, self._spaces[task.reader_space])
+                    self._exchange(task, step)
                 case RunNode():
                     self._run_node(task, step)
                 case TrainNode():
                     self._train(task, step)
                 case Fill():
-                    self.filling.run(task, lambda: self._draw(task, step))
+                    self.filling.run(task, self._flights[step], lambda: self._draw(task, step))
                 case Reduce():
-                    self._reduce()
+                    self._reduce(step)
                 case Save():
                     self._save(step)
-            if task == self._sleeps_after and self._engine is not None:
+            if task == self._sleeps_after and self._engine is not None and self._shares_memory:
                 self._engine.sleep()
 
     def save(self, done: int) -> None:
@@ -151,69 +164,158 @@ class Controller:
             if isinstance(task, Save):
                 self.run(task, done)
 
-    def sync_weights(self) -> None:
-        """Bring the engine to the trainer's weights, unless it has them; verified by the engine tensor by tensor."""
-        if self._engine is None or self._engine.policy_version == self.version:
+    def version_after(self, steps: int) -> int:
+        """The version of the followed role's weights after so many steps: how often a train node changed them."""
+        trains = [node for node in self._graph.order if node.kind == "train" and node.role == self._follows]
+        return sum(max(0, steps - getattr(self._module, self._follows or "").start_step) for _ in trains)
+
+    def version_of(self, step: int) -> int:
+        """The version that generates the rows of `step`: the weights after the last step trained by then."""
+        return self.version_after(max(0, step - self._staleness))
+
+    def sync_weights(self, version: int) -> None:
+        """Bring the engines to `version`, which the trainer has, unless they are; each verifies tensor by tensor."""
+        if self._sync is None:
             return
-        assert self._follows is not None
-        self._engine.wake_up()
-        buckets = self._strategy.weights(self._follows, self._bucket_bytes)
-        report = self._engine.update_weights(buckets, self.version)
-        self._metrics.number("sync/verified_tensors", float(report.tensors))
-        for callback in self._callbacks:
-            callback.on_weight_sync(self.version)
+        if self._probe is None:
+            self._gap.open(version)
+        if self._sync.version == version:
+            return
+        report = self._sync.run(version)
+        if self._probe is not None:
+            self._probe.run(version)
+        if report is not None:
+            self._metrics.number("sync/verified_tensors", float(report.tensors))
+            for callback in self._callbacks:
+                callback.on_weight_sync(version)
+
+    def sleep(self) -> None:
+        """Let the engines go to sleep after validation, where no step would do so; all ranks call it."""
+        if self._engine is not None:
+            self._engine.sleep()
+        if self._sync is not None:
+            self._sync.forget()
+
+    def in_flight(self, done: int) -> dict[int, Kept]:
+        """After `done` steps, of each step that is generated and not trained: what this rank made for training."""
+        steps = self._steps_in_flight(done) if self._crossing.made_on(self._transport.rank) else ()
+        return {step: self._crossing.of(self._flights[step], self._transport.rank) for step in steps}
+
+    def restore(self, done: int, draws: int, read: Callable[[int, Kept], Kept]) -> None:
+        """Go on after `done` steps; all ranks call it.
+
+        Args:
+            done: Steps that were trained.
+            draws: How often prompts were drawn.
+            read: What `in_flight` gave of a step, told what it is made of, without rows.
+        """
+        self._slot, self.draws = done + self._staleness, draws
+        for step in self._steps_in_flight(done):
+            now = self._flights[step] = InStep(step, DataBuffer(self._transport))
+            if self._crossing.made_on(self._transport.rank):
+                put(read(step, self._crossing.empty(self._transport.rank)), now)
+            for task in self._crossing.tasks:
+                if self._transport.rank in task.ranks:
+                    self.run(task, step)
+
+    def _run_slot(self, slot: int) -> None:
+        """All tasks of this rank but the saves: of step `slot`, and of those that lag behind it."""
+        if slot < self._steps:
+            self._flights[slot] = InStep(slot, DataBuffer(self._transport), draw=self.draws)
+            self.draws += not self._fills
+        started = time.perf_counter()
+        for task in self.plan:
+            step = slot - task.lag
+            if isinstance(task, Save) or not 0 <= step < self._steps:
+                continue
+            if isinstance(task, Reduce):
+                self._metrics.step = step
+                self._metrics.seconds("time/step", time.perf_counter() - started)
+                self._metrics.seconds("time/elapsed", time.perf_counter() - self._began)
+            self.run(task, step)
+            if isinstance(task, Reduce):
+                self._flights.pop(step).buffer.clear()
+        if self._sync is not None and self._shares_memory:
+            self._sync.forget()
 
     def _load(self, task: Load, step: int) -> None:
-        layout = task.layout
-        batch, ids = self._loader.batch(self.draws - 1, layout.shard(self._transport.rank), layout.shards)
+        now, layout = self._flights[step], task.layout
+        batch, ids = self._loader.batch(now.draw, layout.shard(self._transport.rank), layout.shards)
         lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)  # of pairs nothing is per token
-        space = self._gather_space(BATCH, layout, step, ids=ids, groups=ids, lengths=lengths, tokens=batch.tokens)
+        space = self._gather_space(BATCH, layout, now, ids=ids, groups=ids, lengths=lengths, tokens=batch.tokens)
         on_device = to_device(batch, self._strategy.root_device)
-        self._buffer.put(BATCH, on_device, self._graph.type_of(BATCH), space, layout)
+        now.buffer.put(BATCH, on_device, self._graph.type_of(BATCH), space, layout)
+
+    def _tell(self, task: Tell, step: int) -> None:
+        """Of the rows of a space, all; of a rollout node that keeps the prompts' rows, how long its responses are."""
+        now, name = self._flights[step], task.value
+        of_space = self._graph.space_of(name) == name
+        message = None
+        if self._transport.rank == task.teller:
+            message = told(now.spaces[name]) if of_space else now.lengths[name].view(torch.uint8)
+        message = self._transport.broadcast_bytes(message, task.teller, task.ranks)
+        if self._transport.rank == task.teller:
+            return
+        if of_space:
+            now.spaces[name] = heard(message, name, seed=self._seed, step=step, balance=self._balance)
+        else:
+            now.lengths[name] = message.cpu().clone().view(torch.int64)
+
+    def _exchange(self, task: Exchange, step: int) -> None:
+        now = self._flights[step]
+        space = now.spaces[self._graph.space_of(task.value)]
+        made_here = self._transport.rank in task.source.ranks
+        if not made_here and not now.buffer.holds(task.value, space):
+            annotation, lengths = self._graph.type_of(task.value), now.lengths.get(task.value)
+            now.buffer.put(task.value, None, annotation, space, task.source, lengths)
+        now.buffer.issue(task.value, task.target, now.spaces[task.reader_space])
 
     def _draw(self, task: Fill, step: int) -> None:
         """The tasks of a `Fill` on the next prompts."""
+        self._flights[step].draw = self.draws
         self.draws += 1
         for repeated in task.tasks:
             self.run(repeated, step)
 
     def _run_node(self, task: RunNode, step: int) -> None:
-        node = self._graph.nodes[task.node_id]
+        now, node = self._flights[step], self._graph.nodes[task.node_id]
         for callback in self._callbacks:
             callback.on_node_start(node.id)
-        values, read = self._read(node, task.layout)
-        if node.kind == "rollout":
-            self._gap.open(self.version)
-        result = self._call(node, read, task.layout, values)
-        space, lengths = read, None
+        values, read = self._read(node, task.layout, now)
+        result = self._call(node, read, task.layout, values, now)
+        space = read
         if node.samples:
-            space = self._sampled(node, task.layout, step, result)
+            space = self._sampled(node, task.layout, now, result)
         elif node.kind == "rollout":
             # These rows are the prompts', whose own responses, if any, have other lengths.
-            lengths = read.in_order(task.layout, self._transport.all_gather_ragged(result.lengths.cpu()))
+            gathered = self._transport.all_gather_ragged(result.lengths.cpu(), task.layout.ranks)
+            now.lengths[node.id] = read.in_order(task.layout, gathered)
         elif node.role is not None:
             self._compared(node.role)
-        self._buffer.put(node.id, result, node.returns, space, task.layout, lengths)
-        self._free(task.frees)
+        now.buffer.put(node.id, result, node.returns, space, task.layout, now.lengths.get(node.id))
+        self._free(task.frees, now)
         for callback in self._callbacks:
             callback.on_node_end(node.id)
 
     def _train(self, task: TrainNode, step: int) -> None:
-        node = self._graph.nodes[task.node_id]
-        values, space = self._read(node, task.layout)
+        now, node = self._flights[step], self._graph.nodes[task.node_id]
+        values, space = self._read(node, task.layout, now)
         if self._training.begun(node, step):
-            self._context.running = Running(node, space, task.layout, self.draws - 1, self.version)
+            self._context.running = Running(node, space, task.layout, now.draw, NO_VERSION)
             self._training.run(node, values, space, task.layout, step)
             self._context.running = None
-            self.version += node.role == self._follows
-        self._free(task.frees)
+        self._free(task.frees, now)
 
-    def _reduce(self) -> None:
-        self._metrics.sum("exchange/bytes", self._buffer.bytes_sent)
-        self._metrics.largest("exchange/busiest_rank_bytes", max(self._buffer.bytes_sent, self._buffer.bytes_received))
-        self._metrics.largest("exchange/held_bytes_max", self._buffer.peak_held_bytes)
-        self._metrics.seconds("time/exchange_wait", self._buffer.waited_s)
+    def _reduce(self, step: int) -> None:
+        buffer, held = self._flights[step].buffer, [now.buffer for now in self._flights.values()]
+        self._metrics.sum("exchange/bytes", buffer.bytes_sent)
+        self._metrics.largest("exchange/busiest_rank_bytes", max(buffer.bytes_sent, buffer.bytes_received))
+        self._metrics.largest("exchange/held_bytes_max", sum(each.peak_held_bytes for each in held))
+        self._metrics.seconds("time/exchange_wait", buffer.waited_s)
+        if self._fills:
+            self._metrics.largest("filter/draws_total", float(self.draws))
         self._reduced = self._metrics.reduce(self._transport)
+        self.draws = int(self._reduced.get("filter/draws_total", self.draws))  # ranks without a part in it learn it
         self._gap.check(self._reduced)
 
     def _compared(self, role: str) -> None:
@@ -221,29 +323,29 @@ class Controller:
         if role == self._follows:
             self._gap.close()
 
-    def _call(self, node: Node, space: RowSpace, layout: Layout, values: dict[str, Any]) -> Any:
-        self._context.running = Running(node, space, layout, self.draws - 1, self.version)
+    def _call(self, node: Node, space: RowSpace, layout: Layout, values: dict[str, Any], now: InStep) -> Any:
+        self._context.running = Running(node, space, layout, now.draw, self.version_of(now.step))
         result = getattr(self._module, node.id)(**values)
         self._context.running = None
         return result
 
-    def _read(self, node: Node, layout: Layout) -> tuple[dict[str, Any], RowSpace]:
+    def _read(self, node: Node, layout: Layout, now: InStep) -> tuple[dict[str, Any], RowSpace]:
         """The values that `node` reads, in its layout, and the row space that it runs in."""
-        space = self._spaces[node.input_space]
-        return {name: self._buffer.get(name, layout, space) for name in node.reads}, space
+        space = now.spaces[node.input_space]
+        return {name: now.buffer.get(name, layout, space) for name in node.reads}, space
 
-    def _sampled(self, node: Node, layout: Layout, step: int, result: Rollout) -> RowSpace:
+    def _sampled(self, node: Node, layout: Layout, now: InStep, result: Rollout) -> RowSpace:
         """The row space of the samples that a rollout node made, and the metrics of its responses."""
         if not isinstance(result, Rollout):
             raise UserError(f"rollout node `{node.id}` returned {type(result).__name__}; return what `generate` gives")
-        prompts = self._spaces[BATCH]
+        prompts = now.spaces[BATCH]
         n = len(result.lengths) // max(len(prompts.held(layout, self._transport.rank)), 1)
         ids = (result.group * n + _index_in_group(result.group)).cpu()
         lengths = result.lengths.cpu()
         space = self._gather_space(
             node.id,
             layout,
-            step,
+            now,
             ids=ids,
             groups=result.group.cpu(),
             lengths=lengths,
@@ -255,17 +357,23 @@ class Controller:
             self._metrics.mean("rollout/length", lengths.sum(), lengths.new_tensor(rows))
             self._metrics.mean("rollout/truncated", (~result.finished).sum(), lengths.new_tensor(rows))
             self._metrics.sum("rollout/tokens", float(lengths.sum()))
+            if self._staleness:
+                stale = self.version_after(now.step) - result.version.cpu()
+                self._metrics.mean("rollout/staleness", stale.sum(), lengths.new_tensor(rows))
         return space
 
-    def _gather_space(self, name: str, layout: Layout, step: int, **rows: Tensor) -> RowSpace:
-        self._spaces[name] = RowSpace.gather(
-            name, self._transport, layout, seed=self._seed, step=step, balance=self._balance, **rows
+    def _gather_space(self, name: str, layout: Layout, now: InStep, **rows: Tensor) -> RowSpace:
+        now.spaces[name] = RowSpace.gather(
+            name, self._transport, layout, seed=self._seed, step=now.step, balance=self._balance, **rows
         )
-        return self._spaces[name]
+        return now.spaces[name]
 
-    def _free(self, names: Sequence[str]) -> None:
+    def _free(self, names: Sequence[str], now: InStep) -> None:
         for name in names:
-            self._buffer.free(name)
+            now.buffer.free(name)
+
+    def _steps_in_flight(self, done: int) -> range:
+        return range(done, min(done + self._staleness, self._steps))
 
     @contextmanager
     def _watched(self, task: Task, step: int) -> Iterator[None]:
@@ -286,6 +394,13 @@ class Controller:
             self._metrics.seconds("time/sync", ended - started)
         elif isinstance(task, Load):
             self._metrics.seconds("time/load", ended - started)
+
+
+def _engines_share_ranks(plan: Plan, graph: Graph) -> bool:
+    """Whether some rank both generates and trains, so that engines make room after they have generated."""
+    runs = [task for task in plan.every() if isinstance(task, RunNode | TrainNode)]
+    generating = {rank for run in runs if graph.nodes[run.node_id].kind == "rollout" for rank in run.ranks}
+    return any(generating.intersection(run.ranks) for run in runs if isinstance(run, TrainNode))
 
 
 def _last_that_samples(tasks: Sequence[Task], graph: Graph) -> Task | None:

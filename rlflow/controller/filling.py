@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from rlflow.controller.in_step import InStep
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH
-from rlflow.dag.planner import Fill, Plan
-from rlflow.data.buffer import DataBuffer
+from rlflow.dag.planner import Plan
+from rlflow.dag.tasks import Fill
 from rlflow.data.kept import Kept, KeptValue
 from rlflow.data.rows import ARRAYS, RowSpace
-from rlflow.data.surplus import read_surplus
+from rlflow.data.surplus import SURPLUS, read_kept
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
 from rlflow.metrics import Metrics
@@ -24,13 +25,11 @@ NOT_BOOL = 2  # beside 0 and 1, what a filter may answer
 
 
 class Filling:
-    """Fills steps with the groups that a filter keeps. Every rank counts alike, for the answers are gathered.
+    """Fills steps with the groups that a filter keeps. The ranks of a `Fill` count alike: the answers are gathered.
 
     Args:
         graph: With a filter or not.
         plan: Of all ranks.
-        buffer: Holds the values of a draw, and gets those of the step.
-        spaces: The row spaces of a draw by name, which those of the step replace.
         transport: To the other ranks.
         metrics: Of this rank.
         needed: Groups of a step.
@@ -44,8 +43,6 @@ class Filling:
         self,
         graph: Graph,
         plan: Plan,
-        buffer: DataBuffer,
-        spaces: MutableMapping[str, RowSpace],
         transport: Transport,
         metrics: Metrics,
         needed: int,
@@ -55,18 +52,17 @@ class Filling:
         self._graph = graph
         self._layouts = plan.layouts()
         self._keeps = [name for task in plan.tasks if isinstance(task, Fill) for name in task.keeps]
-        self._buffer = buffer
-        self._spaces = spaces
         self._transport = transport
         self._metrics = metrics
         self._needed = needed
         self._max_draws = max_draws
 
-    def run(self, fill: Fill, draw: Callable[[], None]) -> None:
+    def run(self, fill: Fill, now: InStep, draw: Callable[[], None]) -> None:
         """Draw until the step is full; then its rows and values are in place, as if drawn at once.
 
         Args:
             fill: What is repeated.
+            now: Holds the rows and values of a draw, and gets those of the step.
             draw: Runs it once, on the next prompts.
 
         Raises:
@@ -80,17 +76,18 @@ class Filling:
                 raise UserError(_never_fills(fill.filter_id, count, self._needed, draws, kept / drawn))
             draw()
             draws += 1
-            drawing = self._drawn()
-            groups = self._chosen(fill.filter_id)
+            drawing = self._drawn(now)
+            groups = self._chosen(fill, now)
             for name in dict.fromkeys((*fill.keeps, fill.filter_id)):
-                self._buffer.free(name)
+                if now.buffer.holds(name):
+                    now.buffer.free(name)
             parts.append(drawing.only(groups))
             drawn += len(drawing.groups)
             kept += len(groups)
             count += len(groups)
         filled = Kept.joined(parts)
         step, left = filled.groups.tensor_split([self._needed])
-        self._put(filled.only(step))
+        put(filled.only(step), now)
         self.surplus = filled.only(left) if len(left) else None
         self._metrics.mean("filter/kept", torch.tensor(float(kept)), torch.tensor(float(drawn)))
         self._metrics.number("filter/draws", float(draws))
@@ -106,15 +103,17 @@ class Filling:
         Raises:
             UserError: The checkpoint has one of another algorithm.
         """
-        self.surplus = read_surplus(folder, self._empty(), device)
+        self.surplus = read_kept(folder, SURPLUS, self._empty(), device)
 
-    def _drawn(self) -> Kept:
+    def _drawn(self, now: InStep) -> Kept:
         """All of this draw."""
         values = {}
         for name, value in self._empty().values.items():
-            rows = self._buffer.get(name, value.layout)
-            values[name] = replace(value, lengths=self._buffer.lengths(name), rows=rows)
-        return Kept(self._transport.rank, {name: self._spaces[name] for name in self._repeated_spaces()}, values)
+            made_here = self._transport.rank in value.layout.ranks
+            lengths = now.lengths.get(name, now.spaces[value.space].lengths)
+            rows = now.buffer.get(name, value.layout) if made_here else None
+            values[name] = replace(value, lengths=lengths, rows=rows)
+        return Kept(self._transport.rank, {name: now.spaces[name] for name in self._repeated_spaces()}, values)
 
     def _empty(self) -> Kept:
         """What is kept, without rows."""
@@ -133,25 +132,29 @@ class Filling:
         block = self._graph.block
         return [BATCH, *(node.id for node in block if node.samples)] if block else []
 
-    def _chosen(self, filter_id: str) -> Tensor:
+    def _chosen(self, fill: Fill, now: InStep) -> Tensor:
         """The ids of the groups that the filter keeps, ascending."""
-        layout, space = self._layouts[filter_id], self._buffer.space(filter_id)
-        here: Tensor = self._buffer.get(filter_id, layout)
-        is_bool = here.dtype == torch.bool and here.dim() == 1
-        answer = here.cpu().to(torch.uint8) if is_bool else torch.full((len(here),), NOT_BOOL, dtype=torch.uint8)
-        answers = space.in_order(layout, self._transport.all_gather_ragged(answer))
+        layout, space = self._layouts[fill.filter_id], now.spaces[self._graph.space_of(fill.filter_id)]
+        answer, found = torch.empty(0, dtype=torch.uint8), "something"  # elsewhere
+        if self._transport.rank in layout.ranks:
+            here: Tensor = now.buffer.get(fill.filter_id, layout)
+            found = f"{str(here.dtype).removeprefix('torch.')} of shape {list(here.shape)}"
+            is_bool = here.dtype == torch.bool and here.dim() == 1
+            answer = here.cpu().to(torch.uint8) if is_bool else torch.full((len(here),), NOT_BOOL, dtype=torch.uint8)
+        gathered = self._transport.all_gather_ragged(answer, fill.members)
+        answers = space.in_order(layout, [gathered[fill.members.index(rank)] for rank in layout.ranks])
         if bool((answers == NOT_BOOL).any()):
             raise UserError(
-                f"filter `{filter_id}` returned {str(here.dtype).removeprefix('torch.')} of shape {list(here.shape)};"
-                " return one bool a row, `[B]`, such as a comparison gives"
+                f"filter `{fill.filter_id}` returned {found}; return one bool a row, `[B]`, such as a comparison gives"
             )
-        return kept_groups(filter_id, answers.bool(), space.groups)
+        return kept_groups(fill.filter_id, answers.bool(), space.groups)
 
-    def _put(self, step: Kept) -> None:
-        self._spaces.update(step.spaces)
-        for name, value in step.values.items():
-            space = step.spaces[value.space]
-            self._buffer.put(name, value.rows, value.annotation, space, value.layout, value.lengths)
+
+def put(kept: Kept, now: InStep) -> None:
+    """Give a step these rows and values, as if it had made them itself."""
+    now.spaces.update(kept.spaces)
+    for name, value in kept.values.items():
+        now.buffer.put(name, value.rows, value.annotation, now.spaces[value.space], value.layout, value.lengths)
 
 
 def kept_groups(filter_id: str, answers: Tensor, groups: Tensor) -> Tensor:

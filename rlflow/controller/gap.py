@@ -42,8 +42,11 @@ class LogprobGap:
         """Compare the logprobs `[B, T]` of a forward pass over `rows` with those that came with them."""
         if self._version is None or not isinstance(rows, Rollout):
             return
-        mask = rows.loss_mask & (rows.version == self._version)[:, None]  # [B, T]
-        gap = (logprobs.detach().double() - rows.logprobs.double()).abs() * mask
+        self.record(logprobs, rows.logprobs, rows.loss_mask & (rows.version == self._version)[:, None])
+
+    def record(self, trainer: Tensor, engine: Tensor, mask: Tensor) -> None:
+        """Compare logprobs `[B, T]` of equal weights where `mask` is true."""
+        gap = (trainer.detach().double() - engine.double()).abs() * mask
         self._metrics.mean(GAP, gap.sum(), mask.sum())
         self._metrics.largest(LARGEST_GAP, gap.max().item() if gap.numel() else 0.0)
 

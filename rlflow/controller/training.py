@@ -78,7 +78,7 @@ class Training:
         mini_batches = space.held_mini_batches(layout, self._transport.rank)
         for epoch in range(handle.epochs):
             for number in self._order(len(mini_batches), step, epoch):
-                self._update(node, handle, values, mini_batches[number])
+                self._update(node, handle, values, mini_batches[number], layout)
 
     def _order(self, count: int, step: int, epoch: int) -> list[int]:
         if epoch == 0:
@@ -87,13 +87,13 @@ class Training:
         order: list[int] = torch.randperm(count, generator=generator).tolist()
         return order
 
-    def _update(self, node: Node, handle: ModelHandle, values: Mapping[str, Any], rows: Tensor) -> None:
+    def _update(self, node: Node, handle: ModelHandle, values: Mapping[str, Any], rows: Tensor, layout: Layout) -> None:
         assert node.role is not None
         mode, longest = self._module.loss_aggregation, self._module.max_response_length
         mini = self._take(values, rows)
         scored = _scored(mini)
         mask = _mask(scored, per_sample=node.returns == PerSample)
-        total, most = self._agree(int(loss_count(mask, mode)), len(handle.plan.split(scored)))
+        total, most = self._agree(int(loss_count(mask, mode)), len(handle.plan.split(scored)), layout)
         if total == 0:
             return  # nothing to learn from on any rank
         method = getattr(self._module, node.id)
@@ -106,19 +106,21 @@ class Training:
             self._strategy.backward(node.role, share, last=part == most - 1)
             loss_here = loss_here + share.detach().double().cpu()
         self._before_update(node.role)
-        self._finish(node.role, loss_here, self._strategy.step(node.role))
+        self._finish(node.role, loss_here, self._strategy.step(node.role), layout)
 
     def _take(self, values: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
         return {name: take_rows(value, self._graph.type_of(name), rows) for name, value in values.items()}
 
-    def _agree(self, count: int, micro_batches: int) -> tuple[int, int]:
-        """The loss count of the whole mini-batch and the largest number of micro-batches, over all ranks."""
-        counts, numbers = torch.stack(self._transport.all_gather(torch.tensor([count, micro_batches]))).T
-        return int(counts.sum()), int(numbers.max())
+    def _agree(self, count: int, micro_batches: int, layout: Layout) -> tuple[int, int]:
+        """The loss count of the whole mini-batch, and the largest number of micro-batches of a rank of the role."""
+        here = torch.tensor([count, micro_batches])
+        counts, numbers = torch.stack(self._transport.all_gather(here, layout.ranks)).T
+        return int(counts[:: layout.copies].sum()), int(numbers.max())
 
-    def _finish(self, role: str, loss_here: Tensor, grad_norm: float) -> None:
-        first = torch.tensor(1.0 if self._transport.rank == 0 else 0.0)  # the shares add up to one loss an update
-        self._metrics.mean(f"{role}/loss", loss_here, first)
+    def _finish(self, role: str, loss_here: Tensor, grad_norm: float, layout: Layout) -> None:
+        rank = self._transport.rank
+        if layout.publishes(rank):  # the shares of all shards add up to one loss an update
+            self._metrics.mean(f"{role}/loss", loss_here, torch.tensor(1.0 if rank == layout.ranks[0] else 0.0))
         if math.isfinite(grad_norm):
             self._skipped[role] = 0
             self._metrics.number(f"{role}/grad_norm", grad_norm)

@@ -29,7 +29,7 @@ DRAW = 0  # the same seeds at every validation, so that a difference is the poli
 
 def validate(
     module: RLModule,
-    engine: RolloutEngine,
+    engine: RolloutEngine | None,
     loader: Loader,
     transport: Transport,
     layout: Layout,
@@ -42,6 +42,8 @@ def validate(
 ) -> dict[str, float]:
     """`samples` responses to each prompt at the module's temperature, and one at temperature 0.
 
+    Ranks outside `layout` only learn the result.
+
     Returns:
         `val/reward`, `val/length`, `val/truncated` and `val/accuracy`, the share of responses with a reward of at
         least 1; the same under `val_greedy/`; with several samples `val/pass@k` for each power of two up to their
@@ -49,6 +51,9 @@ def validate(
     """
     assert module.reward is not None
     metrics = Metrics()
+    if transport.rank not in layout.ranks:
+        return metrics.reduce(transport)
+    assert engine is not None
     batch, ids = loader.all(layout.shard(transport.rank), layout.shards)
     for prefix, temperature, n in (("val", module.temperature, samples), ("val_greedy", 0.0, 1)):
         sampling = Sampling(module.max_response_length, temperature, stop_token_ids)
@@ -80,12 +85,14 @@ def run_validation_step(
     module: RLModule, context: NodeContext, loader: Loader, transport: Transport, layout: Layout, device: torch.device
 ) -> dict[str, float]:
     """What the module's `validation_step` logs of all held-out rows, equal on every rank."""
+    metrics = Metrics()
+    if transport.rank not in layout.ranks:
+        return metrics.reduce(transport)
     batch, ids = loader.all(layout.shard(transport.rank), layout.shards)
     lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)
     name = RLModule.validation_step.__name__
     space = RowSpace.gather(name, transport, layout, ids=ids, groups=ids, lengths=lengths, tokens=batch.tokens)
     node = Node(name, inputs=(), role=None, kind="compute", returns=Any, rows=None, file="", line=0)
-    metrics = Metrics()
     with context.measuring(metrics, Running(node, space, layout, draw=DRAW, version=0)):
         module.validation_step(to_device(batch, device))
     return metrics.reduce(transport)

@@ -10,7 +10,8 @@ from rlflow.dag.annotations import type_name
 from rlflow.dag.graph import Graph
 from rlflow.dag.layered import Drawing, Edge, Segment, Spot, arrange
 from rlflow.dag.node import BATCH, Kind
-from rlflow.dag.planner import Plan, describe, rank_ranges, task_lines
+from rlflow.dag.planner import Plan
+from rlflow.dag.tasks import describe, rank_ranges, task_lines
 
 TYPES: dict[Kind, str] = {
     "compute": "COMPUTE",

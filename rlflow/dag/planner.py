@@ -7,158 +7,40 @@ Because all ranks issue their collectives in the one global order, collectives c
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, ROLLOUT, Node
+from rlflow.dag.tasks import (
+    Exchange,
+    Fill,
+    Load,
+    Reduce,
+    RunNode,
+    Save,
+    SyncWeights,
+    Task,
+    Tell,
+    TrainNode,
+    rank_ranges,
+    task_lines,
+)
 from rlflow.data.layout import Layout
 from rlflow.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
-class Load:
-    """Read the step's rows of the dataset, on the ranks and in the shards of their first reader, in the order drawn.
-
-    How long they are is known only then, so a first reader that wants them balanced gets them by an exchange.
-    """
-
-    value: str
-    layout: Layout
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that take part."""
-        return self.layout.ranks
-
-    def __str__(self) -> str:
-        return f"load      {self.value}: {describe(self.layout)}"
-
-
-@dataclass(frozen=True)
-class SyncWeights:
-    """Bring the weights of the trained `role` into the rollout engine."""
-
-    role: str
-    ranks: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"sync      {self.role} -> {ROLLOUT}: {rank_ranges(self.ranks)}"
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Bring a value into another layout, or prompts' rows beside the samples of `reader_space`, or both.
-
-    Attributes:
-        value: The value's name.
-        reader_space: The row space in which it is read: `batch`, or the id of a rollout node.
-        source: Where the value was made.
-        target: Where it is read.
-    """
-
-    value: str
-    reader_space: str
-    source: Layout
-    target: Layout
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of the two layouts, ascending."""
-        return tuple(sorted({*self.source.ranks, *self.target.ranks}))
-
-    def __str__(self) -> str:
-        rows = f"rows of {self.reader_space}"
-        return f"exchange  {self.value}: {describe(self.source)} -> {describe(self.target)}; {rows}"
-
-
-@dataclass(frozen=True)
-class RunNode:
-    """Call a node on the rows of its layout, then free the values that nobody reads after it.
-
-    A value that nobody reads at all is freed by the node that makes it, once it is logged. Ranks outside `layout` keep
-    what they hold of a freed value until the step ends.
-    """
-
-    node_id: str
-    layout: Layout
-    frees: tuple[str, ...]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that take part."""
-        return self.layout.ranks
-
-    def __str__(self) -> str:
-        return f"run       {self.node_id}: {describe(self.layout)}{_frees(self.frees)}"
-
-
-@dataclass(frozen=True)
-class TrainNode:
-    """Train a role with the loss of a train node: epochs, mini-batches and micro-batches of its layout's rows."""
-
-    node_id: str
-    layout: Layout
-    frees: tuple[str, ...]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that take part."""
-        return self.layout.ranks
-
-    def __str__(self) -> str:
-        return f"train     {self.node_id}: {describe(self.layout)}{_frees(self.frees)}"
-
-
-@dataclass(frozen=True)
-class Fill:
-    """Repeat the tasks of a filter and its ancestors on the next draw of prompts until a step's groups are kept.
-
-    Attributes:
-        filter_id: The filter, whose task is the last.
-        tasks: Of one draw, in the global order.
-        keeps: The values that later tasks read; of these, the rows of kept groups go on.
-        ranks: The ranks that take part: all, which agree on what is kept.
-    """
-
-    filter_id: str
-    tasks: tuple[Task, ...]
-    keeps: tuple[str, ...]
-    ranks: tuple[int, ...]
-
-    def __str__(self) -> str:
-        keeps = f"; keeps {', '.join(self.keeps)}" if self.keeps else ""
-        return f"fill      {self.filter_id}: {rank_ranges(self.ranks)}{keeps}; repeats"
-
-
-@dataclass(frozen=True)
-class Reduce:
-    """Reduce the step's metrics over all ranks, in one collective."""
-
-    ranks: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"reduce    metrics: {rank_ranges(self.ranks)}"
-
-
-@dataclass(frozen=True)
-class Save:
-    """Save a checkpoint, at the steps where one is due."""
-
-    ranks: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"save      checkpoint: {rank_ranges(self.ranks)}"
-
-
-Task = Load | SyncWeights | Exchange | RunNode | TrainNode | Fill | Reduce | Save
-
-
-@dataclass(frozen=True)
 class Plan:
-    """The tasks of one step, in the global order."""
+    """The tasks of one step, in the global order; where steps overlap, those of one slot of time.
+
+    Attributes:
+        tasks: A task of lag n works on the step n before that of the tasks without lag.
+        max_staleness: How many steps generation runs ahead of training: the largest lag.
+    """
 
     tasks: tuple[Task, ...]
+    max_staleness: int = 0
 
     def for_rank(self, rank: int) -> tuple[Task, ...]:
         """The tasks in which `rank` takes part, in the global order."""
@@ -170,6 +52,18 @@ class Plan:
             yield task
             if isinstance(task, Fill):
                 yield from task.tasks
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """The sets of ranks that meet in collectives of the plan, each once."""
+        return list(dict.fromkeys(task.ranks for task in self.every()))
+
+    def crossing(self) -> tuple[Task, ...]:
+        """What brings the values of the ranks that run ahead to those that train; none where nothing runs ahead."""
+        lags = [task.lag for task in self.tasks]
+        if not any(lags):
+            return ()
+        trains = max(place for place, task in enumerate(self.tasks) if task.lag and not isinstance(task, Reduce | Save))
+        return tuple(task for task in self.tasks[trains:] if not task.lag)
 
     def layouts(self) -> dict[str, Layout]:
         """Where each value is made: `batch` and the nodes, by name."""
@@ -191,43 +85,61 @@ class Plan:
         return "\n".join(task_lines(self.tasks))
 
 
-def plan(graph: Graph, layouts: Mapping[str, Layout], world_size: int, follows: str | None = "actor") -> Plan:
-    """Plan one step.
+def plan(
+    graph: Graph,
+    layouts: Mapping[str, Layout],
+    world_size: int,
+    follows: str | None = "actor",
+    max_staleness: int = 0,
+) -> Plan:
+    """Plan one step, or one slot of overlapping steps.
+
+    With `max_staleness` N, ranks that train no role run N steps ahead of those that do: what they make of step s goes
+    over when they have made it, and step s is trained on while they work on step s + N.
 
     Args:
         graph: The checked graph.
         layouts: One for each role that the graph uses, `rollout` included.
         world_size: The number of ranks.
         follows: The trained role whose weights the rollout engine follows; None for weights that never change.
+        max_staleness: How many steps generation runs ahead.
 
     Raises:
-        UserError: `follows` is no role of the graph.
+        UserError: `follows` is no role of the graph, or nothing can run ahead.
     """
     world = tuple(range(world_size))
     placed = _place(graph, layouts, world)
-    tasks: list[Task] = [Load(BATCH, placed[BATCH])] if BATCH in placed else []
-    filled = graph.block or graph.order
+    ahead, behind = _ahead_of_training(graph, placed) if max_staleness else (graph.order, ())
+    frees = _frees([*ahead, *behind], graph)
+    block = [node for node in ahead if node in graph.block]
+    after = [node for node in ahead if node not in graph.block]
+    if len(block) < len(graph.block):
+        raise UserError(
+            f"`trainer.max_staleness` is {max_staleness}, and the filter `{graph.block[-1].id}` needs"
+            f" `{next(node.id for node in graph.block if node not in block)}`, which runs on ranks that train;"
+            " place its role on others, or set `max_staleness: 0`"
+        )
+    tasks: list[Task] = []
     if BATCH in placed:
-        tasks += _exchanges(BATCH, graph, placed, filled)
-    tasks += _runs(filled, graph, placed)
+        tasks += [Load(BATCH, placed[BATCH]), *_exchanges(BATCH, graph, placed, block or ahead)]
+    tasks += _runs(block or after, graph, placed, frees)
+    made = [BATCH, *(node.id for node in ahead)]
     if graph.filter is not None:
-        after = graph.order[len(filled) :]
-        keeps = [value for value in (BATCH, *(node.id for node in filled)) if _reads(after, value)]
-        tasks = [Fill(graph.filter.id, tuple(tasks), tuple(keeps), world)]
+        repeated = [BATCH, *(node.id for node in block)]
+        keeps = [value for value in repeated if _reads([*after, *behind], value)]
+        members = tuple(sorted({rank for task in tasks for rank in task.ranks}))
+        tasks = [Fill(graph.filter.id, tuple(_told(tasks, graph, everywhere=members)), tuple(keeps), members)]
         for value in keeps:
             tasks += _exchanges(value, graph, placed, after)
-        tasks += _runs(after, graph, placed)
+        tasks += _runs(after, graph, placed, frees)
+        made = [*keeps, *(node.id for node in after)]
     if follows is not None:
-        tasks = _synced(tasks, follows, graph, layouts, placed)
-    return Plan((*tasks, Reduce(world), Save(world)))
-
-
-def task_lines(tasks: Sequence[Task]) -> Iterator[str]:
-    """A line for each task, those that a `Fill` repeats indented below it."""
-    for task in tasks:
-        yield str(task)
-        if isinstance(task, Fill):
-            yield from (f"  {line}" for line in task_lines(task.tasks))
+        tasks = _synced(tasks, follows, graph, layouts)
+    tasks += [replace(task, lag=max_staleness) for task in _runs(behind, graph, placed, frees)]
+    for value in made:
+        tasks += _exchanges(value, graph, placed, behind) if value in placed else []
+    tasks = list(_told(tasks, graph))
+    return Plan((*tasks, Reduce(world, lag=max_staleness), Save(world, lag=max_staleness)), max_staleness)
 
 
 def _place(graph: Graph, layouts: Mapping[str, Layout], world: tuple[int, ...]) -> dict[str, Layout]:
@@ -247,13 +159,41 @@ def _place(graph: Graph, layouts: Mapping[str, Layout], world: tuple[int, ...]) 
     return {BATCH: Layout(first.ranks, first.shards), **placed}
 
 
-def _runs(nodes: Sequence[Node], graph: Graph, placed: Mapping[str, Layout]) -> Iterator[Task]:
+def _ahead_of_training(graph: Graph, placed: Mapping[str, Layout]) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """The nodes that need no rank that trains, nor a value made there; and the others."""
+    training = {rank for node in graph.order if node.kind == "train" for rank in placed[node.id].ranks}
+    ahead: list[Node] = []
+    for node in graph.order:
+        made = {BATCH, *(earlier.id for earlier in ahead)}
+        if not training.intersection(placed[node.id].ranks) and made.issuperset(node.reads):
+            ahead.append(node)
+    samples = [node for node in graph.order if node.kind == "rollout"]
+    if not samples:
+        raise UserError("`trainer.max_staleness` is set and no node generates, so nothing can run ahead; leave it out")
+    for node in samples:
+        if node not in ahead:
+            both = training.intersection(placed[node.id].ranks)
+            why = (
+                f"{rank_ranges(tuple(sorted(both)))} both generates and trains"
+                if both
+                else "it reads what training makes"
+            )
+            raise UserError(
+                f"`trainer.max_staleness` is set and `{node.id}` cannot run ahead of training: {why}; place `{ROLLOUT}`"
+                " and the trained roles on ranks of their own under `placement`"
+            )
+    return tuple(ahead), tuple(node for node in graph.order if node not in ahead)
+
+
+def _runs(
+    nodes: Sequence[Node], graph: Graph, placed: Mapping[str, Layout], frees: Mapping[str, tuple[str, ...]]
+) -> Iterator[Task]:
     """What runs these nodes, and brings what they make to those of them that read it."""
     for node in nodes:
         if node.kind == "train":
-            yield TrainNode(node.id, placed[node.id], _last_reads(node, graph))
+            yield TrainNode(node.id, placed[node.id], frees[node.id])
         else:
-            yield RunNode(node.id, placed[node.id], _last_reads(node, graph))
+            yield RunNode(node.id, placed[node.id], frees[node.id])
             yield from _exchanges(node.id, graph, placed, nodes)
 
 
@@ -269,9 +209,60 @@ def _reads(nodes: Collection[Node], value: str) -> list[Node]:
     return [node for node in nodes if value in node.reads]
 
 
-def _synced(
-    tasks: list[Task], role: str, graph: Graph, layouts: Mapping[str, Layout], placed: Mapping[str, Layout]
-) -> list[Task]:
+def _told(tasks: Iterable[Task], graph: Graph, everywhere: Collection[int] = ()) -> Iterator[Task]:
+    """The tasks, each after the ranks in it were told of rows that they have no part in making.
+
+    Args:
+        tasks: In the global order.
+        graph: Of the module.
+        everywhere: Ranks that must know all rows as soon as they are made.
+    """
+    tasks = list(tasks)
+    users: dict[str, set[int]] = {}  # by what is told of: all ranks that have to do with it
+    for task in tasks:
+        for rows in _rows_of(task, graph):
+            users.setdefault(rows, set()).update(task.ranks)
+    knowing: dict[str, set[int]] = {}
+    teller: dict[str, int] = {}
+    for task in tasks:
+        if isinstance(task, Fill):
+            for repeated in task.tasks:
+                for rows in _made_by(repeated, graph):
+                    knowing[rows], teller[rows] = set(task.ranks), repeated.ranks[0]
+        for rows in () if task.lag else _rows_of(task, graph):  # what lags was told in its own slot
+            if rows in knowing and not knowing[rows].issuperset(task.ranks):
+                yield Tell(rows, teller[rows], tuple(sorted(users[rows] - knowing[rows])))
+                knowing[rows] |= users[rows]
+        yield task
+        for rows in _made_by(task, graph):
+            knowing[rows], teller[rows] = set(task.ranks), task.ranks[0]
+            if not knowing[rows].issuperset(everywhere):
+                yield Tell(rows, teller[rows], tuple(sorted({*everywhere} - knowing[rows])))
+                knowing[rows] |= {*everywhere}
+
+
+def _made_by(task: Task, graph: Graph) -> tuple[str, ...]:
+    """Of what the task makes rows: `batch`, or a rollout node, whose responses have lengths of their own."""
+    if isinstance(task, Load):
+        return (task.value,)
+    makes = isinstance(task, RunNode) and graph.nodes[task.node_id].kind == "rollout"
+    return (task.node_id,) if isinstance(task, RunNode) and makes else ()
+
+
+def _rows_of(task: Task, graph: Graph) -> tuple[str, ...]:
+    """Of what a rank must know the rows to take part in the task."""
+    if isinstance(task, Load):
+        return (task.value,)
+    if isinstance(task, RunNode | TrainNode):
+        node = graph.nodes[task.node_id]
+        return (node.input_space, *_made_by(task, graph))
+    if isinstance(task, Exchange):
+        own = (task.value,) if task.value != BATCH and graph.nodes[task.value].kind == "rollout" else ()
+        return tuple(dict.fromkeys((graph.space_of(task.value), task.reader_space, *own)))
+    return ()
+
+
+def _synced(tasks: list[Task], role: str, graph: Graph, layouts: Mapping[str, Layout]) -> list[Task]:
     """The tasks with a weight sync before the first that samples, or that repeats one that does."""
     for place, task in enumerate(tasks):
         runs = task.tasks if isinstance(task, Fill) else (task,)
@@ -285,40 +276,19 @@ def _sync(role: str, layouts: Mapping[str, Layout], engine: Layout) -> SyncWeigh
     if role not in layouts:
         found = f"the rollout engine follows the weights of {role!r}, and no node has this role"
         raise UserError(f"{found}; the roles are {', '.join(layouts)}.{did_you_mean(role, layouts)}")
-    return SyncWeights(role, tuple(sorted({*layouts[role].ranks, *engine.ranks})))
+    return SyncWeights(role, layouts[role].ranks, engine.ranks)
 
 
-def _last_reads(node: Node, graph: Graph) -> tuple[str, ...]:
-    """The values that nobody reads after `node`, its own included; a filter's own is read by what repeats it."""
-    last = [name for name in node.reads if graph.readers(name)[-1] == node]
-    unread = node.kind not in ("train", "filter") and not graph.readers(node.id)
-    return (*last, node.id) if unread else tuple(last)
+def _frees(order: Sequence[Node], graph: Graph) -> dict[str, tuple[str, ...]]:
+    """By node, the values that nobody reads after it, its own included; a filter's own is read by what repeats it."""
+    freed: dict[str, tuple[str, ...]] = {}
+    for place, node in enumerate(order):
+        last = [name for name in node.reads if not _reads(order[place + 1 :], name)]
+        unread = node.kind not in ("train", "filter") and not graph.readers(node.id)
+        freed[node.id] = (*last, node.id) if unread else tuple(last)
+    return freed
 
 
 def _of_rank(tasks: tuple[Task, ...], rank: int) -> tuple[Task, ...]:
     own = (task for task in tasks if rank in task.ranks)
     return tuple(replace(task, tasks=_of_rank(task.tasks, rank)) if isinstance(task, Fill) else task for task in own)
-
-
-def describe(layout: Layout) -> str:
-    """`ranks 0-3, 2 shards x 2 copies, balanced in updates of 64 rows`."""
-    copies = f" x {layout.copies} copies" if layout.copies > 1 else ""
-    updates = f" in updates of {layout.samples_per_update} rows" if layout.samples_per_update is not None else ""
-    shards = f"{layout.shards} shard{'s' if layout.shards > 1 else ''}"
-    return f"{rank_ranges(layout.ranks)}, {shards}{copies}, {layout.dealing}{updates}"
-
-
-def rank_ranges(ranks: tuple[int, ...]) -> str:
-    """`rank 3`, `ranks 0-3`, `ranks 0-1,4-7`: runs of consecutive ranks, in order."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
-
-
-def _frees(values: tuple[str, ...]) -> str:
-    return f"; frees {', '.join(values)}" if values else ""

@@ -126,6 +126,15 @@ class DataBuffer:
         """`[N]`, where `PerToken` columns of a value are cut."""
         return self._values[name].lengths
 
+    def holds(self, name: str, space: RowSpace | None = None) -> bool:
+        """Whether a value of this name was put, of these rows where they are given."""
+        return name in self._values and space in (None, self._values[name].space)
+
+    def clear(self) -> None:
+        """Forget all values."""
+        for name in list(self._values):
+            self.free(name)
+
     def free(self, name: str) -> None:
         """Forget a value and its copies, when what this rank sends of it has left."""
         made = self._values.pop(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -36,6 +36,7 @@ class RowSpace:
         seed: Of the run; with `step` it decides which rows share a mini-batch.
         step: Of the run, from 0.
         balance: Whether rows move to even out their cost.
+        dealt: How the rows lie in layouts where that cannot be worked out; see `known`.
     """
 
     name: str
@@ -48,6 +49,7 @@ class RowSpace:
     seed: int = 0
     step: int = 0
     balance: Balance = AUTO
+    dealt: dict[Layout, Partition] = field(default_factory=dict, init=False, repr=False)
     _partitions: dict[Layout, Partition] = field(default_factory=dict, init=False, repr=False)
     _predicted: dict[Layout, Predicted] = field(default_factory=dict, init=False, repr=False)
     _routes: dict[tuple[int, Layout, Layout, RowSpace], Route] = field(default_factory=dict, init=False, repr=False)
@@ -68,15 +70,14 @@ class RowSpace:
         step: int = 0,
         balance: Balance = AUTO,
     ) -> RowSpace:
-        """Tell every rank of the rows that the shards of `layout` hold. A collective of all ranks.
+        """Tell the ranks of `layout` of the rows that its shards hold. A collective of these ranks.
 
-        The arrays are those of this rank's shard, in its order. Of several peers only the publisher's count; ranks
-        outside `layout` give empty ones.
+        The arrays are those of this rank's shard, in its order. Of several peers only the publisher's count.
         """
         versions = torch.full_like(ids, -1) if versions is None else versions
         arrays = torch.stack([array.to("cpu", torch.int64) for array in (ids, groups, lengths, tokens, versions)])
-        gathered = transport.all_gather_ragged(arrays.flatten())
-        shards = [gathered[layout.peers(shard)[0]].view(len(arrays), -1) for shard in range(layout.shards)]
+        gathered = transport.all_gather_ragged(arrays.flatten(), layout.ranks)
+        shards = [of_rank.view(len(arrays), -1) for of_rank in gathered[:: layout.copies]]
         return cls.of_shards(name, layout, shards, seed=seed, step=step, balance=balance)
 
     @classmethod
@@ -141,11 +142,10 @@ class RowSpace:
         return self._routes[key]
 
     def in_order(self, layout: Layout, of_ranks: Sequence[Tensor]) -> Tensor:
-        """The entries `[N]` of all rows, by ascending id, from those `[B]` that each rank holds in `layout`."""
-        first = of_ranks[layout.ranks[0]]
-        ordered = torch.empty(len(self), dtype=first.dtype, device=first.device)
-        for shard, positions in enumerate(self.partition(layout).shards):
-            ordered[positions] = of_ranks[layout.peers(shard)[0]]
+        """The entries `[N]` of all rows, by ascending id, from those `[B]` that each of the layout's ranks holds."""
+        ordered = torch.empty(len(self), dtype=of_ranks[0].dtype, device=of_ranks[0].device)
+        for positions, of_rank in zip(self.partition(layout).shards, of_ranks[:: layout.copies], strict=True):
+            ordered[positions] = of_rank
         return ordered
 
     def of_groups(self, groups: Tensor, layouts: Iterable[Layout]) -> RowSpace:
@@ -179,9 +179,24 @@ class RowSpace:
 
     def renewed(self, arrays: dict[str, Tensor], dealt: dict[Layout, Partition]) -> RowSpace:
         """Other rows of this name and step, of which it is known how they lie in some layouts, home among them."""
-        made_in = self.home[0]
-        home = (made_in, dealt[made_in])
-        space = RowSpace(name=self.name, **arrays, home=home, seed=self.seed, step=self.step, balance=self.balance)
+        home = (self.home[0], dealt[self.home[0]])
+        return RowSpace.known(self.name, arrays, home, dealt, seed=self.seed, step=self.step, balance=self.balance)
+
+    @classmethod
+    def known(
+        cls,
+        name: str,
+        arrays: Mapping[str, Tensor],
+        home: tuple[Layout, Partition],
+        dealt: Mapping[Layout, Partition],
+        *,
+        seed: int,
+        step: int,
+        balance: Balance,
+    ) -> RowSpace:
+        """Rows of which it is known how they lie in some layouts, as those are that a filter kept."""
+        space = cls(name=name, **arrays, home=home, seed=seed, step=step, balance=balance)
+        space.dealt.update(dealt)
         space._partitions.update(dealt)
         return space
 

@@ -1,8 +1,10 @@
-"""A filter's surplus in a checkpoint, as safetensors and JSON.
+"""Rows and values that a checkpoint keeps, as safetensors and JSON: a filter's surplus, and steps under way.
 
     surplus.json                        the rows of each space, and where they and the values lie
     surplus-00000-of-00002.safetensors  rank 0's rows of tensors: `<value>/<column>`
     surplus-00000-of-00002.json         its texts and dataset rows, and the kind of device that held each tensor
+
+A step under way is written alike, as `step-00000007` in place of `surplus`.
 
 Read by as many ranks as wrote it, everything is as it was; read by others, groups are dealt anew.
 """
@@ -27,49 +29,55 @@ from rlflow.data.partition import Partition
 from rlflow.data.rows import ARRAYS, RowSpace
 from rlflow.errors import UserError
 
-SURPLUS = "surplus.json"
+SURPLUS = "surplus"
 LENGTHS = "lengths"  # of a ragged column, after its name
 
 
-def write_surplus(folder: Path, kept: Kept, world_size: int) -> None:
-    """Write this rank's part; called by all ranks."""
+def flight_name(step: int) -> str:
+    """Under which a step is written that was generated and not trained."""
+    return f"step-{step:08d}"
+
+
+def write_kept(folder: Path, name: str, kept: Kept, world_size: int) -> None:
+    """Write this rank's part of what is called `name`; called by all ranks that have one."""
     tensors: dict[str, Tensor] = {}
     lists: dict[str, list[Any]] = {}
-    for name, value in kept.values.items():
-        for key, data in _columns(name, value):
+    for value_name, value in kept.values.items():
+        for key, data in _columns(value_name, value):
             if isinstance(data, Tensor):
                 tensors[key] = data
             elif isinstance(data, Ragged):
                 tensors |= {key: data.values, f"{key}/{LENGTHS}": data.lengths}
             elif data is not None:  # else it stayed on another rank
                 lists[key] = data
-    path = _of_rank(folder, kept.rank, world_size)
+    path = _of_rank(folder, name, kept.rank, world_size)
     save_file({key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()}, f"{path}.safetensors")
     devices = {key: tensor.device.type for key, tensor in tensors.items()}
     Path(f"{path}.json").write_text(json.dumps({"lists": lists, "devices": devices}))
-    if kept.rank == 0:
-        spaces = {name: _space_to_json(space, kept.layouts(name)) for name, space in kept.spaces.items()}
+    if kept.rank == min(rank for space in kept.spaces.values() for rank in space.home[0].ranks):
+        spaces = {of: _space_to_json(space, kept.layouts(of)) for of, space in kept.spaces.items()}
         values = {
-            name: {"space": value.space, "layout": asdict(value.layout), "lengths": value.lengths.tolist()}
-            for name, value in kept.values.items()
+            of: {"space": value.space, "layout": asdict(value.layout), "lengths": value.lengths.tolist()}
+            for of, value in kept.values.items()
         }
-        (folder / SURPLUS).write_text(json.dumps({"ranks": world_size, "spaces": spaces, "values": values}))
+        (folder / f"{name}.json").write_text(json.dumps({"ranks": world_size, "spaces": spaces, "values": values}))
 
 
-def read_surplus(folder: Path, like: Kept, device: torch.device) -> Kept | None:
-    """What `write_surplus` wrote; None where it wrote nothing.
+def read_kept(folder: Path, name: str, like: Kept, device: torch.device) -> Kept | None:
+    """What `write_kept` wrote under this name; None where it wrote nothing.
 
     Args:
         folder: Of the checkpoint.
+        name: Of what was written.
         like: The spaces and values of this run, without rows.
         device: For what was not on the CPU.
 
     Raises:
         UserError: It is of other values than this run's.
     """
-    if not (folder / SURPLUS).is_file():
+    if not (folder / f"{name}.json").is_file():
         return None
-    stored = json.loads((folder / SURPLUS).read_text())
+    stored = json.loads((folder / f"{name}.json").read_text())
     if stored["values"].keys() != like.values.keys() or stored["spaces"].keys() != like.spaces.keys():
         raise UserError(
             f"{folder} has groups waiting for the next step, with the values {', '.join(stored['values']) or 'none'};"
@@ -81,26 +89,28 @@ def read_surplus(folder: Path, like: Kept, device: torch.device) -> Kept | None:
         name: _space_from_json(like.spaces[name], space, dealt[name] if same else None)
         for name, space in stored["spaces"].items()
     }
-    written = _Written(folder, stored["ranks"], device)
+    written = _Written(folder, name, stored["ranks"], device)
     values = {}
-    for name, value in like.values.items():
-        of = stored["values"][name]
+    for value_name, value in like.values.items():
+        of = stored["values"][value_name]
         before = _layout(of["layout"])
         value = replace(value, lengths=torch.tensor(of["lengths"], dtype=torch.int64))
-        if same:
-            rows = written.rows(name, value, like.rank)
+        if like.rank not in value.layout.ranks:
+            rows = None
+        elif same:
+            rows = written.rows(value_name, value, like.rank)
         else:
             shards = dealt[value.space][before].shards
-            parts = [written.rows(name, value, before.peers(shard)[0]) for shard in range(before.shards)]
+            parts = [written.rows(value_name, value, before.peers(shard)[0]) for shard in range(before.shards)]
             place = torch.cat(shards).argsort()  # of each row by id, in the joined parts
             held = spaces[value.space].held(value.layout, like.rank)
             rows = take_rows(join_rows(parts, value.annotation), value.annotation, place[held])
-        values[name] = replace(value, rows=rows)
+        values[value_name] = replace(value, rows=rows)
     return Kept(like.rank, spaces, values).trimmed()
 
 
-def _of_rank(folder: Path, rank: int, world_size: int) -> Path:
-    return folder / f"surplus-{rank:05d}-of-{world_size:05d}"
+def _of_rank(folder: Path, name: str, rank: int, world_size: int) -> Path:
+    return folder / f"{name}-{rank:05d}-of-{world_size:05d}"
 
 
 def _columns(name: str, value: KeptValue) -> Iterator[tuple[str, Any]]:
@@ -112,8 +122,8 @@ def _columns(name: str, value: KeptValue) -> Iterator[tuple[str, Any]]:
 class _Written:
     """What each rank wrote; the files of a rank are read once, whatever the number of values."""
 
-    def __init__(self, folder: Path, ranks: int, device: torch.device) -> None:
-        self._folder, self._ranks, self._device = folder, ranks, device
+    def __init__(self, folder: Path, name: str, ranks: int, device: torch.device) -> None:
+        self._folder, self._name, self._ranks, self._device = folder, name, ranks, device
         self._parts: dict[int, tuple[dict[str, Tensor], dict[str, Any]]] = {}
 
     def rows(self, name: str, value: KeptValue, rank: int) -> Any:
@@ -134,7 +144,7 @@ class _Written:
 
     def _part(self, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if rank not in self._parts:
-            path = _of_rank(self._folder, rank, self._ranks)
+            path = _of_rank(self._folder, self._name, rank, self._ranks)
             self._parts[rank] = load_file(f"{path}.safetensors"), json.loads(Path(f"{path}.json").read_text())
         return self._parts[rank]
 

@@ -74,31 +74,37 @@ class Transport:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world_size)): None}
 
     def form_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Prepare for exchanges among these ranks, ascending; a collective of all ranks, in or out of them.
+        """Prepare for collectives among these ranks, ascending; a collective of all ranks, in or out of them.
 
         Not left to the first exchange of each group: torch names groups made by their members alone
         (`use_local_synchronization`) after how many groups each member has, and so hangs where the counts differ.
         """
-        for ranks in sorted({*groups} - self._groups.keys()):
+        for ranks in sorted({ranks for ranks in groups if len(ranks) > 1} - self._groups.keys()):
             self._groups[ranks] = dist.new_group(list(ranks))
 
     @_waits
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, by rank; of the same shape and dtype everywhere."""
-        if self.world_size == 1:
+    def all_gather(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> list[Tensor]:
+        """The tensors of `ranks`, in their order; of the same shape and dtype everywhere.
+
+        Args:
+            tensor: Of this rank.
+            ranks: Who takes part, ascending: one of the groups formed; all where None.
+        """
+        ranks = tuple(range(self.world_size)) if ranks is None else ranks
+        if len(ranks) == 1:
             return [tensor]
         sent = tensor.contiguous().to(self.device)
-        received = [torch.empty_like(sent) for _ in range(self.world_size)]
-        dist.all_gather(received, sent)
-        self.metadata_bytes += sent.nbytes * self.world_size
+        received = [torch.empty_like(sent) for _ in ranks]
+        dist.all_gather(received, sent, group=self._groups[ranks])
+        self.metadata_bytes += sent.nbytes * len(ranks)
         return [each.to(tensor.device) for each in received]
 
-    def all_gather_ragged(self, tensor: Tensor) -> list[Tensor]:
-        """The 1-dim tensors of all ranks, by rank; lengths may differ, the dtype may not."""
-        counts = [int(count) for count in self.all_gather(torch.tensor([tensor.numel()]))]
+    def all_gather_ragged(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> list[Tensor]:
+        """The 1-dim tensors of `ranks`, in their order; lengths may differ, the dtype may not."""
+        counts = [int(count) for count in self.all_gather(torch.tensor([tensor.numel()]), ranks)]
         padded = tensor.new_zeros(max(counts))
         padded[: tensor.numel()] = tensor
-        return [each[:count] for each, count in zip(self.all_gather(padded), counts, strict=True)]
+        return [each[:count] for each, count in zip(self.all_gather(padded, ranks), counts, strict=True)]
 
     @_waits
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
@@ -109,12 +115,32 @@ class Transport:
         return reduced.to(tensor.device)
 
     @_waits
-    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """The tensor of rank `source`, in a new tensor; of the same shape and dtype everywhere."""
+    def broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...] | None = None) -> Tensor:
+        """The tensor of rank `source`, in a new tensor; of the same shape and dtype everywhere.
+
+        Args:
+            tensor: Of this rank; only its shape counts where this is not `source`.
+            source: Who sends.
+            ranks: Who takes part, ascending: one of the groups formed; all where None.
+        """
         received = tensor.to(self.device, copy=True).contiguous()
-        if self.world_size > 1:
-            dist.broadcast(received, source)
+        ranks = tuple(range(self.world_size)) if ranks is None else ranks
+        if len(ranks) > 1:
+            dist.broadcast(received, source, group=self._groups[ranks])
         return received.to(tensor.device)
+
+    def broadcast_bytes(self, message: Tensor | None, source: int, ranks: tuple[int, ...]) -> Tensor:
+        """The uint8 `message` of rank `source`, of any length, on `device`; others give None."""
+        size = torch.tensor([0 if message is None else message.numel()])
+        size = self.broadcast(size, source, ranks)
+        if message is None:
+            message = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        elif len(ranks) == 1:
+            return message
+        message = message.to(self.device)
+        if message.numel():
+            dist.broadcast(message, source, group=self._groups[ranks])
+        return message
 
     def all_to_all(
         self, send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], ranks: tuple[int, ...]

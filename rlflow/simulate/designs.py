@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 from rlflow.dag.node import BATCH, Node
-from rlflow.dag.planner import Exchange, Fill, Load, RunNode, SyncWeights, Task, TrainNode
+from rlflow.dag.tasks import Exchange, Fill, Load, RunNode, SyncWeights, Task, TrainNode
 from rlflow.data.layout import Layout
 from rlflow.simulate.costs import (
     Decoding,

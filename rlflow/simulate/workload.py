@@ -17,7 +17,7 @@ from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import WithoutAdapters
 from rlflow.module import RLModule
-from rlflow.placement import followed_role, handles, layouts
+from rlflow.placement import Machines, followed_role, handles, layouts
 from rlflow.preparation import read_graph
 from rlflow.simulate.costs import Training
 from rlflow.simulate.sizes import ModelSize, size_of
@@ -177,7 +177,8 @@ def read_workload(
     for handle in handles(module).values():
         if handle.samples_per_update is not None:
             handle.samples_per_update = _scaled("samples_per_update", handle.samples_per_update, share, ranks)
-    placed = layouts(module, graph, ranks, tensor_parallel_size)
+    placement = trainer.placement if share == 1.0 else None
+    placed = layouts(module, graph, Machines(1, ranks), tensor_parallel_size, placement)
     prompts = _scaled("prompts_per_step", data.prompts_per_step, share, ranks)
     follows = followed_role(module, graph)
     smallest = ranks // (tensor_parallel_size if follows and ROLLOUT in graph.roles() else 1)
@@ -197,7 +198,7 @@ def read_workload(
     longest = data.max_response_length if ROLLOUT not in graph.roles() else module.max_response_length
     return Workload(
         graph=graph,
-        plan=plan(graph, placed, ranks, follows),
+        plan=plan(graph, placed, ranks, follows, trainer.max_staleness),
         ranks=ranks,
         roles=roles,
         follows=follows if ROLLOUT in graph.roles() else None,

@@ -10,7 +10,8 @@ import pytest
 
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
-from rlflow.dag.planner import Exchange, Fill, Load, Plan, Reduce, RunNode, Save, SyncWeights, TrainNode, plan
+from rlflow.dag.planner import Plan, plan
+from rlflow.dag.tasks import Exchange, Fill, Load, Reduce, RunNode, Save, SyncWeights, Tell, TrainNode
 from rlflow.data.batch import Batch, PerSample, PerToken, Rollout
 from rlflow.data.layout import Layout
 from rlflow.errors import UserError
@@ -30,7 +31,7 @@ def two_ranks(module: object, rollout: Layout = GROUPS) -> Plan:
 def test_the_plan_of_grpo_on_two_ranks() -> None:
     assert two_ranks(GRPO()).tasks == (
         Load("batch", GROUPS),
-        SyncWeights("actor", BOTH),
+        SyncWeights("actor", BOTH, BOTH),
         RunNode("rollout", GROUPS, frees=("batch",)),
         Exchange("rollout", "rollout", GROUPS, BALANCED),  # once for three readers
         RunNode("rewards", GROUPS, frees=()),
@@ -46,7 +47,7 @@ def test_the_plan_of_grpo_on_two_ranks() -> None:
 
 def test_a_filter_and_its_ancestors_repeat_and_all_else_comes_after_them() -> None:
     assert two_ranks(Filtered()).tasks == (
-        SyncWeights("actor", BOTH),
+        SyncWeights("actor", BOTH, BOTH),
         Fill(
             "useful",
             (
@@ -56,7 +57,7 @@ def test_a_filter_and_its_ancestors_repeat_and_all_else_comes_after_them() -> No
                 RunNode("useful", GROUPS, frees=()),
             ),
             keeps=("rollout", "rewards"),
-            ranks=BOTH,
+            members=BOTH,
         ),
         Exchange("rollout", "rollout", GROUPS, BALANCED),
         RunNode("old_logprobs", BALANCED, frees=()),
@@ -91,7 +92,7 @@ def test_a_prompts_value_is_kept_for_a_rollout_after_the_filter() -> None:
     tasks = two_ranks(Module()).tasks
     assert "batch" in next(task.keeps for task in tasks if isinstance(task, Fill))
     assert RunNode("greedy", GROUPS, frees=("batch", "greedy")) in tasks
-    assert [task for task in tasks if isinstance(task, SyncWeights)] == [SyncWeights("actor", BOTH)]
+    assert [task for task in tasks if isinstance(task, SyncWeights)] == [SyncWeights("actor", BOTH, BOTH)]
 
 
 def test_weights_come_before_the_first_rollout_where_the_filter_chooses_prompts() -> None:
@@ -123,7 +124,7 @@ def test_a_rank_repeats_the_tasks_that_name_it() -> None:
     layouts = {"rollout": Layout((0,), 1), "actor": Layout((1,), 1, "balanced")}
     planned = plan(Graph.read(Filtered(), ROLES), layouts, world_size=2)
     fills = [task for rank in (0, 1) for task in planned.for_rank(rank) if isinstance(task, Fill)]
-    assert [len(fill.tasks) for fill in fills] == [4, 0]
+    assert [len(fill.tasks) for fill in fills] == [4]  # rank 1 has no part in it
 
 
 def test_repeated_tasks_are_printed_below_what_repeats_them_and_count_for_the_digest() -> None:
@@ -238,6 +239,7 @@ def test_a_rank_runs_the_tasks_that_name_it_in_the_global_order() -> None:
         ["load", "batch"],
         ["sync", "actor", "->", "rollout"],
         ["run", "rollout"],
+        ["tell", "rows", "of", "rollout"],  # to rank 1, which has no part in making them
         ["exchange", "rollout"],
         ["run", "rewards"],
         ["run", "advantages"],
@@ -247,6 +249,7 @@ def test_a_rank_runs_the_tasks_that_name_it_in_the_global_order() -> None:
     ]
     assert second == [
         ["sync", "actor", "->", "rollout"],
+        ["tell", "rows", "of", "rollout"],
         ["exchange", "rollout"],
         ["run", "ref_logprobs"],
         ["run", "old_logprobs"],
@@ -255,6 +258,86 @@ def test_a_rank_runs_the_tasks_that_name_it_in_the_global_order() -> None:
         ["reduce", "metrics"],
         ["save", "checkpoint"],
     ]
+
+
+GENERATES, TRAINS = Layout((0,), 1), Layout((1, 2), 2, "balanced")
+APART = {"rollout": GENERATES, "actor": TRAINS, "reference": TRAINS}
+
+
+def test_generation_runs_a_step_ahead_of_training() -> None:
+    planned = plan(Graph.read(GRPO(), ROLES), APART, world_size=3, max_staleness=1)
+    assert planned.tasks == (
+        Load("batch", GENERATES),
+        SyncWeights("actor", (1, 2), (0,)),
+        RunNode("rollout", GENERATES, frees=("batch",)),
+        RunNode("rewards", GENERATES, frees=()),
+        RunNode("advantages", GENERATES, frees=("rewards",)),
+        RunNode("ref_logprobs", TRAINS, frees=(), lag=1),
+        RunNode("old_logprobs", TRAINS, frees=(), lag=1),
+        TrainNode("actor_loss", TRAINS, frees=("rollout", "advantages", "old_logprobs", "ref_logprobs"), lag=1),
+        Tell("rollout", 0, (1, 2)),
+        Exchange("rollout", "rollout", GENERATES, TRAINS),
+        Exchange("advantages", "rollout", GENERATES, TRAINS),
+        Reduce((0, 1, 2), lag=1),
+        Save((0, 1, 2), lag=1),
+    )
+    assert planned.crossing() == planned.tasks[8:11]
+
+
+def test_a_value_is_not_freed_before_training_a_step_later_has_read_it() -> None:
+    planned = plan(Graph.read(GRPO(), ROLES), APART, world_size=3, max_staleness=2)
+    freed = {name: task.lag for task in planned.tasks if isinstance(task, RunNode | TrainNode) for name in task.frees}
+    assert freed == {"batch": 0, "rewards": 0, "rollout": 2, "advantages": 2, "old_logprobs": 2, "ref_logprobs": 2}
+
+
+def test_a_filter_runs_ahead_without_the_ranks_that_train() -> None:
+    layouts = {"rollout": Layout((0, 1), 2), "actor": Layout((2,), 1, "balanced")}
+    planned = plan(Graph.read(Filtered(), ROLES), layouts, world_size=3, max_staleness=1)
+    (fill,) = [task for task in planned.tasks if isinstance(task, Fill)]
+    assert fill.members == (0, 1)
+    assert fill.lag == 0
+    assert Tell("rollout", 0, (2,)) in planned.crossing()
+
+
+def test_ranks_that_train_cannot_run_ahead() -> None:
+    layouts = {"rollout": Layout((0, 1), 2), "actor": Layout((1, 2), 2), "reference": Layout((1, 2), 2)}
+    with pytest.raises(UserError, match="`rollout` cannot run ahead of training: rank 1 both generates and trains"):
+        plan(Graph.read(GRPO(), ROLES), layouts, world_size=3, max_staleness=1)
+
+
+def test_nothing_runs_ahead_where_nothing_generates() -> None:
+    with pytest.raises(UserError, match="no node generates, so nothing can run ahead"):
+        plan(Graph.read(SFT(), ROLES), {"actor": Layout((0,), 1)}, world_size=1, max_staleness=1)
+
+
+def test_a_filter_that_needs_what_training_ranks_make_cannot_run_ahead() -> None:
+    class Module(Filtered):
+        @node(role="actor")
+        def old_logprobs(self, rollout: Rollout) -> PerToken: ...
+
+        def useful(self, rewards: PerSample, old_logprobs: PerToken) -> PerSample: ...
+
+    layouts = {"rollout": Layout((0,), 1), "actor": Layout((1,), 1, "balanced")}
+    with pytest.raises(UserError, match="the filter `useful` needs `old_logprobs`, which runs on ranks that train"):
+        plan(Graph.read(Module(), ROLES), layouts, world_size=2, max_staleness=1)
+
+
+def test_ranks_in_a_filters_tasks_know_the_rows_that_others_of_them_make() -> None:
+    layouts = {"rollout": Layout((0,), 1), "actor": Layout((1,), 1, "balanced"), "reference": Layout((2,), 1)}
+
+    class Module(Filtered):
+        @node(role="reference")
+        def ref_logprobs(self, rollout: Rollout) -> PerToken: ...
+
+        def useful(self, rewards: PerSample, ref_logprobs: PerToken) -> PerSample: ...
+
+    (fill,) = [
+        task
+        for task in plan(Graph.read(Module(), ROLES), layouts, world_size=3, max_staleness=1).tasks
+        if isinstance(task, Fill)
+    ]
+    assert fill.members == (0, 2)
+    assert [task for task in fill.tasks if isinstance(task, Tell)] == [Tell("batch", 0, (2,)), Tell("rollout", 0, (2,))]
 
 
 def test_a_task_prints_all_that_tells_it_from_another() -> None:

@@ -12,12 +12,14 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlflow.data.balance import Balance
 from rlflow.data.batch import Pairs, PerSample, PerToken, Ragged
 from rlflow.data.buffer import DataBuffer
 from rlflow.data.layout import Layout
 from rlflow.data.loader import collate_pairs
 from rlflow.data.prompts import Example
 from rlflow.data.rows import RowSpace
+from rlflow.data.telling import heard, told
 from rlflow.data.transport import Transport
 from tests.data.everything import Everything, differences, everything
 from tests.ranks import RankPool
@@ -92,9 +94,16 @@ def _bring(case: Case) -> Seen:
     ids = case.ids(case.source.shard(rank)) if rank in case.source.ranks else []
     at = torch.tensor(ids, dtype=torch.int64)
     lengths = torch.tensor(case.lengths)[at]
-    space = RowSpace.gather(
-        "rollout", transport, case.source, ids=at, groups=at // case.group_size, lengths=lengths, tokens=lengths + 1
-    )
+    space = None
+    if rank in case.source.ranks:
+        groups, tokens = at // case.group_size, lengths + 1
+        space = RowSpace.gather(
+            "rollout", transport, case.source, ids=at, groups=groups, lengths=lengths, tokens=tokens
+        )
+    message = None if space is None else told(space)
+    everyone, teller = tuple(range(transport.world_size)), case.source.ranks[0]
+    message = transport.broadcast_bytes(message if rank == teller else None, teller, everyone)
+    space = space or heard(message, "rollout", seed=0, step=0, balance=Balance())
     if rank not in {*case.source.ranks, *case.target.ranks}:
         return Seen(None, [], 0, 0)
     buffer = DataBuffer(transport)

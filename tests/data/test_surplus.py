@@ -12,7 +12,7 @@ import torch
 from rlflow.data.kept import Kept
 from rlflow.data.layout import Layout
 from rlflow.data.rows import ARRAYS, RowSpace
-from rlflow.data.surplus import read_surplus, write_surplus
+from rlflow.data.surplus import SURPLUS, read_kept, write_kept
 from rlflow.errors import UserError
 from tests.data.test_kept import BALANCED, HOME, RANKS, Value, drawn, same, value
 
@@ -40,13 +40,13 @@ def empty(rank: int, home: Layout, balanced: Layout) -> Kept:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for rank in RANKS:
-        write_surplus(tmp_path, surplus(rank), len(RANKS))
+        write_kept(tmp_path, SURPLUS, surplus(rank), len(RANKS))
     return tmp_path
 
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_as_many_ranks_read_what_they_wrote(rank: int, folder: Path) -> None:
-    expected, found = surplus(rank), read_surplus(folder, empty(rank, HOME, BALANCED), CPU)
+    expected, found = surplus(rank), read_kept(folder, SURPLUS, empty(rank, HOME, BALANCED), CPU)
     assert found is not None
     for array in ARRAYS:
         assert torch.equal(getattr(found.spaces["rollout"], array), getattr(expected.spaces["rollout"], array))
@@ -61,7 +61,7 @@ def test_other_ranks_get_whole_groups_and_every_row_once(folder: Path) -> None:
     home, balanced = Layout((0, 1), 2), Layout((0, 1), 2, "balanced")
     held: dict[str, list[int]] = {"made": [], "scored": []}
     for rank in (0, 1):
-        found = read_surplus(folder, empty(rank, home, balanced), CPU)
+        found = read_kept(folder, SURPLUS, empty(rank, home, balanced), CPU)
         assert found is not None
         space = found.spaces["rollout"]
         for name, layout in {"made": home, "scored": balanced}.items():
@@ -86,21 +86,21 @@ def test_a_surplus_of_other_values_is_refused(folder: Path) -> None:
         r"has groups waiting for the next step, with the values made, scored; this algorithm keeps made, rewards after"
     )
     with pytest.raises(UserError, match=told):
-        read_surplus(folder, other, CPU)
+        read_kept(folder, SURPLUS, other, CPU)
     with pytest.raises(UserError, match=r"this algorithm keeps none after a filter\. Continue with the same algorithm"):
-        read_surplus(folder, Kept(0, {}, {}), CPU)
+        read_kept(folder, SURPLUS, Kept(0, {}, {}), CPU)
 
 
 def test_a_checkpoint_without_a_surplus_has_none(tmp_path: Path) -> None:
-    assert read_surplus(tmp_path, empty(0, HOME, BALANCED), CPU) is None
+    assert read_kept(tmp_path, SURPLUS, empty(0, HOME, BALANCED), CPU) is None
 
 
 def test_what_stayed_on_another_rank_stays_away(tmp_path: Path) -> None:
     for rank in RANKS:
         kept = surplus(rank)
         away = {name: replace(of, rows=replace(of.rows, texts=None)) for name, of in kept.values.items()}
-        write_surplus(tmp_path, replace(kept, values=away), len(RANKS))
-    found = read_surplus(tmp_path, empty(1, HOME, BALANCED), CPU)
+        write_kept(tmp_path, SURPLUS, replace(kept, values=away), len(RANKS))
+    found = read_kept(tmp_path, SURPLUS, empty(1, HOME, BALANCED), CPU)
     assert found is not None
     assert isinstance(found.values["made"].rows, Value)
     assert found.values["made"].rows.texts is None

@@ -1,0 +1,29 @@
+"""What one rank holds of one step. Where steps overlap, there are several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from rlflow.data.buffer import DataBuffer
+from rlflow.data.rows import RowSpace
+
+
+@dataclass
+class InStep:
+    """The rows and values of a step that is under way.
+
+    Attributes:
+        step: From 0.
+        buffer: Its values.
+        spaces: Its rows by name, those that this rank has to do with.
+        lengths: Of rollout nodes that keep the prompts' rows: `[N]` response tokens, by node.
+        draw: The last of the draws of prompts that it was made of, from 0.
+    """
+
+    step: int
+    buffer: DataBuffer
+    spaces: dict[str, RowSpace] = field(default_factory=dict)
+    lengths: dict[str, Tensor] = field(default_factory=dict)
+    draw: int = 0

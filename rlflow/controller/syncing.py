@@ -1,0 +1,113 @@
+"""Weight sync: the trained role's weights on their way into the rollout engine, across ranks where they are apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rlflow.dag.tasks import SyncWeights
+from rlflow.data.transport import Transport
+from rlflow.rollout.engine import NO_VERSION, RolloutEngine, SyncReport
+from rlflow.strategies.strategy import TrainingStrategy
+
+Bucket = list[tuple[str, Tensor]]
+
+
+class WeightSync:
+    """Brings weights from the ranks that train to those that generate, seen from one rank.
+
+    Every rank of the role gathers its weights bucket by bucket. Where engines stand on ranks without the role, the
+    first rank of the role sends each bucket on to them by broadcast. Every engine reads back all that it was given.
+
+    Args:
+        task: Whose weights go where.
+        strategy: Holds the role, on its ranks.
+        engine: Of this rank; None without.
+        transport: To the other ranks; has formed the group of `sending_group`.
+        bucket_bytes: Weights gathered, and sent, at once.
+
+    Attributes:
+        version: Of the weights in the engines, known alike on all ranks of the task.
+    """
+
+    def __init__(
+        self,
+        task: SyncWeights,
+        strategy: TrainingStrategy,
+        engine: RolloutEngine | None,
+        transport: Transport,
+        bucket_bytes: int,
+    ) -> None:
+        self.version = NO_VERSION
+        self._role = task.role
+        self._strategy = strategy
+        self._engine = engine
+        self._transport = transport
+        self._bucket_bytes = bucket_bytes
+        self._group = sending_group(task)
+        self._sender = task.source[0]
+        self._trains = transport.rank in task.source
+        self._sends = len(self._group) > 1 and transport.rank == task.source[0]
+
+    def run(self, version: int) -> SyncReport | None:
+        """Bring the engines to the weights that the trainer has now; what this rank's engine says, if it has one.
+
+        Args:
+            version: Of these weights.
+
+        Raises:
+            WeightSyncError: The engine does not hold what was sent.
+        """
+        buckets = self._gathered() if self._trains else self._received()
+        report = None
+        if self._engine is not None:
+            self._engine.wake_up()
+            report = self._engine.update_weights(buckets, version)
+        for _ in buckets:  # gathering is a collective of the role's ranks
+            pass
+        self.version = version
+        return report
+
+    def forget(self) -> None:
+        """The engines have let go of their weights."""
+        self.version = NO_VERSION
+
+    def _gathered(self) -> Iterator[Bucket]:
+        for bucket in self._strategy.weights(self._role, self._bucket_bytes):
+            if self._sends:
+                self._send(bucket)
+            yield bucket
+        if self._sends:
+            self._send([])
+
+    def _send(self, bucket: Bucket) -> None:
+        device = self._transport.device
+        header = json.dumps([[name, str(of.dtype).removeprefix("torch."), list(of.shape)] for name, of in bucket])
+        payload = [of.detach().to(device).contiguous().flatten().view(torch.uint8) for _, of in bucket]
+        told = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
+        self._transport.broadcast_bytes(told, self._transport.rank, self._group)
+        if bucket:
+            self._transport.broadcast_bytes(torch.cat(payload), self._transport.rank, self._group)
+
+    def _received(self) -> Iterator[Bucket]:
+        """The buckets that the sender sends, up to an empty one."""
+        while header := json.loads(self._hear().cpu().numpy().tobytes()):
+            payload = self._hear()
+            bucket: Bucket = []
+            for name, kind, shape in header:
+                dtype: torch.dtype = getattr(torch, kind)
+                size = dtype.itemsize * torch.Size(shape).numel()
+                bucket.append((name, payload[:size].clone().view(dtype).view(shape)))
+                payload = payload[size:]
+            yield bucket
+
+    def _hear(self) -> Tensor:
+        return self._transport.broadcast_bytes(None, self._sender, self._group)
+
+
+def sending_group(task: SyncWeights) -> tuple[int, ...]:
+    """The first rank of the role and the engines' ranks without the role: who meets in the broadcasts."""
+    return tuple(sorted({task.source[0], *set(task.target) - set(task.source)}))

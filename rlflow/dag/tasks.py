@@ -1,0 +1,244 @@
+"""The tasks that a plan is made of: what they do, to which rows, and which ranks take part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rlflow.dag.node import ROLLOUT
+from rlflow.data.layout import Layout
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of a plan, run by its ranks in the one global order; every kind has `ranks`, ascending.
+
+    Attributes:
+        lag: How many steps behind it is: while step s is generated, a task of lag 1 works on step s - 1.
+    """
+
+    lag: int = field(default=0, kw_only=True)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that take part."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Load(Task):
+    """Read the step's rows of the dataset, on the ranks and in the shards of their first reader, in the order drawn.
+
+    How long they are is known only then, so a first reader that wants them balanced gets them by an exchange.
+    """
+
+    value: str
+    layout: Layout
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that read."""
+        return self.layout.ranks
+
+    def __str__(self) -> str:
+        return f"load      {self.value}: {describe(self.layout)}"
+
+
+@dataclass(frozen=True)
+class SyncWeights(Task):
+    """Bring the weights of the trained `role` into the rollout engine.
+
+    Attributes:
+        role: Whose weights.
+        source: The role's ranks.
+        target: The engine's ranks; those that do not hold the role get its weights from the first that does.
+    """
+
+    role: str
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The role's ranks and the engine's."""
+        return tuple(sorted({*self.source, *self.target}))
+
+    def __str__(self) -> str:
+        across = "" if set(self.target) <= set(self.source) else f"{rank_ranges(self.source)} -> "
+        return f"sync      {self.role} -> {ROLLOUT}: {across}{rank_ranges(self.target if across else self.ranks)}"
+
+
+@dataclass(frozen=True)
+class Tell(Task):
+    """Tell ranks that read a value elsewhere who its rows are: their ids, lengths and places.
+
+    Attributes:
+        value: `batch`, or a rollout node.
+        teller: The one rank that speaks.
+        hearers: The ranks that did not make the rows and take part in later tasks with them.
+    """
+
+    value: str
+    teller: int
+    hearers: tuple[int, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The teller and the hearers."""
+        return tuple(sorted((self.teller, *self.hearers)))
+
+    def __str__(self) -> str:
+        return f"tell      rows of {self.value}: {rank_ranges((self.teller,))} -> {rank_ranges(self.hearers)}"
+
+
+@dataclass(frozen=True)
+class Exchange(Task):
+    """Bring a value into another layout, or prompts' rows beside the samples of `reader_space`, or both.
+
+    Attributes:
+        value: The value's name.
+        reader_space: The row space in which it is read: `batch`, or the id of a rollout node.
+        source: Where the value was made.
+        target: Where it is read.
+    """
+
+    value: str
+    reader_space: str
+    source: Layout
+    target: Layout
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the two layouts."""
+        return tuple(sorted({*self.source.ranks, *self.target.ranks}))
+
+    def __str__(self) -> str:
+        rows = f"rows of {self.reader_space}"
+        return f"exchange  {self.value}: {describe(self.source)} -> {describe(self.target)}; {rows}"
+
+
+@dataclass(frozen=True)
+class RunNode(Task):
+    """Call a node on the rows of its layout, then free the values that nobody reads after it.
+
+    A value that nobody reads at all is freed by the node that makes it, once it is logged. Ranks outside `layout` keep
+    what they hold of a freed value until the step ends.
+    """
+
+    node_id: str
+    layout: Layout
+    frees: tuple[str, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that run it."""
+        return self.layout.ranks
+
+    def __str__(self) -> str:
+        return f"run       {self.node_id}: {describe(self.layout)}{_frees(self.frees)}"
+
+
+@dataclass(frozen=True)
+class TrainNode(Task):
+    """Train a role with the loss of a train node: epochs, mini-batches and micro-batches of its layout's rows."""
+
+    node_id: str
+    layout: Layout
+    frees: tuple[str, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that train."""
+        return self.layout.ranks
+
+    def __str__(self) -> str:
+        return f"train     {self.node_id}: {describe(self.layout)}{_frees(self.frees)}"
+
+
+@dataclass(frozen=True)
+class Fill(Task):
+    """Repeat the tasks of a filter and its ancestors on the next draw of prompts until a step's groups are kept.
+
+    Attributes:
+        filter_id: The filter, whose task is the last.
+        tasks: Of one draw, in the global order.
+        keeps: The values that later tasks read; of these, the rows of kept groups go on.
+        members: The ranks of its tasks, which agree on what is kept.
+    """
+
+    filter_id: str
+    tasks: tuple[Task, ...]
+    keeps: tuple[str, ...]
+    members: tuple[int, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that agree on what is kept."""
+        return self.members
+
+    def __str__(self) -> str:
+        keeps = f"; keeps {', '.join(self.keeps)}" if self.keeps else ""
+        return f"fill      {self.filter_id}: {rank_ranges(self.members)}{keeps}; repeats"
+
+
+@dataclass(frozen=True)
+class Reduce(Task):
+    """Reduce the step's metrics over all ranks, in one collective."""
+
+    members: tuple[int, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks."""
+        return self.members
+
+    def __str__(self) -> str:
+        return f"reduce    metrics: {rank_ranges(self.members)}"
+
+
+@dataclass(frozen=True)
+class Save(Task):
+    """Save a checkpoint, at the steps where one is due."""
+
+    members: tuple[int, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks."""
+        return self.members
+
+    def __str__(self) -> str:
+        return f"save      checkpoint: {rank_ranges(self.members)}"
+
+
+def task_lines(tasks: Sequence[Task]) -> Iterator[str]:
+    """A line for each task, those that a `Fill` repeats indented below it."""
+    for task in tasks:
+        behind = f"; of {task.lag} step{'s' if task.lag > 1 else ''} before" if task.lag else ""
+        yield f"{task}{behind}"
+        if isinstance(task, Fill):
+            yield from (f"  {line}" for line in task_lines(task.tasks))
+
+
+def describe(layout: Layout) -> str:
+    """`ranks 0-3, 2 shards x 2 copies, balanced in updates of 64 rows`."""
+    copies = f" x {layout.copies} copies" if layout.copies > 1 else ""
+    updates = f" in updates of {layout.samples_per_update} rows" if layout.samples_per_update is not None else ""
+    shards = f"{layout.shards} shard{'s' if layout.shards > 1 else ''}"
+    return f"{rank_ranges(layout.ranks)}, {shards}{copies}, {layout.dealing}{updates}"
+
+
+def rank_ranges(ranks: tuple[int, ...]) -> str:
+    """`rank 3`, `ranks 0-3`, `ranks 0-1,4-7`: runs of consecutive ranks, in order."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def _frees(values: tuple[str, ...]) -> str:
+    return f"; frees {', '.join(values)}" if values else ""
