@@ -12,6 +12,7 @@ from rlflow.controller.validation import has_validation_step
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, ROLLOUT
 from rlflow.dag.planner import Plan, plan
+from rlflow.dag.tasks import rank_ranges
 from rlflow.data.batch import Pairs
 from rlflow.data.layout import Layout
 from rlflow.data.loader import Loader
@@ -214,19 +215,22 @@ def updates_of_run(module: RLModule, role: str, data: PromptData, steps: int) ->
 def table(module: RLModule, data: PromptData, prepared: Prepared, world_size: int, token_budget: int) -> list[str]:
     """The batch sizes that follow from the configuration, a line each."""
     prompts, samples = data.prompts_per_step, data.prompts_per_step * module.group_size
+    rollout = prepared.layouts[ROLLOUT]
     lines = [
         f"ranks {world_size}, steps {prepared.steps}, training rows {prepared.train.size},"
         f" validation rows {prepared.validation.size if prepared.validation else 0}",
         f"per step: {prompts} prompts x {module.group_size} = {samples} samples;"
-        f" per rank about {prompts / world_size:g} prompts, {samples / world_size:g} samples",
+        f" per rank about {prompts / rollout.shards:g} prompts, {samples / rollout.shards:g} samples"
+        f"{_where(rollout, world_size)}",
     ]
     for role in sorted(prepared.graph.trained_roles()):
         updates = updates_per_step(module, role, prompts)
-        of = handles(module)[role].samples_per_update or samples
+        of, layout = handles(module)[role].samples_per_update or samples, prepared.layouts[role]
         start = handles(module)[role].start_step
         lines.append(
-            f"{role}: {updates} update(s) per step of {of} samples, about {of / world_size:g} per rank,"
-            f" in micro-batches of at most {token_budget} tokens{f', from step {start + 1} on' if start else ''}"
+            f"{role}: {updates} update(s) per step of {of} samples, about {of / layout.shards:g} per rank"
+            f"{_where(layout, world_size)}, in micro-batches of at most {token_budget} tokens"
+            f"{f', from step {start + 1} on' if start else ''}"
         )
     if prepared.graph.filter is not None:
         filled = f"filter {prepared.graph.filter.id}: {prompts} prompts a draw until a step has {prompts} groups"
@@ -235,6 +239,12 @@ def table(module: RLModule, data: PromptData, prepared: Prepared, world_size: in
     if dropped:
         lines.append(f"dropped {dropped} overlong training rows")
     return lines
+
+
+def _where(layout: Layout, world_size: int) -> str:
+    """Which ranks those are, where they are not all, and how many share their rows."""
+    where = "" if len(layout.ranks) == world_size else f" of {rank_ranges(layout.ranks)}"
+    return f"{where} ({layout.copies} share their rows)" if layout.copies > 1 else where
 
 
 def _loaded(module: RLModule, graph: Graph) -> list[str]:

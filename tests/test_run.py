@@ -141,9 +141,17 @@ def test_the_engine_of_validation_sleeps_while_a_graph_without_rollout_trains(po
     assert fit(Fit(module, data, tmp_path, engine=module.engine, settings=settings)).summary["steps"] == 2
 
 
-@pytest.mark.parametrize("what", ["plan", "seed", "steps", "rows"])
-def test_ranks_that_plan_other_runs_are_refused_and_named(
-    what: str, policy: Path, tmp_path: Path, ranks2: RankPool
+@pytest.mark.parametrize(
+    ("what", "there", "here"),
+    [
+        ("plan", "plan: run       ref_logprobs: ranks 0-1", "plan: run       advantages: ranks 0-1"),
+        ("seed", "seed: 1", "seed: 0"),
+        ("steps", "steps: 3", "steps: 2"),
+        ("rows", "training rows: 9", "training rows: 8"),
+    ],
+)
+def test_a_rank_of_another_run_is_refused_with_the_first_difference(
+    what: str, there: str, here: str, policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     ours = Fit(grpo(policy), sums(8, 2), tmp_path, ZERO2, settings={"max_steps": 2})
     theirs = {
@@ -153,5 +161,6 @@ def test_ranks_that_plan_other_runs_are_refused_and_named(
         "rows": Fit(grpo(policy), sums(9, 2), tmp_path, ZERO2, settings={"max_steps": 2}),
     }[what]
     for said in ranks2.run(failing_fit_of, [ours, theirs]):
-        assert said.startswith("rank 1 planned another run than rank 0")
+        assert said.startswith(f"rank 1 was started for another run than rank 0: `{there}")
+        assert f"` there and `{here}" in said
         assert "\n" not in said

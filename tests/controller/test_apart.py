@@ -1,0 +1,252 @@
+"""Roles on ranks of their own: the same numbers as together, and generation that runs ahead with known weights."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlflow import Optimizer, PerSample, Rollout, node
+from rlflow.algorithms import PPO
+from rlflow.callbacks import Callback
+from rlflow.preparation import load_tokenizer, stop_tokens
+from rlflow.rollout.engine import Sampling, sampling_seed
+from rlflow.rollout.transformers import TransformersEngine
+from tests.controller.runs import SGD, ZERO2, ZERO3, Fit, OddCharacters, RaggedGRPO, Result, StopsAfter, fit, sums
+from tests.ranks import RankPool
+
+STEPS = 4
+APART = {"rollout": [0], "actor": [1], "reference": [1]}
+SETTINGS: dict[str, Any] = {"max_steps": STEPS}
+
+
+class RecordingGRPO(RaggedGRPO):
+    """Records, on the ranks that generate, each step's responses, and what the engine said of them."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.record: list[dict[str, Tensor]] = []
+
+    def rollout(self, batch: Any) -> Rollout:
+        made = super().rollout(batch)
+        self.record.append(
+            {
+                "prompts": made.prompt_ids.values,
+                "prompt_lengths": made.prompt_ids.lengths,
+                "responses": made.response_ids,
+                "lengths": made.lengths,
+                "logprobs": made.logprobs,
+                "version": made.version,
+                "group": made.group,
+            }
+        )
+        return made
+
+
+class Weights(Callback):
+    """Keeps the actor's weights before the first step and after each."""
+
+    def __init__(self) -> None:
+        self.kept: list[dict[str, Tensor]] = []
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._keep(trainer)
+
+    def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+        self._keep(trainer)
+
+    def _keep(self, trainer: Any) -> None:
+        if trainer.strategy.holds("actor"):
+            buckets = trainer.strategy.weights("actor", 2**20)
+            self.kept.append({name: weight.clone() for bucket in buckets for name, weight in bucket})
+
+
+class Delays(Callback):
+    """Waits a little before each task of the plan, on each rank for another time."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(dist.get_rank())
+
+    def on_task_start(self, task: str, step: int) -> None:
+        time.sleep(self._random.random() * 0.05)
+
+
+def run(model: Path, folder: Path, strategy: Any = ZERO2, **settings: Any) -> Fit:
+    """GRPO with a reference, with these settings of the trainer."""
+    made = RecordingGRPO(str(model), OddCharacters(), optimizer=SGD, group_size=4, max_response_length=12, kl_coef=0.1)
+    return Fit(made, sums(16, 4), folder, strategy, settings={**SETTINGS, **settings})
+
+
+def fit_with_weights(given: Fit) -> tuple[Result, list[dict[str, Tensor]]]:
+    kept = Weights()
+    given.settings["callbacks"] = [*given.settings.get("callbacks", []), kept]
+    return fit(given), kept.kept
+
+
+def fit_with_delays(given: Fit) -> Result:
+    given.settings["callbacks"] = [*given.settings.get("callbacks", []), Delays()]
+    return fit(given)
+
+
+def numbers(step: dict[str, float]) -> dict[str, float]:
+    """The metrics of a step that depend on neither clocks nor where roles live."""
+    clocks = ("time/", "exchange/", "balance/", "straggler/")
+    return {name: value for name, value in step.items() if not name.startswith(clocks)}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def close(a: dict[str, Tensor], b: dict[str, Tensor], atol: float) -> bool:
+    return a.keys() == b.keys() and all(torch.allclose(a[name], b[name], rtol=0, atol=atol) for name in a)
+
+
+@pytest.fixture(scope="module")
+def together(policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks1: RankPool) -> Result:
+    """On one rank."""
+    (result,) = ranks1.run(fit, run(policy, tmp_path_factory.mktemp("together")))
+    return result
+
+
+@pytest.mark.parametrize("strategy", [ZERO2, ZERO3])
+def test_generation_on_another_rank_gives_the_bits_of_one_rank(
+    policy: Path, tmp_path: Path, ranks1: RankPool, ranks2: RankPool, strategy: Any
+) -> None:
+    (together,) = ranks1.run(fit, run(policy, tmp_path / "together", strategy))
+    generates, trains = ranks2.run(fit, run(policy, tmp_path / "apart", strategy, placement=APART))
+    assert [numbers(step) for step in trains.steps] == [numbers(step) for step in together.steps]
+    assert generates.steps == trains.steps
+    assert same(trains.weights, together.weights)
+    assert generates.weights == {}, "the engine's rank has no trained role"
+
+
+def test_roles_on_three_ranks_train_what_one_rank_trains(
+    policy: Path, tmp_path: Path, ranks3: RankPool, together: Result
+) -> None:
+    placement = {"rollout": "0-1", "actor": "1-2", "reference": 0}
+    results = ranks3.run(fit, run(policy, tmp_path, placement=placement))
+    assert close(results[2].weights, together.weights, atol=1e-5)
+    for step, expected in zip(results[0].steps, together.steps, strict=True):
+        assert step["reward/mean"] == expected["reward/mean"]
+        assert step["actor/loss"] == pytest.approx(expected["actor/loss"], abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def ahead(
+    policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool
+) -> tuple[Result, Result, list[dict[str, Tensor]]]:
+    """One step ahead: what the rank that generates knows, and the one that trains; the weights after each step."""
+    folder = tmp_path_factory.mktemp("ahead")
+    (generates, _), (trains, weights) = ranks2.run(
+        fit_with_weights, run(policy, folder, placement=APART, max_staleness=1)
+    )
+    return generates, trains, weights
+
+
+def test_each_step_is_generated_with_the_weights_of_one_step_before(
+    policy: Path, ahead: tuple[Result, Result, list[dict[str, Tensor]]]
+) -> None:
+    generates, _, weights = ahead
+    assert [made["version"].unique().tolist() for made in generates.record] == [[0], [0], [1], [2]]
+    engine = TransformersEngine()
+    cpu = torch.device("cpu")
+    engine.setup(str(policy), dtype=torch.float32, device=cpu, rank=0, world_size=1, local_rank=0, seed=0)
+    for step, made in enumerate(generates.record):
+        version = max(0, step - 1)
+        engine.update_weights([list(weights[version].items())], version)
+        prompts = [list(prompt) for prompt in torch.split(made["prompts"], made["prompt_lengths"].tolist())]
+        sampling = Sampling(12, 1.0, stop_tokens(policy, load_tokenizer(policy), RaggedGRPO.stop_token_ids))
+        seeds = [sampling_seed(0, step, "rollout", int(group), row % 4) for row, group in enumerate(made["group"])]
+        completions = engine.generate([[int(t) for t in prompt] for prompt in prompts], seeds, sampling, version)
+        lengths = made["lengths"].tolist()
+        expected = [tuple(row[:n]) for row, n in zip(made["responses"].tolist(), lengths, strict=True)]
+        assert [one.token_ids for one in completions] == expected
+        said = [row[:n] for row, n in zip(made["logprobs"].tolist(), lengths, strict=True)]
+        for one, logprobs in zip(completions, said, strict=True):
+            assert one.logprobs == pytest.approx(logprobs, abs=1e-6)
+
+
+def test_engine_and_trainer_are_compared_at_each_sync(ahead: tuple[Result, Result, list[dict[str, Tensor]]]) -> None:
+    steps = ahead[1].steps
+    assert all(step["sync/logprob_gap"] < 1e-5 for step in steps if "sync/logprob_gap" in step)
+    assert [step["rollout/staleness"] for step in steps] == [0.0, 1.0, 1.0, 1.0]
+
+
+def test_random_delays_change_nothing(
+    policy: Path, tmp_path: Path, ranks2: RankPool, ahead: tuple[Result, Result, list[dict[str, Tensor]]]
+) -> None:
+    _, trains = ranks2.run(fit_with_delays, run(policy, tmp_path, placement=APART, max_staleness=1))
+    assert [numbers(step) for step in trains.steps] == [numbers(step) for step in ahead[1].steps]
+    assert same(trains.weights, ahead[1].weights)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_run_that_overlaps_steps_goes_on_to_the_bit(
+    policy: Path, tmp_path: Path, ranks2: RankPool, staleness: int
+) -> None:
+    given = {"placement": APART, "max_staleness": staleness, "save_every_n_steps": 1, "max_steps": 5}
+    whole = ranks2.run(fit, run(policy, tmp_path / "whole", **given, callbacks=[StopsAfter(0)]))[1]
+    stopped = run(policy, tmp_path / "parts", **given, callbacks=[StopsAfter(2)])
+    ranks2.run(fit, stopped)
+    goes_on = run(policy, tmp_path / "parts", **given, ckpt_path="last", callbacks=[StopsAfter(0)])
+    rest = ranks2.run(fit, goes_on)[1]
+    assert [numbers(step) for step in rest.steps] == [numbers(step) for step in whole.steps[2:]]
+    assert same(rest.weights, whole.weights)
+
+
+class FilteredGRPO(RaggedGRPO):
+    """Groups whose samples are not worth the same."""
+
+    @node(type="filter")
+    def useful(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+        spread = rewards.view(-1, 4).std(dim=1, keepdim=True) > 1.0
+        return spread.expand(-1, 4).flatten()
+
+
+def test_a_filter_that_runs_ahead_keeps_what_it_keeps_on_one_rank(
+    policy: Path, tmp_path: Path, ranks1: RankPool, ranks3: RankPool
+) -> None:
+    def given(folder: str, **settings: Any) -> Fit:
+        # Weights that do not change make the steps of both runs the same.
+        frozen = Optimizer("sgd", lr=0.0)
+        made = FilteredGRPO(str(policy), OddCharacters(), optimizer=frozen, group_size=4, max_response_length=12)
+        return Fit(made, sums(32, 4), tmp_path / folder, ZERO2, settings={**SETTINGS, **settings})
+
+    (one,) = ranks1.run(fit, given("one"))
+    apart = {"rollout": "0-1", "actor": 2}
+    results = ranks3.run(fit_with_delays, given("apart", placement=apart, max_staleness=1))
+    for step, expected in zip(results[0].steps, one.steps, strict=True):
+        for name in ("reward/mean", "filter/kept", "filter/draws", "filter/surplus"):
+            assert step[name] == pytest.approx(expected[name], abs=1e-6), name
+        assert step["actor/loss"] == pytest.approx(expected["actor/loss"], abs=1e-5)
+    assert max(step["filter/draws"] for step in one.steps) > 1, "some steps take several draws"
+
+
+class RaggedPPO(PPO):
+    """PPO with responses of many lengths."""
+
+    stop_token_ids = tuple(range(40, 60))
+
+
+def test_ppo_with_its_critic_and_reference_on_other_ranks_trains_what_one_rank_trains(
+    policy: Path, tmp_path: Path, ranks1: RankPool, ranks4: RankPool
+) -> None:
+    def given(folder: str, **settings: Any) -> Fit:
+        optimizers = {"optimizer": SGD, "critic_optimizer": SGD}
+        made = RaggedPPO(str(policy), OddCharacters(), group_size=2, max_response_length=12, kl_coef=0.1, **optimizers)
+        return Fit(made, sums(16, 4), tmp_path / folder, ZERO2, settings={**SETTINGS, **settings})
+
+    (one,) = ranks1.run(fit, given("one"))
+    placement = {"rollout": 0, "actor": [1, 2], "critic": [2, 3], "reference": 3}
+    results = ranks4.run(fit, given("apart", placement=placement))
+    for step, expected in zip(results[3].steps, one.steps, strict=True):
+        for name in ("reward/mean", "actor/loss", "critic/loss"):
+            assert step[name] == pytest.approx(expected[name], abs=1e-5), name
+    assert close(results[1].weights, one.weights, atol=1e-5)
