@@ -86,6 +86,7 @@ def write(
     rank: int,
     world_size: int,
     kept: Mapping[str, Kept] | None = None,
+    logged: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint into `folder` and remove older ones; called by all ranks of the job.
 
@@ -99,6 +100,7 @@ def write(
         rank: This one.
         world_size: Of the job.
         kept: Rows of later steps by the name to write them under: a filter's surplus, and steps that are under way.
+        logged: What this rank logged of steps that are under way, JSON-able.
     """
     name = f"step-{progress.step:08d}"
     draft = folder / f"{name}.draft"
@@ -118,6 +120,8 @@ def write(
         if strategy.leads(role):
             record = {"updates": strategy.updates_done(role), "untrained": strategy.untrained_record(role)}
             (draft / f"{role}.json").write_text(json.dumps(record, indent=2) + "\n")
+    if logged:
+        (draft / f"logged-{rank:05d}-of-{world_size:05d}.json").write_text(json.dumps(logged))
     for kept_as, rows in (kept or {}).items():
         write_kept(draft, kept_as, rows, world_size)
     strategy.barrier()
@@ -130,6 +134,11 @@ def write(
                 shutil.rmtree(older)
     strategy.barrier()
     return folder / name
+
+
+def read_logged(folder: Path, rank: int, world_size: int) -> list[Any]:
+    """What `write` was given to be logged, of as many ranks as wrote it, shared out among the ranks of now."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("logged-*.json"))[rank::world_size]]
 
 
 def find(path: str, run_dir: Path) -> Path:

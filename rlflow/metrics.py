@@ -6,8 +6,9 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,25 @@ class Metrics:
         seconds = self._steps[self.step].seconds
         seconds[name] = seconds.get(name, 0.0) + value
 
+    def of_later_steps(self, step: int) -> list[dict[str, Any]]:
+        """What this rank logged of steps after `step`, JSON-able: these are under way."""
+        return [
+            {"step": later, "means": {name: entry.tolist() for name, entry in logged.means.items()}, **_totals(logged)}
+            for later, logged in self._steps.items()
+            if later > step
+        ]
+
+    def log_again(self, later_steps: Sequence[Mapping[str, Any]]) -> None:
+        """Log what `of_later_steps` gave."""
+        for stored in later_steps:
+            self.step = stored["step"]
+            for name, (total, count) in stored["means"].items():
+                self.mean(name, torch.tensor(total, dtype=torch.float64), torch.tensor(count, dtype=torch.float64))
+            for name, value in stored["sums"].items():
+                self.sum(name, value)
+            for name, value in stored["largest"].items():
+                self.largest(name, value)
+
     def reduce(self, transport: Transport) -> dict[str, float]:
         """The step's metrics over all ranks, the same on each, sorted by name; starts afresh. One collective.
 
@@ -68,7 +88,7 @@ class Metrics:
         """
         here = self._steps.pop(self.step, _Logged())
         means_here = {name: entry.tolist() for name, entry in here.means.items()}
-        mine = {"means": means_here, "sums": here.sums, "largest": here.largest | here.seconds}
+        mine = {"means": means_here, **_totals(here)}
         payload = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
         means: dict[str, list[float]] = {}
         sums: dict[str, float] = {}
@@ -85,6 +105,10 @@ class Metrics:
                 largest[name] = max(value, largest.get(name, -math.inf))
         reduced = {name: total / count for name, (total, count) in means.items() if count}
         return dict(sorted((reduced | sums | largest).items()))
+
+
+def _totals(logged: _Logged) -> dict[str, dict[str, float]]:
+    return {"sums": logged.sums, "largest": logged.largest | logged.seconds}
 
 
 def straggler(worked: Sequence[float]) -> dict[str, float]:

@@ -300,6 +300,9 @@ class Run:
         for callback, state in zip(self._trainer.callbacks, self._progress.callbacks, strict=True):
             callback.load_state_dict(state)
         controller.restore(self._done, self._progress.draws, self._read_flight)
+        for logged in checkpoint.read_logged(self._resumed, self._transport.rank, self._transport.world_size):
+            self._metrics.log_again(logged["metrics"])
+            self._samples |= dict(logged["samples"])
         self._console.say(f"continues {self._resumed} after step {self._done}")
 
     def _train(self, folder: RunFolder, controller: Controller) -> None:
@@ -429,7 +432,9 @@ class Run:
         if controller.filling.surplus is not None:
             kept[SURPLUS] = controller.filling.surplus
         world_size, roles = self._transport.world_size, self._prepared.graph.trained_roles()
-        checkpoint.write(folder.checkpoint, self._strategy, roles, progress, self._transport.rank, world_size, kept)
+        rank, later = self._transport.rank, self._metrics.of_later_steps(done - 1)
+        logged = {"metrics": later, "samples": list(self._samples.items())} if later else None
+        checkpoint.write(folder.checkpoint, self._strategy, roles, progress, rank, world_size, kept, logged)
 
     def _read_flight(self, step: int, like: Kept) -> Kept:
         """Of a step that was generated and not trained when the checkpoint was taken: what crosses to training."""

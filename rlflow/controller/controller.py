@@ -34,7 +34,7 @@ from rlflow.data.telling import heard, told
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
 from rlflow.loggers.trace import Trace
-from rlflow.metrics import Metrics
+from rlflow.metrics import Metrics, straggler
 from rlflow.module import RLModule
 from rlflow.rollout.engine import NO_VERSION, RolloutEngine
 from rlflow.strategies.strategy import TrainingStrategy
@@ -121,6 +121,7 @@ class Controller:
         self.filling = Filling(graph, plan, transport, metrics, loader.prompts_per_step, module.max_draws)
         self._training = Training(module, graph, strategy, transport, metrics, seed, self._compared)
         self._reduced: dict[str, float] = {}
+        self._slot_began = self._waited_before = 0.0
         self._context = context
 
     def step(self, step: int) -> dict[str, float]:
@@ -223,7 +224,8 @@ class Controller:
         if slot < self._steps:
             self._flights[slot] = InStep(slot, DataBuffer(self._transport), draw=self.draws)
             self.draws += not self._fills
-        started = time.perf_counter()
+        started = self._slot_began = time.perf_counter()
+        self._waited_before = self._trace.waited_s
         for task in self.plan:
             step = slot - task.lag
             if isinstance(task, Save) or not 0 <= step < self._steps:
@@ -307,14 +309,21 @@ class Controller:
         self._free(task.frees, now)
 
     def _reduce(self, step: int) -> None:
-        buffer, held = self._flights[step].buffer, [now.buffer for now in self._flights.values()]
+        now = self._flights[step]
+        buffer, held = now.buffer, [flight.buffer for flight in self._flights.values()]
         self._metrics.sum("exchange/bytes", buffer.bytes_sent)
         self._metrics.largest("exchange/busiest_rank_bytes", max(buffer.bytes_sent, buffer.bytes_received))
         self._metrics.largest("exchange/held_bytes_max", sum(each.peak_held_bytes for each in held))
         self._metrics.seconds("time/exchange_wait", buffer.waited_s)
+        if predicted := [space.predicted for space in now.spaces.values()]:
+            self._metrics.largest("balance/predicted_gain_s", sum(each.gain_s for each in predicted))
+            self._metrics.largest("balance/predicted_cost_s", sum(each.cost_s for each in predicted))
         if self._fills:
             self._metrics.largest("filter/draws_total", float(self.draws))
-        self._reduced = self._metrics.reduce(self._transport)
+        worked = time.perf_counter() - self._slot_began - (self._trace.waited_s - self._waited_before)
+        worked_by = self._transport.all_gather(torch.tensor([worked], dtype=torch.float64))
+        reduced = self._metrics.reduce(self._transport) | straggler([float(seconds) for seconds in worked_by])
+        self._reduced = dict(sorted(reduced.items()))
         self.draws = int(self._reduced.get("filter/draws_total", self.draws))  # ranks without a part in it learn it
         self._gap.check(self._reduced)
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rlflow.data.balance import Balance
 from rlflow.data.layout import Layout
-from rlflow.data.rows import ARRAYS, Partition, RowSpace
+from rlflow.data.partition import Partition
+from rlflow.data.rows import ARRAYS, RowSpace
 
 _SIZE = torch.int64.itemsize
 
