@@ -94,7 +94,8 @@ def decode_seconds(size: ModelSize, width: int, ranks: int, work: Decoding, hard
     if ranks > 1:
         one = 2 * gather_seconds(mean_running * size.hidden * width, ranks, hardware)
         joined = 2 * size.layers * one
-    return prefill + steps * (max(reading, multiplying) + joined + hardware.decode_overhead)
+    beside = work.responses * hardware.response_seconds
+    return prefill + steps * (max(reading, multiplying) + joined + hardware.decode_overhead) + beside
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ class Training:
 def score_seconds(size: ModelSize, tokens: float, length: float, how: Training, hardware: Hardware) -> float:
     """Of a rank's forward passes over `tokens`; at ZeRO 3 each micro-batch gathers the weights meanwhile."""
     computing = forward_flops(size, tokens, length) / (hardware.peak_flops * hardware.forward_efficiency)
-    return max(computing, _micro_batches(tokens, how) * _gathers(size, how, hardware))
+    micro_batches = _micro_batches(tokens, how)
+    return max(computing, micro_batches * _gathers(size, how, hardware)) + micro_batches * hardware.micro_batch_seconds
 
 
 def train_seconds(size: ModelSize, tokens: float, length: float, how: Training, hardware: Hardware) -> float:
@@ -145,14 +147,15 @@ def train_seconds(size: ModelSize, tokens: float, length: float, how: Training, 
     own = how.trained / (how.ranks if how.stage >= 1 else 1)
     touched = own * 2 * (how.width + 4 + 4 * how.moments)
     stepping = touched / (hardware.memory_bandwidth * hardware.memory_efficiency) + (reducing if how.stage < 3 else 0)
-    return max(computing, moving) + how.updates * stepping
+    beside = passes * micro_batches * hardware.micro_batch_seconds + how.updates * hardware.update_seconds
+    return max(computing, moving) + how.updates * stepping + beside
 
 
 def sync_seconds(size: ModelSize, width: int, ranks: int, divided: bool, hardware: Hardware) -> float:
     """Of bringing trained weights into the engine: gathered where they are divided, written, and read back."""
     nbytes = size.parameters * width
     gathering = gather_seconds(nbytes, ranks, hardware) if divided else 0.0
-    return gathering + 3 * nbytes / (hardware.memory_bandwidth * hardware.memory_efficiency)
+    return gathering + 3 * nbytes / (hardware.memory_bandwidth * hardware.memory_efficiency) + hardware.sync_seconds
 
 
 def straggling(rows: float, shards: int, variation: float) -> float:

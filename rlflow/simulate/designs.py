@@ -75,6 +75,8 @@ class _Step:
     def _task(self, task: Task) -> Iterator[Work]:
         if isinstance(task, Load):
             self.latest[BATCH] = ""  # read ahead, while the step before is trained
+            if self.hardware.step_seconds:
+                yield Work(f"step{self.draw}", "host", self._of(task.ranks), self.hardware.step_seconds)
         elif isinstance(task, SyncWeights):
             role = self.workload.roles[task.role]
             divided = role.training.stage == 3
@@ -82,7 +84,7 @@ class _Step:
             nbytes = float(role.size.parameters * role.training.width)
             yield Work(f"sync {task.role}", "sync", self._of(task.ranks), seconds, nbytes=nbytes)
         elif isinstance(task, Exchange) and self.design == "rlflow":
-            yield self._exchange(task)
+            yield from self._exchange(task)
         elif isinstance(task, RunNode | TrainNode):
             yield from self._node(self.workload.graph.nodes[task.node_id], task.layout)
 
@@ -133,7 +135,7 @@ class _Step:
         )
         return decode_seconds(role.size, width, load.engine.ranks, work, self.hardware)
 
-    def _exchange(self, task: Exchange) -> Work:
+    def _exchange(self, task: Exchange) -> Iterator[Work]:
         """Straight between ranks. The rows' metadata, which partitions are made from, is gathered before."""
         load, rows = self.workload, self.workload.rows(self.workload.graph.space_of(task.value))
         moves = load.moves_rows or task.source.shards != task.target.shards
@@ -143,9 +145,13 @@ class _Step:
         seconds += gather_seconds(METADATA_BYTES * rows, ranks, self.hardware)
         name = f"{task.value} -> {_holders(load, task)}{self.draw}"
         need = self.latest[task.value]
+        if self.hardware.exchange_row_seconds and nbytes:
+            packing = rows / task.source.shards * load.columns(task.value) * self.hardware.exchange_row_seconds
+            yield Work(f"pack {name}", "exchange", self._of(task.ranks), packing, (need,) if need else ())
+            need = f"pack {name}"
         self.latest[f"{task.value}|{task.reader_space}|{task.target}"] = name
         links = tuple(f"link of {lane}" for lane in self._of(task.ranks))
-        return Work(name, "exchange", links, seconds, (need,) if need else (), nbytes)
+        yield Work(name, "exchange", links, seconds, (need,) if need else (), nbytes)
 
     def _there(self, value: str, node: Node, layout: Layout) -> str:
         """The work after which `value` can be read by `node`."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from rlflow.errors import UserError, did_you_mean
+
+
+def _check_sharing(sharing: object) -> None:
+    told = sharing.items() if isinstance(sharing, Mapping) else [("", 0)]
+    if not all(isinstance(ranks, int) and factor > 0 for ranks, factor in told):
+        raise UserError(f"`sharing` of the hardware is {sharing!r}; write it as {{2: 1.1, 4: 2.3}}")
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,14 @@ class Hardware:
         row_seconds: Work on the CPU for a row in a node without a role: a verifier, say.
         hub_bandwidth: Of a controller through which rows go, packing and unpacking included.
         control_seconds: Work of a metadata controller for a row and value.
+        micro_batch_seconds: Of a forward pass beside its FLOP; of a backward pass twice that.
+        update_seconds: Of an optimizer step beside the numbers that it moves.
+        response_seconds: Of an engine for each response beside its tokens: reading the request, writing the text.
+        sync_seconds: Of a weight sync beside its bytes.
+        exchange_row_seconds: Of a rank for each row and column of a value that it packs and unpacks.
+        step_seconds: Of a step beside all of these: loading, counting, metrics.
+        sharing: By how much longer computing takes when so many GPUs of a node do, where processes share what they
+            compute on; between the given numbers in proportion.
     """
 
     peak_flops: float
@@ -52,16 +68,48 @@ class Hardware:
     row_seconds: float = 1e-4
     hub_bandwidth: float = 0.3e9
     control_seconds: float = 5e-6
+    micro_batch_seconds: float = 0.0
+    update_seconds: float = 0.0
+    response_seconds: float = 0.0
+    sync_seconds: float = 0.0
+    exchange_row_seconds: float = 0.0
+    step_seconds: float = 0.0
+    sharing: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise UserError(f"`{field.name}` of the hardware is {value!r}; give a number above 0")
-            if field.name.endswith("_efficiency") and value > 1:
-                raise UserError(f"`{field.name}` of the hardware is {value!r}; it is a share, so give at most 1")
+        for told in fields(self):
+            value = getattr(self, told.name)
+            if told.name == "sharing":
+                _check_sharing(value)
+                continue
+            least = "0 or more" if told.name.endswith(("_seconds", "_overhead", "_latency")) else "a number above 0"
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or value < 0 or (value == 0 and least != "0 or more"):
+                raise UserError(f"`{told.name}` of the hardware is {value!r}; give {least}")
+            if told.name.endswith("_efficiency") and value > 1:
+                raise UserError(f"`{told.name}` of the hardware is {value!r}; it is a share, so give at most 1")
         if self.gpus_per_node != int(self.gpus_per_node):
             raise UserError(f"`gpus_per_node` of the hardware is {self.gpus_per_node!r}; give a whole number")
+
+    def computing_on(self, ranks: int) -> Hardware:
+        """The same with what each GPU computes as slow as it is when `ranks` do, `gpus_per_node` on each node."""
+        known = {1: 1.0, **self.sharing}
+        slower = float(np.interp(min(ranks, self.gpus_per_node), sorted(known), [known[of] for of in sorted(known)]))
+        rates = {name: getattr(self, name) / slower for name in ("peak_flops", "memory_bandwidth")}
+        return replace(self, sharing={}, **rates, **{name: getattr(self, name) * slower for name in COMPUTED})
+
+
+# Seconds of work that a rank does itself, so that processes which share a machine slow each other down.
+COMPUTED = (
+    "decode_overhead",
+    "row_seconds",
+    "micro_batch_seconds",
+    "update_seconds",
+    "response_seconds",
+    "sync_seconds",
+    "exchange_row_seconds",
+    "step_seconds",
+)
 
 
 # NVIDIA's data sheets of the SXM modules, and of the DGX systems for the network: one adapter for each GPU, 400 Gb/s
@@ -112,7 +160,11 @@ def _told(name: str, told: dict[Any, Any]) -> Hardware:
         if key not in known:
             near = did_you_mean(str(key), known)
             raise UserError(f"`{key}` in {name} is no known key.{near} Known here: like, {', '.join(known)}")
-    missing = [field.name for field in fields(Hardware) if field.default is MISSING and field.name not in told]
+    missing = [
+        field.name
+        for field in fields(Hardware)
+        if field.default is MISSING and field.default_factory is MISSING and field.name not in told
+    ]
     if like is None and missing:
         raise UserError(f"{name} does not say `{missing[0]}`; add it, or `like: h100` for the rest")
     rest = {} if like is None else vars(PRESETS[like])

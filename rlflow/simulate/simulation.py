@@ -41,7 +41,8 @@ class Predicted:
 
 def predict(workload: Workload, hardware: Hardware) -> Predicted:
     """A step in every design."""
-    timelines = {design: scheduled(works(workload, hardware, design)) for design in DESIGNS}
+    shared = hardware.computing_on(workload.ranks)
+    timelines = {design: scheduled(works(workload, shared, design)) for design in DESIGNS}
     return Predicted(workload, memory(workload, hardware), timelines)
 
 

@@ -141,6 +141,11 @@ class Workload:
                 total += width
         return total
 
+    def columns(self, value: str) -> int:
+        """Of `value` that travel."""
+        every = columns(self.graph.type_of(value))
+        return sum(not column.home and column.cut is not Cut.SCALAR for column in every)
+
     @property
     def _samples(self) -> bool:
         return any(node.kind == "rollout" for node in self.graph.order)
