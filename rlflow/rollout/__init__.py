@@ -1,5 +1,6 @@
 """Engines that generate responses, and the sync that gives them the trained weights."""
 
+from rlflow.rollout.beside import EngineBeside, EngineProcessError
 from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, SyncReport, sampling_seed
 from rlflow.rollout.manifest import WeightSyncError
 from rlflow.rollout.transformers import TransformersEngine
@@ -7,6 +8,8 @@ from rlflow.rollout.vllm import VLLMEngine
 
 __all__ = [
     "Completion",
+    "EngineBeside",
+    "EngineProcessError",
     "RolloutEngine",
     "Sampling",
     "SyncReport",

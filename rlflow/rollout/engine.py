@@ -75,17 +75,15 @@ class RolloutEngine(ABC):
 
     Attributes:
         tensor_parallel_size: Ranks that share one engine; each calls everything alike and gets the same responses.
+        needs_all_ranks: Whether every rank of the job must build one, if it is built in the ranks' own processes. Where
+            only some ranks have an engine, it then lives in a process of its own, see `EngineBeside`.
         policy_version: Of the weights it holds; `NO_VERSION` before the first sync, after `sleep`, and after a sync
             that failed.
     """
 
     tensor_parallel_size: int = 1
+    needs_all_ranks: bool = False
     policy_version: int = NO_VERSION
-
-    # Of the engine that `setup` built
-    _pieces: Sequence[Piece]
-    _dtype: torch.dtype
-    _context: int  # tokens of the longest prompt and response together
 
     @abstractmethod
     def setup(
@@ -99,7 +97,7 @@ class RolloutEngine(ABC):
         local_rank: int,
         seed: int,
     ) -> None:
-        """Build the engine in this rank's process; all ranks call it at once. It holds no policy version yet.
+        """Build the engine; all ranks that share it call this at once. It holds no policy version yet.
 
         Args:
             model_path: Folder or Hugging Face name.
@@ -114,6 +112,7 @@ class RolloutEngine(ABC):
             UserError: The engine cannot run this model, dtype or number of ranks.
         """
 
+    @abstractmethod
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
     ) -> list[Completion]:
@@ -129,6 +128,43 @@ class RolloutEngine(ABC):
             WeightSyncError: The engine holds another version.
             UserError: A prompt and the longest response do not fit into the engine's context.
         """
+
+    @abstractmethod
+    def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
+        """Take over the weights of `version`, then read every tensor back and compare it with what was sent.
+
+        Args:
+            buckets: Full tensors under their Hugging Face names, few at a time. A bucket is taken when the one before
+                it has been loaded, but the engine may keep single tensors for longer: do not overwrite them.
+            version: The policy version that these weights are.
+
+        Raises:
+            WeightSyncError: Names the tensors that were not sent or that the engine does not hold as sent.
+        """
+
+    def sleep(self) -> None:
+        """Give the memory of weights and caches to training. Generating needs `wake_up` and a sync."""
+        self.policy_version = NO_VERSION
+
+    def wake_up(self) -> None:  # noqa: B027 - engines that keep their memory have nothing to do
+        """Take the memory back; weights come with the next sync."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the engine. A process group that was there before it stays."""
+
+
+class EngineHere(RolloutEngine):
+    """An engine in this process: what all of them check before they generate and after they load."""
+
+    # Of the engine that `setup` built
+    _pieces: Sequence[Piece]
+    _dtype: torch.dtype
+    _context: int  # tokens of the longest prompt and response together
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
+    ) -> list[Completion]:
         if version != self.policy_version:
             held = f"version {self.policy_version}" if self.policy_version != NO_VERSION else "no version"
             raise WeightSyncError(
@@ -143,16 +179,6 @@ class RolloutEngine(ABC):
         return self._generate(prompts, seeds, sampling) if prompts else []
 
     def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
-        """Take over the weights of `version`, then read every tensor back and compare it with what was sent.
-
-        Args:
-            buckets: Full tensors under their Hugging Face names, few at a time. A bucket is taken when the one before
-                it has been loaded, but the engine may keep single tensors for longer: do not overwrite them.
-            version: The policy version that these weights are.
-
-        Raises:
-            WeightSyncError: Names the tensors that were not sent or that the engine does not hold as sent.
-        """
         start = time.perf_counter()
         self.policy_version = NO_VERSION  # what a sync leaves behind that fails midway is no version
         manifest = Manifest(self._pieces, self._dtype)
@@ -160,17 +186,6 @@ class RolloutEngine(ABC):
         manifest.check(self._held())
         self.policy_version = version
         return SyncReport(version, manifest.tensors, manifest.nbytes, time.perf_counter() - start)
-
-    def sleep(self) -> None:
-        """Give the memory of weights and caches to training. Generating needs `wake_up` and a sync."""
-        self.policy_version = NO_VERSION
-
-    def wake_up(self) -> None:  # noqa: B027 - engines that keep their memory have nothing to do
-        """Take the memory back; weights come with the next sync."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free the engine. A process group that was there before it stays."""
 
     @abstractmethod
     def _generate(

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
-from rlflow.rollout.engine import Completion, RolloutEngine, Sampling
+from rlflow.rollout.engine import Completion, EngineHere, Sampling
 from rlflow.rollout.manifest import Piece
 
 COMPACT_AT = 0.75  # share of rows still running below which the finished ones are dropped
 
 
-class TransformersEngine(RolloutEngine):
+class TransformersEngine(EngineHere):
     """Generates with a copy of the model of its own, in batches.
 
     Args:

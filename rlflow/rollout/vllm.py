@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlflow.errors import UserError
-from rlflow.rollout.engine import Completion, RolloutEngine, Sampling
+from rlflow.rollout.engine import Completion, EngineHere, Sampling
 from rlflow.rollout.manifest import Piece, WeightSyncError
 
 TESTED = ("0.32.0",)
 UNITS = 256  # unit vectors multiplied at once when a packed weight is read back
 
 
-class VLLMEngine(RolloutEngine):
+class VLLMEngine(EngineHere):
     """One engine for every `tensor_parallel_size` ranks, each rank of them driving its own part.
 
     Args:
@@ -41,6 +41,8 @@ class VLLMEngine(RolloutEngine):
             CPU and no elsewhere.
         allow_untested: Accept a version of vLLM that this version of rlflow was not tested with.
     """
+
+    needs_all_ranks = True  # vLLM makes process groups that every rank must join
 
     def __init__(
         self,

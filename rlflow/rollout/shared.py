@@ -1,0 +1,28 @@
+"""Tensors in memory that two processes of a machine map: no copy between them, no name, nothing left by a crash."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def share(tensor: Tensor) -> int:
+    """A file descriptor of memory that holds a copy of `tensor`; to be closed once the other process has it.
+
+    The memory is counted as that of the processes that map it, and does not need room in `/dev/shm`.
+    """
+    descriptor = os.memfd_create("rlflow-weight")
+    os.ftruncate(descriptor, tensor.nbytes)
+    mapped(descriptor, tensor.shape, tensor.dtype).copy_(tensor)
+    return descriptor
+
+
+def mapped(descriptor: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The tensor in shared memory. The memory lasts as long as a tensor, or a view of it, in any process."""
+    memory = mmap.mmap(descriptor, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)

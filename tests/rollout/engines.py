@@ -1,0 +1,36 @@
+"""An engine that does in its own process what engines should not."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rlflow.rollout import Completion, RolloutEngine, Sampling, SyncReport
+
+
+class Broken(RolloutEngine):
+    """Complains when it is set up, fails when it shall load, exits when it shall generate, and sleeps for long."""
+
+    def setup(self, model_path: str, **rank: Any) -> None:
+        print("an engine's errors", file=sys.stderr)
+
+    def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
+        return SyncReport(version, 0, 0, next(iter(buckets))[0][1].numel() / 0)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
+    ) -> list[Completion]:
+        print("the last words of an engine", file=sys.stderr)
+        os._exit(3)
+
+    def sleep(self) -> None:
+        print("sleeps")
+        time.sleep(600)
+
+    def close(self) -> None:
+        """Nothing is open."""

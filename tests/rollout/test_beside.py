@@ -1,0 +1,243 @@
+"""An engine in a process of its own answers as the same engine in this one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+import rlflow.rollout.beside
+from rlflow.errors import UserError
+from rlflow.rollout import (
+    EngineBeside,
+    EngineProcessError,
+    RolloutEngine,
+    Sampling,
+    TransformersEngine,
+    VLLMEngine,
+    WeightSyncError,
+)
+from rlflow.rollout.shared import share
+from tests.rollout.engines import Broken
+from tests.rollout.trained import PROMPTS, STOP, buckets, load, perturb, setup
+
+SEEDS = list(range(len(PROMPTS)))
+SAMPLING = Sampling(24, 1.0, STOP)
+VERSIONS = itertools.count()
+SCRIPT = """
+import torch
+from rlflow.rollout import EngineBeside
+from tests.rollout.engines import Broken
+engine = EngineBeside(Broken(), index=0, size=1, address="")
+engine.setup("", dtype=torch.float32, device=torch.device("cpu"), rank=0, world_size=1, local_rank=0, seed=0)
+print(engine._process._popen.pid, flush=True)
+engine.sleep()
+"""
+
+
+@pytest.fixture(scope="module")
+def engine(tied: Path) -> Iterator[RolloutEngine]:
+    engine = setup(_beside(TransformersEngine()), tied)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def broken(tied: Path) -> Iterator[RolloutEngine]:
+    engine = setup(_beside(Broken()), tied)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def model(tied: Path) -> Any:
+    return load(tied)
+
+
+def _beside(engine: RolloutEngine, timeout_s: float = 120.0) -> EngineBeside:
+    return EngineBeside(engine, index=0, size=1, address="", timeout_s=timeout_s)
+
+
+def _process(engine: RolloutEngine) -> Any:
+    assert isinstance(engine, EngineBeside)
+    return engine._running()
+
+
+def test_responses_and_logprobs_are_those_of_the_engine_in_this_process(
+    engine: RolloutEngine, model: Any, tied: Path
+) -> None:
+    here = setup(TransformersEngine(), tied)
+    for seed in range(2):
+        perturb(model, seed)
+        version = next(VERSIONS)
+        reports = [each.update_weights(buckets(model), version) for each in (here, engine)]
+        assert [(report.version, report.tensors, report.nbytes) for report in reports] == [
+            (version, 26, 4 * sum(parameter.numel() for parameter in model.parameters()))
+        ] * 2
+        expected = here.generate(PROMPTS, SEEDS, SAMPLING, version)
+        assert engine.generate(PROMPTS, SEEDS, SAMPLING, version) == expected
+
+
+def test_the_engine_is_not_in_this_process(engine: RolloutEngine) -> None:
+    assert _process(engine)._popen.pid in {child.pid for child in psutil.Process().children()}
+
+
+def test_another_version_is_refused_in_the_same_words(engine: RolloutEngine, model: Any) -> None:
+    version = next(VERSIONS)
+    engine.update_weights(buckets(model), version)
+    with pytest.raises(WeightSyncError, match=rf"^policy version 999 shall generate .* holds version {version};"):
+        engine.generate(PROMPTS, SEEDS, SAMPLING, 999)
+    assert engine.policy_version == version
+
+
+def test_sleep_gives_the_version_up_on_both_sides(engine: RolloutEngine, model: Any) -> None:
+    version = next(VERSIONS)
+    engine.update_weights(buckets(model), version)
+    engine.sleep()
+    engine.wake_up()
+    assert engine.policy_version == -1
+    with pytest.raises(WeightSyncError, match="the engine holds no version"):
+        engine.generate(PROMPTS, SEEDS, SAMPLING, version)
+
+
+def test_a_prompt_beyond_the_context_is_refused_in_the_same_words(engine: RolloutEngine, model: Any) -> None:
+    version = next(VERSIONS)
+    engine.update_weights(buckets(model), version)
+    with pytest.raises(UserError, match=r"^a prompt of 500 tokens and a response of up to 13 exceed .* 512 tokens"):
+        engine.generate([[65] * 500], [0], Sampling(13), version)
+
+
+def _without_the_norm(model: Any) -> Iterator[list[tuple[str, Tensor]]]:
+    return buckets(model, leave_out="model.norm.weight")
+
+
+def _with_a_stranger(model: Any) -> Iterator[list[tuple[str, Tensor]]]:
+    yield from itertools.islice(buckets(model), 3)
+    yield [("stranger", torch.ones(1))]
+    yield from itertools.islice(buckets(model), 3, None)
+
+
+def _failing(model: Any) -> Iterator[list[tuple[str, Tensor]]]:
+    yield from itertools.islice(buckets(model), 3)
+    raise KeyError("gathering failed")
+
+
+def _failing_at_once(model: Any) -> Iterator[list[tuple[str, Tensor]]]:
+    raise KeyError("gathering failed")
+    yield []
+
+
+@pytest.mark.parametrize(
+    ("weights", "kind", "text"),
+    [
+        (_without_the_norm, WeightSyncError, r"^the engine does not hold .* not sent: model\.norm\.weight$"),
+        (_with_a_stranger, WeightSyncError, "^the trainer sends `stranger`, which the engine does not have$"),
+        (_failing, KeyError, "gathering failed"),
+        (_failing_at_once, KeyError, "gathering failed"),
+    ],
+)
+def test_a_sync_that_fails_leaves_no_version_and_the_next_succeeds(
+    engine: RolloutEngine, model: Any, weights: Any, kind: type[Exception], text: str
+) -> None:
+    engine.update_weights(buckets(model), next(VERSIONS))
+    with pytest.raises(kind, match=text):
+        engine.update_weights(weights(model), next(VERSIONS))
+    assert engine.policy_version == -1
+    version = next(VERSIONS)
+    engine.update_weights(buckets(model), version)
+    assert len(engine.generate(PROMPTS, SEEDS, SAMPLING, version)) == len(PROMPTS)
+
+
+def test_a_weight_that_changes_on_its_way_is_named(
+    engine: RolloutEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def share_changed(tensor: Tensor) -> int:
+        changed = tensor.clone()
+        changed.view(-1)[-1] += 1e-6
+        return share(changed)
+
+    monkeypatch.setattr(rlflow.rollout.beside, "share", share_changed)
+    with pytest.raises(WeightSyncError, match=r"^`model\.embed_tokens\.weight` reached .* with other values"):
+        engine.update_weights(buckets(model), next(VERSIONS))
+
+
+def test_no_descriptor_is_left_open(engine: RolloutEngine, model: Any) -> None:
+    engine.update_weights(buckets(model), next(VERSIONS))
+    processes = [psutil.Process(), psutil.Process(_process(engine)._popen.pid)]
+    before = [process.num_fds() for process in processes]
+    engine.update_weights(buckets(model), next(VERSIONS))
+    with pytest.raises(KeyError):
+        engine.update_weights(_failing(model), next(VERSIONS))
+    assert [process.num_fds() for process in processes] == before
+
+
+def test_what_the_engine_refuses_at_its_setup_is_told_in_its_words_and_the_process_ends(tied: Path) -> None:
+    beside = _beside(VLLMEngine())
+    with pytest.raises(UserError, match=r"^vLLM does not run in torch\.float64"):
+        setup(beside, tied, torch.float64)
+    assert not _process(beside).runs
+
+
+def test_an_engine_of_the_started_script_is_refused(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Broken, "__module__", "__main__")
+    with pytest.raises(UserError, match=r"`Broken` is defined in the script .* put the class into a module"):
+        setup(_beside(Broken()), tied)
+
+
+def test_an_engines_own_error_is_told_with_its_kind_and_its_place(broken: RolloutEngine, model: Any) -> None:
+    with pytest.raises(EngineProcessError, match=r"^rank 0: .* could not load the weights of version 0: ZeroDiv") as no:
+        broken.update_weights(buckets(model), 0)
+    assert "in update_weights" in no.value.__notes__[0]
+    with pytest.raises(EngineProcessError, match="ZeroDiv"):
+        broken.update_weights(buckets(model), 0)  # they still understand each other
+
+
+def test_a_process_that_exits_is_told_of_with_its_code_and_its_last_words(broken: RolloutEngine) -> None:
+    said = r"^rank 0: .* exited with code 3 when it should generate 6 responses\. .*\nthe last words of an engine$"
+    with pytest.raises(EngineProcessError, match=re.compile(said, re.S)):
+        broken.generate(PROMPTS, SEEDS, SAMPLING, 0)
+
+
+def test_a_process_that_is_killed_while_it_works_is_told_of_at_once(broken: RolloutEngine) -> None:
+    process = _process(broken)
+    threading.Timer(0.5, process._popen.kill).start()
+    started = time.monotonic()
+    with pytest.raises(EngineProcessError, match=r"^rank 0: .* was killed by SIGKILL when it should sleep"):
+        broken.sleep()
+    assert time.monotonic() - started < 5
+
+
+def test_a_process_that_hangs_is_ended_and_told_of(broken: RolloutEngine) -> None:
+    process = _process(broken)
+    process._timeout_s = 0.5
+    with pytest.raises(EngineProcessError, match=r"^rank 0: .* should sleep and did not within 0\.5 s"):
+        broken.sleep()
+    assert not process.runs
+
+
+def test_a_script_need_not_guard_its_main_and_its_engine_prints_where_it_prints_and_is_gone_when_it_is_killed(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as script:
+        assert script.stdout is not None
+        process, *said = sorted(script.stdout.readline().decode() for _ in range(3))
+        engine = psutil.Process(int(process))
+        script.kill()
+    assert said == ["an engine's errors\n", "sleeps\n"]
+    engine.wait(timeout=10)
