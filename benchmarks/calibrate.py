@@ -4,11 +4,13 @@
 
 Bare operations, in as many processes at once as there will be ranks: a product of matrices, a copy, forward and
 backward passes of a small model, an all-to-all, a tiny gather, an exchange of the databuffer. Then the config with ONE
-rank, at its own number of prompts and at an eighth of it, for a few steps: their seconds by node give rates and fixed
-costs. No run of more than one rank is looked at, so what `benchmarks/predicted.py` compares at 2 and 4 is a prediction.
-Medians all along. Processes slow each other down by what a pass costs of the CPU beside the others, in turns with one
-alone, times processes over cores where there are more; so that does not depend on who else uses the machine. The rest
-does: keep it quiet.
+rank, at its own number of prompts, a half and an eighth of it, for a few steps: their seconds by node give rates and
+fixed costs. No run of more than one rank is looked at, so what `benchmarks/predicted.py` compares at 2 and 4 is a
+prediction. Medians all along.
+
+Processes slow each other down by what a pass costs of the CPU beside the others, in turns with one alone, times
+processes over cores where there are more; so that does not depend on who else uses the machine. The rest does: keep it
+quiet.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def main() -> None:
     bare, sharing = measured_bare(given.ranks)
     print("sharing:", {ranks: round(factor, 3) for ranks, factor in sharing.items()}, flush=True)
     options = [f"--{option}" for option in given.set]
-    steps = [measured_step(given.config, options, part, bare) for part in (1, 8)]
+    steps = [measured_step(given.config, options, part, bare) for part in (1, 2, 8)]
     for step in steps:
         print({name: round(seconds, 4) for name, seconds in step.measured.seconds.items()}, flush=True)
     machine = calibrated(bare, [step.measured for step in steps])

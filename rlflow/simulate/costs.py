@@ -112,6 +112,7 @@ class Training:
         updates: Optimizer steps of a step.
         token_budget: Tokens of a micro-batch.
         offloaded: Whether the optimizer's states lie in the CPU's memory.
+        peers: Ranks that divide each sequence among them.
     """
 
     stage: int
@@ -123,11 +124,16 @@ class Training:
     updates: int
     token_budget: int
     offloaded: bool = False
+    peers: int = 1
 
 
 def score_seconds(size: ModelSize, tokens: float, length: float, how: Training, hardware: Hardware) -> float:
-    """Of a rank's forward passes over `tokens`; at ZeRO 3 each micro-batch gathers the weights meanwhile."""
-    computing = forward_flops(size, tokens, length) / (hardware.peak_flops * hardware.forward_efficiency)
+    """Of a rank's forward passes over `tokens`, of which its peers compute their parts.
+
+    At ZeRO 3 each micro-batch gathers the weights meanwhile.
+    """
+    computing = forward_flops(size, tokens / how.peers, length) / (hardware.peak_flops * hardware.forward_efficiency)
+    computing += _divided_seconds(size, tokens, how, hardware)
     micro_batches = _micro_batches(tokens, how)
     return max(computing, micro_batches * _gathers(size, how, hardware)) + micro_batches * hardware.micro_batch_seconds
 
@@ -139,7 +145,9 @@ def train_seconds(size: ModelSize, tokens: float, length: float, how: Training, 
     once an update. Then the optimizer reads and writes weights, gradients and moments; what was divided is gathered.
     """
     passes = 4 if how.checkpointing else 3
-    computing = passes * forward_flops(size, tokens, length) / (hardware.peak_flops * hardware.train_efficiency)
+    flops = passes * forward_flops(size, tokens / how.peers, length)
+    computing = flops / (hardware.peak_flops * hardware.train_efficiency)
+    computing += passes * _divided_seconds(size, tokens, how, hardware)
     micro_batches = _micro_batches(tokens / how.updates, how) * how.updates
     reducing = gather_seconds(how.trained * how.width, how.ranks, hardware)
     moving = 2 * micro_batches * _gathers(size, how, hardware)
@@ -151,10 +159,25 @@ def train_seconds(size: ModelSize, tokens: float, length: float, how: Training, 
     return max(computing, moving) + how.updates * stepping + beside
 
 
-def sync_seconds(size: ModelSize, width: int, ranks: int, divided: bool, hardware: Hardware) -> float:
-    """Of bringing trained weights into the engine: gathered where they are divided, written, and read back."""
+def sync_seconds(
+    size: ModelSize, width: int, ranks: int, divided: bool, hardware: Hardware, crossing: int = 0
+) -> float:
+    """Of bringing trained weights into the engine: gathered where they are divided, written, and read back.
+
+    Args:
+        size: Of the model.
+        width: Bytes of a weight.
+        ranks: Of the trained role.
+        divided: Whether its weights are.
+        hardware: Of the ranks.
+        crossing: Ranks of a broadcast to engines that live elsewhere: a pipeline, as slow as its slowest link.
+    """
     nbytes = size.parameters * width
     gathering = gather_seconds(nbytes, ranks, hardware) if divided else 0.0
+    if crossing:
+        inside = crossing <= hardware.gpus_per_node
+        bandwidth = hardware.node_bandwidth if inside else hardware.network_bandwidth
+        gathering += nbytes / (bandwidth * hardware.link_efficiency) + latency(crossing, hardware)
     return gathering + 3 * nbytes / (hardware.memory_bandwidth * hardware.memory_efficiency) + hardware.sync_seconds
 
 
@@ -169,6 +192,17 @@ def straggling(rows: float, shards: int, variation: float) -> float:
         variation: Standard deviation of a row's tokens over their mean.
     """
     return 1 + variation * math.sqrt(2 * math.log(shards) / max(rows, 1.0))
+
+
+def _divided_seconds(size: ModelSize, tokens: float, how: Training, hardware: Hardware) -> float:
+    """Of a pass over sequences that peers divide: four all-to-alls a layer, of queries, keys, values and the result."""
+    if how.peers == 1:
+        return 0.0
+    heads = 2 * size.heads + 2 * size.kv_heads
+    nbytes = tokens / how.peers * heads * size.head_width * how.width * (1 - 1 / how.peers)
+    rounds = 4 * size.layers * _micro_batches(tokens, how)
+    moving = all_to_all_seconds(nbytes, how.peers, hardware) - all_to_all_seconds(0, how.peers, hardware)
+    return size.layers * moving + rounds * all_to_all_seconds(0, how.peers, hardware)
 
 
 def _gathers(size: ModelSize, how: Training, hardware: Hardware) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 from rlflow.dag.node import BATCH, Node
-from rlflow.dag.tasks import Exchange, Fill, Load, RunNode, SyncWeights, Task, TrainNode
+from rlflow.dag.tasks import Exchange, Fill, Load, RunNode, SyncWeights, Task, TrainNode, rank_ranges
 from rlflow.data.layout import Layout
 from rlflow.simulate.costs import (
     Decoding,
@@ -55,14 +55,16 @@ class _Step:
 
     def __init__(self, workload: Workload, hardware: Hardware, design: Design) -> None:
         self.workload = workload
-        self.hardware = hardware
+        self.machine = hardware
+        # Ranks that work at different times do not share what they compute on; steps that overlap have all at work.
+        self.hardware = hardware.computing_on(workload.ranks)
         self.design = design
         self.lanes = _lanes(workload)
         self.latest: dict[str, str] = {}  # of each value, or value and reader: the work after which it is there
         self.draw = ""
 
     def works(self) -> Iterator[Work]:
-        for task in self.workload.plan.tasks:
+        for task in self._in_order():
             if isinstance(task, Fill):
                 for draw in range(FILTER_DRAWS):
                     self.draw = f" ({draw + 1})" if draw else ""
@@ -72,15 +74,31 @@ class _Step:
             else:
                 yield from self._task(task)
 
+    def _in_order(self) -> list[Task]:
+        """Where steps overlap, what is trained on was made in a slot before: that waits for nothing but the weights."""
+        tasks = list(self.workload.plan.tasks)
+        if not self.workload.plan.max_staleness:
+            return tasks
+        return sorted(tasks, key=lambda task: 0 if isinstance(task, SyncWeights) else 1 if task.lag else 2)
+
     def _task(self, task: Task) -> Iterator[Work]:
+        if not self.workload.plan.max_staleness:
+            self.hardware = self.machine.computing_on(len(task.ranks))
         if isinstance(task, Load):
             self.latest[BATCH] = ""  # read ahead, while the step before is trained
             if self.hardware.step_seconds:
-                yield Work(f"step{self.draw}", "host", self._of(task.ranks), self.hardware.step_seconds)
+                yield Work(f"loading{self.draw}", "host", self._of(task.ranks), self.hardware.step_seconds)
         elif isinstance(task, SyncWeights):
             role = self.workload.roles[task.role]
-            divided = role.training.stage == 3
-            seconds = sync_seconds(role.size, role.training.width, role.training.ranks, divided, self.hardware)
+            elsewhere = {*task.target} - {*task.source}
+            seconds = sync_seconds(
+                role.size,
+                role.training.width,
+                role.training.ranks,
+                role.training.stage == 3,
+                self.hardware,
+                crossing=len(elsewhere) + 1 if elsewhere else 0,
+            )
             nbytes = float(role.size.parameters * role.training.width)
             yield Work(f"sync {task.role}", "sync", self._of(task.ranks), seconds, nbytes=nbytes)
         elif isinstance(task, Exchange) and self.design == "rlflow":
@@ -124,7 +142,9 @@ class _Step:
         assert load.follows is not None
         role = load.roles[load.follows]
         width = role.training.width
-        cached = memory(load, self.hardware).cache * load.engine.ranks / role.size.cache_bytes(width)
+        cached = (
+            memory(load, self.hardware, load.engine.placed[:1]).cache * load.engine.ranks / role.size.cache_bytes(width)
+        )
         work = Decoding(
             responses=rows,
             prompts=rows / (load.group_size if node.samples else 1),
@@ -156,8 +176,8 @@ class _Step:
     def _there(self, value: str, node: Node, layout: Layout) -> str:
         """The work after which `value` can be read by `node`."""
         if self.design == "rlflow":
-            return self.latest.get(f"{value}|{node.input_space}|{layout}", self.latest[value])
-        return self.latest.get(f"{value}|{node.id}", self.latest[value])
+            return self.latest.get(f"{value}|{node.input_space}|{layout}", self.latest.get(value, ""))
+        return self.latest.get(f"{value}|{node.id}", self.latest.get(value, ""))
 
     def _bytes(self, value: str) -> float:
         rows = self.workload.rows(self.workload.graph.space_of(value))
@@ -165,7 +185,7 @@ class _Step:
 
     def _fetched(self, value: str, node: Node, layout: Layout) -> Iterator[Work]:
         """What brings a value to a reader from a controller, or from a store."""
-        nbytes, need = self._bytes(value), self.latest[value]
+        nbytes, need = self._bytes(value), self.latest.get(value, "")
         name = f"{value} -> {node.id}{self.draw}"
         needs = (need,) if need else ()
         if self.design == "store":
@@ -203,13 +223,12 @@ class _Step:
 def _lanes(workload: Workload) -> list[str]:
     """A lane for each rank; ranks that take part in the same tasks share one."""
     members = [frozenset(task.ranks) for task in workload.plan.every()]
-    names: dict[tuple[bool, ...], str] = {}
-    lanes = []
-    for rank in range(workload.ranks):
-        part = tuple(rank in ranks for ranks in members)
-        names.setdefault(part, f"ranks {chr(ord('A') + len(names) % 26)}" if len(names) else "ranks")
-        lanes.append(names[part])
-    return lanes
+    parts = [tuple(rank in ranks for ranks in members) for rank in range(workload.ranks)]
+    alike: dict[tuple[bool, ...], list[int]] = {}
+    for rank, part in enumerate(parts):
+        alike.setdefault(part, []).append(rank)
+    names = {part: rank_ranges(tuple(ranks)) if len(alike) > 1 else "ranks" for part, ranks in alike.items()}
+    return [names[part] for part in parts]
 
 
 def _holders(workload: Workload, task: Exchange) -> str:

@@ -1,10 +1,12 @@
-"""What lies on the fullest GPU, while responses are generated and while a role is trained."""
+"""What lies on a GPU, while responses are generated and while a role is trained."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rlflow.dag.tasks import Exchange
+from rlflow.data.layout import Layout
 from rlflow.models.logprobs import CHUNK_ELEMENTS
 from rlflow.simulate.costs import Training
 from rlflow.simulate.hardware import Hardware
@@ -23,6 +25,7 @@ class Memory:
     """Bytes of a rank.
 
     Attributes:
+        ranks: Those that hold as much.
         weights: Of each role.
         gradients: Of each trained role.
         optimizer: States of each trained role.
@@ -35,6 +38,7 @@ class Memory:
         capacity: Of the GPU.
     """
 
+    ranks: tuple[int, ...]
     weights: Mapping[str, float]
     gradients: Mapping[str, float]
     optimizer: Mapping[str, float]
@@ -63,30 +67,49 @@ class Memory:
         return self.kept + self.held + backward
 
     @property
+    def spare(self) -> float:
+        """Bytes that are left at the fullest moment; below 0 where it does not fit."""
+        return min(self.capacity - max(self.generating, self.training), self.cache)
+
+    @property
     def fits(self) -> bool:
         """Whether the GPU holds it, and the engine's share at least the weights."""
         return max(self.generating, self.training) <= self.capacity and self.cache >= 0
 
 
-def memory(workload: Workload, hardware: Hardware) -> Memory:
-    """What the fullest rank holds."""
-    own = {name: role for name, role in workload.roles.items() if role.owner is None}
+def memories(workload: Workload, hardware: Hardware) -> list[Memory]:
+    """What ranks hold, once for those on which the same lives; the fullest first."""
+    alike: dict[tuple[bool, ...], list[int]] = {}
+    lives = [frozenset(role.layout.ranks) for role in workload.roles.values()] + [frozenset(workload.engine.placed)]
+    for rank in range(workload.ranks):
+        alike.setdefault(tuple(rank in ranks for ranks in lives), []).append(rank)
+    found = [memory(workload, hardware, tuple(ranks)) for ranks in alike.values()]
+    return sorted(found, key=lambda each: each.spare)
+
+
+def memory(workload: Workload, hardware: Hardware, ranks: tuple[int, ...]) -> Memory:
+    """What each of these ranks holds, on which the same lives."""
+    own = {name: role for name, role in workload.roles.items() if role.owner is None and ranks[0] in role.layout.ranks}
     trained = {name: role for name, role in own.items() if role.training.trained}
     engine_weights, cache = 0.0, 0.0
-    if workload.follows is not None:
+    if workload.follows is not None and ranks[0] in workload.engine.placed:
         followed = workload.roles[workload.follows]
         engine_weights = followed.size.parameters * followed.training.width / workload.engine.ranks
         cache = workload.engine.memory_share * hardware.memory - engine_weights
+    longest = workload.lengths.longest_prompt + workload.lengths.longest_response
     return Memory(
+        ranks=ranks,
         weights={name: weight_bytes(role.size, role.training) for name, role in own.items()},
         gradients={name: gradient_bytes(role.training) for name, role in trained.items()},
         optimizer={name: optimizer_bytes(role.training) for name, role in trained.items()},
-        activations=max((activation_bytes(role.size, role.training) for role in trained.values()), default=0.0),
-        logits=2.0 * CHUNK_ELEMENTS * FLOAT32,
+        activations=max(
+            (activation_bytes(role.size, role.training, longest) for role in trained.values()), default=0.0
+        ),
+        logits=2.0 * CHUNK_ELEMENTS * FLOAT32 if own else 0.0,
         gathered=max((gathered_bytes(role.size, role.training) for role in own.values()), default=0.0),
         engine_weights=engine_weights,
         cache=cache,
-        held=_held(workload),
+        held=_held(workload, ranks[0]),
         capacity=hardware.memory,
     )
 
@@ -106,12 +129,16 @@ def optimizer_bytes(how: Training) -> float:
     return 0.0 if how.offloaded else how.trained * FLOAT32 * how.moments / (how.ranks if how.stage >= 1 else 1)
 
 
-def activation_bytes(size: ModelSize, how: Training) -> float:
-    """Of a micro-batch: of every layer, or with checkpointing every layer's input and one layer's activations."""
-    layer = how.token_budget * size.hidden * ACTIVATION_BYTES * how.width / 2
+def activation_bytes(size: ModelSize, how: Training, longest: float = 0) -> float:
+    """Of a micro-batch: of every layer, or with checkpointing every layer's input and one layer's activations.
+
+    A row of `longest` tokens may be above the budget, and stands alone then; peers hold their parts of it.
+    """
+    tokens = max(how.token_budget, longest) / how.peers
+    layer = tokens * size.hidden * ACTIVATION_BYTES * how.width / 2
     if not how.checkpointing:
         return size.layers * layer
-    return size.layers * how.token_budget * size.hidden * how.width + layer
+    return size.layers * tokens * size.hidden * how.width + layer
 
 
 def gathered_bytes(size: ModelSize, how: Training) -> float:
@@ -123,7 +150,17 @@ def gathered_bytes(size: ModelSize, how: Training) -> float:
     return float(max(embeddings, layer) * how.width)
 
 
-def _held(workload: Workload) -> float:
-    """All values of the step, of a rank."""
-    made = [node for node in workload.graph.order if node.kind != "train"]
-    return sum(workload.rows(node.space) * workload.value_bytes(node.id) for node in made) / workload.ranks
+def _held(workload: Workload, rank: int) -> float:
+    """All values of the step that a rank makes or reads."""
+    placed = workload.plan.layouts()
+    lives: dict[str, set[Layout]] = {
+        node.id: {placed[node.id]} for node in workload.graph.order if node.kind != "train"
+    }
+    for task in workload.plan.every():
+        if isinstance(task, Exchange) and task.value in lives:
+            lives[task.value].add(task.target)
+    nbytes = 0.0
+    for value, layouts in lives.items():
+        whole = workload.rows(workload.graph.nodes[value].space) * workload.value_bytes(value)
+        nbytes += whole * max((1 / layout.shards for layout in layouts if rank in layout.ranks), default=0.0)
+    return nbytes * (1 + workload.plan.max_staleness)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rlflow.dag.tasks import rank_ranges
 from rlflow.simulate.designs import DESIGNS, MEANING
 from rlflow.simulate.memory import Memory
 from rlflow.simulate.simulation import Predicted, Simulation
@@ -28,7 +29,9 @@ def screen(simulation: Simulation) -> Iterator[str]:
     yield f"step {_seconds(timeline.seconds)}, {predicted.rate('rlflow'):.4g} tokens/s; * on the critical path"
     yield from _nodes(timeline)
     yield ""
-    yield from _memory(predicted.memory)
+    yield from _alternatives(simulation)
+    for memory in predicted.memories:
+        yield from _memory(memory, every=len(predicted.memories) == 1)
     yield ""
     yield from _designs(simulation)
 
@@ -46,9 +49,22 @@ def _nodes(timeline: Timeline) -> Iterator[str]:
         )
 
 
-def _memory(memory: Memory) -> Iterator[str]:
+def _alternatives(simulation: Simulation) -> Iterator[str]:
+    if not simulation.alternatives:
+        return
+    here = simulation.predicted.timelines["rlflow"].seconds
+    yield "the same ranks, placed otherwise"
+    for name, other in simulation.alternatives.items():
+        seconds = other.timelines["rlflow"].seconds
+        marked = "" if other.memory.fits else "; does not fit"
+        yield f"    {name:<24} step {_seconds(seconds)}, {seconds / here:.2f} times as long{marked}"
+    yield ""
+
+
+def _memory(memory: Memory, every: bool) -> Iterator[str]:
+    of = "a rank" if every else rank_ranges(memory.ranks)
     yield (
-        f"memory of a rank: {_bytes(memory.generating)} generating, {_bytes(memory.training)} training,"
+        f"memory of {of}: {_bytes(memory.generating)} generating, {_bytes(memory.training)} training,"
         f" of {_bytes(memory.capacity)}"
     )
     for role, nbytes in memory.weights.items():
@@ -67,21 +83,27 @@ def _memory(memory: Memory) -> Iterator[str]:
 
 
 def does_not_fit(memory: Memory) -> str:
-    """What to do about it."""
+    """Which rank lacks how many bytes, what takes most, and what to do about it."""
+    rank = memory.ranks[0]
     if memory.cache < 0:
         return (
-            f"the engine's share is {_bytes(-memory.cache)} short of its weights: raise"
-            " rollout.init_args.gpu_memory_utilization or tensor_parallel_size"
+            f"rank {rank}: the engine's share is {_bytes(-memory.cache)} short of its weights of"
+            f" {_bytes(memory.engine_weights)}: raise rollout.init_args.gpu_memory_utilization or tensor_parallel_size"
         )
-    largest = max(memory.weights, key=lambda role: _of_role(memory, role))
-    if memory.generating > memory.capacity:
-        return (
-            f"out of memory by {_bytes(memory.generating - memory.capacity)} while generating; `{largest}` holds"
-            f" {_bytes(_of_role(memory, largest))}: lower gpu_memory_utilization, or raise strategy.init_args.stage"
-        )
+    of = {role: _of_role(memory, role) for role in memory.weights} | {"rollout": memory.engine_weights + memory.cache}
+    generates = memory.engine_weights > 0 and memory.generating > memory.capacity
+    if not generates:
+        del of["rollout"]
+    largest = max(of, key=lambda role: of[role])
+    phase, need = ("generating", memory.generating) if generates else ("training", memory.training)
+    remedy = (
+        "lower gpu_memory_utilization, or raise strategy.init_args.stage"
+        if generates
+        else "raise the stage, lower token_budget, or set gradient_checkpointing"
+    )
     return (
-        f"out of memory by {_bytes(memory.training - memory.capacity)} while training; `{largest}` holds"
-        f" {_bytes(_of_role(memory, largest))}: raise the stage, lower token_budget, or set gradient_checkpointing"
+        f"rank {rank} is out of memory by {_bytes(need - memory.capacity)} of {_bytes(memory.capacity)} while {phase};"
+        f" `{largest}` holds {_bytes(of[largest])}: {remedy}"
     )
 
 

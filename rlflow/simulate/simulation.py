@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -10,9 +11,10 @@ from typing import Literal
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.module import RLModule
+from rlflow.placement import Placed
 from rlflow.simulate.designs import DESIGNS, Design, works
 from rlflow.simulate.hardware import Hardware
-from rlflow.simulate.memory import Memory, memory
+from rlflow.simulate.memory import Memory, memories
 from rlflow.simulate.timeline import Timeline, scheduled
 from rlflow.simulate.workload import Workload, read_workload
 from rlflow.trainer import Trainer
@@ -26,13 +28,18 @@ class Predicted:
 
     Attributes:
         workload: What is done.
-        memory: Of a rank, in rlflow.
+        memories: Of ranks, in rlflow; the fullest first.
         timelines: Of each design.
     """
 
     workload: Workload
-    memory: Memory
+    memories: Sequence[Memory]
     timelines: Mapping[Design, Timeline]
+
+    @property
+    def memory(self) -> Memory:
+        """Of the fullest ranks."""
+        return self.memories[0]
 
     def rate(self, design: Design) -> float:
         """Tokens a second: prompts and responses of the rows that are trained on."""
@@ -41,9 +48,8 @@ class Predicted:
 
 def predict(workload: Workload, hardware: Hardware) -> Predicted:
     """A step in every design."""
-    shared = hardware.computing_on(workload.ranks)
-    timelines = {design: scheduled(works(workload, shared, design)) for design in DESIGNS}
-    return Predicted(workload, memory(workload, hardware), timelines)
+    timelines = {design: scheduled(works(workload, hardware, design)) for design in DESIGNS}
+    return Predicted(workload, memories(workload, hardware), timelines)
 
 
 @dataclass(frozen=True)
@@ -93,11 +99,26 @@ class Simulation:
             found[workload.ranks] = predict(workload, self.hardware)
         return found | {self.predicted.workload.ranks: self.predicted}
 
-    def _workload(self, nodes: int) -> Workload:
+    @cached_property
+    def alternatives(self) -> dict[str, Predicted]:
+        """The same ranks with other placements, where the config has one."""
+        found = {}
+        if self.trainer.max_staleness:
+            found["in step"] = self._with(self.trainer.placement, 0)
+        if self.trainer.placement:
+            found["all roles on all ranks"] = self._with(None, 0)
+        return found
+
+    def _with(self, placement: dict[str, Placed] | None, max_staleness: int) -> Predicted:
+        other = copy.copy(self.trainer)
+        other.placement, other.max_staleness = placement, max_staleness
+        return predict(self._workload(self.nodes, other), self.hardware)
+
+    def _workload(self, nodes: int, trainer: Trainer | None = None) -> Workload:
         return read_workload(
             self.module,
             self.data,
-            self.trainer,
+            trainer or self.trainer,
             nodes * self.hardware.gpus_per_node,
             weak=self.scaling == "weak",
             prompt_tokens=self.prompt_tokens,

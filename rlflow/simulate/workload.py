@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, ROLLOUT, Node
 from rlflow.dag.planner import Plan, plan
 from rlflow.data.batch import Cut, Pairs, columns
+from rlflow.data.layout import Layout
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import WithoutAdapters
@@ -62,21 +63,31 @@ class SimulatedRole:
         training: How it lies and is updated; a frozen role has no trained parameters.
         epochs: Passes over a step's rows.
         owner: The role whose weights it uses; None for its own.
+        layout: Where it lives; ranks with the same rows divide each sequence.
     """
 
     size: ModelSize
     training: Training
     epochs: int
     owner: str | None
+    layout: Layout
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What generates: ranks of one engine, the share of memory that it takes, responses at once."""
+    """What generates.
+
+    Attributes:
+        ranks: Of one engine.
+        memory_share: Of a GPU's memory that it takes.
+        at_once: Responses that are generated at once, at most.
+        placed: On which ranks engines are.
+    """
 
     ranks: int
     memory_share: float
     at_once: float
+    placed: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -182,18 +193,17 @@ def read_workload(
     for handle in handles(module).values():
         if handle.samples_per_update is not None:
             handle.samples_per_update = _scaled("samples_per_update", handle.samples_per_update, share, ranks)
-    placement = trainer.placement if share == 1.0 else None
-    placed = layouts(module, graph, Machines(1, ranks), tensor_parallel_size, placement)
+    placed = _placed(module, graph, trainer, ranks, tensor_parallel_size)
     prompts = _scaled("prompts_per_step", data.prompts_per_step, share, ranks)
     follows = followed_role(module, graph)
-    smallest = ranks // (tensor_parallel_size if follows and ROLLOUT in graph.roles() else 1)
+    smallest = placed[ROLLOUT].shards if follows and ROLLOUT in graph.roles() else ranks
     if prompts < smallest:
         raise UserError(
             f"`data.prompts_per_step` is {prompts} for {smallest} shards on {ranks} ranks, so some would have nothing"
             " to do; raise it, or simulate fewer nodes"
         )
     samples = prompts * module.group_size
-    roles = {name: _role(module, name, trainer, ranks, samples) for name in graph.roles() if name != ROLLOUT}
+    roles = {name: _role(module, name, trainer, placed[name], samples) for name in graph.roles() if name != ROLLOUT}
     followed = roles[follows].size if follows else None
     if followed and followed.heads % tensor_parallel_size:
         raise UserError(
@@ -211,6 +221,7 @@ def read_workload(
             tensor_parallel_size,
             getattr(engine, "gpu_memory_utilization", 0.5),
             getattr(engine, "max_num_seqs", math.inf),
+            placed[ROLLOUT].ranks,
         ),
         prompts=prompts,
         group_size=module.group_size,
@@ -229,6 +240,30 @@ def _scaled(name: str, size: int, share: float, ranks: int) -> int:
     return round(scaled)
 
 
+def _placed(
+    module: RLModule, graph: Graph, trainer: Trainer, ranks: int, tensor_parallel_size: int
+) -> dict[str, Layout]:
+    """Where roles live: as the config places them, each of its ranks standing for as many as there are more."""
+    if not trainer.placement:
+        return layouts(module, graph, Machines(1, ranks), tensor_parallel_size)
+    machines = Machines(trainer.num_nodes, trainer.devices)
+    written = layouts(module, graph, machines, tensor_parallel_size, trainer.placement)
+    return {role: _spread(role, layout, machines.world_size, ranks) for role, layout in written.items()}
+
+
+def _spread(role: str, layout: Layout, world: int, ranks: int) -> Layout:
+    more, fewer = max(1, ranks // world), max(1, world // ranks)
+    spread = tuple(
+        sorted({place for rank in layout.ranks for place in range(rank // fewer * more, (rank // fewer + 1) * more)})
+    )
+    if world * more != ranks * fewer or len(spread) * fewer != len(layout.ranks) * more or len(spread) % layout.copies:
+        raise UserError(
+            f"`placement.{role}` names {len(layout.ranks)} of {world} ranks, of which {ranks} cannot be made in"
+            " proportion; simulate a multiple of the config's ranks"
+        )
+    return replace(layout, ranks=spread, shards=len(spread) // layout.copies)
+
+
 def _lengths(longest_prompt: int, longest: int, prompt: float | None, response: float | None) -> Lengths:
     for name, value, most in (("prompt_tokens", prompt, longest_prompt), ("response_tokens", response, longest)):
         if value is not None and not 0 < value <= most:
@@ -236,11 +271,13 @@ def _lengths(longest_prompt: int, longest: int, prompt: float | None, response: 
     return Lengths(prompt or longest_prompt / 2, response or longest / 2, longest_prompt, longest)
 
 
-def _role(module: RLModule, name: str, trainer: Trainer, ranks: int, samples: int) -> SimulatedRole:
+def _role(module: RLModule, name: str, trainer: Trainer, layout: Layout, samples: int) -> SimulatedRole:
     handle = handles(module)[name]
     size = size_of(handle.model)
     world = trainer.devices * trainer.num_nodes
-    strategy: Any = trainer.strategy or (SingleProcess() if world == 1 and ranks == 1 else DeepSpeedStrategy())
+    strategy: Any = trainer.strategy or (
+        SingleProcess() if world == 1 and len(layout.ranks) == 1 else DeepSpeedStrategy()
+    )
     optimizer = handle.optimizer
     trained = 0 if optimizer is None else size.adapters(handle.lora.rank) if handle.lora else size.parameters
     owner = handle.owner if isinstance(handle, WithoutAdapters) else None
@@ -248,7 +285,7 @@ def _role(module: RLModule, name: str, trainer: Trainer, ranks: int, samples: in
         size=size,
         training=Training(
             stage=getattr(strategy, "stage", 0),
-            ranks=ranks,
+            ranks=len(layout.ranks),
             width=torch.finfo(strategy.dtype).bits // 8,
             trained=trained,
             # Adam's two, and float32 weights beside those of bfloat16
@@ -257,7 +294,9 @@ def _role(module: RLModule, name: str, trainer: Trainer, ranks: int, samples: in
             updates=handle.epochs * math.ceil(samples / (handle.samples_per_update or samples)),
             token_budget=strategy.token_budget,
             offloaded=getattr(strategy, "offload_optimizer", False),
+            peers=layout.copies,
         ),
         epochs=handle.epochs,
+        layout=layout,
         owner=next((role for role, other in handles(module).items() if other is owner), None),
     )

@@ -171,3 +171,23 @@ def test_work_waits_for_its_lane_and_for_what_it_needs() -> None:
 def test_a_file_says_what_differs_from_a_preset(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("like: h100\nmemory: 96.0e+9\n")
     assert read_hardware(str(tmp_path / "mine.yaml")) == replace(read_hardware("h100"), memory=96e9)
+
+
+def test_peers_compute_their_parts_of_a_sequence_and_tell_each_other_in_four_all_to_alls_a_layer() -> None:
+    whole = score_seconds(SMALL, 400, 100, replace(ZERO3, stage=0), PLAIN)
+    divided = score_seconds(SMALL, 400, 100, replace(ZERO3, stage=0, peers=2), PLAIN)
+    # 200 tokens of 2 x 2 query and output heads' and 2 key and value heads' 5 numbers of 2 bytes, half of them away:
+    # 200 x 6 x 5 x 2 / 2 = 6,000 bytes a layer at 1 MB/s; 4 x 2 all-to-alls with a hop of 1 ms and a message of 0.1 ms.
+    told = 2 * 6e3 / 1e6 + 8 * (1e-3 + 1e-4)
+    assert divided == pytest.approx(whole / 2 + told)
+
+
+def test_peers_hold_their_parts_of_activations_and_a_row_above_the_budget_stands_alone() -> None:
+    assert activation_bytes(SMALL, replace(ZERO3, peers=2)) == activation_bytes(SMALL, ZERO3) / 2
+    assert activation_bytes(SMALL, ZERO3, longest=1000) == 2 * activation_bytes(SMALL, ZERO3)  # the budget is 500
+
+
+def test_weights_for_engines_elsewhere_cross_a_link_once() -> None:
+    here, across = (sync_seconds(SMALL, 2, 4, False, PLAIN, crossing=of) for of in (0, 2))
+    assert across - here == pytest.approx(3850 * 2 / 1e6 + 1e-3)  # in a node: 1 MB/s and a hop
+    assert sync_seconds(SMALL, 2, 4, False, PLAIN, crossing=8) - here == pytest.approx(3850 * 2 / 0.5e6 + 4e-3)

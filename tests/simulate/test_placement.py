@@ -1,0 +1,103 @@
+"""Roles on some ranks, on paper: who is busy when, what each rank holds, and what running ahead gains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlflow.cli import main
+from rlflow.configuration import read_simulate
+from rlflow.errors import UserError
+from rlflow.simulate.simulation import Simulation
+
+ROOT = Path(__file__).parents[2]
+EIGHT = str(ROOT / "configs" / "grpo_math_8gpu.yaml")
+APART = ['--placement={rollout: "0-3", actor: "4-7"}']
+
+
+def simulation(*options: str) -> Simulation:
+    return read_simulate(["--config", EIGHT, *options]).simulation
+
+
+def seconds(told: Simulation) -> float:
+    return told.predicted.timelines["rlflow"].seconds
+
+
+def of(told: Simulation, *works: str) -> float:
+    spans = told.predicted.timelines["rlflow"].spans
+    return sum(spans[work].work.seconds for work in works)
+
+
+def test_ranks_apart_work_one_after_the_other() -> None:
+    apart = simulation(*APART)
+    assert seconds(apart) == pytest.approx(
+        of(apart, "sync actor", "rollout", "rollout -> rewards, advantages", "old_logprobs", "actor_loss")
+        + of(apart, "rollout -> old_logprobs, actor_loss"),
+        rel=1e-4,
+    )
+
+
+def test_a_step_that_runs_ahead_takes_the_longer_of_the_two_phases_and_the_sync() -> None:
+    ahead = simulation(*APART, "--trainer.max_staleness=1")
+    generating, training = of(ahead, "rollout", "rewards", "advantages"), of(ahead, "old_logprobs", "actor_loss")
+    assert generating < training
+    assert seconds(ahead) == pytest.approx(of(ahead, "sync actor") + training, rel=1e-4)
+
+
+def test_the_gain_over_other_placements_is_told() -> None:
+    ahead = simulation(*APART, "--trainer.max_staleness=1")
+    assert list(ahead.alternatives) == ["in step", "all roles on all ranks"]
+    in_step, together = (other.timelines["rlflow"].seconds for other in ahead.alternatives.values())
+    assert in_step == pytest.approx(seconds(simulation(*APART)))
+    assert together == pytest.approx(seconds(simulation()))
+    assert simulation().alternatives == {}
+
+
+@pytest.mark.parametrize("design", ["padded", "packed", "store"])
+def test_the_other_designs_overlap_steps_as_well(design: str) -> None:
+    ahead, in_step = simulation(*APART, "--trainer.max_staleness=1"), simulation(*APART)
+    spans = (told.predicted.timelines[design].seconds for told in (ahead, in_step))  # type: ignore[index]
+    assert next(spans) < 0.8 * next(spans)
+
+
+def test_a_rank_holds_what_lives_on_it() -> None:
+    training, generating = simulation(*APART).predicted.memories
+    assert (training.ranks, generating.ranks) == ((4, 5, 6, 7), (0, 1, 2, 3))
+    assert training.engine_weights == 0
+    assert dict(generating.weights) == {}
+    assert generating.training == generating.held
+    # ZeRO 3 divides 7.6 thousand million bf16 weights by the four ranks that train.
+    assert training.weights["actor"] == pytest.approx(7_615_616_512 * 2 / 4)
+    assert generating.engine_weights == pytest.approx(7_615_616_512 * 2 / 2)  # engines of two ranks
+
+
+def test_more_machines_take_the_place_of_each_rank() -> None:
+    grown = simulation(*APART, "--nodes=4").predicted.workload
+    assert grown.engine.placed == tuple(range(16))
+    assert grown.roles["actor"].layout.ranks == tuple(range(16, 32))
+
+
+def test_peers_of_a_sequence_share_its_activations() -> None:
+    whole, divided = simulation(), simulation("--placement={actor: {sequence_parallel_size: 2}}")
+    assert divided.predicted.memory.activations == pytest.approx(whole.predicted.memory.activations / 2)
+    assert divided.predicted.workload.roles["actor"].layout.shards == 4
+
+
+def test_a_placement_that_cannot_be_made_smaller_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "half.yaml").write_text("like: h100\ngpus_per_node: 4\n")
+    with pytest.raises(UserError, match=r"`placement.rollout` names 3 of 8 ranks, of which 4 cannot be made"):
+        seconds(
+            simulation(
+                '--placement={rollout: "0-2", actor: "3-7"}',
+                "--rollout.tensor_parallel_size=1",
+                f"--hardware={tmp_path / 'half.yaml'}",
+            )
+        )
+
+
+def test_memory_that_is_short_names_rank_role_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["simulate", "--config", EIGHT, *APART, "--module.model=Qwen/Qwen2.5-72B"])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  ! rank 4"))
+    assert "rank 4 is out of memory by" in line
+    assert "while training; `actor` holds" in line
