@@ -18,6 +18,7 @@ from rlflow.data.layout import Layout
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
+from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.causal_lm import WithoutAdapters
 from rlflow.models.lora import require_peft
 from rlflow.models.tiny import resolve_model
@@ -26,7 +27,7 @@ from rlflow.placement import Machines, Placed, followed_role, handles, layouts
 from rlflow.workflow.binding import bind
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def prepare(
     tensor_parallel_size: int,
     placement: Mapping[str, Placed] | None,
     max_staleness: int,
+    packing: bool,
     max_steps: int | None,
     max_epochs: int | None,
     limit_val_batches: int | None,
@@ -105,6 +107,7 @@ def prepare(
         tensor_parallel_size: Ranks of one rollout engine.
         placement: Where roles live that are not on all ranks.
         max_staleness: Steps that generation runs ahead of training.
+        packing: Whether forward passes are without padding.
         max_steps: Steps at most.
         max_epochs: Passes over the data at most.
         limit_val_batches: Validation batches of `data.prompts_per_step` prompts at most.
@@ -122,6 +125,9 @@ def prepare(
         role: resolve_model(handles(module)[role].model, scratch, _said_by(module, role))
         for role in _loaded(module, graph)
     }
+    for role, path in paths.items():
+        if placed[role].copies > 1:
+            check_sequence_parallel(load_config(path), placed[role].copies, role, packing)
     lead = follows or graph.trained_roles()[0]
     tokenizer = load_tokenizer(paths[lead])
     _require_same_vocabulary(paths, lead, tokenizer)
@@ -169,6 +175,24 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             f"`model` is {str(path)!r}, whose tokenizer cannot be loaded ({reason}); check the name"
         ) from error
     return tokenizer
+
+
+def load_config(path: Path) -> PretrainedConfig:
+    """The configuration in a model's folder, or of that hub name.
+
+    Raises:
+        UserError: There is none to be had.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"`model` is {str(path)!r}, whose configuration cannot be loaded ({reason}); check the name"
+        ) from error
+    return config
 
 
 def _require_same_vocabulary(paths: Mapping[str, Path], follows: str, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -257,6 +257,7 @@ class Run:
             save=lambda done: self._save_if_due(done, folder, controller),
         )
         self._restore(controller)
+        self._started = self._module.state_dict()
         return controller
 
     def _set_up_engine(self) -> None:
@@ -425,7 +426,7 @@ class Run:
             data=self._prepared.train.scan.digest,
             draws=controller.draws,
             before=self._before,
-            module=self._module.state_dict(),
+            module=self._module_state(),
             callbacks=[callback.state_dict() for callback in self._trainer.callbacks],
         )
         kept = {flight_name(step): flight for step, flight in controller.in_flight(done).items()}
@@ -435,6 +436,14 @@ class Run:
         rank, later = self._transport.rank, self._metrics.of_later_steps(done - 1)
         logged = {"metrics": later, "samples": list(self._samples.items())} if later else None
         checkpoint.write(folder.checkpoint, self._strategy, roles, progress, rank, world_size, kept, logged)
+
+    def _module_state(self) -> dict[str, Any]:
+        """Each entry as the ranks have it that changed it: those that run the node that it belongs to."""
+        here = json.dumps(self._module.state_dict()).encode()
+        gathered = self._transport.all_gather_ragged(torch.frombuffer(bytearray(here), dtype=torch.uint8))
+        states: list[dict[str, Any]] = [json.loads(each.cpu().numpy().tobytes()) for each in gathered]
+        changed = {name: [state[name] for state in states if state[name] != old] for name, old in self._started.items()}
+        return {name: values[0] if values else self._started[name] for name, values in changed.items()}
 
     def _read_flight(self, step: int, like: Kept) -> Kept:
         """Of a step that was generated and not trained when the checkpoint was taken: what crosses to training."""

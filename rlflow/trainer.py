@@ -191,6 +191,7 @@ class Trainer:
                 tensor_parallel_size=engine.tensor_parallel_size,
                 placement=self.placement,
                 max_staleness=self.max_staleness,
+                packing=strategy.packing,
                 max_steps=max_steps,
                 max_epochs=self.max_epochs,
                 limit_val_batches=self.limit_val_batches,

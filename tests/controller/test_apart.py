@@ -251,3 +251,22 @@ def test_ppo_with_its_critic_and_reference_on_other_ranks_trains_what_one_rank_t
         for name in ("reward/mean", "actor/loss", "critic/loss"):
             assert step[name] == pytest.approx(expected[name], abs=1e-5), name
     assert close(results[1].weights, one.weights, atol=1e-5)
+
+
+def test_what_ranks_that_train_adapt_goes_on_though_rank_0_only_generates(
+    policy: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    def given(folder: str, **settings: Any) -> Fit:
+        restraint = {"kl_coef": 0.1, "kl_target": 1e-3, "kl_horizon": 50.0}
+        made = RaggedPPO(str(policy), OddCharacters(), group_size=2, max_response_length=12, optimizer=SGD, **restraint)
+        placement = {role: [1] for role in ("actor", "critic", "reference")} | {"rollout": [0]}
+        every = {"placement": placement, "save_every_n_steps": 1, **SETTINGS, **settings}
+        return Fit(made, sums(16, 4), tmp_path / folder, ZERO2, settings=every)
+
+    whole = ranks2.run(fit, given("whole", callbacks=[StopsAfter(0)]))[1]
+    ranks2.run(fit, given("parts", callbacks=[StopsAfter(2)]))
+    rest = ranks2.run(fit, given("parts", callbacks=[StopsAfter(0)], ckpt_path="last"))[1]
+    assert len({step["reward/kl_coef"] for step in whole.steps}) > 1, "the coefficient moves"
+    for step, expected in zip(rest.steps, whole.steps[2:], strict=True):
+        assert numbers(step) == numbers(expected)
+    assert same(rest.weights, whole.weights)
