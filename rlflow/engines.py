@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import torch
+
 from rlflow.data.layout import Layout
 from rlflow.data.transport import Transport
+from rlflow.rollout.beside import EngineBeside, free_address
 from rlflow.rollout.engine import RolloutEngine
 
 
-def engine_of_rank(
-    configured: RolloutEngine, layout: Layout, transport: Transport, generates: bool
-) -> RolloutEngine | None:
-    """What generates on this rank; None where nothing does. A collective of the layout's ranks.
+def engine_of_rank(configured: RolloutEngine, layout: Layout, transport: Transport) -> RolloutEngine | None:
+    """What generates on this rank; None where no engine is placed.
+
+    An engine that can only be built by all ranks at once gets a process of its own where it is placed on some of them.
 
     Args:
         configured: As the config has it.
         layout: Where engines are placed.
-        transport: To the other ranks.
-        generates: Whether the run needs engines at all.
+        transport: To the other ranks; has formed the groups of the ranks that share an engine.
     """
-    if not generates or transport.rank not in layout.ranks:
+    rank = transport.rank
+    if rank not in layout.ranks:
         return None
-    return configured
+    if not configured.needs_all_ranks or len(layout.ranks) == transport.world_size:
+        return configured
+    peers = layout.peers(layout.shard(rank))
+    address = None
+    if rank == peers[0]:
+        address = torch.frombuffer(bytearray(free_address().encode()), dtype=torch.uint8)
+    heard = transport.broadcast_bytes(address, peers[0], peers)
+    return EngineBeside(
+        configured, index=peers.index(rank), size=len(peers), address=heard.cpu().numpy().tobytes().decode()
+    )

@@ -85,6 +85,7 @@ class Run:
         self._strategy = strategy
         self._transport = Transport(strategy.root_device)
         self._configured_engine = engine
+        self._engine: RolloutEngine | None = None
         self._first = self._transport.rank == 0
         self._metrics = Metrics()
         self._samples: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)  # by step
@@ -171,13 +172,16 @@ class Run:
         prepared, transport = self._prepared, self._transport
         numbers = {"seed": self._trainer.seed, "steps": prepared.steps, "training rows": prepared.train.size}
         agree(transport, facts(self._module, self._trainer.resolved_config, str(prepared.plan), **numbers))
+        rollout = prepared.layouts[ROLLOUT]
         groups = [*prepared.plan.groups(), *(layout.ranks for layout in prepared.layouts.values())]
+        groups += [rollout.peers(shard) for shard in range(rollout.shards)]
         if self._sync_task is not None:
             groups += [sending_group(self._sync_task), probing_group(self._sync_task)]
             groups += [tuple(sorted({0, self._sampler}))]
         transport.form_groups(groups)
         self._strategy.form_groups(prepared.layouts)
-        self._engine = engine_of_rank(self._configured_engine, prepared.layouts[ROLLOUT], transport, prepared.generates)
+        if prepared.generates:
+            self._engine = engine_of_rank(self._configured_engine, rollout, transport)
         self._context = NodeContext(
             engine=self._engine,
             transport=transport,

@@ -9,7 +9,16 @@ import pytest
 from rlflow.configuration import read_fit, read_graph
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
-RANKS = {"quickstart_sft": 2, "quickstart_grpo": 2, "grpo_math_8gpu": 8, "grpo_math_16nodes": 128}  # others: 1
+RANKS = {  # others: 1
+    "quickstart_sft": 2,
+    "quickstart_grpo": 2,
+    "grpo_apart": 2,
+    "grpo_one_step_off": 3,
+    "ppo_apart": 4,
+    "ppo_one_step_off": 4,
+    "grpo_math_8gpu": 8,
+    "grpo_math_16nodes": 128,
+}
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
