@@ -270,7 +270,7 @@ class Controller:
         if not made_here and not now.buffer.holds(task.value, space):
             annotation, lengths = self._graph.type_of(task.value), now.lengths.get(task.value)
             now.buffer.put(task.value, None, annotation, space, task.source, lengths)
-        now.buffer.issue(task.value, task.target, now.spaces[task.reader_space])
+        now.buffer.issue(task.value, task.target, now.spaces[task.reader_space], task.columns)
 
     def _draw(self, task: Fill, step: int) -> None:
         """The tasks of a `Fill` on the next prompts."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, KeysView, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from rlflow.dag import checks
 from rlflow.dag.methods import read_methods
 from rlflow.dag.node import BATCH, Input, Node
 from rlflow.dag.problems import GraphError, Problem
+from rlflow.dag.reads import Fields, fields_read
+from rlflow.data.batch import columns
 from rlflow.errors import UserError
 
 __all__ = ["Graph", "GraphError", "Input", "Node", "Problem"]
@@ -22,10 +24,12 @@ class Graph:
     Attributes:
         nodes: By name, in the order of declaration: base classes first; an override keeps its place.
         order: The order of execution: by depth, then declaration, train nodes last; a filter and its ancestors first.
+        fields: By node and value that it reads: the fields of the value that it reads, or None for all.
     """
 
     nodes: Mapping[str, Node]
     order: tuple[Node, ...]
+    fields: Mapping[tuple[str, str], Fields | None] = field(default_factory=dict, repr=False)
 
     @classmethod
     def read(cls, module: object, roles: Collection[str] = (), told: Collection[Problem] = ()) -> Self:
@@ -62,7 +66,14 @@ class Graph:
         if problems:
             raise GraphError(*sorted(problems, key=lambda problem: (problem.file, problem.line)))
         nodes = {name: replace(node, space=spaces[name]) for name, node in nodes.items()}
-        return cls(nodes, tuple(nodes[node.id] for node in order))
+        made = cls(nodes, tuple(nodes[node.id] for node in order))
+        reads = ((node, value) for node in made.order for value in node.reads)
+        trained = made.trained_roles()
+        fields = {
+            (node.id, value): fields_read(module, node, value, made.type_of(value), node.role in trained)
+            for node, value in reads
+        }
+        return replace(made, fields=fields)
 
     @property
     def filter(self) -> Node | None:
@@ -78,6 +89,13 @@ class Graph:
     def readers(self, value: str) -> tuple[Node, ...]:
         """The nodes that read `value`, in the order of execution."""
         return tuple(node for node in self.order if value in node.reads)
+
+    def columns(self, value: str, readers: Collection[Node]) -> tuple[str, ...] | None:
+        """The fields of `value` that these readers read together, in the order of its type; None for all."""
+        read = [self.fields.get((reader.id, value)) for reader in readers]
+        names = tuple(column.name for column in columns(self.type_of(value)))
+        needed = [name for name in names if any(fields is None or name in fields for fields in read)]
+        return None if len(needed) == len(names) else tuple(needed)
 
     def trained_roles(self) -> tuple[str, ...]:
         """The roles that train nodes train, each once, in the order of execution."""

@@ -201,8 +201,14 @@ def _exchanges(value: str, graph: Graph, placed: Mapping[str, Layout], readers: 
     """One for each pair of row space and layout in which `readers` read `value` and in which it was not made."""
     source = placed[value]
     space = graph.space_of(value)
-    reads = [Exchange(value, reader.input_space, source, placed[reader.id]) for reader in _reads(readers, value)]
-    return [exchange for exchange in dict.fromkeys(reads) if exchange != Exchange(value, space, source, source)]
+    together: dict[tuple[str, Layout], list[Node]] = {}
+    for reader in _reads(readers, value):
+        together.setdefault((reader.input_space, placed[reader.id]), []).append(reader)
+    return [
+        Exchange(value, rows, source, target, columns=graph.columns(value, nodes))
+        for (rows, target), nodes in together.items()
+        if (rows, target) != (space, source)
+    ]
 
 
 def _reads(nodes: Collection[Node], value: str) -> list[Node]:

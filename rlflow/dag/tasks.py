@@ -100,12 +100,14 @@ class Exchange(Task):
         reader_space: The row space in which it is read: `batch`, or the id of a rollout node.
         source: Where the value was made.
         target: Where it is read.
+        columns: The fields of the value that are read there; None for all.
     """
 
     value: str
     reader_space: str
     source: Layout
     target: Layout
+    columns: tuple[str, ...] | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -114,7 +116,8 @@ class Exchange(Task):
 
     def __str__(self) -> str:
         rows = f"rows of {self.reader_space}"
-        return f"exchange  {self.value}: {describe(self.source)} -> {describe(self.target)}; {rows}"
+        only = f"; only {', '.join(self.columns) or 'rows'}" if self.columns is not None else ""
+        return f"exchange  {self.value}: {describe(self.source)} -> {describe(self.target)}; {rows}{only}"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,13 +74,17 @@ class DataBuffer:
         self._values[name] = _Made(value, annotation, space, layout, lengths, _nbytes(value, annotation))
         self._note_peak()
 
-    def issue(self, name: str, target: Layout, space: RowSpace | None = None) -> None:
+    def issue(
+        self, name: str, target: Layout, space: RowSpace | None = None, columns: Collection[str] | None = None
+    ) -> None:
         """Start to bring a value to the ranks of `target`; called by the ranks of both layouts.
 
         Args:
             name: Of the value.
             target: Where it is read.
             space: The samples beside which it is read, where it is of their prompts.
+            columns: Those of its fields that are read there, the same on all ranks; None for all. Any use of another
+                raises, except where a rank reads just the rows that it holds and so has the whole.
         """
         made = self._values[name]
         reader = space or made.space
@@ -92,7 +96,7 @@ class DataBuffer:
         begun = time.perf_counter()
         with self._waiting(name, target):
             held = made.space.held(made.layout, rank)
-            exchange = Exchange(self._transport, route, made.lengths, held, made.annotation, made.value)
+            exchange = Exchange(self._transport, route, made.lengths, held, made.annotation, made.value, columns)
         made.copies[target, reader] = _Copy(exchange, begun)
         self.bytes_sent += exchange.bytes_sent
         self.traffic[_label(name, target)] += exchange.bytes_sent

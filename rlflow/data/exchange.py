@@ -9,12 +9,13 @@ rows are told first. A rank that has made nothing is told dtypes and scalars at 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlflow.data.batch import Column, Cut, columns
+from rlflow.data.batch import Absent, Column, Cut, columns
 from rlflow.data.route import Route
 from rlflow.data.transport import Transport, Work
 from rlflow.data.wire import Data, Form, Piece, RowBytes, copied, from_bytes, to_bytes
@@ -33,6 +34,7 @@ class Exchange:
         held: `[B]`, positions of the rows that this rank holds.
         annotation: The value's type.
         value: What this rank made; None where it made nothing. Not to be changed until `wait` has returned.
+        only: The columns that are read in the target, the same on all ranks; None for all. Others become `Absent`.
 
     Attributes:
         bytes_sent: Payload for other ranks.
@@ -42,14 +44,23 @@ class Exchange:
     """
 
     def __init__(
-        self, transport: Transport, route: Route, lengths: Tensor, held: Tensor, annotation: Any, value: Any
+        self,
+        transport: Transport,
+        route: Route,
+        lengths: Tensor,
+        held: Tensor,
+        annotation: Any,
+        value: Any,
+        only: Collection[str] | None = None,
     ) -> None:
         self.bytes_sent = self.bytes_received = self.metadata_bytes = self.buffer_bytes = 0
         self._transport, self._route, self._all_lengths, self._annotation = transport, route, lengths, annotation
         self._lengths = lengths[held]  # [B]
         self._me = route.ranks.index(transport.rank)
         self._columns = columns(annotation)
-        self._travelling = [column for column in self._columns if column.cut is not Cut.SCALAR and not column.home]
+        self._absent = {column.name for column in self._columns if only is not None and column.name not in only}
+        read = [column for column in self._columns if column.name not in self._absent]
+        self._travelling = [column for column in read if column.cut is not Cut.SCALAR and not column.home]
         self._sized = [column for column in self._travelling if column.cut in (Cut.RAGGED, Cut.JSON)]
         self._value = value
         self._data: dict[str, Data] = {} if value is None else {c.name: _data(value, c) for c in self._columns}
@@ -192,6 +203,8 @@ class Exchange:
         return self._bytes_of(column, self._route.sends[self._me])
 
     def _column(self, column: Column, arrived: dict[str, RowBytes]) -> Data:
+        if column.name in self._absent:
+            return Absent(column.name)
         data = self._data.get(column.name)
         if column.cut is Cut.SCALAR:
             return data

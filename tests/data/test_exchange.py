@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.data.balance import Balance
-from rlflow.data.batch import Pairs, PerSample, PerToken, Ragged
+from rlflow.data.batch import Pairs, PerSample, PerToken, Ragged, take_rows
 from rlflow.data.buffer import DataBuffer
 from rlflow.data.layout import Layout
 from rlflow.data.loader import collate_pairs
@@ -21,6 +21,7 @@ from rlflow.data.prompts import Example
 from rlflow.data.rows import RowSpace
 from rlflow.data.telling import heard, told
 from rlflow.data.transport import Transport
+from rlflow.errors import UserError
 from tests.data.everything import Everything, differences, everything
 from tests.ranks import RankPool
 
@@ -325,3 +326,34 @@ def test_pairs_travel_whole_and_are_balanced_by_the_tokens_of_both_responses(ran
 
     # Tokens: 0: 2 + 2 + 99 = 103; 1: 4 + 90 + 4 = 98; 2: 6 + 3 + 1 = 10; 3: 8 + 1 + 2 = 11. So 0 with 2, 1 with 3.
     assert ranks2.run(_pairs_by_cost) == [[pair(0, 2, 99), pair(2, 3, 1)], [pair(1, 90, 4), pair(3, 1, 2)]]
+
+
+def _only_two_columns() -> tuple[list[int], list[list[int]], str, int]:
+    """Two rows, split and swapped: of a value with every column two are read."""
+    space = _space(TWO, [[0, 1], []], [1, 2])
+    mine = [0, 1] if dist.get_rank() == 0 else []
+    buffer = DataBuffer(_transport())
+    buffer.put("rollout", everything(mine, {0: 1, 1: 2}), Everything, space, TWO)
+    halves = Layout((0, 1), 2, "balanced")
+    buffer.issue("rollout", halves, columns=("ids", "response"))
+    found: Everything = buffer.get("rollout", halves)
+    taken: Everything = take_rows(found, Everything, torch.tensor([0]))
+    with pytest.raises(UserError, match="`mask` did not come along to this rank") as refusal:
+        taken.mask.sum()
+    for use in (
+        lambda: found.mask[0],
+        lambda: found.logprobs * 2,
+        lambda: torch.exp(found.logprobs),
+        lambda: len(found.rows),
+    ):
+        with pytest.raises(UserError, match="did not come along"):
+            use()
+    return found.ids.tolist(), found.response.tolist(), str(refusal.value), buffer.bytes_received
+
+
+def test_only_the_columns_that_are_read_travel_and_any_use_of_another_raises(ranks2: RankPool) -> None:
+    # rank 1 gets an id of 8 bytes and a response of one token of 8 bytes: of rows of 2 and 3 tokens the dearer stays
+    (kept, kept_response, _, nothing), (came, response, text, received) = ranks2.run(_only_two_columns)
+    assert (kept, kept_response, nothing) == ([1], [[100, 101]], 0)
+    assert (came, response, received) == ([0], [[0]], 16)
+    assert "Read it as `value.field` in the node" in text
