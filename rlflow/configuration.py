@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
@@ -31,13 +33,16 @@ from rlflow.report import Report
 from rlflow.rewards import ExactMatch
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.simulate.command import ShownSimulation
+from rlflow.simulate.foretold import Foretold
 from rlflow.simulate.hardware import read_hardware
+from rlflow.simulate.here import this_machine
 from rlflow.simulate.simulation import Scaling, Simulation
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.trainer import Trainer
 from rlflow.workflow.entries import NODES, as_yaml, read_entries
 
 MODELS = "models"
+HERE = "this machine"
 TOP_LEVEL = {
     "strategy",
     "rollout",
@@ -56,11 +61,15 @@ class Configured:
     data: PromptData
     trainer: Trainer
     config: Mapping[str, Any]
+    foretold: Foretold | None = None
 
     def fit(self) -> None:
-        """Train; a `UserError` names keys of the config."""
+        """Train, with a prediction before and its error after if asked; a `UserError` names keys of the config."""
         with naming_keys(self.config):
+            told = None if self.foretold is None else self.foretold.before()
             self.trainer.fit(self.module, self.data)
+            if self.foretold is not None and told is not None:
+                self.foretold.after(told)
 
     def validate(self) -> None:
         """Measure the model as it is; a `UserError` names keys of the config."""
@@ -118,7 +127,21 @@ class OneLineParser(ArgumentParser):
 def read_fit(arguments: Sequence[str]) -> Configured:
     """The objects that `rlflow fit` runs."""
     parser = _parser("fit", "Train a model as a config says.")
-    return _build(parser, _parsed(parser, arguments), read_entries(arguments))
+    parser.add_argument(
+        "--predict",
+        type=str,
+        nargs="?",
+        const=HERE,
+        default=None,
+        metavar="HARDWARE",
+        help="print what a step will take, and at the end how far that was off; on this machine, or as in `simulate`",
+    )
+    parsed = _parsed(parser, arguments)
+    hardware = parsed.pop("predict")
+    configured = _build(parser, parsed, read_entries(arguments))
+    if hardware is None or not _speaks():
+        return configured
+    return replace(configured, foretold=_foretold(configured, hardware))
 
 
 def read_validate(arguments: Sequence[str]) -> Configured:
@@ -169,6 +192,25 @@ def read_simulate(arguments: Sequence[str]) -> ShownSimulation:
         parsed.response_tokens,
     )
     return ShownSimulation(simulation, None if parsed.draw is None else Path(parsed.draw))
+
+
+def _foretold(configured: Configured, hardware: str) -> Foretold:
+    trainer = configured.trainer
+    if hardware == HERE:
+        on_gpu = trainer.accelerator != "cpu" and torch.cuda.is_available()
+        name, machine = this_machine(trainer.devices, on_gpu)
+    else:
+        name, machine = hardware, replace(read_hardware(hardware), gpus_per_node=trainer.devices)
+    simulation = Simulation(
+        configured.module, configured.data, trainer, trainer.num_nodes, name, machine, "strong", None, None
+    )
+    return Foretold(simulation)
+
+
+def _speaks() -> bool:
+    """Whether this process is the job's first, however it was started."""
+    ranks = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
+    return all(os.environ.get(name, "0") == "0" for name in ranks)
 
 
 def _counting_machines(arguments: Sequence[str]) -> list[str]:

@@ -26,17 +26,18 @@ def screen(simulation: Simulation) -> Iterator[str]:
         f" at most {most[0]} + {most[1]}; {load.tokens:.3g} tokens trained on"
     )
     yield ""
-    yield f"step {_seconds(timeline.seconds)}, {predicted.rate('rlflow'):.4g} tokens/s; * on the critical path"
-    yield from _nodes(timeline)
+    yield f"step {in_seconds(timeline.seconds)}, {predicted.rate('rlflow'):.4g} tokens/s; * on the critical path"
+    yield from work_lines(timeline)
     yield ""
     yield from _alternatives(simulation)
     for memory in predicted.memories:
-        yield from _memory(memory, every=len(predicted.memories) == 1)
+        yield from memory_lines(memory, every=len(predicted.memories) == 1)
     yield ""
     yield from _designs(simulation)
 
 
-def _nodes(timeline: Timeline) -> Iterator[str]:
+def work_lines(timeline: Timeline) -> Iterator[str]:
+    """A table of all work."""
     critical = {span.work.name for span in timeline.critical_path()}
     yield f"    {'work':<44} {'kind':<9} {'starts':>9} {'takes':>9} {'share':>6} {'moves':>9}"
     for name, span in timeline.spans.items():
@@ -44,8 +45,8 @@ def _nodes(timeline: Timeline) -> Iterator[str]:
         share = f"{span.work.seconds / timeline.seconds:.1%}"
         moved = _bytes(span.work.nbytes) if span.work.nbytes else ""
         yield (
-            f"  {mark} {_short(name, 44):<44} {span.work.kind:<9} {_seconds(span.start):>9}"
-            f" {_seconds(span.work.seconds):>9} {share:>6} {moved:>9}"
+            f"  {mark} {_short(name, 44):<44} {span.work.kind:<9} {in_seconds(span.start):>9}"
+            f" {in_seconds(span.work.seconds):>9} {share:>6} {moved:>9}"
         )
 
 
@@ -57,11 +58,12 @@ def _alternatives(simulation: Simulation) -> Iterator[str]:
     for name, other in simulation.alternatives.items():
         seconds = other.timelines["rlflow"].seconds
         marked = "" if other.memory.fits else "; does not fit"
-        yield f"    {name:<24} step {_seconds(seconds)}, {seconds / here:.2f} times as long{marked}"
+        yield f"    {name:<24} step {in_seconds(seconds)}, {seconds / here:.2f} times as long{marked}"
     yield ""
 
 
-def _memory(memory: Memory, every: bool) -> Iterator[str]:
+def memory_lines(memory: Memory, every: bool) -> Iterator[str]:
+    """What a rank holds, and what to do where it cannot; `every` if all ranks hold as much."""
     of = "a rank" if every else rank_ranges(memory.ranks)
     yield (
         f"memory of {of}: {_bytes(memory.generating)} generating, {_bytes(memory.training)} training,"
@@ -87,7 +89,7 @@ def does_not_fit(memory: Memory) -> str:
     rank = memory.ranks[0]
     if memory.cache < 0:
         return (
-            f"rank {rank}: the engine's share is {_bytes(-memory.cache)} short of its weights of"
+            f"rank {rank}: the share of `rollout` is {_bytes(-memory.cache)} short of its weights of"
             f" {_bytes(memory.engine_weights)}: raise rollout.init_args.gpu_memory_utilization or tensor_parallel_size"
         )
     of = {role: _of_role(memory, role) for role in memory.weights} | {"rollout": memory.engine_weights + memory.cache}
@@ -121,7 +123,7 @@ def _designs(simulation: Simulation) -> Iterator[str]:
 
 
 def _row(predicted: Predicted) -> str:
-    cells = [f"{predicted.rate(design):.4g} ({_seconds(predicted.timelines[design].seconds)})" for design in DESIGNS]
+    cells = [f"{predicted.rate(design):.4g} ({in_seconds(predicted.timelines[design].seconds)})" for design in DESIGNS]
     return "".join(f" {cell:>27}" for cell in cells)
 
 
@@ -129,7 +131,8 @@ def _short(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _seconds(seconds: float) -> str:
+def in_seconds(seconds: float) -> str:
+    """In the unit that is read easily."""
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.1f} us"

@@ -1,0 +1,118 @@
+"""`rlflow fit --predict`: what a run will take, before its first step, and how far that was off, after its last."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlflow.data.prompts import Encoder
+from rlflow.errors import UserError
+from rlflow.loggers.jsonl import METRICS_FILE, read_metrics
+from rlflow.models.tiny import resolve_model
+from rlflow.placement import followed_role, handles
+from rlflow.preparation import load_tokenizer, read_graph
+from rlflow.simulate.report import does_not_fit, in_seconds, memory_lines, work_lines
+from rlflow.simulate.simulation import Simulation
+
+READ = 64  # rows whose prompts say how long prompts are
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """The prediction of a run on the ranks that it has.
+
+    Attributes:
+        simulation: Of its own number of machines and ranks.
+    """
+
+    simulation: Simulation
+
+    def before(self) -> Simulation:
+        """Print what a step will take, with the data's own prompts; the simulation with these.
+
+        Raises:
+            UserError: A rank has not enough memory; it is named, with role and bytes.
+        """
+        for memory in self.simulation.predicted.memories:
+            if not memory.fits:
+                raise UserError(f"the run cannot fit on {self.simulation.name}: {does_not_fit(memory)}")
+        simulation = with_lengths(self.simulation)
+        predicted = simulation.predicted
+        lengths = predicted.workload.lengths
+        print(
+            f"predicted on {simulation.name}: step {in_seconds(predicted.timelines['rlflow'].seconds)}, with"
+            f" {lengths.prompt:.1f} + {lengths.response:.1f} tokens a row"
+        )
+        print("\n".join(work_lines(predicted.timelines["rlflow"])))
+        for memory in predicted.memories:
+            print("\n".join(memory_lines(memory, every=len(predicted.memories) == 1)))
+        return simulation
+
+    def after(self, simulation: Simulation) -> None:
+        """Print what was predicted against what the run's metrics say, for responses as long as they were."""
+        folder = simulation.trainer.run_dir
+        if (folder / METRICS_FILE).is_file():
+            print("\n".join(compared(simulation, read_metrics(folder))))
+
+
+def with_lengths(simulation: Simulation) -> Simulation:
+    """With tokens of a row as the first rows of the data have them; of responses that are sampled, half of the most."""
+    module, data = simulation.module, simulation.data
+    graph = read_graph(module)
+    lead = followed_role(module, graph) or graph.trained_roles()[0]
+    with tempfile.TemporaryDirectory() as scratch:
+        model = handles(module)[lead].model
+        tokenizer = load_tokenizer(resolve_model(model, Path(scratch), "`model`"))
+    rows = list(range(min(READ, len(data.train))))
+    examples = Encoder(data, tokenizer)(data.train, rows)
+    prompt = statistics.fmean(len(example.prompt_ids) for example in examples)
+    responses = [len(example.response_ids) for example in examples if example.response_ids]
+    sampled = any(node.kind == "rollout" for node in graph.order)
+    return replace(
+        simulation,
+        prompt_tokens=min(prompt, data.max_prompt_length),
+        response_tokens=None if sampled or not responses else statistics.fmean(responses),
+    )
+
+
+def compared(simulation: Simulation, lines: Sequence[Mapping[str, float | None]]) -> Iterator[str]:
+    """Lines of predicted and measured seconds: of each node, and of the step.
+
+    Args:
+        simulation: As told before the run.
+        lines: The run's metrics.
+    """
+    steps = [line for line in lines if line.get("time/step") is not None]
+    if not steps:
+        return
+    counted = steps[1:] or steps  # the first step compiles, loads and fills caches
+    measured = {
+        name.removeprefix("time/"): statistics.median(line.get(name) or 0.0 for line in counted)
+        for name in counted[-1]
+        if name.startswith("time/")
+    }
+    lengths = [length for line in counted if (length := line.get("rollout/length")) is not None]
+    told = simulation
+    if lengths:
+        told = replace(simulation, response_tokens=statistics.fmean(lengths))
+    timeline = told.predicted.timelines["rlflow"]
+    of = f"with responses of {statistics.fmean(lengths):.1f} tokens, as they were, " if lengths else ""
+    yield f"predicted against measured, {of}{'the median of ' if len(counted) > 1 else ''}{_steps(counted)}"
+    for name, span in timeline.spans.items():
+        known = "sync" if span.work.kind == "sync" else name
+        if known in measured:
+            yield _line(known, span.work.seconds, measured[known])
+    yield _line("step", timeline.seconds, measured["step"])
+
+
+def _steps(counted: Sequence[Mapping[str, float | None]]) -> str:
+    first, last = (f"{line['step']:.0f}" for line in (counted[0], counted[-1]))
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def _line(name: str, predicted: float, measured: float) -> str:
+    error = f"{predicted / measured - 1:+.0%}" if measured else ""
+    return f"    {name:<24} {in_seconds(predicted):>10} {in_seconds(measured):>10} {error:>7}"
