@@ -30,6 +30,7 @@ from rlflow.data.batch import Rollout
 from rlflow.data.kept import Kept
 from rlflow.data.layout import Layout
 from rlflow.data.memory import keep_freed_memory
+from rlflow.data.prefetch import Prefetch
 from rlflow.data.prompts import PromptData
 from rlflow.data.surplus import SURPLUS, flight_name, read_kept
 from rlflow.data.transport import Transport
@@ -113,8 +114,10 @@ class Run:
             trace = self._transport.watch = Trace(folder.traces, self._transport.rank)
             stack.callback(trace.close)
             self._start_loggers(folder, stack)
+            draws = self._prepared.steps if self._prepared.graph.filter is None else None
+            prompts = stack.enter_context(Prefetch(self._prepared.train, draws))
             try:
-                self._train(folder, self._build(folder, trace))
+                self._train(folder, self._build(folder, trace, prompts))
             except BaseException as error:
                 for callback in self._trainer.callbacks:
                     callback.on_exception(self._trainer, error)
@@ -223,7 +226,7 @@ class Run:
             if self._config is not None:
                 logger.log_config(self._config)
 
-    def _build(self, folder: RunFolder, trace: Trace) -> Controller:
+    def _build(self, folder: RunFolder, trace: Trace, prompts: Prefetch) -> Controller:
         trainer, prepared, strategy = self._trainer, self._prepared, self._strategy
         for line in table(self._module, self._data, prepared, self._transport.world_size, strategy.token_budget):
             self._console.say(line)
@@ -249,7 +252,7 @@ class Run:
             engine=self._engine,
             sync=self._weight_sync(),
             probe=self._probe(gap),
-            loader=prepared.train,
+            loader=prompts,
             transport=self._transport,
             metrics=self._metrics,
             gap=gap,

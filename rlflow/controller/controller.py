@@ -28,7 +28,7 @@ from rlflow.data.batch import Batch, Rollout, to_device
 from rlflow.data.buffer import DataBuffer
 from rlflow.data.kept import Kept
 from rlflow.data.layout import Layout
-from rlflow.data.loader import Loader
+from rlflow.data.prefetch import Prefetch
 from rlflow.data.rows import RowSpace
 from rlflow.data.telling import heard, told
 from rlflow.data.transport import Transport
@@ -80,7 +80,7 @@ class Controller:
         engine: RolloutEngine | None,
         sync: WeightSync | None,
         probe: Probe | None,
-        loader: Loader,
+        loader: Prefetch,
         transport: Transport,
         metrics: Metrics,
         gap: LogprobGap,
