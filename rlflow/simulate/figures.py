@@ -69,3 +69,9 @@ FIGURES: tuple[Figure, ...] = tuple(
     Figure(Curve(*names), gpus, rate) for names, rates in _RATES.items() for gpus, rate in rates.items()
 )
 CURVES: tuple[Curve, ...] = tuple(dict.fromkeys(figure.curve for figure in FIGURES))
+
+# How many times as fast as verl DistFlow is at context lengths in tokens; verl's 32B has no figure at 65,536.
+CONTEXT_SPEEDUPS: dict[Model, dict[int, float]] = {
+    "7B": {8192: 1.47, 16384: 1.62, 32768: 1.85, 65536: 1.98},
+    "32B": {8192: 1.35, 16384: 1.32, 32768: 1.27},
+}
