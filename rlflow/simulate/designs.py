@@ -159,14 +159,18 @@ class _Step:
         """Straight between ranks. The rows' metadata, which partitions are made from, is gathered before."""
         load, rows = self.workload, self.workload.rows(self.workload.graph.space_of(task.value))
         moves = load.moves_rows or task.source.shards != task.target.shards
-        nbytes = rows * load.value_bytes(task.value) * (1 - 1 / task.target.shards) if moves else 0.0
+        nbytes = (
+            rows * load.value_bytes(task.value, fields=task.columns) * (1 - 1 / task.target.shards) if moves else 0.0
+        )
         ranks = len(task.ranks)
         seconds = all_to_all_seconds(nbytes / task.source.shards, ranks, self.hardware)
         seconds += gather_seconds(METADATA_BYTES * rows, ranks, self.hardware)
         name = f"{task.value} -> {_holders(load, task)}{self.draw}"
         need = self.latest[task.value]
         if self.hardware.exchange_row_seconds and nbytes:
-            packing = rows / task.source.shards * load.columns(task.value) * self.hardware.exchange_row_seconds
+            packing = (
+                rows / task.source.shards * load.columns(task.value, task.columns) * self.hardware.exchange_row_seconds
+            )
             yield Work(f"pack {name}", "exchange", self._of(task.ranks), packing, (need,) if need else ())
             need = f"pack {name}"
         self.latest[f"{task.value}|{task.reader_space}|{task.target}"] = name

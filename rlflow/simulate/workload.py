@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -133,14 +133,20 @@ class Workload:
         paired = any(self.graph.type_of(value) is Pairs for value in node.reads if value == BATCH)
         return self.lengths.total * (2 if paired else 1)
 
-    def value_bytes(self, value: str, padded: bool = False) -> float:
-        """Of a row of `value` on the wire, as packed rows or padded to the longest that the config allows."""
+    def value_bytes(self, value: str, padded: bool = False, fields: Collection[str] | None = None) -> float:
+        """Of a row of `value` on the wire, as packed rows or padded to the longest that the config allows.
+
+        Args:
+            value: Its name.
+            padded: Whether rows are padded.
+            fields: Those that travel; None for all.
+        """
         prompt = self.lengths.longest_prompt if padded else self.lengths.prompt
         response = self.lengths.longest_response if padded else self.lengths.response
         total = 0.0
         for column in columns(self.graph.type_of(value)):
             width = WIDTHS.get(column.name, FLOAT_BYTES)
-            if column.home or column.cut is Cut.SCALAR:
+            if column.home or column.cut is Cut.SCALAR or (fields is not None and column.name not in fields):
                 continue
             if column.cut is Cut.JSON:
                 total += ROW_BYTES
@@ -152,9 +158,9 @@ class Workload:
                 total += width
         return total
 
-    def columns(self, value: str) -> int:
-        """Of `value` that travel."""
-        every = columns(self.graph.type_of(value))
+    def columns(self, value: str, fields: Collection[str] | None = None) -> int:
+        """How many of `value` travel, of `fields` or of all."""
+        every = [column for column in columns(self.graph.type_of(value)) if fields is None or column.name in fields]
         return sum(not column.home and column.cut is not Cut.SCALAR for column in every)
 
     @property

@@ -53,8 +53,9 @@ def test_every_node_and_exchange_of_the_plan_is_on_the_timeline(largest: Predict
 
 def test_an_edge_moves_the_bytes_of_its_columns(largest: Predicted) -> None:
     # 512 ranks, 4,096 prompts x 16 samples. A sample: prompt 8 x (1 + 512), response ids 8, mask 1 and logprobs 4 a
-    # token of 1,536, and lengths 8, finished 1, group 8, version 8; 511 of 512 rows lie elsewhere.
-    sample = 8 * 513 + 13 * 1536 + 25
+    # token of 1,536, and lengths 8, version 8; what ended and its group the actor does not read. 511 of 512 rows lie
+    # elsewhere.
+    sample = 8 * 513 + 13 * 1536 + 16
     edge = largest.timelines["rlflow"].spans["rollout -> old_logprobs, actor_loss"].work
     assert edge.nbytes == pytest.approx(65_536 * sample * 511 / 512)
 
