@@ -233,6 +233,8 @@ def _importable() -> list[str]:
 def _with_places(message: str, config: Mapping[str, Any]) -> str:
     def placed(match: re.Match[str]) -> str:
         name = match.group(1)
+        if name in (config.get("placement") or {}):
+            return match.group(0)  # a role
         places = [path for path in _paths(config) if ".".join(path).endswith(f".{name}")]
         if name in config or len(places) != 1:
             fitting = [path for path in places if _shown(_at(path, config)) in message] if name not in config else []

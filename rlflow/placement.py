@@ -22,13 +22,13 @@ class Place:
     """Where a role lives. By default on all ranks, each with rows of its own.
 
     Args:
-        ranks: Numbers and ranges, such as `[0, "4-7"]`; counted from 0 over all machines.
+        ranks: Numbers and ranges, such as `1-3` or `[0, "4-7"]`; counted from 0 over all machines.
         nodes: Machines instead of ranks, all ranks of each: numbers and ranges from 0, or host names under Slurm.
         sequence_parallel_size: Consecutive ranks that share each sequence of a model's forward pass.
     """
 
-    ranks: Sequence[int | str] | None = None
-    nodes: Sequence[int | str] | None = None
+    ranks: list[int | str] | int | str | None = None
+    nodes: list[int | str] | int | str | None = None
     sequence_parallel_size: int = 1
 
 
@@ -144,7 +144,7 @@ def layouts(
 def _place(written: Placed) -> Place:
     if isinstance(written, Place):
         return written
-    return Place(written if isinstance(written, list) else [written])
+    return Place(written)
 
 
 def _owner(role: str, found: Mapping[str, ModelHandle]) -> str:
@@ -176,12 +176,16 @@ def _ranks(role: str, place: Place, machines: Machines) -> tuple[int, ...]:
     if place.ranks is not None and place.nodes is not None:
         raise UserError(f"`placement.{role}` names `ranks` and `nodes`; name one of the two")
     if place.nodes is not None:
-        named = [_node(role, node) for node in place.nodes]
+        named = [_node(role, node) for node in _listed(place.nodes)]
         nodes = _numbers(role, "nodes", named, machines.num_nodes)
         return tuple(rank for node in nodes for rank in machines.ranks_of_node(node))
     if place.ranks is None:
         return tuple(range(machines.world_size))
-    return _numbers(role, "ranks", place.ranks, machines.world_size)
+    return _numbers(role, "ranks", _listed(place.ranks), machines.world_size)
+
+
+def _listed(written: list[int | str] | int | str) -> list[int | str]:
+    return written if isinstance(written, list) else [written]
 
 
 def _numbers(role: str, kind: str, written: Sequence[int | str], count: int) -> tuple[int, ...]:

@@ -84,7 +84,7 @@ class Run:
         self._data = data
         self._prepared = prepared
         self._strategy = strategy
-        self._transport = Transport(strategy.root_device)
+        self._transport = Transport(strategy.root_device, strategy.timeout)
         self._configured_engine = engine
         self._engine: RolloutEngine | None = None
         self._first = self._transport.rank == 0
@@ -335,6 +335,7 @@ class Run:
                 metrics |= after
             self._log(metrics, done, records=validates or done % trainer.log_every_n_steps == 0)
             controller.save(done)
+        controller.close()
         saved = trainer.save_every_n_steps is not None and done > self._done  # with the last checkpoint
         if not saved and not trainer.fast_dev_run:
             self._save(folder)

@@ -332,6 +332,44 @@ BEFORE_ANY_MODEL: list[tuple[str, dict[str, Any], str]] = [
         {"data.max_prompt_length": 3},
         "8 of 8 rows exceed `data.max_prompt_length` 3 tokens, the first of them rows.jsonl, line 1; the",
     ),
+    (
+        "a role that is not there",
+        {"placement": {"actr": 0}},
+        '`placement.actr` names no role of GRPO; its roles are rollout, actor, reference. Did you mean "actor"',
+    ),
+    (
+        "a rank that is not there",
+        {"placement": {"actor": "0-3"}},
+        "`placement.actor` names the ranks 0-3, and the run has the ranks 0 to 0 (trainer.devices x trainer.num_nodes)",
+    ),
+    ("a role without ranks", {"placement": {"actor": []}}, "`placement.actor` names no ranks; name some, or leave"),
+    (
+        "sequences among more ranks than there are",
+        {"placement": {"actor": {"sequence_parallel_size": 2}}},
+        "`placement.actor.sequence_parallel_size` is 2, which does not divide the 1 ranks of `actor`; use one of [1]",
+    ),
+    (
+        "heads that do not divide",
+        {"trainer.devices": 3, "placement": {"actor": {"sequence_parallel_size": 3}}},
+        "the sequence-parallel size of `actor` is 3, and its model has 4 attention heads",
+    ),
+    (
+        "an engine across a border",
+        {
+            "trainer.devices": 3,
+            "rollout": {"class_path": "rlflow.rollout.VLLMEngine", "init_args": {"tensor_parallel_size": 2}},
+            "placement": {"rollout": "0-1", "actor": "1-2"},
+        },
+        "`placement` tears a rollout engine apart: ranks 0-1 share one (`rollout.init_args.tensor_parallel_size` 2), and of these only"
+        " rank 1 hold `actor`; place",
+    ),
+    (
+        "staleness where ranks do both",
+        {"trainer.max_staleness": 1},
+        "`trainer.max_staleness` is set and `rollout` cannot run ahead of training: rank 0 would both generate and"
+        " train; place `rollout` and the trained roles on ranks of their own under `placement`",
+    ),
+    ("staleness below 0", {"trainer.max_staleness": -1}, "`trainer.max_staleness` is -1; give 0 or more steps"),
     ("no end", {"trainer.max_steps": REMOVED}, "neither `trainer.max_steps` nor `trainer.max_epochs` is set"),
     (
         "epochs where a filter draws",

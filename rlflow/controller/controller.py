@@ -165,6 +165,11 @@ class Controller:
             if isinstance(task, Save):
                 self.run(task, done)
 
+    def close(self) -> None:
+        """Let go of steps that are under way: the run ends before they are trained."""
+        for now in self._flights.values():
+            now.buffer.clear()
+
     def version_after(self, steps: int) -> int:
         """The version of the followed role's weights after so many steps: how often a train node changed them."""
         trains = [node for node in self._graph.order if node.kind == "train" and node.role == self._follows]

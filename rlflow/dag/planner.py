@@ -174,7 +174,7 @@ def _ahead_of_training(graph: Graph, placed: Mapping[str, Layout]) -> tuple[tupl
         if node not in ahead:
             both = training.intersection(placed[node.id].ranks)
             why = (
-                f"{rank_ranges(tuple(sorted(both)))} both generates and trains"
+                f"{rank_ranges(tuple(sorted(both)))} would both generate and train"
                 if both
                 else "it reads what training makes"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Literal, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -56,6 +57,7 @@ class Transport:
 
     Args:
         device: Where messages are held while they travel: `cpu` for gloo, the rank's GPU for NCCL.
+        timeout: After which a collective that a rank does not join fails; None for torch's own.
 
     Attributes:
         rank: This process, from 0.
@@ -64,12 +66,13 @@ class Transport:
         watch: Told of waits, if anybody is.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self, device: torch.device | str = "cpu", timeout: timedelta | None = None) -> None:
         joined = dist.is_available() and dist.is_initialized()
         self.device = torch.device(device)
         self.rank = dist.get_rank() if joined else 0
         self.world_size = dist.get_world_size() if joined else 1
         self.metadata_bytes = 0
+        self._timeout = timeout
         self.watch: Watch | None = None
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world_size)): None}
 
@@ -80,7 +83,7 @@ class Transport:
         (`use_local_synchronization`) after how many groups each member has, and so hangs where the counts differ.
         """
         for ranks in sorted({ranks for ranks in groups if len(ranks) > 1} - self._groups.keys()):
-            self._groups[ranks] = dist.new_group(list(ranks))
+            self._groups[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
 
     @_waits
     def all_gather(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> list[Tensor]:

@@ -68,6 +68,7 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         if timeout_s <= 0:
             raise UserError(f"`timeout_s` is {timeout_s}; it is a number of seconds above 0.")
         self._configure(DTYPES[precision], token_budget, packing)
+        self.timeout = timedelta(seconds=timeout_s)
         self.stage = stage
         self.offload_optimizer = offload_optimizer
         self._engines: dict[str, DeepSpeedEngine] = {}
@@ -76,7 +77,7 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
             self,
             config={},  # each role has its own
             precision=DeepSpeedPrecision("32-true" if precision == "fp32" else "bf16-true"),
-            timeout=timedelta(seconds=timeout_s),
+            timeout=self.timeout,
         )
 
     def form_groups(self, layouts: Mapping[str, Layout]) -> None:

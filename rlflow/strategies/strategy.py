@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ class TrainingStrategy(Strategy):
     dtype: torch.dtype
     token_budget: int
     packing: bool
+    timeout: timedelta | None = None  # of collectives
     world_size: int
     global_rank: int
     local_rank: int

@@ -301,7 +301,7 @@ def test_a_filter_runs_ahead_without_the_ranks_that_train() -> None:
 
 def test_ranks_that_train_cannot_run_ahead() -> None:
     layouts = {"rollout": Layout((0, 1), 2), "actor": Layout((1, 2), 2), "reference": Layout((1, 2), 2)}
-    with pytest.raises(UserError, match="`rollout` cannot run ahead of training: rank 1 both generates and trains"):
+    with pytest.raises(UserError, match="`rollout` cannot run ahead of training: rank 1 would both generate and train"):
         plan(Graph.read(GRPO(), ROLES), layouts, world_size=3, max_staleness=1)
 
 
