@@ -118,11 +118,11 @@ def straggler(worked: Sequence[float]) -> dict[str, float]:
         worked: Seconds that each rank worked, by rank, without those in which it waited for others.
 
     Returns:
-        `straggler/rank`, the rank that worked longest, and `straggler/share`, by which share of the median it worked
+        `time/straggler_rank`, the rank that worked longest, and `time/straggler_share`, by which share of the median it worked
         longer than that; nothing where there is one rank, or none worked.
     """
     median = statistics.median(worked)
     if len(worked) == 1 or median == 0:
         return {}
     rank = max(range(len(worked)), key=lambda rank: worked[rank])
-    return {"straggler/rank": float(rank), "straggler/share": worked[rank] / median - 1}
+    return {"time/straggler_rank": float(rank), "time/straggler_share": worked[rank] / median - 1}

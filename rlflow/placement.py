@@ -152,7 +152,7 @@ def _owner(role: str, found: Mapping[str, ModelHandle]) -> str:
     handle = found[role]
     if not isinstance(handle, WithoutAdapters):
         return role
-    return next(name for name, other in found.items() if other is handle.owner)
+    return next((name for name, other in found.items() if other is handle.owner), role)
 
 
 def _of_engine(place: Place, machines: Machines, tensor_parallel_size: int) -> Layout:

@@ -226,8 +226,8 @@ def screen(timeline: Timeline, steps: Sequence[int]) -> Iterator[str]:
     for step in steps:
         slowest = straggler(timeline.worked(step))
         if slowest:
-            longest = timeline.ranks[int(slowest["straggler/rank"])]
-            yield f"    step {step}: rank {longest} worked longest, {slowest['straggler/share']:.1%} above the median"
+            longest = timeline.ranks[int(slowest["time/straggler_rank"])]
+            yield f"    step {step}: rank {longest} worked longest, {slowest['time/straggler_share']:.1%} above the median"
 
 
 def _is_task(span: Span) -> bool:

@@ -349,7 +349,7 @@ class Run:
         if self._prepared.validation is None:
             return {}
         if self._prepared.scores_validation:
-            controller.sync_weights(controller.version_after(done))
+            controller.sync_for_validation(done)
         metrics = self._measured(controller.version_after(done))
         if not any(node.kind == "rollout" for node in self._prepared.graph.order):
             controller.sleep()  # else the next step's rollouts come first, and sleep follows them

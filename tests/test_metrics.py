@@ -44,8 +44,8 @@ def test_a_reduction_starts_afresh(ranks2: RankPool) -> None:
 
 
 def test_the_straggler_is_told_with_how_much_longer_than_the_median_it_worked() -> None:
-    assert straggler([2.0, 5.0, 1.0]) == {"straggler/rank": 1.0, "straggler/share": 1.5}
-    assert straggler([2.0, 2.0]) == {"straggler/rank": 0.0, "straggler/share": 0.0}
+    assert straggler([2.0, 5.0, 1.0]) == {"time/straggler_rank": 1.0, "time/straggler_share": 1.5}
+    assert straggler([2.0, 2.0]) == {"time/straggler_rank": 0.0, "time/straggler_share": 0.0}
 
 
 def test_one_rank_holds_nobody_up() -> None:

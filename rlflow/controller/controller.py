@@ -202,6 +202,11 @@ class Controller:
         if self._sync is not None:
             self._sync.forget()
 
+    def sync_for_validation(self, done: int) -> None:
+        """Bring the engines to the weights after `done` steps; the next step is told of it, which may need no sync."""
+        self._metrics.step = done
+        self.sync_weights(self.version_after(done))
+
     def in_flight(self, done: int) -> dict[int, Kept]:
         """After `done` steps, of each step that is generated and not trained: what this rank made for training."""
         steps = self._steps_in_flight(done) if self._crossing.made_on(self._transport.rank) else ()
