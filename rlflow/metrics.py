@@ -118,8 +118,8 @@ def straggler(worked: Sequence[float]) -> dict[str, float]:
         worked: Seconds that each rank worked, by rank, without those in which it waited for others.
 
     Returns:
-        `time/straggler_rank`, the rank that worked longest, and `time/straggler_share`, by which share of the median it worked
-        longer than that; nothing where there is one rank, or none worked.
+        `time/straggler_rank`, the rank that worked longest, and `time/straggler_share`, by which share of the median it
+        worked longer than that; nothing where there is one rank, or none worked.
     """
     median = statistics.median(worked)
     if len(worked) == 1 or median == 0:

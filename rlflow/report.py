@@ -227,7 +227,8 @@ def screen(timeline: Timeline, steps: Sequence[int]) -> Iterator[str]:
         slowest = straggler(timeline.worked(step))
         if slowest:
             longest = timeline.ranks[int(slowest["time/straggler_rank"])]
-            yield f"    step {step}: rank {longest} worked longest, {slowest['time/straggler_share']:.1%} above the median"
+            above = f"{slowest['time/straggler_share']:.1%} above the median"
+            yield f"    step {step}: rank {longest} worked longest, {above}"
 
 
 def _is_task(span: Span) -> bool:
