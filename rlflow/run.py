@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
 from lightning.fabric import seed_everything
 
-from rlflow import checkpoint
 from rlflow.agreement import agree, facts
-from rlflow.checkpoint import Progress
 from rlflow.closing import by_summary_name, closing_lines, compared, told
 from rlflow.controller import Controller
 from rlflow.controller.context import NodeContext
@@ -26,16 +22,12 @@ from rlflow.controller.syncing import WeightSync, sending_group
 from rlflow.controller.validation import has_validation_step, run_validation_step, validate
 from rlflow.dag.node import ROLLOUT
 from rlflow.dag.tasks import SyncWeights
-from rlflow.data.batch import Rollout
-from rlflow.data.kept import Kept
 from rlflow.data.layout import Layout
 from rlflow.data.memory import keep_freed_memory
 from rlflow.data.prefetch import Prefetch
 from rlflow.data.prompts import PromptData
-from rlflow.data.surplus import SURPLUS, flight_name, read_kept
 from rlflow.data.transport import Transport
 from rlflow.engines import engine_of_rank
-from rlflow.errors import UserError
 from rlflow.loggers.console import Console
 from rlflow.loggers.csv import CSVLogger
 from rlflow.loggers.curves import draw_curves
@@ -47,15 +39,14 @@ from rlflow.models.causal_lm import CausalLM
 from rlflow.module import RLModule
 from rlflow.placement import handles
 from rlflow.preparation import Prepared, table, updates_of_run
-from rlflow.rewards.reward import Scores
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.run_folder import RunFolder
+from rlflow.samples import Samples
+from rlflow.saving import Saving
 from rlflow.strategies.strategy import TrainingStrategy
 
 if TYPE_CHECKING:
     from rlflow.trainer import Trainer
-
-SAMPLES_PER_STEP = 4  # written to samples.jsonl
 
 
 class Run:
@@ -89,17 +80,12 @@ class Run:
         self._engine: RolloutEngine | None = None
         self._first = self._transport.rank == 0
         self._metrics = Metrics()
-        self._samples: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)  # by step
-        self._sampler = prepared.layouts[ROLLOUT].ranks[0]
+        self._samples = Samples(self._transport, prepared.layouts[ROLLOUT].ranks[0], self._decode)
         self._summary: dict[str, Any] = {}
         resolved = trainer.resolved_config
         self._config = None if resolved is None else without_secrets(yaml.safe_load(resolved))
-        self._resumed: Path | None = None
-        self._progress: Progress | None = None
-        if trainer.ckpt_path is not None:
-            self._resumed = checkpoint.find(trainer.ckpt_path, trainer.run_dir)
-            self._progress = checkpoint.read_progress(self._resumed, trainer.seed, prepared.train.scan.digest)
-        self._done = 0 if self._progress is None else self._progress.step
+        self._saving = Saving(trainer, module, prepared, strategy, self._transport, self._metrics, self._samples)
+        self._done = self._saving.done
 
     def run(self) -> dict[str, Any]:
         """Train to the end; the run's summary."""
@@ -177,10 +163,10 @@ class Run:
         agree(transport, facts(self._module, self._trainer.resolved_config, str(prepared.plan), **numbers))
         rollout = prepared.layouts[ROLLOUT]
         groups = [*prepared.plan.groups(), *(layout.ranks for layout in prepared.layouts.values())]
+        groups += [self._samples.group]
         groups += [rollout.peers(shard) for shard in range(rollout.shards)]
         if self._sync_task is not None:
             groups += [sending_group(self._sync_task), probing_group(self._sync_task)]
-            groups += [tuple(sorted({0, self._sampler}))]
         transport.form_groups(groups)
         self._strategy.form_groups(prepared.layouts)
         if prepared.generates:
@@ -194,7 +180,7 @@ class Run:
             seed=self._trainer.seed,
             stop_token_ids=prepared.stop_token_ids,
             decode=self._decode,
-            on_scores=self._keep_samples,
+            on_scores=lambda rollout, scores: self._samples.keep(self._metrics.step, rollout, scores),
         )
         self._module.attach(self._context)
 
@@ -209,7 +195,8 @@ class Run:
 
     def _open_folder(self, path: Path) -> RunFolder:
         folder = RunFolder(path)
-        goes_on = self._resumed is not None and self._resumed.is_relative_to(folder.path)
+        resumed = self._saving.resumed
+        goes_on = resumed is not None and resumed.is_relative_to(folder.path)
         if self._first and not goes_on:
             folder = RunFolder.open(path)
             if self._config is not None:
@@ -221,7 +208,7 @@ class Run:
         own = [] if self._trainer.fast_dev_run else [JSONLLogger(), CSVLogger(), *self._trainer.loggers]
         self._loggers = own if self._first else []
         for logger in self._loggers:
-            logger.start(folder.path, first_step=self._done + 1 if self._progress else 0)
+            logger.start(folder.path, first_step=self._done + 1 if self._saving.resumed else 0)
             stack.callback(logger.finish)
             if self._config is not None:
                 logger.log_config(self._config)
@@ -261,10 +248,11 @@ class Run:
             context=self._context,
             seed=trainer.seed,
             balance=trainer.balance,
-            save=lambda done: self._save_if_due(done, folder, controller),
+            save=lambda done: self._saving.save_if_due(done, folder, controller),
         )
-        self._restore(controller)
-        self._started = self._module.state_dict()
+        self._saving.restore(controller)
+        if self._saving.resumed is not None:
+            self._console.say(f"continues {self._saving.resumed} after step {self._done}")
         return controller
 
     def _set_up_engine(self) -> None:
@@ -298,27 +286,13 @@ class Run:
         temperature = self._module.temperature
         return Probe(task, follows, self._engine, self._transport, gap, prompts, temperature, self._trainer.seed)
 
-    def _restore(self, controller: Controller) -> None:
-        """Go on where the checkpoint was taken."""
-        if self._resumed is None or self._progress is None:
-            return
-        checkpoint.restore(self._resumed, self._strategy, self._prepared.graph.trained_roles())
-        controller.filling.restore(self._resumed, self._strategy.root_device)
-        self._module.load_state_dict(self._progress.module)
-        for callback, state in zip(self._trainer.callbacks, self._progress.callbacks, strict=True):
-            callback.load_state_dict(state)
-        controller.restore(self._done, self._progress.draws, self._read_flight)
-        for logged in checkpoint.read_logged(self._resumed, self._transport.rank, self._transport.world_size):
-            self._metrics.log_again(logged["metrics"])
-            self._samples |= dict(logged["samples"])
-        self._console.say(f"continues {self._resumed} after step {self._done}")
-
     def _train(self, folder: RunFolder, controller: Controller) -> None:
         trainer, steps = self._trainer, self._prepared.steps
         for callback in trainer.callbacks:
             callback.on_fit_start(trainer)
-        after = {} if self._progress else self._validate(controller, 0)
-        self._before = self._progress.before if self._progress else after
+        after = {}
+        if self._saving.resumed is None:
+            after = self._saving.before = self._validate(controller, 0)
         self._log(after, self._done)
         self._console.begin()
         done = self._done
@@ -338,10 +312,10 @@ class Run:
         controller.close()
         saved = trainer.save_every_n_steps is not None and done > self._done  # with the last checkpoint
         if not saved and not trainer.fast_dev_run:
-            self._save(folder)
+            self._saving.save_models(folder)
         for callback in trainer.callbacks:
             callback.on_fit_end(trainer)
-        self._summary = {"steps": done, **compared(self._before, after)}
+        self._summary = {"steps": done, **compared(self._saving.before, after)}
         if self._prepared.validation is not None:
             self._summary["problems"] = self._prepared.validation.size
 
@@ -382,7 +356,7 @@ class Run:
         return metrics
 
     def _log(self, metrics: dict[str, float], done: int, records: bool = True) -> None:
-        samples = self._samples_of(done - 1)
+        samples = self._samples.take(done - 1)
         for logger in self._loggers if records else ():
             if metrics:
                 logger.log_metrics(metrics, done)
@@ -395,82 +369,10 @@ class Run:
             values = (f"{'greedy' if name == 'greedy_accuracy' else name} {value:.3f}" for name, value in shown)
             self._console.say(f"before training: {', '.join(values)}")
 
-    def _samples_of(self, step: int) -> list[dict[str, Any]]:
-        """What `_keep_samples` kept of a step, on rank 0."""
-        samples = self._samples.pop(step, [])
-        if self._sampler == 0 or self._transport.rank not in (0, self._sampler):
-            return samples
-        sent = torch.frombuffer(bytearray(json.dumps(samples).encode()), dtype=torch.uint8)
-        message = sent if self._transport.rank == self._sampler else None
-        heard = self._transport.broadcast_bytes(message, self._sampler, (0, self._sampler))
-        read: list[dict[str, Any]] = json.loads(heard.cpu().numpy().tobytes())
-        return read
-
-    def _keep_samples(self, rollout: Rollout, scores: Scores) -> None:
-        """Some samples of the step by the first rank that generates, for the loggers."""
-        if self._transport.rank != self._sampler:
-            return
-        samples = self._samples[self._metrics.step]
-        for i, prompt in enumerate(rollout.prompt_ids.rows()[: SAMPLES_PER_STEP - len(samples)]):
-            parts = {name: part[i] for name, part in scores.parts.items()}
-            reward = {"reward": scores.total[i], "parts": parts}
-            samples.append({"prompt": self._decode(prompt.tolist()), "response": rollout.texts[i], **reward})
-
     def _decode(self, token_ids: Sequence[int]) -> str:
         text = self._prepared.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         assert isinstance(text, str)
         return text
-
-    def _save_if_due(self, done: int, folder: RunFolder, controller: Controller) -> None:
-        every = self._trainer.save_every_n_steps
-        ends = self._trainer.should_stop or done == self._prepared.steps
-        if every is None or self._trainer.fast_dev_run or (done % every and not ends):
-            return
-        self._save(folder)
-        progress = Progress(
-            step=done,
-            version=controller.version_after(done),
-            seed=self._trainer.seed,
-            data=self._prepared.train.scan.digest,
-            draws=controller.draws,
-            before=self._before,
-            module=self._module_state(),
-            callbacks=[callback.state_dict() for callback in self._trainer.callbacks],
-        )
-        kept = {flight_name(step): flight for step, flight in controller.in_flight(done).items()}
-        if controller.filling.surplus is not None:
-            kept[SURPLUS] = controller.filling.surplus
-        world_size, roles = self._transport.world_size, self._prepared.graph.trained_roles()
-        rank, later = self._transport.rank, self._metrics.of_later_steps(done - 1)
-        logged = {"metrics": later, "samples": list(self._samples.items())} if later else None
-        checkpoint.write(folder.checkpoint, self._strategy, roles, progress, rank, world_size, kept, logged)
-
-    def _module_state(self) -> dict[str, Any]:
-        """Each entry as the ranks have it that changed it: those that run the node that it belongs to."""
-        here = json.dumps(self._module.state_dict()).encode()
-        gathered = self._transport.all_gather_ragged(torch.frombuffer(bytearray(here), dtype=torch.uint8))
-        states: list[dict[str, Any]] = [json.loads(each.cpu().numpy().tobytes()) for each in gathered]
-        changed = {name: [state[name] for state in states if state[name] != old] for name, old in self._started.items()}
-        return {name: values[0] if values else self._started[name] for name, values in changed.items()}
-
-    def _read_flight(self, step: int, like: Kept) -> Kept:
-        """Of a step that was generated and not trained when the checkpoint was taken: what crosses to training."""
-        assert self._resumed is not None
-        flight = read_kept(self._resumed, flight_name(step), like, self._strategy.root_device)
-        if flight is None:
-            raise UserError(
-                f"{self._resumed} has no rows of step {step + 1}, which `trainer.max_staleness` ="
-                f" {self._trainer.max_staleness} has generated by then; continue with the same `max_staleness`"
-            )
-        return flight
-
-    def _save(self, folder: RunFolder) -> None:
-        for role in self._prepared.graph.trained_roles():
-            target = folder.model if role == self._prepared.lead else folder.model_of(role)
-            if self._strategy.holds(role):
-                self._strategy.save(role, target)
-            if self._strategy.leads(role):
-                self._prepared.tokenizer.save_pretrained(target)
 
     def _leave_behind(self, folder: RunFolder) -> None:
         """The files that sum the run up, and on the terminal where they are."""

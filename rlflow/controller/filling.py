@@ -52,6 +52,7 @@ class Filling:
         self._graph = graph
         self._layouts = plan.layouts()
         self._keeps = [name for task in plan.tasks if isinstance(task, Fill) for name in task.keeps]
+        self._members = {rank for task in plan.tasks if isinstance(task, Fill) for rank in task.members}
         self._transport = transport
         self._metrics = metrics
         self._needed = needed
@@ -103,7 +104,8 @@ class Filling:
         Raises:
             UserError: The checkpoint has one of another algorithm.
         """
-        self.surplus = read_kept(folder, SURPLUS, self._empty(), device)
+        if self._transport.rank in self._members:
+            self.surplus = read_kept(folder, SURPLUS, self._empty(), device)
 
     def _drawn(self, now: InStep) -> Kept:
         """All of this draw."""

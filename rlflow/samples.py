@@ -1,0 +1,62 @@
+"""Some samples of each step, for the loggers."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rlflow.data.batch import Rollout
+from rlflow.data.transport import Transport
+from rlflow.rewards.reward import Scores
+
+SAMPLES_PER_STEP = 4
+
+
+class Samples:
+    """Kept by the first rank that generates, and brought to rank 0, whose loggers write them.
+
+    Args:
+        transport: To the other ranks; has formed the group of `group`.
+        speaker: The rank that keeps samples.
+        decode: Token ids to text.
+    """
+
+    def __init__(self, transport: Transport, speaker: int, decode: Callable[[Sequence[int]], str]) -> None:
+        self.group = tuple(sorted({0, speaker}))
+        self._transport = transport
+        self._speaker = speaker
+        self._decode = decode
+        self._steps: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+
+    def keep(self, step: int, rollout: Rollout, scores: Scores) -> None:
+        """Keep some of these, on the rank that does."""
+        if self._transport.rank != self._speaker:
+            return
+        samples = self._steps[step]
+        for i, prompt in enumerate(rollout.prompt_ids.rows()[: SAMPLES_PER_STEP - len(samples)]):
+            parts = {name: part[i] for name, part in scores.parts.items()}
+            reward = {"reward": scores.total[i], "parts": parts}
+            samples.append({"prompt": self._decode(prompt.tolist()), "response": rollout.texts[i], **reward})
+
+    def take(self, step: int) -> list[dict[str, Any]]:
+        """What was kept of a step, on rank 0; all ranks call it."""
+        samples = self._steps.pop(step, [])
+        if self._speaker == 0 or self._transport.rank not in self.group:
+            return samples
+        sent = torch.frombuffer(bytearray(json.dumps(samples).encode()), dtype=torch.uint8)
+        message = sent if self._transport.rank == self._speaker else None
+        heard = self._transport.broadcast_bytes(message, self._speaker, self.group)
+        read: list[dict[str, Any]] = json.loads(heard.cpu().numpy().tobytes())
+        return read
+
+    def of_later_steps(self) -> list[tuple[int, list[dict[str, Any]]]]:
+        """What was kept of steps that are under way, by step, JSON-able."""
+        return list(self._steps.items())
+
+    def keep_again(self, later_steps: Sequence[tuple[int, list[dict[str, Any]]]]) -> None:
+        """Keep what `of_later_steps` gave."""
+        self._steps.update(dict(later_steps))

@@ -1,0 +1,148 @@
+"""What a run writes to go on from, and going on from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlflow import checkpoint
+from rlflow.checkpoint import Progress
+from rlflow.controller import Controller
+from rlflow.data.kept import Kept
+from rlflow.data.surplus import SURPLUS, flight_name, read_kept
+from rlflow.data.transport import Transport
+from rlflow.errors import UserError
+from rlflow.metrics import Metrics
+from rlflow.module import RLModule
+from rlflow.preparation import Prepared
+from rlflow.run_folder import RunFolder
+from rlflow.samples import Samples
+from rlflow.strategies.strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from rlflow.trainer import Trainer
+
+
+class Saving:
+    """One rank's part in checkpoints and models.
+
+    Args:
+        trainer: The settings.
+        module: The algorithm.
+        prepared: The run as planned.
+        strategy: Holds the roles.
+        transport: To the other ranks.
+        metrics: What was logged of steps under way is saved with them.
+        samples: Likewise.
+
+    Attributes:
+        resumed: The checkpoint that the run goes on from; None for a new run.
+        progress: Where that one stood.
+        before: Validation before the first step of all.
+
+    Raises:
+        UserError: The checkpoint that is named is not there, or of another run.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: RLModule,
+        prepared: Prepared,
+        strategy: TrainingStrategy,
+        transport: Transport,
+        metrics: Metrics,
+        samples: Samples,
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._prepared = prepared
+        self._strategy = strategy
+        self._transport = transport
+        self._metrics = metrics
+        self._samples = samples
+        self._roles = prepared.graph.trained_roles()
+        self.resumed: Path | None = None
+        self.progress: Progress | None = None
+        if trainer.ckpt_path is not None:
+            self.resumed = checkpoint.find(trainer.ckpt_path, trainer.run_dir)
+            self.progress = checkpoint.read_progress(self.resumed, trainer.seed, prepared.train.scan.digest)
+        self.before: dict[str, float] = {} if self.progress is None else self.progress.before
+        self._module_before: dict[str, Any] = {}
+
+    @property
+    def done(self) -> int:
+        """Steps that were done before this run."""
+        return 0 if self.progress is None else self.progress.step
+
+    def restore(self, controller: Controller) -> None:
+        """Go on where the checkpoint was taken, if there is one; called by all ranks once their roles are loaded."""
+        if self.resumed is not None and self.progress is not None:
+            checkpoint.restore(self.resumed, self._strategy, self._roles)
+            controller.filling.restore(self.resumed, self._strategy.root_device)
+            self._module.load_state_dict(self.progress.module)
+            for callback, state in zip(self._trainer.callbacks, self.progress.callbacks, strict=True):
+                callback.load_state_dict(state)
+            controller.restore(self.done, self.progress.draws, self._read_flight)
+            for logged in checkpoint.read_logged(self.resumed, self._transport.rank, self._transport.world_size):
+                self._metrics.log_again(logged["metrics"])
+                self._samples.keep_again(logged["samples"])
+        self._module_before = self._module.state_dict()
+
+    def save_if_due(self, done: int, folder: RunFolder, controller: Controller) -> None:
+        """Write models and a checkpoint after `done` steps, if they are to be written then; called by all ranks."""
+        every = self._trainer.save_every_n_steps
+        ends = self._trainer.should_stop or done == self._prepared.steps
+        if every is None or self._trainer.fast_dev_run or (done % every and not ends):
+            return
+        self.save_models(folder)
+        progress = Progress(
+            step=done,
+            version=controller.version_after(done),
+            seed=self._trainer.seed,
+            data=self._prepared.train.scan.digest,
+            draws=controller.draws,
+            before=self.before,
+            module=self._module_state(),
+            callbacks=[callback.state_dict() for callback in self._trainer.callbacks],
+        )
+        kept = {flight_name(step): flight for step, flight in controller.in_flight(done).items()}
+        if controller.filling.surplus is not None:
+            kept[SURPLUS] = controller.filling.surplus
+        later = self._metrics.of_later_steps(done - 1)
+        logged = {"metrics": later, "samples": self._samples.of_later_steps()} if later else None
+        rank, world_size = self._transport.rank, self._transport.world_size
+        checkpoint.write(folder.checkpoint, self._strategy, self._roles, progress, rank, world_size, kept, logged)
+
+    def save_models(self, folder: RunFolder) -> None:
+        """Write every trained role in Hugging Face form; called by all ranks."""
+        for role in self._roles:
+            target = folder.model if role == self._prepared.lead else folder.model_of(role)
+            if self._strategy.holds(role):
+                self._strategy.save(role, target)
+            if self._strategy.leads(role):
+                self._prepared.tokenizer.save_pretrained(target)
+
+    def _module_state(self) -> dict[str, Any]:
+        """Each entry as the ranks have it that changed it: those that run the node that it belongs to."""
+        here = json.dumps(self._module.state_dict()).encode()
+        gathered = self._transport.all_gather_ragged(torch.frombuffer(bytearray(here), dtype=torch.uint8))
+        states: list[dict[str, Any]] = [json.loads(each.cpu().numpy().tobytes()) for each in gathered]
+        return {
+            name: next((state[name] for state in states if state[name] != before), before)
+            for name, before in self._module_before.items()
+        }
+
+    def _read_flight(self, step: int, like: Kept) -> Kept:
+        """Of a step that was generated and not trained when the checkpoint was taken: what crosses to training."""
+        assert self.resumed is not None
+        flight = read_kept(self.resumed, flight_name(step), like, self._strategy.root_device)
+        if flight is None:
+            raise UserError(
+                f"{self.resumed} has no rows of step {step + 1}, which `trainer.max_staleness` ="
+                f" {self._trainer.max_staleness} has generated by then; continue with the same `max_staleness`"
+            )
+        return flight
