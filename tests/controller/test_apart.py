@@ -12,13 +12,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow import Optimizer, PerSample, Rollout, node
-from rlflow.algorithms import PPO
+from rlflow import LoRA, Optimizer, PerSample, RLModule, Rollout, node
+from rlflow.algorithms import PPO, OnPolicyDistillation
 from rlflow.callbacks import Callback
 from rlflow.preparation import load_tokenizer, stop_tokens
 from rlflow.rollout.engine import Sampling, sampling_seed
 from rlflow.rollout.transformers import TransformersEngine
-from tests.controller.runs import SGD, ZERO2, ZERO3, Fit, OddCharacters, RaggedGRPO, Result, StopsAfter, fit, sums
+from tests.controller.runs import (
+    SGD,
+    ZERO2,
+    ZERO3,
+    Fit,
+    OddCharacters,
+    RaggedGRPO,
+    RaggedReMax,
+    Result,
+    StopsAfter,
+    fit,
+    grpo,
+    sums,
+)
 from tests.ranks import RankPool
 
 STEPS = 4
@@ -251,6 +264,53 @@ def test_ppo_with_its_critic_and_reference_on_other_ranks_trains_what_one_rank_t
         for name in ("reward/mean", "actor/loss", "critic/loss"):
             assert step[name] == pytest.approx(expected[name], abs=1e-5), name
     assert close(results[1].weights, one.weights, atol=1e-5)
+
+
+class RaggedDistillation(OnPolicyDistillation):
+    """On-policy distillation with responses of many lengths."""
+
+    stop_token_ids = tuple(range(40, 60))
+
+
+def remax(model: Path) -> RLModule:
+    """Two rollout nodes, of which one keeps the prompts' rows."""
+    return RaggedReMax(str(model), OddCharacters(), optimizer=SGD, max_response_length=12)
+
+
+def distillation(model: Path) -> RLModule:
+    """A third role."""
+    return RaggedDistillation(str(model), teacher_path=str(model), optimizer=SGD, max_response_length=12)
+
+
+def adapters(model: Path) -> RLModule:
+    """A reference that is a view of the actor."""
+    lora = LoRA(rank=2)
+    return grpo(model, optimizer=SGD, kl_coef=0.1, lora=lora)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "placement"),
+    [
+        (remax, {"rollout": [0, 1], "actor": [1, 2]}),
+        (distillation, {"rollout": 2, "actor": [0, 1], "teacher": 1}),
+        (adapters, {"rollout": [0, 1], "actor": 2}),
+    ],
+)
+def test_other_graphs_train_apart_what_they_train_together(
+    policy: Path, tmp_path: Path, ranks1: RankPool, ranks3: RankPool, algorithm: Any, placement: dict[str, Any]
+) -> None:
+    def given(folder: str, **settings: Any) -> Fit:
+        return Fit(algorithm(policy), sums(16, 4), tmp_path / folder, ZERO2, settings={"max_steps": 2, **settings})
+
+    (one,) = ranks1.run(fit, given("one"))
+    results = ranks3.run(fit, given("apart", placement=placement))
+    for step, expected in zip(results[0].steps, one.steps, strict=True):
+        same_names = numbers(expected).keys() - {"sync/logprob_gap", "sync/logprob_gap_max"}
+        assert {name: step[name] for name in same_names} == pytest.approx(
+            {name: expected[name] for name in same_names}, abs=1e-4
+        )
+    trained = next(result.weights for result in results if result.weights)
+    assert close(trained, one.weights, atol=1e-5)
 
 
 def test_what_ranks_that_train_adapt_goes_on_though_rank_0_only_generates(
