@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.ranks import RankPool
+
+settings.register_profile("rlflow", deadline=None)  # a busy machine is no fault
+settings.load_profile("rlflow")
 
 
 def _pool(world_size: int) -> Iterator[RankPool]:
