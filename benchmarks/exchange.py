@@ -55,27 +55,27 @@ def main() -> None:
     print(json.dumps(_summary(table)))
 
 
-def _measure(ranks: int, megabytes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+def _measure(ranks: int, megabytes: Sequence[int], repeats: int, even: bool = False) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (ranks, megabytes, repeats, folder), nprocs=ranks)
+        torch.multiprocessing.spawn(_rank, (ranks, megabytes, repeats, folder, even), nprocs=ranks)
         rows: list[dict[str, Any]] = json.loads((Path(folder) / "rows.json").read_text())
         return rows
 
 
-def _rank(rank: int, ranks: int, megabytes: Sequence[int], repeats: int, folder: str) -> None:
+def _rank(rank: int, ranks: int, megabytes: Sequence[int], repeats: int, folder: str, even: bool) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()  # as a rank of a CPU run does
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    rows = [_compare(ranks, size, repeats) for size in megabytes]
+    rows = [_compare(ranks, size, repeats, even) for size in megabytes]
     if rank == 0:
         (Path(folder) / "rows.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
-def _compare(ranks: int, megabytes: int, repeats: int) -> dict[str, Any]:
+def _compare(ranks: int, megabytes: int, repeats: int, even: bool) -> dict[str, Any]:
     """One row of the table; the same on every rank."""
     home, target = Layout(tuple(range(ranks)), ranks), Layout(tuple(range(ranks)), ranks, "balanced")
-    space, ragged, padded = _rows(ranks, megabytes, home)
+    space, ragged, padded = _rows(lengths_of(ranks, megabytes, even), lengths_of(ranks, megabytes), home)
     began = time.perf_counter()
     space.route(dist.get_rank(), home, target, space)
     route_s = time.perf_counter() - began
@@ -116,12 +116,18 @@ def _compare(ranks: int, megabytes: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def _rows(ranks: int, megabytes: int, home: Layout) -> tuple[RowSpace, Ragged, Tensor]:
-    """The rows of all ranks, and this rank's twice: float32, of uneven lengths, `megabytes` in all; and padded."""
+def lengths_of(ranks: int, megabytes: int, even: bool = False) -> Tensor:
+    """Entries of the rows of all ranks, of 4 bytes, `megabytes` on each rank; of one length where `even`."""
     entries = megabytes * 2**20 // 4
-    lengths = torch.randint(1, 2 * entries // ROWS, (ranks * ROWS,), generator=torch.Generator().manual_seed(0))
-    ids = torch.arange(ranks * ROWS)
-    arrays = torch.stack([ids, ids, lengths, lengths, torch.zeros_like(ids)])
+    if even:
+        return torch.full((ranks * ROWS,), entries // ROWS)
+    return torch.randint(1, 2 * entries // ROWS, (ranks * ROWS,), generator=torch.Generator().manual_seed(0))
+
+
+def _rows(lengths: Tensor, tokens: Tensor, home: Layout) -> tuple[RowSpace, Ragged, Tensor]:
+    """The rows of all ranks, and this rank's twice: float32, of these lengths, dealt by `tokens`; and padded."""
+    ids = torch.arange(len(lengths))
+    arrays = torch.stack([ids, ids, lengths, tokens, torch.zeros_like(ids)])
     space = RowSpace.of_shards("rows", home, arrays.split(ROWS, dim=1))
     mine = lengths.split(ROWS)[dist.get_rank()]
     ragged = Ragged(torch.randn(int(mine.sum())), mine)

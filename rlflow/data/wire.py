@@ -155,12 +155,10 @@ def copied(pieces: Sequence[Piece], out: Tensor) -> Tensor:
     """
     if out.device.type != "cpu":
         return torch.cat([buffer[start:end] for buffer, start, end in pieces], out=out)
-    into, at = out.numpy().data, 0
-    views: dict[int, memoryview] = {}
+    into, at, last = out.numpy().data, 0, None
     for buffer, start, end in pieces:
-        view = views.get(id(buffer))
-        if view is None:
-            view = views[id(buffer)] = buffer.numpy().data
+        if buffer is not last:
+            view, last = buffer.numpy().data, buffer
         stop = at + end - start
         into[at:stop] = view[start:end]
         at = stop
