@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -167,13 +168,8 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    try:
+    with _found("tokenizer", path):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"`model` is {str(path)!r}, whose tokenizer cannot be loaded ({reason}); check the name"
-        ) from error
     return tokenizer
 
 
@@ -185,14 +181,20 @@ def load_config(path: Path) -> PretrainedConfig:
     """
     from transformers import AutoConfig
 
-    try:
+    with _found("configuration", path):
         config: PretrainedConfig = AutoConfig.from_pretrained(path)
+    return config
+
+
+@contextmanager
+def _found(part: str, path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"`model` is {str(path)!r}, whose configuration cannot be loaded ({reason}); check the name"
+            f"`model` is {str(path)!r}, whose {part} cannot be loaded ({reason}); check the name"
         ) from error
-    return config
 
 
 def _require_same_vocabulary(paths: Mapping[str, Path], follows: str, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -25,8 +25,30 @@ class Task:
         raise NotImplementedError
 
 
+class _InLayout(Task):
+    """A task of the ranks of its layout."""
+
+    layout: Layout
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The layout's."""
+        return self.layout.ranks
+
+
+class _OfMembers(Task):
+    """A task of the ranks that it names."""
+
+    members: tuple[int, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those named."""
+        return self.members
+
+
 @dataclass(frozen=True)
-class Load(Task):
+class Load(_InLayout):
     """Read the step's rows of the dataset, on the ranks and in the shards of their first reader, in the order drawn.
 
     How long they are is known only then, so a first reader that wants them balanced gets them by an exchange.
@@ -34,11 +56,6 @@ class Load(Task):
 
     value: str
     layout: Layout
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that read."""
-        return self.layout.ranks
 
     def __str__(self) -> str:
         return f"load      {self.value}: {describe(self.layout)}"
@@ -121,7 +138,7 @@ class Exchange(Task):
 
 
 @dataclass(frozen=True)
-class RunNode(Task):
+class RunNode(_InLayout):
     """Call a node on the rows of its layout, then free the values that nobody reads after it.
 
     A value that nobody reads at all is freed by the node that makes it, once it is logged. Ranks outside `layout` keep
@@ -132,34 +149,24 @@ class RunNode(Task):
     layout: Layout
     frees: tuple[str, ...]
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that run it."""
-        return self.layout.ranks
-
     def __str__(self) -> str:
         return f"run       {self.node_id}: {describe(self.layout)}{_frees(self.frees)}"
 
 
 @dataclass(frozen=True)
-class TrainNode(Task):
+class TrainNode(_InLayout):
     """Train a role with the loss of a train node: epochs, mini-batches and micro-batches of its layout's rows."""
 
     node_id: str
     layout: Layout
     frees: tuple[str, ...]
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that train."""
-        return self.layout.ranks
-
     def __str__(self) -> str:
         return f"train     {self.node_id}: {describe(self.layout)}{_frees(self.frees)}"
 
 
 @dataclass(frozen=True)
-class Fill(Task):
+class Fill(_OfMembers):
     """Repeat the tasks of a filter and its ancestors on the next draw of prompts until a step's groups are kept.
 
     Attributes:
@@ -174,41 +181,26 @@ class Fill(Task):
     keeps: tuple[str, ...]
     members: tuple[int, ...]
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that agree on what is kept."""
-        return self.members
-
     def __str__(self) -> str:
         keeps = f"; keeps {', '.join(self.keeps)}" if self.keeps else ""
         return f"fill      {self.filter_id}: {rank_ranges(self.members)}{keeps}; repeats"
 
 
 @dataclass(frozen=True)
-class Reduce(Task):
+class Reduce(_OfMembers):
     """Reduce the step's metrics over all ranks, in one collective."""
 
     members: tuple[int, ...]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """All ranks."""
-        return self.members
 
     def __str__(self) -> str:
         return f"reduce    metrics: {rank_ranges(self.members)}"
 
 
 @dataclass(frozen=True)
-class Save(Task):
+class Save(_OfMembers):
     """Save a checkpoint, at the steps where one is due."""
 
     members: tuple[int, ...]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """All ranks."""
-        return self.members
 
     def __str__(self) -> str:
         return f"save      checkpoint: {rank_ranges(self.members)}"
