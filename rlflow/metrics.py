@@ -81,20 +81,26 @@ class Metrics:
             for name, value in stored["largest"].items():
                 self.largest(name, value)
 
-    def reduce(self, transport: Transport) -> dict[str, float]:
+    def reduce(self, transport: Transport, worked: float | None = None) -> dict[str, float]:
         """The step's metrics over all ranks, the same on each, sorted by name; starts afresh. One collective.
 
         Sums are taken in the order of ranks, so two runs give the same bytes. A mean over no entry is left out.
+
+        Args:
+            transport: To the other ranks.
+            worked: Seconds that this rank worked in the step, of which `straggler` is made; None to leave it out.
         """
         here = self._steps.pop(self.step, _Logged())
         means_here = {name: entry.tolist() for name, entry in here.means.items()}
-        mine = {"means": means_here, **_totals(here)}
+        mine = {"means": means_here, **_totals(here), "worked": worked}
         payload = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
         means: dict[str, list[float]] = {}
         sums: dict[str, float] = {}
         largest: dict[str, float] = {}
+        worked_by: list[float] = []
         for part in transport.all_gather_ragged(payload):
             theirs = json.loads(part.cpu().numpy().tobytes())
+            worked_by += [] if theirs["worked"] is None else [theirs["worked"]]
             for name, (total, count) in theirs["means"].items():
                 entry = means.setdefault(name, [0.0, 0.0])
                 entry[0] += total
@@ -104,7 +110,8 @@ class Metrics:
             for name, value in theirs["largest"].items():
                 largest[name] = max(value, largest.get(name, -math.inf))
         reduced = {name: total / count for name, (total, count) in means.items() if count}
-        return dict(sorted((reduced | sums | largest).items()))
+        slowest = straggler(worked_by) if worked_by else {}
+        return dict(sorted((reduced | sums | largest | slowest).items()))
 
 
 def _totals(logged: _Logged) -> dict[str, dict[str, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +137,8 @@ def prepare(
     scores_validation = data.validation is not None and follows is not None and module.reward is not None
     if data.validation is not None and not scores_validation and not has_validation_step(module):
         raise UserError(_nothing_to_validate(module, follows))
+    if data.validation is not None and has_validation_step(module):
+        _require_one_place(module, paths, placed, lead)
     return Prepared(
         graph=graph,
         plan=planned,
@@ -152,6 +154,17 @@ def prepare(
         generates=scores_validation or any(node.kind == "rollout" for node in graph.order),
         scores_validation=scores_validation,
     )
+
+
+def _require_one_place(module: RLModule, roles: Collection[str], placed: Mapping[str, Layout], lead: str) -> None:
+    """A `validation_step` may call any model, and runs on the ranks of the lead."""
+    for role in roles:
+        if placed[role].ranks != placed[lead].ranks:
+            raise UserError(
+                f"the `validation_step` of {type(module).__name__} runs on the {rank_ranges(placed[lead].ranks)} of"
+                f" `{lead}`, and `{role}` lives on {rank_ranges(placed[role].ranks)}; place both on the same ranks, or"
+                " leave `data.validation` out"
+            )
 
 
 def _said_by(module: RLModule, role: str) -> str:

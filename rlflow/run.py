@@ -283,8 +283,9 @@ class Run:
         assert isinstance(follows, CausalLM)
         some, _ = prepared.train.batch(0, shard=0, shards=prepared.train.prompts_per_step)
         prompts = [row.tolist() for row in some.prompt_ids.rows()]
-        temperature = self._module.temperature
-        return Probe(task, follows, self._engine, self._transport, gap, prompts, temperature, self._trainer.seed)
+        temperature, longest = self._module.temperature, self._module.max_response_length
+        seed = self._trainer.seed
+        return Probe(task, follows, self._engine, self._transport, gap, prompts, temperature, longest, seed)
 
     def _train(self, folder: RunFolder, controller: Controller) -> None:
         trainer, steps = self._trainer, self._prepared.steps

@@ -34,7 +34,7 @@ from rlflow.data.telling import heard, told
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
 from rlflow.loggers.trace import Trace
-from rlflow.metrics import Metrics, straggler
+from rlflow.metrics import Metrics
 from rlflow.module import RLModule
 from rlflow.rollout.engine import NO_VERSION, RolloutEngine
 from rlflow.strategies.strategy import TrainingStrategy
@@ -331,9 +331,7 @@ class Controller:
         if self._fills:
             self._metrics.largest("filter/draws_total", float(self.draws))
         worked = time.perf_counter() - self._slot_began - (self._trace.waited_s - self._waited_before)
-        worked_by = self._transport.all_gather(torch.tensor([worked], dtype=torch.float64))
-        reduced = self._metrics.reduce(self._transport) | straggler([float(seconds) for seconds in worked_by])
-        self._reduced = dict(sorted(reduced.items()))
+        self._reduced = self._metrics.reduce(self._transport, worked)
         self.draws = int(self._reduced.get("filter/draws_total", self.draws))  # ranks without a part in it learn it
         self._gap.check(self._reduced)
 

@@ -8,7 +8,7 @@ from rlflow.controller.in_step import InStep
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH
 from rlflow.dag.planner import Plan
-from rlflow.dag.tasks import Exchange, Load, RunNode
+from rlflow.dag.tasks import Load, RunNode, TrainNode
 from rlflow.data.kept import Kept, KeptValue
 from rlflow.data.rows import ARRAYS, RowSpace
 
@@ -28,10 +28,12 @@ class Crossing:
         self.tasks = plan.crossing()
         self._graph = graph
         self._layouts = plan.layouts()
-        self._names = list(dict.fromkeys(task.value for task in self.tasks if isinstance(task, Exchange)))
+        behind = {task.node_id for task in plan.every() if isinstance(task, RunNode | TrainNode) and task.lag}
         ahead = [task for task in plan.every() if isinstance(task, Load | RunNode) and not task.lag]
         self._ranks = {rank for task in ahead for rank in task.ranks}
         runs = [task.node_id for task in ahead if isinstance(task, RunNode)]
+        read = {name for node in behind for name in graph.nodes[node].reads}
+        self._names = [name for name in (BATCH, *runs) if name in read]
         self._spaces = [BATCH, *(name for name in runs if graph.nodes[name].samples)]
 
     def made_on(self, rank: int) -> bool:
@@ -43,9 +45,9 @@ class Crossing:
         values = {}
         for name in self._names:
             layout, space = self._layouts[name], self._graph.space_of(name)
-            rows = now.buffer.get(name, layout) if rank in layout.ranks else None
-            lengths = now.lengths.get(name, now.spaces[space].lengths)
-            values[name] = KeptValue(self._graph.type_of(name), space, layout, lengths, rows)
+            if space in now.spaces:
+                rows = now.buffer.get(name, layout) if rank in layout.ranks else None
+                values[name] = KeptValue(self._graph.type_of(name), space, layout, now.lengths_of(name, space), rows)
         return Kept(rank, {name: now.spaces[name] for name in self._spaces if name in now.spaces}, values)
 
     def empty(self, rank: int) -> Kept:

@@ -112,7 +112,7 @@ class Filling:
         values = {}
         for name, value in self._empty().values.items():
             made_here = self._transport.rank in value.layout.ranks
-            lengths = now.lengths.get(name, now.spaces[value.space].lengths)
+            lengths = now.lengths_of(name, value.space)
             rows = now.buffer.get(name, value.layout) if made_here else None
             values[name] = replace(value, lengths=lengths, rows=rows)
         return Kept(self._transport.rank, {name: now.spaces[name] for name in self._repeated_spaces()}, values)
@@ -156,6 +156,7 @@ def put(kept: Kept, now: InStep) -> None:
     """Give a step these rows and values, as if it had made them itself."""
     now.spaces.update(kept.spaces)
     for name, value in kept.values.items():
+        now.lengths[name] = value.lengths
         now.buffer.put(name, value.rows, value.annotation, now.spaces[value.space], value.layout, value.lengths)
 
 

@@ -15,7 +15,7 @@ from rlflow.models.causal_lm import CausalLM
 from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, sampling_seed
 
 PROBES = 4  # responses
-TOKENS = 8  # of each
+TOKENS = 8  # of each, at most
 
 
 class Probe:
@@ -29,6 +29,7 @@ class Probe:
         gap: Records how far the two are apart.
         prompts: Token ids of the prompts to respond to, the same on every rank.
         temperature: Of the run.
+        longest: The longest response of the run.
         seed: Of the run.
     """
 
@@ -41,6 +42,7 @@ class Probe:
         gap: LogprobGap,
         prompts: Sequence[Sequence[int]],
         temperature: float,
+        longest: int,
         seed: int,
     ) -> None:
         self._task = task
@@ -49,7 +51,7 @@ class Probe:
         self._transport = transport
         self._gap = gap
         self._prompts = [list(prompts[index % len(prompts)]) for index in range(PROBES)]
-        self._temperature = temperature
+        self._sampling = Sampling(min(TOKENS, longest), temperature)
         self._seed = seed
 
     def run(self, version: int) -> None:
@@ -69,7 +71,7 @@ class Probe:
 
     def _sampled(self, engine: RolloutEngine, version: int) -> list[Completion]:
         seeds = [sampling_seed(self._seed, version, "probe", 0, index) for index in range(PROBES)]
-        return engine.generate(self._prompts, seeds, Sampling(TOKENS, self._temperature), version)
+        return engine.generate(self._prompts, seeds, self._sampling, version)
 
     def _compare(self, written: list[tuple[list[int], list[float]]]) -> None:
         """Every rank of the role scores all rows: they are few, and scoring is a collective."""

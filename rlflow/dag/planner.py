@@ -26,6 +26,7 @@ from rlflow.dag.tasks import (
     rank_ranges,
     task_lines,
 )
+from rlflow.data.batch import columns
 from rlflow.data.layout import Layout
 from rlflow.errors import UserError, did_you_mean
 
@@ -138,25 +139,48 @@ def plan(
     tasks += [replace(task, lag=max_staleness) for task in _runs(behind, graph, placed, frees)]
     for value in made:
         tasks += _exchanges(value, graph, placed, behind) if value in placed else []
-    tasks = list(_told(tasks, graph))
+    tasks = list(_told(_once(tasks), graph))
     return Plan((*tasks, Reduce(world, lag=max_staleness), Save(world, lag=max_staleness)), max_staleness)
 
 
 def _place(graph: Graph, layouts: Mapping[str, Layout], world: tuple[int, ...]) -> dict[str, Layout]:
     """The layout of every node, and of `batch` where it is read."""
     placed: dict[str, Layout] = {}
+    generating = layouts[ROLLOUT].ranks if any(node.kind == "rollout" for node in graph.order) else ()
     for node in graph.order:
         made = [name for name in placed if name in node.reads]  # in the order in which they are planned
         if node.role is not None:
             placed[node.id] = layouts[node.role]
         else:
-            ranks = placed[made[-1]].ranks if made else world
+            ranks = _ranks_without_role(node, made, graph, placed) or generating or world
             placed[node.id] = Layout(ranks, len(ranks))
     readers = graph.readers(BATCH)
     if not readers:
         return placed
     first = placed[readers[0].id]
     return {BATCH: Layout(first.ranks, first.shards), **placed}
+
+
+def _ranks_without_role(node: Node, made: Sequence[str], graph: Graph, placed: Mapping[str, Layout]) -> tuple[int, ...]:
+    """Where the last-planned value was made that a node without a role reads; none where it reads only the batch.
+
+    A value with fields that do not travel, such as texts, comes first, if the node may read these.
+    """
+    at_home = [name for name in made if _reads_at_home(node, name, graph)]
+    places = dict.fromkeys(placed[name].ranks for name in at_home)
+    if len(places) > 1:
+        raise UserError(
+            f"node `{node.id}` reads fields of {' and '.join(f'`{name}`' for name in at_home)} that stay where they"
+            f" were made, on {' and on '.join(rank_ranges(ranks) for ranks in places)}; place their roles on the same"
+            " ranks, or read them in nodes of their own"
+        )
+    return placed[(at_home or made)[-1]].ranks if made else ()
+
+
+def _reads_at_home(node: Node, value: str, graph: Graph) -> bool:
+    stays = {column.name for column in columns(graph.type_of(value)) if column.home}
+    read = graph.fields.get((node.id, value))
+    return bool(stays) and (read is None or not stays.isdisjoint(read))
 
 
 def _ahead_of_training(graph: Graph, placed: Mapping[str, Layout]) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
@@ -215,6 +239,23 @@ def _reads(nodes: Collection[Node], value: str) -> list[Node]:
     return [node for node in nodes if value in node.reads]
 
 
+def _once(tasks: Sequence[Task]) -> Iterator[Task]:
+    """The tasks, of exchanges of one value to one place the first, with what later readers need of it too."""
+    exchanges: dict[tuple[object, ...], list[Exchange]] = {}
+    for task in tasks:
+        if isinstance(task, Exchange):
+            exchanges.setdefault((task.value, task.reader_space, task.target), []).append(task)
+    for task in tasks:
+        if not isinstance(task, Exchange):
+            yield task
+            continue
+        same = exchanges[task.value, task.reader_space, task.target]
+        if task is same[0]:
+            whole = any(each.columns is None for each in same)
+            joined = dict.fromkeys(name for each in same for name in each.columns or ())
+            yield replace(task, columns=None if whole else tuple(joined))
+
+
 def _told(tasks: Iterable[Task], graph: Graph, everywhere: Collection[int] = ()) -> Iterator[Task]:
     """The tasks, each after the ranks in it were told of rows that they have no part in making.
 
@@ -224,21 +265,26 @@ def _told(tasks: Iterable[Task], graph: Graph, everywhere: Collection[int] = ())
         everywhere: Ranks that must know all rows as soon as they are made.
     """
     tasks = list(tasks)
+    lagging = next((place for place, task in enumerate(tasks) if task.lag), len(tasks))
     users: dict[str, set[int]] = {}  # by what is told of: all ranks that have to do with it
-    for task in tasks:
+    ahead: dict[str, set[int]] = {}  # those of them that do before the tasks that lag: the others are busy until then
+    for place, task in enumerate(tasks):
         for rows in _rows_of(task, graph):
             users.setdefault(rows, set()).update(task.ranks)
+            if place < lagging:
+                ahead.setdefault(rows, set()).update(task.ranks)
     knowing: dict[str, set[int]] = {}
     teller: dict[str, int] = {}
-    for task in tasks:
+    for place, task in enumerate(tasks):
         if isinstance(task, Fill):
             for repeated in task.tasks:
                 for rows in _made_by(repeated, graph):
                     knowing[rows], teller[rows] = set(task.ranks), repeated.ranks[0]
         for rows in () if task.lag else _rows_of(task, graph):  # what lags was told in its own slot
             if rows in knowing and not knowing[rows].issuperset(task.ranks):
-                yield Tell(rows, teller[rows], tuple(sorted(users[rows] - knowing[rows])))
-                knowing[rows] |= users[rows]
+                hearers = (ahead if place < lagging else users)[rows]
+                yield Tell(rows, teller[rows], tuple(sorted(hearers - knowing[rows])))
+                knowing[rows] |= hearers
         yield task
         for rows in _made_by(task, graph):
             knowing[rows], teller[rows] = set(task.ranks), task.ranks[0]

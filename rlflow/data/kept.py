@@ -35,7 +35,7 @@ class KeptValue:
 
 @dataclass(frozen=True)
 class Kept:
-    """Whole groups, seen from one rank: row spaces by name, of which every rank knows the same, and values by name."""
+    """Whole groups, seen from one rank: row spaces by name, and values by name."""
 
     rank: int
     spaces: Mapping[str, RowSpace]

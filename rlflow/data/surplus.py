@@ -80,8 +80,8 @@ def read_kept(folder: Path, name: str, like: Kept, device: torch.device) -> Kept
     stored = json.loads((folder / f"{name}.json").read_text())
     if stored["values"].keys() != like.values.keys() or stored["spaces"].keys() != like.spaces.keys():
         raise UserError(
-            f"{folder} has groups waiting for the next step, with the values {', '.join(stored['values']) or 'none'};"
-            f" this algorithm keeps {', '.join(like.values) or 'none'} after a filter. Continue with the same algorithm"
+            f"{folder} has groups waiting for a later step, with the values {', '.join(stored['values']) or 'none'};"
+            f" this run keeps {', '.join(like.values) or 'none'}. Continue with the same algorithm and `placement`"
         )
     dealt = {name: _dealt(space) for name, space in stored["spaces"].items()}
     same = all(list(dealt[name]) == like.layouts(name) for name in like.spaces)

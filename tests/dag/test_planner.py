@@ -202,7 +202,7 @@ def test_a_node_without_a_role_holds_one_shard_on_each_rank_that_made_its_value(
 def test_a_node_without_a_role_follows_the_last_planned_value_it_reads() -> None:
     class Module(GRPO):
         @node
-        def gaps(self, rewards: PerSample, old_logprobs: PerToken, rollout: Rollout) -> PerSample: ...
+        def gaps(self, rewards: PerSample, old_logprobs: PerToken) -> PerSample: ...
 
     layouts = {"rollout": Layout((0, 1), 2), "actor": Layout((2, 3), 2, "balanced"), "reference": Layout((2, 3), 2)}
     planned = plan(Graph.read(Module(), ROLES), layouts, world_size=4)
@@ -297,6 +297,41 @@ def test_a_filter_runs_ahead_without_the_ranks_that_train() -> None:
     assert fill.members == (0, 1)
     assert fill.lag == 0
     assert Tell("rollout", 0, (2,)) in planned.crossing()
+
+
+def test_ranks_that_train_are_told_of_rows_when_they_have_trained() -> None:
+    layouts = {"rollout": GENERATES, "reference": Layout((1,), 1, "balanced"), "actor": Layout((2,), 1, "balanced")}
+    planned = plan(Graph.read(GRPO(), ROLES), layouts, world_size=3, max_staleness=1)
+    told = [task for task in planned.tasks if isinstance(task, Tell)]
+    assert told == [Tell("rollout", 0, (1,)), Tell("rollout", 0, (2,))]
+    assert told[1] in planned.crossing()
+
+
+class ReadsTexts(GRPO):
+    """Its rewards are of texts, and of what is made where the actor trains."""
+
+    @node
+    def rewards(self, rollout: Rollout, old_logprobs: PerToken) -> PerSample:
+        return rollout.texts, old_logprobs  # type: ignore[return-value]
+
+
+def test_a_node_that_reads_texts_runs_where_they_were_made() -> None:
+    layouts = {"rollout": Layout((0, 1), 2), "actor": Layout((2, 3), 2, "balanced"), "reference": Layout((2, 3), 2)}
+    planned = plan(Graph.read(ReadsTexts(), ROLES), layouts, world_size=4)
+    assert planned.layouts()["rewards"] == Layout((0, 1), 2)
+
+
+def test_a_value_is_exchanged_once_for_readers_of_both_steps() -> None:
+    class Module(GRPO):
+        @node(role="reference")
+        def gap(self, rollout: Rollout, old_logprobs: PerToken) -> PerToken: ...
+
+        def actor_loss(self, rollout: Rollout, advantages: PerSample, gap: PerToken) -> PerToken: ...
+
+    layouts = {"rollout": GENERATES, "reference": Layout((1,), 1, "balanced"), "actor": Layout((2,), 1, "balanced")}
+    planned = plan(Graph.read(Module(), ROLES), layouts, world_size=3, max_staleness=1)
+    exchanges = [task for task in planned.tasks if isinstance(task, Exchange) and task.value == "rollout"]
+    assert sorted(task.target.ranks for task in exchanges) == [(1,), (2,)]
 
 
 def test_ranks_that_train_cannot_run_ahead() -> None:
