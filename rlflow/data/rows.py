@@ -243,6 +243,8 @@ class RowSpace:
         if layout.dealing == "groups":
             if can_stay and made_in.dealing == "groups":
                 return at_home
+            if layout.ranks == made_in.ranks and layout.shards % made_in.shards == 0:
+                return self._shared_out(at_home, layout.shards // made_in.shards)
             return Partition(group_partition(self.groups, layout.shards))
         if can_stay and self.balance.mode == "off":
             return at_home
@@ -258,6 +260,11 @@ class RowSpace:
                 return at_home
         made = torch.cat(at_home.shards)  # in a shard rows from one rank follow one another, as that rank holds them
         return Partition(tuple(made[held] for held in grouped(shard[made], layout.shards)))
+
+    def _shared_out(self, at_home: Partition, among: int) -> Partition:
+        """The groups of each shard dealt among its own ranks, so that none needs what another shard made."""
+        shares = [(rows, group_partition(self.groups[rows], among)) for rows in at_home.shards]
+        return Partition(tuple(rows[share] for rows, dealt in shares for share in dealt))
 
 
 def _travels(here: Layout, there: Layout) -> Tensor:
