@@ -82,12 +82,10 @@ def test_a_surplus_is_safetensors_and_json(folder: Path) -> None:
 def test_a_surplus_of_other_values_is_refused(folder: Path) -> None:
     like = empty(0, HOME, BALANCED)
     other = replace(like, values={"made": like.values["made"], "rewards": like.values["scored"]})
-    told = (
-        r"has groups waiting for the next step, with the values made, scored; this algorithm keeps made, rewards after"
-    )
+    told = r"has groups waiting for a later step, with the values made, scored; this run keeps made, rewards\."
     with pytest.raises(UserError, match=told):
         read_kept(folder, SURPLUS, other, CPU)
-    with pytest.raises(UserError, match=r"this algorithm keeps none after a filter\. Continue with the same algorithm"):
+    with pytest.raises(UserError, match=r"this run keeps none\. Continue with the same algorithm and `placement`"):
         read_kept(folder, SURPLUS, Kept(0, {}, {}), CPU)
 
 
