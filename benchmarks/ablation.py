@@ -161,8 +161,8 @@ class OneLink:
 class Link(Transport):
     """All-to-all, each rank over its own link."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._link = OneLink()
 
     def all_to_all(
@@ -177,8 +177,8 @@ class Link(Transport):
 class HubLink(Hub):
     """Through rank 0: everybody's bytes in over its link, then out again."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._link = OneLink()
 
     def all_to_all(

@@ -111,8 +111,8 @@ def same(one: Tensor, other: Tensor) -> bool:
 class Direct(Transport):
     """As it is, and counted: `counted_bytes` is what this rank sent or received, whichever is more."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        super().__init__(device)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.counted_bytes = 0
 
     def all_to_all(
@@ -131,8 +131,8 @@ class Hub(Transport):
         last_bytes: Bytes that came to the hub and that left it for the last message, those of the hub itself left out.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        super().__init__(device)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.counted_bytes = 0
         self.last_bytes = (0, 0)
 

@@ -47,7 +47,7 @@ class Parts:
         prompts: Reads them.
     """
 
-    transport: Callable[[torch.device], Transport] = Transport
+    transport: Callable[..., Transport] = Transport
     buffer: Callable[[Transport], DataBuffer] = DataBuffer
     prompts: Callable[..., Any] = Prefetch
 
@@ -106,8 +106,8 @@ def train(
     parts, clock, strategy = parts or Parts(), Clock(), settings.pop("strategy", None) or DeepSpeedStrategy(stage=2)
     made: list[Transport] = []
 
-    def transport(device: torch.device) -> Transport:
-        made.append(parts.transport(device))
+    def transport(*arguments: Any) -> Transport:
+        made.append(parts.transport(*arguments))
         return made[-1]
 
     with tempfile.TemporaryDirectory() as folder, _instead(parts, transport):
@@ -132,7 +132,7 @@ def train(
 
 
 @contextlib.contextmanager
-def _instead(parts: Parts, transport: Callable[[torch.device], Transport]) -> Any:
+def _instead(parts: Parts, transport: Callable[..., Transport]) -> Any:
     """A run builds its parts itself; within this it builds these."""
     places: list[tuple[Any, str, Any]] = [
         (rlflow.run, "Transport", transport),
