@@ -3,16 +3,16 @@
     python benchmarks/ablation.py
 
 GRPO with a reference on four gloo ranks, every role on all of them. **Computation and the link are emulated by
-sleeps**, because cores that all ranks share hide nothing: 0.3 s to generate, 20 ms a reward, 0.2 and 1 ms a token to
+sleeps**, because cores that all ranks share hide nothing: 0.6 s to generate, 40 ms a reward, 0.4 and 2 ms a token to
 score and to train, rows of log-normal lengths (mean 48, sigma 1). A message takes 2 ms and its bytes, those that this
-rank sends or receives, over a link of 0.25 MB/s, one message after another; a rank that waits for it sleeps. At these
-rates an exchange of a step's rows takes some percent of the step; the texts of a large model on a fast network take far
-less, pictures more. Beside this, everything is really computed and moved, by a very small model.
+rank sends or receives, over a link of 100 kB/s, one message after another; a rank that waits for it sleeps. The link is
+so slow that an exchange of the samples takes a third of the time of their rewards; the texts of a large model on a fast
+network take far less of a step. Beside this, everything is really computed and moved, by a very small model.
 
 - kept: a value that is read where it was made is the same object. Without, each such read brings the value from a store
   whose rows lie on ranks at random: its bytes cross the link, of which this rank has one in four itself.
 - double buffer: an exchange is issued when its value exists, and the next prompts are read meanwhile (their reading
-  takes 50 ms). Without, both happen when they are asked for.
+  takes 100 ms). Without, both happen when they are asked for.
 - balance: tokens are evened out between ranks. Without, rows stay where they were made.
 - all-to-all: without, messages go through rank 0, in and out, over its link.
 
@@ -58,9 +58,9 @@ from rlflow.data.transport import Transport, Work
 from rlflow.models.tiny import write_tiny_model
 
 RANKS = 4
-BYTES_PER_S, LATENCY_S = 0.25e6, 2e-3
-LOAD_S = 0.05
-TRAIN_S = 1e-3
+BYTES_PER_S, LATENCY_S, BYTES_PER_TOKEN = 100e3, 2e-3, 16
+GENERATE_S, LOAD_S = 0.6, 0.1
+REWARD_S, SCORE_S, TRAIN_S = 40e-3, 0.4e-3, 2e-3
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ DESIGNS = {
 def main() -> None:
     """Run the designs in turns and print a table of ratios and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4, help="of a run, after those that warm up")
+    parser.add_argument("--steps", type=int, default=3, help="of a run, after those that warm up")
     parser.add_argument("--rounds", type=int, default=2, help="how often all designs run")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -110,9 +110,15 @@ def main() -> None:
                 "ratio_to_full": ratios,
                 "step_seconds": {name: statistics.median(times) for name, times in seconds.items()},
                 "exchange_wait_seconds": waited,
+                "exchange_bytes": {name: bytes_moved(found, name) for name in DESIGNS},
             }
         )
     )
+
+
+def bytes_moved(found: list[list[dict[str, Trained]]], name: str) -> float:
+    """Payload of all ranks in a step, the median; what a store without local values moves is not counted."""
+    return statistics.median(step["exchange/bytes"] for step in found[0][0][name].metrics)
 
 
 def rounds(folder: Path, steps: int, count: int) -> list[dict[str, Trained]]:
@@ -122,15 +128,16 @@ def rounds(folder: Path, steps: int, count: int) -> list[dict[str, Trained]]:
 
 def run(folder: Path, steps: int, design: Design) -> Trained:
     module = EmulatedGRPO(str(folder / "model"), OddCharacters(), group_size=4, max_response_length=512, kl_coef=0.1)
-    module.reward_s, module.score_s, module.train_s = 20e-3, 0.2e-3, TRAIN_S
+    module.reward_s, module.score_s, module.train_s = REWARD_S, SCORE_S, TRAIN_S
     buffers = {(True, True): DataBuffer, (False, True): NotKept, (True, False): Late, (False, False): NotKeptAndLate}
     parts = Parts(
         transport=Link if design.all_to_all else HubLink,
         buffer=buffers[design.kept, design.double_buffer],
         prompts=read_ahead if design.double_buffer else ReadOnTheSpot,
     )
-    balance = Balance("auto", tokens_per_s=1 / TRAIN_S, bytes_per_s=BYTES_PER_S) if design.balance else Balance("off")
-    engine = ScriptedEngine(48, sigma=1.0, seconds=0.3)
+    rates = {"tokens_per_s": 1 / (SCORE_S + TRAIN_S), "bytes_per_s": BYTES_PER_S, "bytes_per_token": BYTES_PER_TOKEN}
+    balance = Balance("auto" if design.balance else "off", **rates)
+    engine = ScriptedEngine(48, sigma=1.0, seconds=GENERATE_S)
     return train(module, prompts(folder, 256, 8), steps, parts, engine, balance=balance, logprob_gap_limit=1e9)
 
 

@@ -2,11 +2,13 @@
 
     python benchmarks/balance.py
 
-The step: GRPO on two gloo ranks of one thread, a Qwen2 of 0.4 million random weights that is really trained, 64
-responses of random tokens whose lengths are log-normal (mean 128, sigma 1, at most 1,024) and cost nothing to make.
-`balance: auto` and `off` take turns with the same responses, and are compared step by step: how long training takes,
-and the seconds that the busier rank is on a core for the whole step, which do not depend on who else uses the machine.
-What could be gained at most is the tokens of the fuller rank over the mean, where rows stay.
+The step: GRPO on two gloo ranks of one thread, 64 responses of random tokens whose lengths are log-normal (mean 128,
+sigma 1, at most 1,024) and cost nothing to make. `balance: auto` and `off` take turns with the same responses, and are
+compared step by step, in two ways. *Emulated*: beside a very small model, training **sleeps** 0.5 ms a token; what is
+told is the time of the step. *Computed*: a Qwen2 of 0.4 million random weights is trained without a sleep; what is told
+is how long the busier rank is on a core, whoever else uses it. On cores that ranks share, the time of such a step shows
+nothing: an idle rank gives its core to the busy one. What could be gained at most is the tokens of the fuller rank over
+the mean, where rows stay.
 
 The simulation deals rows and starts no process: log-normal lengths, 64 rows a rank in whole groups of 8 for 8 to 1,024
 ranks; the tokens of the fullest rank over the mean, which is how much longer a step takes than it must; medians of
@@ -20,12 +22,12 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from small_run import (
+    EmulatedGRPO,
     OddCharacters,
     ScriptedEngine,
     Trained,
@@ -39,11 +41,11 @@ from small_run import (
 from torch import Tensor
 
 from rlflow import PerSample, PerToken, Rollout
-from rlflow.algorithms import GRPO
 from rlflow.data.balance import balanced_partition, group_partition
 from rlflow.models.tiny import write_tiny_model
 
 MEAN, LONGEST = 128, 1024
+TRAIN_S = 0.5e-3  # for each token
 ROWS, GROUP = 64, 8  # of a rank in the simulation
 SIGMAS = (0.5, 1.0, 1.5)
 
@@ -51,30 +53,27 @@ SIGMAS = (0.5, 1.0, 1.5)
 def main() -> None:
     """Measure the step, simulate the loads, and print both and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4, help="of a run, after those that warm up")
+    parser.add_argument("--steps", type=int, default=3, help="of a run, after those that warm up")
     parser.add_argument("--rounds", type=int, default=2, help="how often both runs are made")
     parser.add_argument("--draws", type=int, default=5, help="of the simulation")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        write_tiny_model(Path(folder) / "model")
-        found: list[list[dict[str, Trained]]] = on_ranks(2, rounds, Path(folder), given.steps, given.rounds)
-    runs = {mode: [[rank[number][mode] for rank in found] for number in range(given.rounds)] for mode in MODES}
-    measures: dict[str, Callable[[list[Trained]], list[float]]] = {
-        "step": step_seconds,
-        "training": lambda ranks: [step["time/actor_loss"] for step in ranks[0].metrics],
-        "cpu": busiest_cpu_seconds,
-    }
-    seconds = {
-        name: {mode: [s for ranks in runs[mode] for s in measure(ranks)] for mode in MODES}
-        for name, measure in measures.items()
-    }
-    for mode in MODES:
-        print(f"{mode}: " + ", ".join(f"{name} {spread(times[mode])}" for name, times in seconds.items()))
+        write_tiny_model(Path(folder) / "emulated", hidden_size=32, intermediate_size=64, layers=1)
+        write_tiny_model(Path(folder) / "computed")
+        found: list[list[dict[tuple[str, str], Trained]]] = on_ranks(2, rounds, Path(folder), given.steps, given.rounds)
+    runs = {key: [[rank[number][key] for rank in found] for number in range(given.rounds)] for key in found[0][0]}
+    measures = {"emulated": step_seconds, "computed": busiest_cpu_seconds}
+    seconds = {key: [s for ranks in runs[key] for s in measures[key[0]](ranks)] for key in runs}
     ratios = {
-        name: statistics.median(off / auto for off, auto in zip(times["off"], times["auto"], strict=True))
-        for name, times in seconds.items()
+        work: statistics.median(
+            off / auto for off, auto in zip(seconds[work, "off"], seconds[work, "auto"], strict=True)
+        )
+        for work in measures
     }
-    possible = statistics.median(step["load/most_over_mean"] for ranks in runs["off"] for step in ranks[0].metrics)
+    steps = [step for ranks in runs["emulated", "off"] for step in ranks[0].metrics]
+    possible = statistics.median(step["load/most_over_mean"] for step in steps)
+    for key, times in seconds.items():
+        print(f"{' '.join(key)}: {spread(times)}")
     print(f"off over auto, median of steps: {ratios}; tokens allow {possible:.2f}")
     simulated = [simulate(ranks, sigma, given.draws) for sigma in SIGMAS for ranks in (8, 32, 128, 512, 1024)]
     for row in simulated:
@@ -88,9 +87,7 @@ def main() -> None:
                 "benchmark": "balance",
                 "ratio_off_to_auto": ratios,
                 "ratio_possible": possible,
-                "seconds": {
-                    name: {mode: statistics.median(times[mode]) for mode in MODES} for name, times in seconds.items()
-                },
+                "seconds": {" ".join(key): statistics.median(times) for key, times in seconds.items()},
                 "simulated_max_over_mean": simulated,
             }
         )
@@ -100,18 +97,20 @@ def main() -> None:
 MODES = ("auto", "off")
 
 
-def rounds(folder: Path, steps: int, count: int) -> list[dict[str, Trained]]:
-    """Both modes, `count` times, on this rank."""
-    return [{mode: run(folder, steps, mode) for mode in MODES} for _ in range(count)]
+def rounds(folder: Path, steps: int, count: int) -> list[dict[tuple[str, str], Trained]]:
+    """All runs, `count` times, on this rank: by how training is done, and by mode."""
+    runs = [(work, mode) for work in ("emulated", "computed") for mode in MODES]
+    return [{(work, mode): run(folder, steps, work, mode) for work, mode in runs} for _ in range(count)]
 
 
-def run(folder: Path, steps: int, mode: Any) -> Trained:
-    module = CountingGRPO(str(folder / "model"), OddCharacters(), group_size=GROUP, max_response_length=LONGEST)
+def run(folder: Path, steps: int, work: str, mode: Any) -> Trained:
+    module = CountingGRPO(str(folder / work), OddCharacters(), group_size=GROUP, max_response_length=LONGEST)
+    module.train_s = TRAIN_S if work == "emulated" else 0.0
     engine = ScriptedEngine(MEAN, sigma=1.0)
     return train(module, prompts(folder, 256, 8), steps, engine=engine, balance=mode, logprob_gap_limit=1e9)
 
 
-class CountingGRPO(GRPO):
+class CountingGRPO(EmulatedGRPO):
     """Logs the tokens of the fullest rank over the mean, where rows were made."""
 
     def rewards(

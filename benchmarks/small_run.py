@@ -34,7 +34,7 @@ from rlflow.rewards import SampleReward
 from rlflow.rollout import Completion, Sampling, TransformersEngine
 from rlflow.strategies import DeepSpeedStrategy
 
-WARM_UP = 2  # steps of each run that are not counted
+WARM_UP = 1  # steps of each run that are not counted
 
 
 @dataclass(frozen=True)
