@@ -6,9 +6,7 @@ import hashlib
 import sys
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
+from rlflow.data.message import from_message, to_message
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
 from rlflow.module import RLModule
@@ -40,12 +38,12 @@ def agree(transport: Transport, mine: list[str]) -> None:
         UserError: One has others; it is named, with the first line that differs from rank 0's.
     """
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
-    digests = [each.cpu().numpy().tobytes() for each in transport.all_gather(_as_bytes(digest))]
+    digests = [from_message(each) for each in transport.all_gather(to_message(digest))]
     others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
     if not others:
         return
-    of_all = transport.all_gather_ragged(_as_bytes("\n".join(mine).encode()))
-    first, theirs = (of_all[rank].cpu().numpy().tobytes().decode().splitlines() for rank in (0, others[0]))
+    of_all = transport.all_gather_ragged(to_message("\n".join(mine).encode()))
+    first, theirs = (from_message(of_all[rank]).decode().splitlines() for rank in (0, others[0]))
     here, there = next(
         ((a, b) for a, b in zip(first, theirs, strict=False) if a != b),
         (_after(first, len(theirs)), _after(theirs, len(first))),
@@ -58,7 +56,3 @@ def agree(transport: Transport, mine: list[str]) -> None:
 
 def _after(lines: list[str], count: int) -> str:
     return lines[count] if count < len(lines) else "nothing more"
-
-
-def _as_bytes(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)

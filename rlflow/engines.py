@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from rlflow.data.layout import Layout
+from rlflow.data.message import from_message, to_message
 from rlflow.data.transport import Transport
 from rlflow.rollout.beside import EngineBeside, free_address
 from rlflow.rollout.engine import RolloutEngine
@@ -26,10 +25,6 @@ def engine_of_rank(configured: RolloutEngine, layout: Layout, transport: Transpo
     if not configured.needs_all_ranks or len(layout.ranks) == transport.world_size:
         return configured
     peers = layout.peers(layout.shard(rank))
-    address = None
-    if rank == peers[0]:
-        address = torch.frombuffer(bytearray(free_address().encode()), dtype=torch.uint8)
+    address = to_message(free_address().encode()) if rank == peers[0] else None
     heard = transport.broadcast_bytes(address, peers[0], peers)
-    return EngineBeside(
-        configured, index=peers.index(rank), size=len(peers), address=heard.cpu().numpy().tobytes().decode()
-    )
+    return EngineBeside(configured, index=peers.index(rank), size=len(peers), address=from_message(heard).decode())

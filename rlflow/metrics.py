@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlflow.data.message import from_message, to_message
 from rlflow.data.transport import Transport
 
 
@@ -93,13 +94,13 @@ class Metrics:
         here = self._steps.pop(self.step, _Logged())
         means_here = {name: entry.tolist() for name, entry in here.means.items()}
         mine = {"means": means_here, **_totals(here), "worked": worked}
-        payload = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+        payload = to_message(json.dumps(mine).encode())
         means: dict[str, list[float]] = {}
         sums: dict[str, float] = {}
         largest: dict[str, float] = {}
         worked_by: list[float] = []
         for part in transport.all_gather_ragged(payload):
-            theirs = json.loads(part.cpu().numpy().tobytes())
+            theirs = json.loads(from_message(part))
             worked_by += [] if theirs["worked"] is None else [theirs["worked"]]
             for name, (total, count) in theirs["means"].items():
                 entry = means.setdefault(name, [0.0, 0.0])

@@ -7,9 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from rlflow.data.batch import Rollout
+from rlflow.data.message import from_message, to_message
 from rlflow.data.transport import Transport
 from rlflow.rewards.reward import Scores
 
@@ -47,10 +46,10 @@ class Samples:
         samples = self._steps.pop(step, [])
         if self._speaker == 0 or self._transport.rank not in self.group:
             return samples
-        sent = torch.frombuffer(bytearray(json.dumps(samples).encode()), dtype=torch.uint8)
-        message = sent if self._transport.rank == self._speaker else None
+        speaks = self._transport.rank == self._speaker
+        message = to_message(json.dumps(samples).encode()) if speaks else None
         heard = self._transport.broadcast_bytes(message, self._speaker, self.group)
-        read: list[dict[str, Any]] = json.loads(heard.cpu().numpy().tobytes())
+        read: list[dict[str, Any]] = json.loads(from_message(heard))
         return read
 
     def of_later_steps(self) -> list[tuple[int, list[dict[str, Any]]]]:

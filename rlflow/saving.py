@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rlflow import checkpoint
 from rlflow.checkpoint import Progress
 from rlflow.controller import Controller
 from rlflow.data.kept import Kept
+from rlflow.data.message import from_message, to_message
 from rlflow.data.surplus import SURPLUS, flight_name, read_kept
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
@@ -130,8 +129,8 @@ class Saving:
     def _module_state(self) -> dict[str, Any]:
         """Each entry as the ranks have it that changed it: those that run the node that it belongs to."""
         here = json.dumps(self._module.state_dict()).encode()
-        gathered = self._transport.all_gather_ragged(torch.frombuffer(bytearray(here), dtype=torch.uint8))
-        states: list[dict[str, Any]] = [json.loads(each.cpu().numpy().tobytes()) for each in gathered]
+        gathered = self._transport.all_gather_ragged(to_message(here))
+        states: list[dict[str, Any]] = [json.loads(from_message(each)) for each in gathered]
         names = dict.fromkeys(name for state in states for name in state)
         of_ranks = {name: [state[name] for state in states if name in state] for name in names}
         before = self._module_before

@@ -13,9 +13,10 @@ from torch import Tensor
 from rlflow.callbacks.callback import Callback
 from rlflow.controller.context import NodeContext, Running
 from rlflow.controller.crossing import Crossing
-from rlflow.controller.filling import Filling, put
+from rlflow.controller.filling import Filling
 from rlflow.controller.gap import LogprobGap
 from rlflow.controller.in_step import InStep
+from rlflow.controller.keeping import put
 from rlflow.controller.probe import Probe
 from rlflow.controller.syncing import WeightSync
 from rlflow.controller.training import Training
@@ -35,6 +36,7 @@ from rlflow.data.transport import Transport
 from rlflow.errors import UserError
 from rlflow.loggers.trace import Trace
 from rlflow.metrics import Metrics
+from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
 from rlflow.rollout.engine import NO_VERSION, RolloutEngine
 from rlflow.strategies.strategy import TrainingStrategy
@@ -98,7 +100,7 @@ class Controller:
         self._steps = steps
         self._staleness = plan.max_staleness
         self._slot = 0  # the step whose rows are generated next
-        self._crossing = Crossing(graph, plan)
+        self._crossing = Crossing(graph, plan, transport.rank)
         self._flights: dict[int, InStep] = {}
         self._module = module
         self._graph = graph
@@ -172,8 +174,11 @@ class Controller:
 
     def version_after(self, steps: int) -> int:
         """The version of the followed role's weights after so many steps: how often a train node changed them."""
-        trains = [node for node in self._graph.order if node.kind == "train" and node.role == self._follows]
-        return sum(max(0, steps - getattr(self._module, self._follows or "").start_step) for _ in trains)
+        if self._follows is None:
+            return 0
+        handle: ModelHandle = getattr(self._module, self._follows)
+        nodes = sum(node.kind == "train" and node.role == self._follows for node in self._graph.order)
+        return nodes * max(0, steps - handle.start_step)
 
     def version_of(self, step: int) -> int:
         """The version that generates the rows of `step`: the weights after the last step trained by then."""
@@ -209,8 +214,8 @@ class Controller:
 
     def in_flight(self, done: int) -> dict[int, Kept]:
         """After `done` steps, of each step that is generated and not trained: what this rank made for training."""
-        steps = self._steps_in_flight(done) if self._crossing.made_on(self._transport.rank) else ()
-        return {step: self._crossing.of(self._flights[step], self._transport.rank) for step in steps}
+        steps = self._steps_in_flight(done) if self._crossing.made_here else ()
+        return {step: self._crossing.keeping.of(self._flights[step]) for step in steps}
 
     def restore(self, done: int, draws: int, read: Callable[[int, Kept], Kept]) -> None:
         """Go on after `done` steps; all ranks call it.
@@ -223,8 +228,8 @@ class Controller:
         self._slot, self.draws = done + self._staleness, draws
         for step in self._steps_in_flight(done):
             now = self._flights[step] = InStep(step, DataBuffer(self._transport))
-            if self._crossing.made_on(self._transport.rank):
-                put(read(step, self._crossing.empty(self._transport.rank)), now)
+            if self._crossing.made_here:
+                put(read(step, self._crossing.keeping.empty()), now)
             for task in self._crossing.tasks:
                 if self._transport.rank in task.ranks:
                     self.run(task, step)

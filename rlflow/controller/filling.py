@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rlflow.controller.in_step import InStep
+from rlflow.controller.keeping import Keeping, put
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import Fill
-from rlflow.data.kept import Kept, KeptValue
-from rlflow.data.rows import ARRAYS, RowSpace
+from rlflow.data.kept import Kept
 from rlflow.data.surplus import SURPLUS, read_kept
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
@@ -51,8 +50,10 @@ class Filling:
         self.surplus: Kept | None = None
         self._graph = graph
         self._layouts = plan.layouts()
-        self._keeps = [name for task in plan.tasks if isinstance(task, Fill) for name in task.keeps]
-        self._members = {rank for task in plan.tasks if isinstance(task, Fill) for rank in task.members}
+        fills = [task for task in plan.tasks if isinstance(task, Fill)]
+        self._members = {rank for fill in fills for rank in fill.members}
+        spaces = [BATCH, *(node.id for node in graph.block if node.samples)]
+        self._keeping = Keeping(graph, plan, transport.rank, spaces, [name for fill in fills for name in fill.keeps])
         self._transport = transport
         self._metrics = metrics
         self._needed = needed
@@ -77,7 +78,7 @@ class Filling:
                 raise UserError(_never_fills(fill.filter_id, count, self._needed, draws, kept / drawn))
             draw()
             draws += 1
-            drawing = self._drawn(now)
+            drawing = self._keeping.of(now)
             groups = self._chosen(fill, now)
             for name in dict.fromkeys((*fill.keeps, fill.filter_id)):
                 if now.buffer.holds(name):
@@ -105,34 +106,7 @@ class Filling:
             UserError: The checkpoint has one of another algorithm.
         """
         if self._transport.rank in self._members:
-            self.surplus = read_kept(folder, SURPLUS, self._empty(), device)
-
-    def _drawn(self, now: InStep) -> Kept:
-        """All of this draw."""
-        values = {}
-        for name, value in self._empty().values.items():
-            made_here = self._transport.rank in value.layout.ranks
-            lengths = now.lengths_of(name, value.space)
-            rows = now.buffer.get(name, value.layout) if made_here else None
-            values[name] = replace(value, lengths=lengths, rows=rows)
-        return Kept(self._transport.rank, {name: now.spaces[name] for name in self._repeated_spaces()}, values)
-
-    def _empty(self) -> Kept:
-        """What is kept, without rows."""
-        none = torch.empty(0, dtype=torch.int64)
-        spaces = {}
-        for name in self._repeated_spaces():
-            layout = self._layouts[name]
-            spaces[name] = RowSpace.of_shards(name, layout, [none.view(len(ARRAYS), 0)] * layout.shards)
-        values = {
-            name: KeptValue(self._graph.type_of(name), self._graph.space_of(name), self._layouts[name], none, None)
-            for name in self._keeps
-        }
-        return Kept(self._transport.rank, spaces, values)
-
-    def _repeated_spaces(self) -> list[str]:
-        block = self._graph.block
-        return [BATCH, *(node.id for node in block if node.samples)] if block else []
+            self.surplus = read_kept(folder, SURPLUS, self._keeping.empty(), device)
 
     def _chosen(self, fill: Fill, now: InStep) -> Tensor:
         """The ids of the groups that the filter keeps, ascending."""
@@ -150,14 +124,6 @@ class Filling:
                 f"filter `{fill.filter_id}` returned {found}; return one bool a row, `[B]`, such as a comparison gives"
             )
         return kept_groups(fill.filter_id, answers.bool(), space.groups)
-
-
-def put(kept: Kept, now: InStep) -> None:
-    """Give a step these rows and values, as if it had made them itself."""
-    now.spaces.update(kept.spaces)
-    for name, value in kept.values.items():
-        now.lengths[name] = value.lengths
-        now.buffer.put(name, value.rows, value.annotation, now.spaces[value.space], value.layout, value.lengths)
 
 
 def kept_groups(filter_id: str, answers: Tensor, groups: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from rlflow.controller.gap import LogprobGap
 from rlflow.dag.tasks import SyncWeights
 from rlflow.data.batch import Ragged, TokenRows
+from rlflow.data.message import from_message, to_message
 from rlflow.data.transport import Transport
 from rlflow.models.causal_lm import CausalLM
 from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, sampling_seed
@@ -61,11 +62,11 @@ class Probe:
         message = None
         if rank == speaker:
             written = json.dumps([[one.token_ids, one.logprobs] for one in completions]).encode()
-            message = torch.frombuffer(bytearray(written), dtype=torch.uint8)
+            message = to_message(written)
         ranks = probing_group(self._task)
         if rank not in ranks:
             return
-        heard = self._transport.broadcast_bytes(message, speaker, ranks).cpu().numpy().tobytes()
+        heard = from_message(self._transport.broadcast_bytes(message, speaker, ranks))
         if rank in self._task.source:
             self._compare([(tokens, logprobs) for tokens, logprobs in json.loads(heard)])
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlflow.dag.tasks import SyncWeights
+from rlflow.data.message import from_message, to_message
 from rlflow.data.transport import Transport
 from rlflow.rollout.engine import NO_VERSION, RolloutEngine, SyncReport
 from rlflow.strategies.strategy import TrainingStrategy
@@ -87,14 +88,13 @@ class WeightSync:
         device = self._transport.device
         header = json.dumps([[name, str(of.dtype).removeprefix("torch."), list(of.shape)] for name, of in bucket])
         payload = [of.detach().to(device).contiguous().flatten().view(torch.uint8) for _, of in bucket]
-        told = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
-        self._transport.broadcast_bytes(told, self._transport.rank, self._group)
+        self._transport.broadcast_bytes(to_message(header.encode()), self._transport.rank, self._group)
         if bucket:
             self._transport.broadcast_bytes(torch.cat(payload), self._transport.rank, self._group)
 
     def _received(self) -> Iterator[Bucket]:
         """The buckets that the sender sends, up to an empty one."""
-        while header := json.loads(self._hear().cpu().numpy().tobytes()):
+        while header := json.loads(from_message(self._hear())):
             payload = self._hear()
             bucket: Bucket = []
             for name, kind, shape in header:

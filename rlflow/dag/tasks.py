@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from rlflow.data.layout import Layout
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(ABC):
     """One task of a plan, run by its ranks in the one global order; every kind has `ranks`, ascending.
 
     Attributes:
@@ -20,9 +21,9 @@ class Task:
     lag: int = field(default=0, kw_only=True)
 
     @property
+    @abstractmethod
     def ranks(self) -> tuple[int, ...]:
         """The ranks that take part."""
-        raise NotImplementedError
 
 
 class _InLayout(Task):

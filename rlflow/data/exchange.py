@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlflow.data.batch import Absent, Column, Cut, columns
+from rlflow.data.message import from_message, to_message
 from rlflow.data.route import Route
 from rlflow.data.transport import Transport, Work
 from rlflow.data.wire import Data, Form, Piece, RowBytes, copied, from_bytes, to_bytes
@@ -126,8 +127,8 @@ class Exchange:
 
     def _be_introduced(self, message: Tensor) -> int:
         """Learn what `_head` says; its bytes."""
-        size = int.from_bytes(message[:_SIZE].cpu().numpy().tobytes(), "little")
-        said = json.loads(message[_SIZE : _SIZE + size].cpu().numpy().tobytes())
+        size = int.from_bytes(from_message(message[:_SIZE]), "little")
+        said = json.loads(from_message(message[_SIZE : _SIZE + size]))
         self._forms = {name: Form.from_json(form) for name, form in said["forms"].items()}
         for name, (written, number) in said["numbers"].items():
             form = Form.from_json(written)
@@ -227,7 +228,7 @@ def _message(
     pieces: list[Piece] = []
     for number, head in enumerate([b""] if alone else heads):
         if head:
-            said = torch.frombuffer(bytearray(head), dtype=torch.uint8).to(device)
+            said = to_message(head).to(device)
             pieces.append((said, 0, len(head)))
         for column in of_column:
             pieces += column[number]

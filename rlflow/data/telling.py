@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlflow.data.balance import Balance
 from rlflow.data.layout import Layout
+from rlflow.data.message import from_message, to_message
 from rlflow.data.partition import Partition
 from rlflow.data.rows import ARRAYS, RowSpace
 
@@ -25,7 +26,7 @@ def told(space: RowSpace) -> Tensor:
     arrays = [getattr(space, name) for name in ARRAYS]
     positions = [rows for dealt in known.values() for rows in dealt.shards]
     body = torch.cat([torch.tensor([len(header)]), *arrays, *positions]).view(torch.uint8)
-    return torch.cat([body[:_SIZE], torch.frombuffer(bytearray(header), dtype=torch.uint8), body[_SIZE:]])
+    return torch.cat([body[:_SIZE], to_message(header), body[_SIZE:]])
 
 
 def heard(message: Tensor, name: str, *, seed: int, step: int, balance: Balance) -> RowSpace:
@@ -40,7 +41,7 @@ def heard(message: Tensor, name: str, *, seed: int, step: int, balance: Balance)
     """
     message = message.cpu()
     size = int(message[:_SIZE].clone().view(torch.int64))
-    header = json.loads(message[_SIZE : _SIZE + size].numpy().tobytes())
+    header = json.loads(from_message(message[_SIZE : _SIZE + size]))
     body = message[_SIZE + size :].clone().view(torch.int64)
     arrays = dict(zip(ARRAYS, body[: len(ARRAYS) * header["rows"]].split(header["rows"] or 1), strict=False))
     arrays |= {array: body[:0] for array in ARRAYS if array not in arrays}

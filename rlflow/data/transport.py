@@ -118,28 +118,21 @@ class Transport:
         return reduced.to(tensor.device)
 
     @_waits
-    def broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...] | None = None) -> Tensor:
-        """The tensor of rank `source`, in a new tensor; of the same shape and dtype everywhere.
+    def broadcast_bytes(self, message: Tensor | None, source: int, ranks: tuple[int, ...]) -> Tensor:
+        """The uint8 `message` of rank `source`, of any length, on `device`.
 
         Args:
-            tensor: Of this rank; only its shape counts where this is not `source`.
+            message: Of `source`; None on the others.
             source: Who sends.
-            ranks: Who takes part, ascending: one of the groups formed; all where None.
+            ranks: Who takes part, ascending: one of the groups formed.
         """
-        received = tensor.to(self.device, copy=True).contiguous()
-        ranks = tuple(range(self.world_size)) if ranks is None else ranks
-        if len(ranks) > 1:
-            dist.broadcast(received, source, group=self._groups[ranks])
-        return received.to(tensor.device)
-
-    def broadcast_bytes(self, message: Tensor | None, source: int, ranks: tuple[int, ...]) -> Tensor:
-        """The uint8 `message` of rank `source`, of any length, on `device`; others give None."""
-        size = torch.tensor([0 if message is None else message.numel()])
-        size = self.broadcast(size, source, ranks)
+        if len(ranks) == 1:
+            assert message is not None
+            return message
+        size = torch.tensor([0 if message is None else message.numel()], device=self.device)
+        dist.broadcast(size, source, group=self._groups[ranks])
         if message is None:
             message = torch.empty(int(size), dtype=torch.uint8, device=self.device)
-        elif len(ranks) == 1:
-            return message
         message = message.to(self.device)
         if message.numel():
             dist.broadcast(message, source, group=self._groups[ranks])

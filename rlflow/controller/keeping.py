@@ -1,0 +1,64 @@
+"""From a step under way to rows and values that can be kept, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rlflow.controller.in_step import InStep
+from rlflow.dag.graph import Graph
+from rlflow.dag.planner import Plan
+from rlflow.data.kept import Kept, KeptValue
+from rlflow.data.rows import ARRAYS, RowSpace
+
+
+class Keeping:
+    """Some values of a step, and the rows that they are of, seen from one rank.
+
+    Args:
+        graph: Of the module.
+        plan: Of all ranks.
+        rank: This one.
+        spaces: The names of the rows.
+        values: The names of the values.
+    """
+
+    def __init__(self, graph: Graph, plan: Plan, rank: int, spaces: Sequence[str], values: Sequence[str]) -> None:
+        self._graph = graph
+        self._layouts = plan.layouts()
+        self._rank = rank
+        self._spaces = spaces
+        self._values = values
+
+    def of(self, now: InStep) -> Kept:
+        """All of them that this rank knows the rows of; rows of values where they were made."""
+        values = {}
+        for name in self._values:
+            layout, space = self._layouts[name], self._graph.space_of(name)
+            if space in now.spaces:
+                rows = now.buffer.get(name, layout) if self._rank in layout.ranks else None
+                values[name] = KeptValue(self._graph.type_of(name), space, layout, now.lengths_of(name, space), rows)
+        return Kept(self._rank, {name: now.spaces[name] for name in self._spaces if name in now.spaces}, values)
+
+    def empty(self) -> Kept:
+        """All of them, without rows."""
+        none = torch.empty(0, dtype=torch.int64)
+        layouts = {name: self._layouts[name] for name in self._spaces}
+        spaces = {
+            name: RowSpace.of_shards(name, layout, [none.view(len(ARRAYS), 0)] * layout.shards)
+            for name, layout in layouts.items()
+        }
+        values = {
+            name: KeptValue(self._graph.type_of(name), self._graph.space_of(name), self._layouts[name], none, None)
+            for name in self._values
+        }
+        return Kept(self._rank, spaces, values)
+
+
+def put(kept: Kept, now: InStep) -> None:
+    """Give a step these rows and values, as if it had made them itself."""
+    now.spaces.update(kept.spaces)
+    for name, value in kept.values.items():
+        now.lengths[name] = value.lengths
+        now.buffer.put(name, value.rows, value.annotation, now.spaces[value.space], value.layout, value.lengths)
