@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlflow.data.process_groups import process_group
+
 P = ParamSpec("P")
 T = TypeVar("T")
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -77,13 +79,9 @@ class Transport:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world_size)): None}
 
     def form_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Prepare for collectives among these ranks, ascending; a collective of all ranks, in or out of them.
-
-        Not left to the first exchange of each group: torch names groups made by their members alone
-        (`use_local_synchronization`) after how many groups each member has, and so hangs where the counts differ.
-        """
+        """Prepare for collectives among these ranks, ascending; a collective of all ranks, in or out of them."""
         for ranks in sorted({ranks for ranks in groups if len(ranks) > 1} - self._groups.keys()):
-            self._groups[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
+            self._groups[ranks] = process_group(ranks, self._timeout)
 
     @_waits
     def all_gather(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> list[Tensor]:

@@ -149,6 +149,8 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         """Give DeepSpeed the process group that is there."""
         import deepspeed
 
+        # It is for inference alone, and would be compiled first: a minute, or without end where a compile was killed.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self._set_node_environment_variables()  # which it reads
         deepspeed.init_distributed(self._process_group_backend)
         _keep_within_role()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from rlflow.data.layout import Layout
+from rlflow.data.process_groups import process_group
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class RoleGroups:
 
 
 class Groups:
-    """Every group that this rank is in, formed once for each set of ranks.
+    """Every group that the roles of this rank need.
 
     Args:
         timeout: After which a collective fails.
@@ -80,8 +81,4 @@ class Groups:
         return RoleGroups(everybody, peers, mine)
 
     def _form(self, ranks: tuple[int, ...]) -> None:
-        if ranks in self._formed:
-            return
-        # A rank's own group needs nobody else's help; any other is formed by all ranks of the job.
-        group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=len(ranks) == 1)
-        self._formed[ranks] = group if dist.get_rank() in ranks else None
+        self._formed[ranks] = process_group(ranks, self._timeout)

@@ -1,0 +1,41 @@
+"""The process groups of this process: of each set of ranks one, whoever uses it, in one run after another.
+
+A group costs threads and sockets under gloo, and buffers on the GPU under NCCL, where two groups of the same ranks
+could also wait for one another.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+_Key = tuple[tuple[int, ...], timedelta | None]
+_world: ProcessGroup | None = None  # in which the groups were formed
+_formed: dict[_Key, ProcessGroup | None] = {}
+
+
+def process_group(ranks: tuple[int, ...], timeout: timedelta | None) -> ProcessGroup | None:
+    """The group of `ranks`; None where this rank is not one of them.
+
+    A collective of all ranks of the job, unless the group is of all ranks, of one, or there already. Not left to the
+    first use of each group: torch names groups made by their members alone (`use_local_synchronization`) after how many
+    groups each member has, and so hangs where the counts differ.
+
+    Args:
+        ranks: Ascending.
+        timeout: After which a collective of the group fails; None for torch's own.
+    """
+    global _world
+    if _world is not dist.group.WORLD:
+        _world = dist.group.WORLD
+        _formed.clear()
+    if len(ranks) == dist.get_world_size():
+        return _world
+    if len(ranks) == 1 and ranks[0] != dist.get_rank():
+        return None
+    if (ranks, timeout) not in _formed:
+        group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=len(ranks) == 1)
+        _formed[ranks, timeout] = group if dist.get_rank() in ranks else None
+    return _formed[ranks, timeout]
