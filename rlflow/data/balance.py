@@ -113,9 +113,10 @@ class Predicted:
 def deal(costs: Tensor, shards: int) -> Tensor:
     """Deal rows to shards so that counts differ by at most one and sums of costs are nearly even.
 
-    Rows are dealt in rounds of one row a shard, the dearest rows first; in each round the shard with the smallest
-    sum gets the dearest row. Two sums never differ by more than the dearest row: a round adds to a difference at most
-    what lies between its own dearest and cheapest row, and takes away from the larger sum first.
+    Rows are dealt in rounds of one row a shard. The poorest shards, those no richer than the poorest with one more of
+    the dearest rows left, get these, the poorest the dearest; the other shards get the cheapest rows left, so that a
+    shard with a very dear row waits for the others. Two sums never differ by more than the dearest row: where the
+    poorer of two shards gets the dearer row, the difference shrinks, or turns round and is at most that row.
 
     Args:
         costs: `[N]` int64, at least 0, in the order of the rows' ids, which breaks ties.
@@ -128,11 +129,15 @@ def deal(costs: Tensor, shards: int) -> Tensor:
     cost = costs[dearest_first].numpy()
     sums = np.zeros(shards, dtype=np.int64)
     dealt = np.empty(len(cost), dtype=np.int64)
-    for start in range(0, len(cost), shards):
-        share = cost[start : start + shards]
-        poorest_first = np.argsort(sums, kind="stable")[: len(share)]
-        sums[poorest_first] += share
-        dealt[start : start + shards] = poorest_first
+    first, last = 0, len(cost)  # of the rows that are left
+    while first < last:
+        poorest_first = np.argsort(sums, kind="stable")[: last - first]
+        poor = int(np.searchsorted(sums[poorest_first], sums[poorest_first[0]] + cost[first], side="right"))
+        rich = len(poorest_first) - poor
+        rows = np.r_[first : first + poor, last - rich : last]
+        sums[poorest_first] += cost[rows]
+        dealt[rows] = poorest_first
+        first, last = first + poor, last - rich
     shard = torch.empty_like(costs)
     shard[dearest_first] = torch.from_numpy(dealt)
     return shard

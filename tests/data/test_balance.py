@@ -41,6 +41,12 @@ def test_every_row_has_one_shard_counts_differ_by_one_and_sums_by_at_most_one_ro
     assert sums[0] - sums[-1] <= max(costs, default=0)
 
 
+def test_a_shard_with_a_dear_row_gets_cheap_ones_until_the_others_have_caught_up() -> None:
+    costs = torch.tensor([100, 40, 40, 40, 5, 5, 5, 5])
+    # 100 | 40, then 5 | 40 since 40 + 40 < 100, then 5 | 40 as 80 is poorer than 105, then 5 | 5: 115 | 125
+    assert _sums(costs, balanced_partition(costs, torch.arange(8), 2)) == [125, 115]
+
+
 @given(order=st.permutations(range(12)))
 def test_shares_depend_on_ids_and_not_on_the_order_of_rows(order: list[int]) -> None:
     cost_of = torch.tensor([5, 5, 5, 5, 1, 1, 1, 9, 9, 9, 2, 2])  # many ties
