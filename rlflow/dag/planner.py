@@ -124,6 +124,7 @@ def plan(
     if BATCH in placed:
         tasks += [Load(BATCH, placed[BATCH]), *_exchanges(BATCH, graph, placed, block or ahead)]
     tasks += _runs(block or after, graph, placed, frees)
+    tasks = list(_beside_samples(tasks))
     made = [BATCH, *(node.id for node in ahead)]
     if graph.filter is not None:
         repeated = [BATCH, *(node.id for node in block)]
@@ -133,6 +134,7 @@ def plan(
         for value in keeps:
             tasks += _exchanges(value, graph, placed, after)
         tasks += _runs(after, graph, placed, frees)
+        tasks = list(_beside_samples(tasks))
         made = [*keeps, *(node.id for node in after)]
     if follows is not None:
         tasks = _synced(tasks, follows, graph, layouts)
@@ -233,6 +235,20 @@ def _exchanges(value: str, graph: Graph, placed: Mapping[str, Layout], readers: 
         for (rows, target), nodes in together.items()
         if (rows, target) != (space, source)
     ]
+
+
+def _beside_samples(tasks: Sequence[Task]) -> Iterator[Task]:
+    """The tasks, of which an exchange that brings prompts' rows beside samples waits until these are made."""
+    coming = {task.node_id for task in tasks if isinstance(task, RunNode)}
+    waiting: dict[str, list[Exchange]] = {}
+    for task in tasks:
+        if isinstance(task, Exchange) and task.reader_space in coming:
+            waiting.setdefault(task.reader_space, []).append(task)
+            continue
+        yield task
+        if isinstance(task, RunNode):
+            coming.discard(task.node_id)
+            yield from waiting.pop(task.node_id, [])
 
 
 def _reads(nodes: Collection[Node], value: str) -> list[Node]:

@@ -69,6 +69,18 @@ def test_a_filter_and_its_ancestors_repeat_and_all_else_comes_after_them() -> No
     )
 
 
+def test_prompts_come_beside_samples_once_these_are_made() -> None:
+    class Module(GRPO):
+        def rewards(self, rollout: Rollout, batch: Batch) -> PerSample: ...
+
+    tasks = two_ranks(Module()).tasks
+    place = tasks.index(RunNode("rollout", GROUPS, frees=()))
+    assert tasks[place + 1 : place + 3] == (
+        Exchange("batch", "rollout", GROUPS, GROUPS),
+        Exchange("rollout", "rollout", GROUPS, BALANCED),
+    )
+
+
 class FilteredByLogprobs(Filtered):
     """The filter reads a scored value, which is read later too."""
 
