@@ -94,7 +94,8 @@ class ConfiguredGraph:
             raise UserError(f"`--rank` is {self.rank}, but the config has the ranks 0 to {world_size - 1}; name one")
         tensor_parallel_size = 1 if trainer.rollout is None else trainer.rollout.tensor_parallel_size
         placed = layouts(module, graph, trainer.machines, tensor_parallel_size, trainer.placement)
-        planned = plan(graph, placed, world_size, followed_role(module, graph), trainer.max_staleness)
+        cuts_off = trainer.partial_rollout is not None
+        planned = plan(graph, placed, world_size, followed_role(module, graph), trainer.max_staleness, cuts_off)
         print(text(graph, planned, self.rank))
         if self.draw is not None:
             self.draw.parent.mkdir(parents=True, exist_ok=True)

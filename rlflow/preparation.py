@@ -92,6 +92,7 @@ def prepare(
     tensor_parallel_size: int,
     placement: Mapping[str, Placed] | None,
     max_staleness: int,
+    cuts_off: bool,
     packing: bool,
     max_steps: int | None,
     max_epochs: int | None,
@@ -108,6 +109,7 @@ def prepare(
         tensor_parallel_size: Ranks of one rollout engine.
         placement: Where roles live that are not on all ranks.
         max_staleness: Steps that generation runs ahead of training.
+        cuts_off: Whether long responses are cut off, and go on with the next draw of prompts.
         packing: Whether forward passes are without padding.
         max_steps: Steps at most.
         max_epochs: Passes over the data at most.
@@ -121,7 +123,7 @@ def prepare(
     _check_sides(module, graph, data)
     placed = layouts(module, graph, machines, tensor_parallel_size, placement)
     follows = followed_role(module, graph)
-    planned = plan(graph, placed, machines.world_size, follows, max_staleness)
+    planned = plan(graph, placed, machines.world_size, follows, max_staleness, cuts_off)
     paths = {
         role: resolve_model(handles(module)[role].model, scratch, _said_by(module, role))
         for role in _loaded(module, graph)
@@ -150,7 +152,7 @@ def prepare(
         stop_token_ids=stop_tokens(paths[lead], tokenizer, module.stop_token_ids),
         train=train,
         validation=None if data.validation is None else Loader(data.validation, data, tokenizer, seed, held_out),
-        steps=_steps(graph, train.steps_per_epoch, max_steps, max_epochs),
+        steps=_steps(planned, train.steps_per_epoch, max_steps, max_epochs),
         generates=scores_validation or any(node.kind == "rollout" for node in graph.order),
         scores_validation=scores_validation,
     )
@@ -274,6 +276,8 @@ def table(module: RLModule, data: PromptData, prepared: Prepared, world_size: in
     if prepared.graph.filter is not None:
         filled = f"filter {prepared.graph.filter.id}: {prompts} prompts a draw until a step has {prompts} groups"
         lines.append(f"{filled}, at most {module.max_draws} draws")
+    elif prepared.plan.fill is not None:
+        lines.append(f"long responses are cut off: {prompts} prompts a draw until {prompts} groups have ended")
     dropped = prepared.train.scan.dropped
     if dropped:
         lines.append(f"dropped {dropped} overlong training rows")
@@ -326,11 +330,14 @@ def _nothing_to_validate(module: RLModule, follows: str | None) -> str:
     return "`data.validation` is set but the module has no reward to score responses; set `module.reward`"
 
 
-def _steps(graph: Graph, steps_per_epoch: int, max_steps: int | None, max_epochs: int | None) -> int:
-    if graph.filter is not None and max_epochs is not None:
+def _steps(planned: Plan, steps_per_epoch: int, max_steps: int | None, max_epochs: int | None) -> int:
+    if planned.fill is not None and max_epochs is not None:
+        who = "`trainer.partial_rollout`"
+        if planned.fill.filter_id is not None:
+            who = f"the filter `{planned.fill.filter_id}`"
         raise UserError(
-            f"`trainer.max_epochs` is {max_epochs}, and the filter `{graph.filter.id}` draws as many prompts as it"
-            " needs, so passes over the rows do not say how many steps there are; set `trainer.max_steps` instead"
+            f"`trainer.max_epochs` is {max_epochs}, and {who} draws as many prompts as it needs, so passes over the"
+            " rows do not say how many steps there are; set `trainer.max_steps` instead"
         )
     if max_steps is None and max_epochs is None:
         raise UserError("neither `trainer.max_steps` nor `trainer.max_epochs` is set, so the run has no end; set one")

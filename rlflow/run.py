@@ -100,7 +100,7 @@ class Run:
             trace = self._transport.watch = Trace(folder.traces, self._transport.rank)
             stack.callback(trace.close)
             self._start_loggers(folder, stack)
-            draws = self._prepared.steps if self._prepared.graph.filter is None else None
+            draws = self._prepared.steps if self._prepared.plan.fill is None else None
             prompts = stack.enter_context(Prefetch(self._prepared.train, draws))
             try:
                 self._train(folder, self._build(folder, trace, prompts))
@@ -248,6 +248,7 @@ class Run:
             context=self._context,
             seed=trainer.seed,
             balance=trainer.balance,
+            max_tokens_per_draw=trainer.partial_rollout,
             save=lambda done: self._saving.save_if_due(done, folder, controller),
         )
         self._saving.restore(controller)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from rlflow import checkpoint
 from rlflow.checkpoint import Progress
 from rlflow.controller import Controller
+from rlflow.dag.tasks import HoldBack
 from rlflow.data.kept import Kept
 from rlflow.data.message import from_message, to_message
-from rlflow.data.surplus import SURPLUS, flight_name, read_kept
+from rlflow.data.surplus import SURPLUS, UNDER_WAY, flight_name, read_kept
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
 from rlflow.metrics import Metrics
@@ -70,6 +71,7 @@ class Saving:
             self.resumed = checkpoint.find(trainer.ckpt_path, trainer.run_dir)
             self.progress = checkpoint.read_progress(self.resumed, trainer.seed, prepared.train.scan.digest)
             self._require_flights(self.resumed, self.progress.step)
+            self._require_parts(self.resumed)
         self.before: dict[str, float] = {} if self.progress is None else self.progress.before
         self._module_before: dict[str, Any] = {}
 
@@ -83,6 +85,8 @@ class Saving:
         if self.resumed is not None and self.progress is not None:
             checkpoint.restore(self.resumed, self._strategy, self._roles)
             controller.filling.restore(self.resumed, self._strategy.root_device)
+            if controller.partial is not None:
+                controller.partial.restore(self.resumed, self._strategy.root_device)
             self._module.load_state_dict(self.progress.module)
             for callback, state in zip(self._trainer.callbacks, self.progress.callbacks, strict=True):
                 callback.load_state_dict(state)
@@ -112,6 +116,8 @@ class Saving:
         kept = {flight_name(step): flight for step, flight in controller.in_flight(done).items()}
         if controller.filling.surplus is not None:
             kept[SURPLUS] = controller.filling.surplus
+        if controller.partial is not None and controller.partial.held is not None:
+            kept[UNDER_WAY] = controller.partial.held
         later = self._metrics.of_later_steps(done - 1)
         logged = {"metrics": later, "samples": self._samples.of_later_steps()} if later else None
         rank, world_size = self._transport.rank, self._transport.world_size
@@ -156,6 +162,15 @@ class Saving:
                     f" `trainer.max_staleness` is {staleness}: it was made with another, or at the end of its run;"
                     " continue with the same, and a run that is done by a new one that starts from its model"
                 )
+
+    def _require_parts(self, folder: Path) -> None:
+        """Every rank looks before anything is loaded, so all end alike."""
+        cuts_off = any(isinstance(task, HoldBack) for task in self._prepared.plan.every())
+        if not cuts_off and (folder / f"{UNDER_WAY}.json").is_file():
+            raise UserError(
+                f"{folder} has responses under way, and `trainer.partial_rollout` is null, which would lose them; set"
+                " it as it was, or to the longest response to let them end in one step"
+            )
 
 
 def _as_json(state: dict[str, Any]) -> dict[str, Any]:

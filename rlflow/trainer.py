@@ -50,6 +50,8 @@ class Trainer:
         placement: By role, `rollout` for the engine: the ranks or machines it lives on; all where it is not named.
         max_staleness: Steps that generation runs ahead of training, with weights so many steps old; needs ranks of its
             own for `rollout`.
+        partial_rollout: Tokens by which a response grows at most with one draw of prompts; longer ones are cut off, and
+            go on with the weights of the next. None for whole responses.
         strategy: How training is spread over ranks; None for one process without DeepSpeed, else ZeRO-2.
         rollout: The engine that generates; None for transformers' own.
         loggers: Where metrics go beside the run's own files.
@@ -78,6 +80,7 @@ class Trainer:
         fast_dev_run: bool = False,
         placement: dict[str, Placed] | None = None,
         max_staleness: int = 0,
+        partial_rollout: int | None = None,
         strategy: TrainingStrategy | None = None,
         rollout: RolloutEngine | None = None,
         loggers: Sequence[Logger] = (),
@@ -95,6 +98,7 @@ class Trainer:
             "log_every_n_steps": log_every_n_steps,
             "save_every_n_steps": save_every_n_steps,
             "sync_bucket_bytes": sync_bucket_bytes,
+            "partial_rollout": partial_rollout,
         }.items():
             if value is not None and value < 1:
                 raise UserError(f"`trainer.{name}` is {value}; give 1 or more")
@@ -122,6 +126,7 @@ class Trainer:
         self.fast_dev_run = fast_dev_run
         self.placement = placement
         self.max_staleness = max_staleness
+        self.partial_rollout = partial_rollout
         self.strategy = strategy
         self.rollout = rollout
         self.loggers = list(loggers)
@@ -191,6 +196,7 @@ class Trainer:
                 tensor_parallel_size=engine.tensor_parallel_size,
                 placement=self.placement,
                 max_staleness=self.max_staleness,
+                cuts_off=self.partial_rollout is not None,
                 packing=strategy.packing,
                 max_steps=max_steps,
                 max_epochs=self.max_epochs,

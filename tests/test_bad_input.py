@@ -369,6 +369,17 @@ BEFORE_ANY_MODEL: list[tuple[str, dict[str, Any], str]] = [
         "`trainer.max_staleness` is set and `rollout` cannot run ahead of training: rank 0 would both generate and"
         " train; place `rollout` and the trained roles on ranks of their own under `placement`",
     ),
+    (
+        "parts of two rollouts",
+        {"module.class_path": "rlflow.algorithms.ReMax", "trainer.partial_rollout": 2},
+        "`trainer.partial_rollout` is set, and `rollout` and `greedy` would have to wait for one another; leave it out",
+    ),
+    (
+        "epochs of parts",
+        {"trainer.partial_rollout": 2, "trainer.max_epochs": 2},
+        "`trainer.max_epochs` is 2, and `trainer.partial_rollout` draws as many prompts as it needs, so passes over",
+    ),
+    ("parts of nothing", {"trainer.partial_rollout": 0}, "`trainer.partial_rollout` is 0; give 1 or more"),
     ("staleness below 0", {"trainer.max_staleness": -1}, "`trainer.max_staleness` is -1; give 0 or more steps"),
     ("no end", {"trainer.max_steps": REMOVED}, "neither `trainer.max_steps` nor `trainer.max_epochs` is set"),
     (

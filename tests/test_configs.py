@@ -14,6 +14,7 @@ RANKS = {  # others: 1
     "quickstart_grpo": 2,
     "grpo_apart": 2,
     "grpo_one_step_off": 3,
+    "grpo_partial_rollout": 2,
     "ppo_apart": 4,
     "ppo_one_step_off": 4,
     "grpo_math_8gpu": 8,

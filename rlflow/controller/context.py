@@ -18,18 +18,20 @@ from rlflow.errors import UserError
 from rlflow.metrics import Metrics
 from rlflow.rewards.reward import Reward, Scores
 from rlflow.rollout.engine import RolloutEngine, Sampling
+from rlflow.rollout.responses import Part, under_way
 from rlflow.rollout.sampling import sample
 
 
 @dataclass(frozen=True)
 class Running:
-    """The node under way: its rows, where they lie, and the policy version and draw it runs at."""
+    """The node under way: its rows, where they lie, the policy version and draw it runs at, and how far it samples."""
 
     node: Node
     space: RowSpace
     layout: Layout
     draw: int
     version: int
+    part: Part | None = None
 
 
 class NodeContext:
@@ -58,6 +60,7 @@ class NodeContext:
         self._decode = decode
         self._on_scores = on_scores
         self.running: Running | None = None
+        self.under_way: Tensor | None = None  # of the last samples that were cut off, [B] bool
 
     @contextmanager
     def measuring(self, metrics: Metrics, running: Running) -> Iterator[None]:
@@ -86,9 +89,20 @@ class NodeContext:
             version=now.version,
             decode=self._decode,
             dtype=self._dtype,
+            part=now.part,
         )
+        if now.part is not None:
+            self._cut_off(now, rollout, sampling)
         on_device: Rollout = to_device(rollout, self._device)
         return on_device
+
+    def _cut_off(self, now: Running, rollout: Rollout, sampling: Sampling) -> None:
+        if self.under_way is not None:
+            raise UserError(
+                f"node `{now.node.id}` samples twice, and `trainer.partial_rollout` continues the responses of one"
+                " `generate`; sample once in it, or leave `partial_rollout` out"
+            )
+        self.under_way = under_way(rollout, sampling.max_tokens)
 
     def score(self, reward: Reward, rollout: Rollout, name: str) -> Tensor:
         now = self._outside_training("reward_function")

@@ -16,14 +16,14 @@ from rlflow.controller.crossing import Crossing
 from rlflow.controller.filling import Filling
 from rlflow.controller.gap import LogprobGap
 from rlflow.controller.in_step import InStep
-from rlflow.controller.keeping import put
+from rlflow.controller.partial import PartialRollout
 from rlflow.controller.probe import Probe
 from rlflow.controller.syncing import WeightSync
 from rlflow.controller.training import Training
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node
 from rlflow.dag.planner import Plan
-from rlflow.dag.tasks import Exchange, Fill, Load, Reduce, RunNode, Save, SyncWeights, Task, Tell, TrainNode
+from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, Save, SyncWeights, Task, Tell, TrainNode
 from rlflow.data.balance import Balance
 from rlflow.data.batch import Batch, Rollout, to_device
 from rlflow.data.buffer import DataBuffer
@@ -67,6 +67,7 @@ class Controller:
         context: Of this rank; the module is attached to it.
         seed: Of the run.
         balance: Whether rows may move to even out tokens.
+        max_tokens_per_draw: By which a response grows at most before it is cut off; None where none is.
         save: Writes the models to the run's folder if this step is one to save at.
     """
 
@@ -91,19 +92,21 @@ class Controller:
         context: NodeContext,
         seed: int,
         balance: Balance,
+        max_tokens_per_draw: int | None,
         save: Callable[[int], None],
     ) -> None:
         self.plan = plan.for_rank(transport.rank)
         self._sleeps_after = _last_that_samples(self.plan, graph)
-        self._fills = graph.filter is not None
+        self._fills = plan.fill is not None
         self.draws = 0  # how often prompts were drawn, the draw under way included
         self._steps = steps
         self._staleness = plan.max_staleness
         self._slot = 0  # the step whose rows are generated next
-        self._crossing = Crossing(graph, plan, transport.rank)
+        self._crossing = Crossing(graph, plan, transport.rank, seed=seed, balance=balance)
         self._flights: dict[int, InStep] = {}
         self._module = module
         self._graph = graph
+        self._layouts = plan.layouts()
         self._follows = follows
         self._strategy = strategy
         self._engine = engine
@@ -120,7 +123,14 @@ class Controller:
         self._seed = seed
         self._began = time.perf_counter()
         self._save = save
-        self.filling = Filling(graph, plan, transport, metrics, loader.prompts_per_step, module.max_draws)
+        needed = loader.prompts_per_step
+        self.filling = Filling(graph, plan, transport, metrics, needed, module.max_draws, seed=seed, balance=balance)
+        self.partial: PartialRollout | None = None
+        for task in plan.every():
+            if isinstance(task, HoldBack) and max_tokens_per_draw is not None:
+                self.partial = PartialRollout(
+                    graph, plan, task, transport, max_tokens=max_tokens_per_draw, seed=seed, balance=balance
+                )
         self._training = Training(module, graph, strategy, transport, metrics, seed, self._compared)
         self._reduced: dict[str, float] = {}
         self._slot_began = self._waited_before = 0.0
@@ -152,8 +162,10 @@ class Controller:
                     self._run_node(task, step)
                 case TrainNode():
                     self._train(task, step)
+                case HoldBack():
+                    self._hold_back(task, step)
                 case Fill():
-                    self.filling.run(task, self._flights[step], lambda: self._draw(task, step))
+                    self._fill(task, step)
                 case Reduce():
                     self._reduce(step)
                 case Save():
@@ -229,7 +241,7 @@ class Controller:
         for step in self._steps_in_flight(done):
             now = self._flights[step] = InStep(step, DataBuffer(self._transport))
             if self._crossing.made_here:
-                put(read(step, self._crossing.keeping.empty()), now)
+                self._crossing.keeping.put(read(step, self._crossing.keeping.empty()), now)
             for task in self._crossing.tasks:
                 if self._transport.rank in task.ranks:
                     self.run(task, step)
@@ -262,6 +274,8 @@ class Controller:
         space = self._gather_space(BATCH, layout, now, ids=ids, groups=ids, lengths=lengths, tokens=batch.tokens)
         on_device = to_device(batch, self._strategy.root_device)
         now.buffer.put(BATCH, on_device, self._graph.type_of(BATCH), space, layout)
+        if self.partial is not None:
+            self.partial.join(now)
 
     def _tell(self, task: Tell, step: int) -> None:
         """Of the rows of a space, all; of a rollout node that keeps the prompts' rows, how long its responses are."""
@@ -287,12 +301,33 @@ class Controller:
             now.buffer.put(task.value, None, annotation, space, task.source, lengths)
         now.buffer.issue(task.value, task.target, now.spaces[task.reader_space], task.columns)
 
-    def _draw(self, task: Fill, step: int) -> None:
-        """The tasks of a `Fill` on the next prompts."""
-        self._flights[step].draw = self.draws
+    def _fill(self, task: Fill, step: int) -> None:
+        now = self._flights[step]
+        self.filling.run(task, now, lambda: self._draw(task, now))
+        for run in task.tasks:
+            if isinstance(run, RunNode) and self._graph.nodes[run.node_id].samples:
+                self._note_age(run, now)
+        if self.partial is not None:
+            held = self.partial.held
+            self._metrics.number("rollout/under_way", 0.0 if held is None else float(len(held.groups)))
+
+    def _draw(self, task: Fill, now: InStep) -> bool:
+        """The tasks of a `Fill` on the next prompts; whether any group went through all of them."""
+        now.draw = self.draws
         self.draws += 1
         for repeated in task.tasks:
-            self.run(repeated, step)
+            self.run(repeated, now.step)
+            if isinstance(repeated, HoldBack) and self.partial is not None and self.partial.all_held:
+                return False
+        return True
+
+    def _hold_back(self, task: HoldBack, step: int) -> None:
+        now, layout = self._flights[step], self._layouts[task.node_id]
+        assert self.partial is not None
+        self.partial.hold_back(now, self._context.under_way)
+        if layout.publishes(self._transport.rank):
+            self._measure(now.buffer.get(task.node_id, layout))
+        self._free(task.frees, now)
 
     def _run_node(self, task: RunNode, step: int) -> None:
         now, node = self._flights[step], self._graph.nodes[task.node_id]
@@ -303,8 +338,9 @@ class Controller:
         space = read
         if node.samples:
             space = self._sampled(node, task.layout, now, result)
-        elif node.kind == "rollout":
-            # These rows are the prompts', whose own responses, if any, have other lengths.
+            if not self._fills:
+                self._note_age(task, now)
+        elif node.samples_in_place:
             gathered = self._transport.all_gather_ragged(result.lengths.cpu(), task.layout.ranks)
             now.lengths[node.id] = read.in_order(task.layout, gathered)
         elif node.role is not None:
@@ -333,11 +369,12 @@ class Controller:
         if predicted := [space.predicted for space in now.spaces.values()]:
             self._metrics.largest("balance/predicted_gain_s", sum(each.gain_s for each in predicted))
             self._metrics.largest("balance/predicted_cost_s", sum(each.cost_s for each in predicted))
+        draws_total = f"{self.filling.prefix}/draws_total"
         if self._fills:
-            self._metrics.largest("filter/draws_total", float(self.draws))
+            self._metrics.largest(draws_total, float(self.draws))
         worked = time.perf_counter() - self._slot_began - (self._trace.waited_s - self._waited_before)
         self._reduced = self._metrics.reduce(self._transport, worked)
-        self.draws = int(self._reduced.get("filter/draws_total", self.draws))  # ranks without a part in it learn it
+        self.draws = int(self._reduced.get(draws_total, self.draws))  # ranks without a part in it learn it
         self._gap.check(self._reduced)
 
     def _compared(self, role: str) -> None:
@@ -346,7 +383,9 @@ class Controller:
             self._gap.close()
 
     def _call(self, node: Node, space: RowSpace, layout: Layout, values: dict[str, Any], now: InStep) -> Any:
-        self._context.running = Running(node, space, layout, now.draw, self.version_of(now.step))
+        part = None if self.partial is None else self.partial.part_of(node.id)
+        self._context.under_way = None
+        self._context.running = Running(node, space, layout, now.draw, self.version_of(now.step), part)
         result = getattr(self._module, node.id)(**values)
         self._context.running = None
         return result
@@ -374,15 +413,27 @@ class Controller:
             tokens=lengths + result.prompt_ids.lengths.cpu(),
             versions=result.version.cpu(),
         )
-        if layout.publishes(self._transport.rank):
-            rows = float(len(lengths))
-            self._metrics.mean("rollout/length", lengths.sum(), lengths.new_tensor(rows))
-            self._metrics.mean("rollout/truncated", (~result.finished).sum(), lengths.new_tensor(rows))
-            self._metrics.sum("rollout/tokens", float(lengths.sum()))
-            if self._staleness:
-                stale = self.version_after(now.step) - result.version.cpu()
-                self._metrics.mean("rollout/staleness", stale.sum(), lengths.new_tensor(rows))
+        if self.partial is None and layout.publishes(self._transport.rank):
+            self._measure(result)
         return space
+
+    def _measure(self, rollout: Rollout) -> None:
+        """The metrics of responses that have ended, of this rank's shard."""
+        rows = torch.tensor(float(len(rollout.lengths)))
+        self._metrics.mean("rollout/length", rollout.lengths.sum(), rows)
+        self._metrics.mean("rollout/truncated", (~rollout.finished).sum(), rows)
+        self._metrics.sum("rollout/tokens", float(rollout.lengths.sum()))
+        if self.partial is not None:
+            places = torch.arange(rollout.versions.shape[1], device=rollout.versions.device)
+            newer = (rollout.versions > rollout.version[:, None]) & (places < rollout.lengths[:, None])
+            self._metrics.mean("rollout/continued", newer.any(dim=1).sum(), rows)
+
+    def _note_age(self, run: RunNode, now: InStep) -> None:
+        """How many versions older than the trainer's the weights were that began the responses of the step."""
+        if (self._staleness or self._fills) and self._transport.rank == run.layout.ranks[0]:
+            versions = now.spaces[run.node_id].versions
+            ages = self.version_after(now.step) - versions
+            self._metrics.mean("rollout/staleness", ages.sum(), torch.tensor(float(len(versions))))
 
     def _gather_space(self, name: str, layout: Layout, now: InStep, **rows: Tensor) -> RowSpace:
         now.spaces[name] = RowSpace.gather(

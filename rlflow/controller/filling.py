@@ -1,4 +1,4 @@
-"""How a filter fills a step: draws until enough groups are kept, and what is left over for the next step."""
+"""How a step is filled: draws until enough groups are there, and what is left over for the next step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from rlflow.controller.in_step import InStep
-from rlflow.controller.keeping import Keeping, put
+from rlflow.controller.keeping import Keeping
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH
 from rlflow.dag.planner import Plan
-from rlflow.dag.tasks import Fill
+from rlflow.dag.tasks import Fill, RunNode
+from rlflow.data.balance import Balance
 from rlflow.data.kept import Kept
 from rlflow.data.surplus import SURPLUS, read_kept
 from rlflow.data.transport import Transport
@@ -24,7 +25,7 @@ NOT_BOOL = 2  # beside 0 and 1, what a filter may answer
 
 
 class Filling:
-    """Fills steps with the groups that a filter keeps. The ranks of a `Fill` count alike: the answers are gathered.
+    """Fills steps with the groups that a filter keeps, or whose responses have ended; ranks of a `Fill` count alike.
 
     Args:
         graph: With a filter or not.
@@ -32,10 +33,12 @@ class Filling:
         transport: To the other ranks.
         metrics: Of this rank.
         needed: Groups of a step.
-        max_draws: Draws for one step at most.
+        max_draws: Draws for one step at most that give a filter something to keep.
+        seed: Of the run.
+        balance: Whether rows may move to even out tokens.
 
     Attributes:
-        surplus: Groups that were kept beyond the last step's, with their values; they open the next. None without.
+        surplus: Groups that were there beyond the last step's, with their values; they open the next. None without.
     """
 
     def __init__(
@@ -46,42 +49,49 @@ class Filling:
         metrics: Metrics,
         needed: int,
         max_draws: int,
+        *,
+        seed: int,
+        balance: Balance,
     ) -> None:
         self.surplus: Kept | None = None
         self._graph = graph
         self._layouts = plan.layouts()
-        fills = [task for task in plan.tasks if isinstance(task, Fill)]
-        self._members = {rank for fill in fills for rank in fill.members}
-        spaces = [BATCH, *(node.id for node in graph.block if node.samples)]
-        self._keeping = Keeping(graph, plan, transport.rank, spaces, [name for fill in fills for name in fill.keeps])
+        self._members = () if plan.fill is None else plan.fill.members
+        repeated = () if plan.fill is None else plan.fill.tasks
+        runs = [graph.nodes[task.node_id] for task in repeated if isinstance(task, RunNode)]
+        spaces = [BATCH, *(node.id for node in runs if node.samples)]
+        keeps = () if plan.fill is None else plan.fill.keeps
+        self._keeping = Keeping(graph, plan, transport.rank, spaces, keeps, seed=seed, balance=balance)
         self._transport = transport
         self._metrics = metrics
         self._needed = needed
         self._max_draws = max_draws
 
-    def run(self, fill: Fill, now: InStep, draw: Callable[[], None]) -> None:
+    def run(self, fill: Fill, now: InStep, draw: Callable[[], bool]) -> None:
         """Draw until the step is full; then its rows and values are in place, as if drawn at once.
 
         Args:
             fill: What is repeated.
             now: Holds the rows and values of a draw, and gets those of the step.
-            draw: Runs it once, on the next prompts.
+            draw: Runs it once, on the next prompts; says whether any group went through it, or all were held back.
 
         Raises:
             UserError: The filter did not answer with one bool a row, equal within a group; or it kept too few groups.
         """
         parts = [] if self.surplus is None else [self.surplus]
         count = sum(len(part.groups) for part in parts)
-        kept = drawn = draws = 0
+        kept = drawn = draws = chosen = 0
         while count < self._needed:
-            if draws == self._max_draws:
-                raise UserError(_never_fills(fill.filter_id, count, self._needed, draws, kept / drawn))
-            draw()
+            if fill.filter_id is not None and chosen == self._max_draws:
+                raise UserError(_never_fills(fill.filter_id, count, self._needed, chosen, kept / drawn))
             draws += 1
+            if not draw():
+                continue
+            chosen += 1
             drawing = self._keeping.of(now)
-            groups = self._chosen(fill, now)
-            for name in dict.fromkeys((*fill.keeps, fill.filter_id)):
-                if now.buffer.holds(name):
+            groups = drawing.groups if fill.filter_id is None else self._chosen(fill.filter_id, fill.members, now)
+            for name in (*fill.keeps, fill.filter_id):
+                if name is not None and now.buffer.holds(name):
                     now.buffer.free(name)
             parts.append(drawing.only(groups))
             drawn += len(drawing.groups)
@@ -89,11 +99,17 @@ class Filling:
             count += len(groups)
         filled = Kept.joined(parts)
         step, left = filled.groups.tensor_split([self._needed])
-        put(filled.only(step), now)
+        self._keeping.put(filled.only(step), now)
         self.surplus = filled.only(left) if len(left) else None
-        self._metrics.mean("filter/kept", torch.tensor(float(kept)), torch.tensor(float(drawn)))
-        self._metrics.number("filter/draws", float(draws))
-        self._metrics.number("filter/surplus", float(len(left)))
+        if fill.filter_id is not None and drawn:
+            self._metrics.mean("filter/kept", torch.tensor(float(kept)), torch.tensor(float(drawn)))
+        self._metrics.number(f"{self.prefix}/draws", float(draws))
+        self._metrics.number(f"{self.prefix}/surplus", float(len(left)))
+
+    @property
+    def prefix(self) -> str:
+        """Of the metrics that say how steps are filled."""
+        return "rollout" if self._graph.filter is None else "filter"
 
     def restore(self, folder: Path, device: torch.device) -> None:
         """Take back the surplus of a checkpoint.
@@ -108,22 +124,21 @@ class Filling:
         if self._transport.rank in self._members:
             self.surplus = read_kept(folder, SURPLUS, self._keeping.empty(), device)
 
-    def _chosen(self, fill: Fill, now: InStep) -> Tensor:
+    def _chosen(self, filter_id: str, members: tuple[int, ...], now: InStep) -> Tensor:
         """The ids of the groups that the filter keeps, ascending."""
-        layout, space = self._layouts[fill.filter_id], now.spaces[self._graph.space_of(fill.filter_id)]
+        layout, space = self._layouts[filter_id], now.spaces[self._graph.space_of(filter_id)]
         answer, found = torch.empty(0, dtype=torch.uint8), "something"  # elsewhere
         if self._transport.rank in layout.ranks:
-            here: Tensor = now.buffer.get(fill.filter_id, layout)
+            here: Tensor = now.buffer.get(filter_id, layout)
             found = f"{str(here.dtype).removeprefix('torch.')} of shape {list(here.shape)}"
             is_bool = here.dtype == torch.bool and here.dim() == 1
             answer = here.cpu().to(torch.uint8) if is_bool else torch.full((len(here),), NOT_BOOL, dtype=torch.uint8)
-        gathered = self._transport.all_gather_ragged(answer, fill.members)
-        answers = space.in_order(layout, [gathered[fill.members.index(rank)] for rank in layout.ranks])
+        answers = space.gathered(layout, answer, self._transport, members)
         if bool((answers == NOT_BOOL).any()):
             raise UserError(
-                f"filter `{fill.filter_id}` returned {found}; return one bool a row, `[B]`, such as a comparison gives"
+                f"filter `{filter_id}` returned {found}; return one bool a row, `[B]`, such as a comparison gives"
             )
-        return kept_groups(fill.filter_id, answers.bool(), space.groups)
+        return kept_groups(filter_id, answers.bool(), space.groups)
 
 
 def kept_groups(filter_id: str, answers: Tensor, groups: Tensor) -> Tensor:

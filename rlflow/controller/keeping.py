@@ -1,4 +1,4 @@
-"""From a step under way to rows and values that can be kept, and back."""
+"""From a step under way to rows and values that can be kept, and back into another step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from rlflow.controller.in_step import InStep
 from rlflow.dag.graph import Graph
 from rlflow.dag.planner import Plan
+from rlflow.data.balance import Balance
 from rlflow.data.kept import Kept, KeptValue
 from rlflow.data.rows import ARRAYS, RowSpace
 
@@ -22,14 +23,28 @@ class Keeping:
         rank: This one.
         spaces: The names of the rows.
         values: The names of the values.
+        seed: Of the run.
+        balance: Whether rows may move to even out tokens.
     """
 
-    def __init__(self, graph: Graph, plan: Plan, rank: int, spaces: Sequence[str], values: Sequence[str]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        rank: int,
+        spaces: Sequence[str],
+        values: Sequence[str],
+        *,
+        seed: int,
+        balance: Balance,
+    ) -> None:
         self._graph = graph
         self._layouts = plan.layouts()
         self._rank = rank
         self._spaces = spaces
         self._values = values
+        self._seed = seed
+        self._balance = balance
 
     def of(self, now: InStep) -> Kept:
         """All of them that this rank knows the rows of; rows of values where they were made."""
@@ -55,10 +70,11 @@ class Keeping:
         }
         return Kept(self._rank, spaces, values)
 
-
-def put(kept: Kept, now: InStep) -> None:
-    """Give a step these rows and values, as if it had made them itself."""
-    now.spaces.update(kept.spaces)
-    for name, value in kept.values.items():
-        now.lengths[name] = value.lengths
-        now.buffer.put(name, value.rows, value.annotation, now.spaces[value.space], value.layout, value.lengths)
+    def put(self, kept: Kept, now: InStep) -> None:
+        """Give a step these rows and values in place of its own, as if it had made them itself."""
+        for name, space in kept.spaces.items():
+            now.spaces[name] = space.at(seed=self._seed, step=now.step, balance=self._balance)
+        for name, value in kept.values.items():
+            if name in self._graph.nodes and self._graph.nodes[name].samples_in_place:
+                now.lengths[name] = value.lengths
+            now.buffer.put(name, value.rows, value.annotation, now.spaces[value.space], value.layout, value.lengths)

@@ -126,6 +126,11 @@ class Node:
         return self.kind == "rollout" and self.rows != BATCH
 
     @property
+    def samples_in_place(self) -> bool:
+        """Whether it samples and keeps the prompts' rows, whose responses then have lengths of their own."""
+        return self.kind == "rollout" and self.rows == BATCH
+
+    @property
     def input_space(self) -> str:
         """The rows in which it sees the values it reads."""
         return BATCH if self.kind == "rollout" else self.space

@@ -15,6 +15,7 @@ from rlflow.dag.node import BATCH, ROLLOUT, Node
 from rlflow.dag.tasks import (
     Exchange,
     Fill,
+    HoldBack,
     Load,
     Reduce,
     RunNode,
@@ -54,6 +55,11 @@ class Plan:
             if isinstance(task, Fill):
                 yield from task.tasks
 
+    @property
+    def fill(self) -> Fill | None:
+        """What draws prompts as often as it needs to, if anything does."""
+        return next((task for task in self.tasks if isinstance(task, Fill)), None)
+
     def groups(self) -> list[tuple[int, ...]]:
         """The sets of ranks that meet in collectives of the plan, each once."""
         return list(dict.fromkeys(task.ranks for task in self.every()))
@@ -92,6 +98,7 @@ def plan(
     world_size: int,
     follows: str | None = "actor",
     max_staleness: int = 0,
+    cuts_off: bool = False,
 ) -> Plan:
     """Plan one step, or one slot of overlapping steps.
 
@@ -104,33 +111,40 @@ def plan(
         world_size: The number of ranks.
         follows: The trained role whose weights the rollout engine follows; None for weights that never change.
         max_staleness: How many steps generation runs ahead.
+        cuts_off: Whether long responses are cut off, and go on with the next draw of prompts.
 
     Raises:
-        UserError: `follows` is no role of the graph, or nothing can run ahead.
+        UserError: `follows` is no role of the graph, nothing can run ahead, or responses cannot be cut off.
     """
     world = tuple(range(world_size))
     placed = _place(graph, layouts, world)
+    begins = sampled_once(graph) if cuts_off else None
+    if begins is not None:
+        placed[BATCH] = placed[begins.id]  # so that prompts lie where their responses are kept
     ahead, behind = _ahead_of_training(graph, placed) if max_staleness else (graph.order, ())
     frees = _frees([*ahead, *behind], graph)
-    block = [node for node in ahead if node in graph.block]
-    after = [node for node in ahead if node not in graph.block]
-    if len(block) < len(graph.block):
+    repeated = graph.block or tuple(node for node in graph.order if node == begins)
+    block = [node for node in ahead if node in repeated]
+    after = [node for node in ahead if node not in repeated]
+    if len(block) < len(repeated):
         raise UserError(
             f"`trainer.max_staleness` is {max_staleness}, and the filter `{graph.block[-1].id}` needs"
             f" `{next(node.id for node in graph.block if node not in block)}`, which runs on ranks that train;"
             " place its role on others, or set `max_staleness: 0`"
         )
-    tasks: list[Task] = []
-    if BATCH in placed:
-        tasks += [Load(BATCH, placed[BATCH]), *_exchanges(BATCH, graph, placed, block or ahead)]
-    tasks += _runs(block or after, graph, placed, frees)
-    tasks = list(_beside_samples(tasks))
+    tasks: list[Task] = [Load(BATCH, placed[BATCH])] if BATCH in placed else []
+    if begins is not None:
+        tasks += _parted(begins, block, graph, placed, frees)
+    else:
+        tasks += _exchanges(BATCH, graph, placed, block or ahead) if BATCH in placed else []
+        tasks += _runs(block or after, graph, placed, frees)
+        tasks = list(_beside_samples(tasks))
     made = [BATCH, *(node.id for node in ahead)]
-    if graph.filter is not None:
-        repeated = [BATCH, *(node.id for node in block)]
-        keeps = [value for value in repeated if _reads([*after, *behind], value)]
+    if block:
+        keeps = [value for value in (BATCH, *(node.id for node in block)) if _reads([*after, *behind], value)]
         members = tuple(sorted({rank for task in tasks for rank in task.ranks}))
-        tasks = [Fill(graph.filter.id, tuple(_told(tasks, graph, everywhere=members)), tuple(keeps), members)]
+        filter_id = None if graph.filter is None else graph.filter.id
+        tasks = [Fill(filter_id, tuple(_told(tasks, graph, everywhere=members)), tuple(keeps), members)]
         for value in keeps:
             tasks += _exchanges(value, graph, placed, after)
         tasks += _runs(after, graph, placed, frees)
@@ -143,6 +157,48 @@ def plan(
         tasks += _exchanges(value, graph, placed, behind) if value in placed else []
     tasks = list(_told(_once(tasks), graph))
     return Plan((*tasks, Reduce(world, lag=max_staleness), Save(world, lag=max_staleness)), max_staleness)
+
+
+def sampled_once(graph: Graph) -> Node:
+    """The rollout node whose responses can be cut off and continued.
+
+    Raises:
+        UserError: There is none, or there are several; or it reads more than prompts.
+    """
+    cannot = "`trainer.partial_rollout` is set, and"
+    samples = [node for node in graph.order if node.kind == "rollout"]
+    if len(samples) != 1:
+        found = " and ".join(f"`{node.id}`" for node in samples)
+        why = f"{found} would have to wait for one another" if found else "no node generates"
+        raise UserError(f"{cannot} {why}; leave it out, or take an algorithm with one rollout node")
+    (node,) = samples
+    others = [name for name in node.reads if name != BATCH]
+    if others or not node.samples:
+        why = f"reads `{others[0]}`, which is of one draw" if others else "samples beside the prompts' own rows"
+        raise UserError(f"{cannot} `{node.id}` {why}; leave it out, or let the node sample from `batch` alone")
+    if graph.filter is not None and node not in graph.block:
+        raise UserError(
+            f"{cannot} the filter `{graph.filter.id}` chooses prompts before `{node.id}` samples; leave it out, or let"
+            " the filter read the samples"
+        )
+    return node
+
+
+def _parted(
+    begins: Node,
+    block: Sequence[Node],
+    graph: Graph,
+    placed: Mapping[str, Layout],
+    frees: Mapping[str, tuple[str, ...]],
+) -> Iterator[Task]:
+    """What runs a block whose responses may be cut off: they come first, and what is cut off goes no further."""
+    rest = [node for node in block if node != begins]
+    members = {rank for node in block for rank in placed[node.id].ranks}
+    yield RunNode(begins.id, placed[begins.id], frees=())
+    yield HoldBack(begins.id, frees[begins.id], tuple(sorted(members)))
+    for value in (BATCH, begins.id):
+        yield from _exchanges(value, graph, placed, rest)
+    yield from _runs(rest, graph, placed, frees)
 
 
 def _place(graph: Graph, layouts: Mapping[str, Layout], world: tuple[int, ...]) -> dict[str, Layout]:

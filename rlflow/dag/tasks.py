@@ -167,24 +167,44 @@ class TrainNode(_InLayout):
 
 
 @dataclass(frozen=True)
-class Fill(_OfMembers):
-    """Repeat the tasks of a filter and its ancestors on the next draw of prompts until a step's groups are kept.
+class HoldBack(_OfMembers):
+    """Hold back the groups with responses that were cut off: they go on with the next draw, the others go on now.
 
     Attributes:
-        filter_id: The filter, whose task is the last.
+        node_id: The rollout node.
+        frees: Values that nobody reads after it.
+        members: The ranks of the draw, which agree on what is held back.
+    """
+
+    node_id: str
+    frees: tuple[str, ...]
+    members: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"hold      {self.node_id} where it was cut off: {rank_ranges(self.members)}{_frees(self.frees)}"
+
+
+@dataclass(frozen=True)
+class Fill(_OfMembers):
+    """Repeat tasks on the next draw of prompts until a step's groups are there.
+
+    They are those of a filter and its ancestors; those of a rollout node whose responses may be cut off; or both.
+
+    Attributes:
+        filter_id: The filter, whose task is the last; None where all groups are kept.
         tasks: Of one draw, in the global order.
         keeps: The values that later tasks read; of these, the rows of kept groups go on.
         members: The ranks of its tasks, which agree on what is kept.
     """
 
-    filter_id: str
+    filter_id: str | None
     tasks: tuple[Task, ...]
     keeps: tuple[str, ...]
     members: tuple[int, ...]
 
     def __str__(self) -> str:
         keeps = f"; keeps {', '.join(self.keeps)}" if self.keeps else ""
-        return f"fill      {self.filter_id}: {rank_ranges(self.members)}{keeps}; repeats"
+        return f"fill      {self.filter_id or 'step'}: {rank_ranges(self.members)}{keeps}; repeats"
 
 
 @dataclass(frozen=True)

@@ -169,10 +169,11 @@ class Rollout:
         response_ids: `[B, T]` int64, right-padded.
         loss_mask: `[B, T]` bool, True on generated tokens, the end-of-sequence token included.
         lengths: `[B]` int64, generated tokens of each row.
-        logprobs: `[B, T]` float32, the engine's, of the policy version that generated, after temperature.
+        logprobs: `[B, T]` float32, the engine's, of the policy version that generated each token, after temperature.
         finished: `[B]` bool, False where the response was cut at the longest allowed length.
         group: `[B]` int64, global id of the prompt that the sample answers.
-        version: `[B]` int64, of the policy that generated the sample.
+        version: `[B]` int64, of the policy that generated the sample; of its oldest token where several did.
+        versions: `[B, T]` int64, of the policy that generated each token.
         texts: The decoded responses, special tokens left out.
         rows: The dataset's row of each sample.
     """
@@ -185,6 +186,7 @@ class Rollout:
     finished: PerSample
     group: PerSample
     version: PerSample
+    versions: PerToken
     texts: Annotated[list[str], Cut.JSON, Home]
     rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
 

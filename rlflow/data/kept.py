@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlflow.data.batch import join_rows, take_rows, trim
 from rlflow.data.layout import Layout
-from rlflow.data.rows import RowSpace
+from rlflow.data.rows import RowSpace, ids_in_order
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,9 @@ class Kept:
 
     @classmethod
     def joined(cls, parts: Sequence[Kept]) -> Kept:
-        """The groups of all parts, of which later ones have larger ids."""
+        """The groups of all parts."""
         first = parts[0]
+        order = {name: ids_in_order([part.spaces[name] for part in parts]) for name in first.spaces}
         spaces = {
             name: RowSpace.joined([part.spaces[name] for part in parts], first.layouts(name)) for name in first.spaces
         }
@@ -70,7 +71,8 @@ class Kept:
         for name, value in first.values.items():
             each = [part.values[name] for part in parts]
             rows = None if value.rows is None else join_rows([part.rows for part in each], value.annotation)
-            values[name] = replace(value, rows=rows, lengths=torch.cat([part.lengths for part in each]))
+            lengths = torch.cat([part.lengths for part in each])[order[value.space]]
+            values[name] = replace(value, rows=rows, lengths=lengths)
         return cls(first.rank, spaces, values)
 
     def layouts(self, space: str) -> list[Layout]:

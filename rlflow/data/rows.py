@@ -148,6 +148,18 @@ class RowSpace:
             ordered[positions] = of_rank
         return ordered
 
+    def gathered(self, layout: Layout, here: Tensor, transport: Transport, members: tuple[int, ...]) -> Tensor:
+        """The entries `[N]` of all rows, by ascending id, on all `members`; a collective of theirs.
+
+        Args:
+            layout: Where the entries are; all its ranks are members.
+            here: `[B]`, this rank's; `[0]` where it is not in the layout.
+            transport: To them.
+            members: Ranks that want to know.
+        """
+        of_members = transport.all_gather_ragged(here, members)
+        return self.in_order(layout, [of_members[members.index(rank)] for rank in layout.ranks])
+
     def of_groups(self, groups: Tensor, layouts: Iterable[Layout]) -> RowSpace:
         """The rows of these groups, where they lie now in `layouts`, of which one is that of their home."""
         kept = torch.isin(self.groups, groups)
@@ -160,22 +172,30 @@ class RowSpace:
 
     @classmethod
     def joined(cls, parts: Sequence[RowSpace], layouts: Iterable[Layout]) -> RowSpace:
-        """The rows of all parts, of which later ones have larger ids, where they lie in `layouts`.
+        """The rows of all parts, where they lie in `layouts`: in a shard those of earlier parts first.
 
         Home, as one of these, and step are those of the last part.
         """
-        arrays = {name: torch.cat([getattr(part, name) for part in parts]) for name in ARRAYS}
-        ids = arrays["ids"]
-        assert bool((ids[1:] > ids[:-1]).all()), f"rows of `{parts[0].name}` are not joined in the order of their ids"
+        order = ids_in_order(parts)
+        arrays = {name: torch.cat([getattr(part, name) for part in parts])[order] for name in ARRAYS}
+        position = order.argsort()  # of each row of the parts, one after the other
         starts = list(accumulate([0, *(len(part) for part in parts[:-1])]))
         dealt = {}
         for layout in layouts:
             of_parts = [part.partition(layout).shards for part in parts]
             shards = zip(*of_parts, strict=True)
             dealt[layout] = Partition(
-                tuple(torch.cat([i + rows for i, rows in zip(starts, shard, strict=True)]) for shard in shards)
+                tuple(
+                    position[torch.cat([i + rows for i, rows in zip(starts, shard, strict=True)])] for shard in shards
+                )
             )
         return parts[-1].renewed(arrays, dealt)
+
+    def at(self, *, seed: int, step: int, balance: Balance) -> RowSpace:
+        """These rows where they are, as rows of this step: one that kept them from a step before, or read them."""
+        arrays = {name: getattr(self, name) for name in ARRAYS}
+        known = {self.home[0]: self.home[1]} | self.dealt
+        return RowSpace.known(self.name, arrays, self.home, known, seed=seed, step=step, balance=balance)
 
     def renewed(self, arrays: dict[str, Tensor], dealt: dict[Layout, Partition]) -> RowSpace:
         """Other rows of this name and step, of which it is known how they lie in some layouts, home among them."""
@@ -265,6 +285,14 @@ class RowSpace:
         """The groups of each shard dealt among its own ranks, so that none needs what another shard made."""
         shares = [(rows, group_partition(self.groups[rows], among)) for rows in at_home.shards]
         return Partition(tuple(rows[share] for rows, dealt in shares for share in dealt))
+
+
+def ids_in_order(parts: Sequence[RowSpace]) -> Tensor:
+    """`[N]`, which of the rows of all parts, one after the other, come first by id."""
+    ids = torch.cat([part.ids for part in parts])
+    order: Tensor = ids.argsort()
+    assert bool((ids[order].diff() > 0).all()), f"two rows of `{parts[0].name}` have one id"
+    return order
 
 
 def _travels(here: Layout, there: Layout) -> Tensor:

@@ -1,10 +1,10 @@
-"""Rows and values that a checkpoint keeps, as safetensors and JSON: a filter's surplus, and steps under way.
+"""Rows and values that a checkpoint keeps, as safetensors and JSON: surplus groups, responses and steps under way.
 
     surplus.json                        the rows of each space, and where they and the values lie
     surplus-00000-of-00002.safetensors  rank 0's rows of tensors: `<value>/<column>`
     surplus-00000-of-00002.json         its texts and dataset rows, and the kind of device that held each tensor
 
-A step under way is written alike, as `step-00000007` in place of `surplus`.
+What is under way is written alike: responses as `under-way` in place of `surplus`, a step as `step-00000007`.
 
 Read by as many ranks as wrote it, everything is as it was; read by others, groups are dealt anew.
 """
@@ -30,6 +30,7 @@ from rlflow.data.rows import ARRAYS, RowSpace
 from rlflow.errors import UserError
 
 SURPLUS = "surplus"
+UNDER_WAY = "under-way"  # responses that were cut off, with their groups
 LENGTHS = "lengths"  # of a ragged column, after its name
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from rlflow.data.batch import Batch, Pairs, Rollout
 from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, sampling_seed
+from rlflow.rollout.responses import Part, Responses
 
 
 def sample(
@@ -23,6 +25,7 @@ def sample(
     version: int,
     decode: Callable[[Sequence[int]], str],
     dtype: torch.dtype = torch.float32,
+    part: Part | None = None,
 ) -> Rollout:
     """`n` responses to each prompt of `batch` with the policy `version`, in consecutive rows.
 
@@ -38,33 +41,33 @@ def sample(
         version: The policy version that must generate.
         decode: Token ids to text.
         dtype: Of the logprobs.
+        part: Where responses may be cut off: the rows are then as far as they got, see `under_way`.
     """
     prompts = [row.tolist() for row in batch.prompt_ids.rows() for _ in range(n)]
     seeds = [sampling_seed(seed, draw, node, prompt, index) for prompt in ids for index in range(n)]
-    completions = engine.generate(prompts, seeds, sampling, version)
+    begun = None if part is None else part.begun
+    responses = Responses.new(len(prompts), dtype) if begun is None else Responses.after(begun, len(prompts))
+    room = responses.room(sampling.max_tokens)
+    limits = room if part is None else room.clamp(max=part.max_tokens)
+    completions: dict[int, Completion] = {}
+    for limit in sorted({*limits.tolist()} - {0}, reverse=True):  # one, but for last parts that are shorter
+        rows = (limits == limit).nonzero()[:, 0].tolist()
+        asked = [prompts[row] + responses.tokens(row) for row in rows]
+        made = engine.generate(asked, [seeds[row] for row in rows], replace(sampling, max_tokens=limit), version)
+        completions |= zip(rows, made, strict=True)
+    responses = responses.extended(completions, version)
     every_n = torch.arange(len(batch.prompt_ids)).repeat_interleave(n)
-    response_ids, logprobs, lengths = _pad(completions, dtype)
-    mask = torch.arange(response_ids.shape[1])[None, :] < lengths[:, None]  # [B * n, T]
+    oldest = responses.versions[:, 0] if prompts else responses.lengths  # versions only grow; without rows, none
     return Rollout(
         prompt_ids=batch.prompt_ids.take(every_n),
-        response_ids=response_ids,
-        loss_mask=mask,
-        lengths=lengths,
-        logprobs=logprobs,
-        finished=torch.tensor([completion.finished for completion in completions], dtype=torch.bool),
+        response_ids=responses.response_ids,
+        loss_mask=torch.arange(responses.response_ids.shape[1])[None, :] < responses.lengths[:, None],  # [B * n, T]
+        lengths=responses.lengths,
+        logprobs=responses.logprobs,
+        finished=responses.finished,
         group=torch.tensor(list(ids), dtype=torch.int64).repeat_interleave(n),
-        version=torch.full((len(prompts),), version, dtype=torch.int64),
-        texts=[decode(completion.token_ids) for completion in completions],
+        version=oldest.clone(),
+        versions=responses.versions,
+        texts=[decode(responses.tokens(row)) for row in range(len(prompts))],
         rows=[batch.rows[i] for i in every_n.tolist()],
     )
-
-
-def _pad(completions: Sequence[Completion], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Response ids `[B, T]`, logprobs `[B, T]` and lengths `[B]`, right-padded with 0."""
-    lengths = [len(completion.token_ids) for completion in completions]
-    response_ids = torch.zeros(len(lengths), max(lengths, default=0), dtype=torch.int64)
-    logprobs = torch.zeros(response_ids.shape, dtype=dtype)
-    for row, (completion, length) in enumerate(zip(completions, lengths, strict=True)):
-        response_ids[row, :length] = torch.tensor(completion.token_ids, dtype=torch.int64)
-        logprobs[row, :length] = torch.tensor(completion.logprobs, dtype=dtype)
-    return response_ids, logprobs, torch.tensor(lengths, dtype=torch.int64)

@@ -66,7 +66,7 @@ class _Step:
     def works(self) -> Iterator[Work]:
         for task in self._in_order():
             if isinstance(task, Fill):
-                for draw in range(FILTER_DRAWS):
+                for draw in range(1 if task.filter_id is None else FILTER_DRAWS):
                     self.draw = f" ({draw + 1})" if draw else ""
                     for repeated in task.tasks:
                         yield from self._task(repeated)

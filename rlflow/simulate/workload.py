@@ -219,7 +219,7 @@ def read_workload(
     longest = data.max_response_length if ROLLOUT not in graph.roles() else module.max_response_length
     return Workload(
         graph=graph,
-        plan=plan(graph, placed, ranks, follows, trainer.max_staleness),
+        plan=plan(graph, placed, ranks, follows, trainer.max_staleness, trainer.partial_rollout is not None),
         ranks=ranks,
         roles=roles,
         follows=follows if ROLLOUT in graph.roles() else None,

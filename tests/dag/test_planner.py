@@ -11,7 +11,7 @@ import pytest
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
 from rlflow.dag.planner import Plan, plan
-from rlflow.dag.tasks import Exchange, Fill, Load, Reduce, RunNode, Save, SyncWeights, Tell, TrainNode
+from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, Save, SyncWeights, Tell, TrainNode
 from rlflow.data.batch import Batch, PerSample, PerToken, Rollout
 from rlflow.data.layout import Layout
 from rlflow.errors import UserError
@@ -79,6 +79,81 @@ def test_prompts_come_beside_samples_once_these_are_made() -> None:
         Exchange("batch", "rollout", GROUPS, GROUPS),
         Exchange("rollout", "rollout", GROUPS, BALANCED),
     )
+
+
+def cut_off(module: object) -> Plan:
+    """The plan on two ranks, where long responses are cut off."""
+    layouts = {"rollout": GROUPS, "actor": BALANCED, "reference": BALANCED}
+    return plan(Graph.read(module, ROLES), layouts, world_size=2, cuts_off=True)
+
+
+def test_responses_that_are_cut_off_are_held_back_before_anything_reads_them() -> None:
+    tasks = cut_off(GRPO()).tasks
+    assert tasks[:3] == (
+        SyncWeights("actor", BOTH, BOTH),
+        Fill(
+            None,
+            (
+                Load("batch", GROUPS),
+                RunNode("rollout", GROUPS, frees=()),
+                HoldBack("rollout", frees=("batch",), members=BOTH),
+            ),
+            keeps=("rollout",),
+            members=BOTH,
+        ),
+        Exchange("rollout", "rollout", GROUPS, BALANCED),
+    )
+    assert tasks[3:] == two_ranks(GRPO()).tasks[4:]
+
+
+def test_a_filter_reads_what_was_not_held_back() -> None:
+    class Module(Filtered):
+        def rewards(self, rollout: Rollout, batch: Batch) -> PerSample: ...
+
+    (fill,) = [task for task in cut_off(Module()).tasks if isinstance(task, Fill)]
+    assert fill.tasks == (
+        Load("batch", GROUPS),
+        RunNode("rollout", GROUPS, frees=()),
+        HoldBack("rollout", frees=(), members=BOTH),
+        Exchange("batch", "rollout", GROUPS, GROUPS),
+        RunNode("rewards", GROUPS, frees=("batch",)),
+        RunNode("useful", GROUPS, frees=()),
+    )
+
+
+class FilteredPrompts(GRPO):
+    @node(type="filter")
+    def hard(self, batch: Batch) -> PerSample: ...
+
+
+class SamplesBeside(GRPO):
+    @node(role="rollout", rows="batch")
+    def rollout(self, batch: Batch) -> Rollout: ...
+
+
+class SamplesHarder(GRPO):
+    @node
+    def difficulty(self, batch: Batch) -> PerSample: ...
+
+    @node(role="rollout")
+    def rollout(self, batch: Batch, difficulty: PerSample) -> Rollout: ...
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (SFT(), "no node generates; leave it out, or take an algorithm with one rollout node"),
+        (ReMax(), "`rollout` and `greedy` would have to wait for one another; leave it out, or take an algorithm with"),
+        (SamplesBeside(), "`rollout` samples beside the prompts' own rows; leave it out, or let the node sample from"),
+        (SamplesHarder(), "`rollout` reads `difficulty`, which is of one draw; leave it out, or let the node sample"),
+        (FilteredPrompts(), "the filter `hard` chooses prompts before `rollout` samples; leave it out, or let"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+)
+def test_responses_are_cut_off_of_one_node_that_samples_prompts(module: object, why: str) -> None:
+    with pytest.raises(UserError) as caught:
+        cut_off(module)
+    assert str(caught.value).startswith(f"`trainer.partial_rollout` is set, and {why}")
 
 
 class FilteredByLogprobs(Filtered):

@@ -113,6 +113,7 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
         tensor_parallel_size=1,
         placement=None,
         max_staleness=0,
+        cuts_off=False,
         packing=strategy.packing,
         max_steps=1,
         max_epochs=None,

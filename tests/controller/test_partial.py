@@ -1,0 +1,272 @@
+"""Long responses are cut off and go on with later weights: who made which token is known, and no group is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rlflow import Batch, PerSample, Rollout, node
+from rlflow.strategies import SingleProcess
+from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
+from tests.controller.test_apart import fit_with_delays, fit_with_weights, numbers, same
+from tests.controller.test_filling import is_hard
+from tests.controller.test_ranks import FLOAT32, difference
+from tests.ranks import RankPool
+from tests.test_checkpoint import StopAfter
+
+NEEDED, STEPS, GROUP, LONGEST, PART = 4, 4, 3, 12, 4
+
+
+class Recording(RaggedGRPO):
+    """Records what later nodes see of each step: its samples over all ranks."""
+
+    record: list[dict[str, Tensor]]
+
+    @node
+    def seen(self, rollout: Rollout, batch: Batch) -> PerSample:
+        assert [row["question"] for row in batch.rows] == [row["question"] for row in rollout.rows]
+        columns = {"group": rollout.group, "version": rollout.version, "lengths": rollout.lengths}
+        columns |= {"finished": rollout.finished.long()}
+        for name in ("response_ids", "logprobs", "versions"):
+            column = torch.zeros(len(rollout.group), LONGEST, dtype=getattr(rollout, name).dtype)
+            column[:, : getattr(rollout, name).shape[1]] = getattr(rollout, name)
+            columns |= {f"{name}/{place}": column[:, place] for place in range(LONGEST)}
+        prompts = [row.tolist() for row in rollout.prompt_ids.rows()]
+        columns |= {f"prompt/{place}": torch.tensor([row[place] for row in prompts]) for place in range(4)}
+        self.record.append({name: self.all_rows(column).clone() for name, column in columns.items()})
+        return rollout.lengths
+
+
+def wide(step: dict[str, Tensor], name: str) -> Tensor:
+    """A column of responses or prompts, `[N, T]`."""
+    return torch.stack([step[key] for key in step if key.startswith(f"{name}/")], dim=1)
+
+
+def module(policy: Path, kind: type[Recording] = Recording, **settings: Any) -> Recording:
+    given = {"optimizer": SGD, "group_size": GROUP, "max_response_length": LONGEST, "samples_per_update": 2 * GROUP}
+    made = kind(str(policy), OddCharacters(), **{**given, **settings})
+    made.record = []
+    return made
+
+
+def given(policy: Path, folder: Path, strategy: Any = ZERO2, kind: type[Recording] = Recording, **settings: Any) -> Fit:
+    settings = {"max_steps": STEPS, "partial_rollout": PART, **settings}
+    return Fit(module(policy, kind), sums(10, NEEDED), folder, strategy, settings=settings)
+
+
+@pytest.fixture(scope="module")
+def alone(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, list[dict[str, Tensor]]]:
+    """On one process; with the weights before the first step and after each."""
+    return fit_with_weights(given(policy, tmp_path_factory.mktemp("alone"), SingleProcess))
+
+
+def trained(result: Result) -> list[list[int]]:
+    """The groups of each step, ascending."""
+    return [sorted(set(step["group"].tolist())) for step in result.record]
+
+
+def check_versions(result: Result, weights: list[dict[str, Tensor]], policy: Path) -> None:
+    """Each token has the logprob that the weights of its version give it, in float64, and no other's."""
+    models = []
+    for version in weights:
+        model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float64)
+        model.load_state_dict({name: weight.double() for name, weight in version.items()}, strict=False)
+        models.append(model.eval())
+    apart = 0.0
+    for step in result.record:
+        prompts, responses, said = wide(step, "prompt"), wide(step, "response_ids"), wide(step, "logprobs")
+        versions = wide(step, "versions")
+        ids = torch.cat([prompts, responses], dim=1)
+        with torch.no_grad():
+            each = torch.stack([model(ids).logits[:, 3:-1].log_softmax(-1) for model in models])
+        each = each.gather(-1, responses.expand(len(models), -1, -1)[..., None])[..., 0]  # [versions, N, T]
+        within = torch.arange(LONGEST)[None, :] < step["lengths"][:, None]
+        true = each.gather(0, versions[None])[0]
+        assert torch.allclose(true[within], said[within].double(), atol=2e-5)
+        apart = max(apart, float((each - said).abs().amax(dim=0)[within].max()))
+    assert apart > 1e-2, "other weights say the same"
+
+
+def test_every_token_is_of_the_version_that_it_is_said_to_be_of(
+    policy: Path, alone: tuple[Result, list[dict[str, Tensor]]]
+) -> None:
+    check_versions(*alone, policy)
+
+
+def test_responses_grow_part_by_part_with_the_weights_of_their_step(
+    alone: tuple[Result, list[dict[str, Tensor]]],
+) -> None:
+    continued = 0
+    for number, step in enumerate(alone[0].record):
+        columns = (wide(step, "versions"), step["lengths"], step["version"], step["finished"])
+        for versions, length, oldest, finished in zip(*(column.tolist() for column in columns), strict=True):
+            assert finished or length == LONGEST
+            assert versions[:length] == sorted(versions[:length])
+            assert oldest == versions[0]
+            assert max(versions[:length]) <= number
+            changes = [place for place in range(1, length) if versions[place] != versions[place - 1]]
+            assert all(place % PART == 0 for place in changes)
+            continued += bool(changes)
+    assert continued > 10
+
+
+def test_every_group_is_trained_once_or_waits(alone: tuple[Result, list[dict[str, Tensor]]]) -> None:
+    result = alone[0]
+    assert [len(groups) for groups in trained(result)] == [NEEDED] * STEPS
+    groups = [group for step in trained(result) for group in step]
+    assert len(groups) == len(set(groups))
+    last = result.steps[-1]
+    waiting = last["rollout/surplus"] + last["rollout/under_way"]
+    assert last["rollout/draws_total"] * NEEDED == len(groups) + waiting
+    assert sum(step["rollout/draws"] for step in result.steps) == last["rollout/draws_total"]
+
+
+def test_metrics_are_of_the_responses_that_ended(alone: tuple[Result, list[dict[str, Tensor]]]) -> None:
+    steps, record = alone[0].steps, alone[0].record
+    for number, (step, seen) in enumerate(zip(steps, record, strict=True)):
+        assert step["rollout/staleness"] == pytest.approx(float((number - seen["version"]).double().mean()))
+    assert steps[-1]["rollout/surplus"] == 0, "all that ended was trained"
+    rows = [step["rollout/tokens"] / step["rollout/length"] for step in steps]  # that ended in each step
+    newest = [wide(seen, "versions").gather(1, seen["lengths"][:, None] - 1)[:, 0] for seen in record]
+    continued = sum(int((new > seen["version"]).sum()) for new, seen in zip(newest, record, strict=True))
+    assert sum(rows) == pytest.approx(STEPS * NEEDED * GROUP)
+    assert sum(step["rollout/tokens"] for step in steps) == sum(int(seen["lengths"].sum()) for seen in record)
+    for name, expected in {
+        "rollout/truncated": sum(int((seen["finished"] == 0).sum()) for seen in record),
+        "rollout/continued": continued,
+    }.items():
+        assert sum(step[name] * count for step, count in zip(steps, rows, strict=True)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("part", [LONGEST, 100])
+def test_parts_as_long_as_a_response_change_nothing(part: int, policy: Path, tmp_path: Path) -> None:
+    whole = fit(given(policy, tmp_path / "whole", SingleProcess, partial_rollout=None))
+    parts = fit(given(policy, tmp_path / "parts", SingleProcess, partial_rollout=part))
+    assert same(parts.weights, whole.weights)
+    for step, expected in zip(parts.record, whole.record, strict=True):
+        assert all(torch.equal(step[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("part", [5, 1])
+def test_parts_need_not_divide_the_longest_response(part: int, policy: Path, tmp_path: Path) -> None:
+    result, weights = fit_with_weights(given(policy, tmp_path, SingleProcess, partial_rollout=part))
+    check_versions(result, weights, policy)
+    assert max(int(step["lengths"].max()) for step in result.record) == LONGEST
+
+
+@pytest.fixture(scope="module")
+def on_two(policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool) -> list[Result]:
+    return ranks2.run(fit, given(policy, tmp_path_factory.mktemp("on_two"), callbacks=[StopAfter(STEPS)]))
+
+
+def test_another_number_of_ranks_trains_on_the_same_groups(
+    alone: tuple[Result, list[dict[str, Tensor]]], on_two: list[Result], policy: Path, tmp_path: Path, ranks4: RankPool
+) -> None:
+    for result in (*on_two, *ranks4.run(fit, given(policy, tmp_path), timeout_s=200)):
+        assert trained(result) == trained(alone[0])
+        for step, expected in zip(result.record, alone[0].record, strict=True):
+            for name in ("versions", "response_ids"):
+                assert torch.equal(wide(step, name), wide(expected, name))
+        assert difference(result.weights, alone[0].weights) < FLOAT32
+
+
+@pytest.fixture(scope="module")
+def stopped(policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool) -> Fit:
+    """The run of two ranks, stopped while responses are under way."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    settings = {"save_every_n_steps": 1}
+    (first, _) = ranks2.run(fit, given(policy, folder, **settings, callbacks=[StopAfter(2)]))
+    assert first.steps[-1]["rollout/under_way"] > 0
+    checkpoint = folder / "checkpoint/step-00000002"
+    return given(policy, folder, **settings, callbacks=[StopAfter(STEPS)], ckpt_path=str(checkpoint))
+
+
+def test_a_run_goes_on_with_what_is_under_way_to_the_bit(
+    stopped: Fit, on_two: list[Result], ranks2: RankPool, tmp_path: Path
+) -> None:
+    for result, through in zip(ranks2.run(fit, replace(stopped, folder=tmp_path)), on_two, strict=True):
+        for step, expected in zip(result.record, through.record[2:], strict=True):
+            assert all(torch.equal(step[name], expected[name]) for name in expected)
+        assert same(result.weights, through.weights)
+        for found, wanted in zip(result.steps, through.steps[2:], strict=True):
+            assert numbers(found) == numbers(wanted)
+
+
+def test_another_number_of_ranks_goes_on_with_what_is_under_way(
+    stopped: Fit, alone: tuple[Result, list[dict[str, Tensor]]], tmp_path: Path
+) -> None:
+    result = fit(replace(stopped, folder=tmp_path, strategy=SingleProcess))
+    assert trained(result) == trained(alone[0])[2:]
+    assert difference(result.weights, alone[0].weights) < FLOAT32
+
+
+class Picky(Recording):
+    """Leaves out easy prompts."""
+
+    @node(type="filter")
+    def useful(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+        assert bool((rollout.finished | (rollout.lengths == LONGEST)).all()), "a filter sees what has ended"
+        return torch.tensor([is_hard(row) for row in rollout.rows], dtype=torch.bool)
+
+
+def test_a_filter_chooses_among_what_has_ended(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
+    result, weights = fit_with_weights(given(policy, tmp_path / "one", SingleProcess, Picky))
+    check_versions(result, weights, policy)
+    assert [len(groups) for groups in trained(result)] == [NEEDED] * STEPS
+    assert min(step["filter/kept"] for step in result.steps if "filter/kept" in step) < 1
+    for other in ranks2.run(fit, given(policy, tmp_path / "two", kind=Picky)):
+        assert trained(other) == trained(result)
+        assert difference(other.weights, result.weights) < FLOAT32
+
+
+APART: dict[str, Any] = {"placement": {"rollout": "0-1", "actor": "1-2"}}
+AHEAD: dict[str, Any] = {"placement": {"rollout": 0, "actor": "1-2"}, "max_staleness": 1}
+
+
+def test_roles_apart_train_on_the_same_groups(
+    alone: tuple[Result, list[dict[str, Tensor]]], policy: Path, tmp_path: Path, ranks3: RankPool
+) -> None:
+    results = ranks3.run(fit_with_delays, given(policy, tmp_path, **APART))
+    assert trained(results[0]) == trained(alone[0])
+    assert difference(results[2].weights, alone[0].weights) < FLOAT32
+
+
+def test_steps_that_overlap_go_on_with_what_is_under_way_to_the_bit(
+    policy: Path, tmp_path: Path, ranks3: RankPool
+) -> None:
+    through = given(policy, tmp_path / "whole", **AHEAD, save_every_n_steps=1, callbacks=[StopAfter(STEPS)])
+    whole = ranks3.run(fit_with_weights, through)
+    check_versions(whole[0][0], whole[2][1], policy)
+    stopped = given(policy, tmp_path / "parts", **AHEAD, save_every_n_steps=1, callbacks=[StopAfter(2)])
+    ranks3.run(fit, stopped)
+    rest = replace(through, folder=tmp_path / "parts", settings={**through.settings, "ckpt_path": "last"})
+    results = ranks3.run(fit, rest)
+    assert same(results[2].weights, whole[2][0].weights)
+    for found, wanted in zip(results[2].steps, whole[2][0].steps[2:], strict=True):
+        assert numbers(found) == numbers(wanted)
+
+
+class Twice(Recording):
+    def rollout(self, batch: Batch) -> Rollout:
+        super().rollout(batch)
+        return super().rollout(batch)
+
+
+def test_a_node_that_samples_twice_is_told_so(policy: Path, tmp_path: Path) -> None:
+    result = failing_fit(given(policy, tmp_path, SingleProcess, Twice))
+    assert result.error == (
+        "node `rollout` samples twice, and `trainer.partial_rollout` continues the responses of one `generate`;"
+        " sample once in it, or leave `partial_rollout` out"
+    )
+
+
+def test_whole_responses_do_not_go_on_with_parts(stopped: Fit, tmp_path: Path) -> None:
+    settings = {**stopped.settings, "partial_rollout": None}
+    result = failing_fit(replace(stopped, folder=tmp_path, strategy=SingleProcess, settings=settings))
+    assert "has responses under way" in result.error

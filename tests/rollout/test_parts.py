@@ -1,0 +1,101 @@
+"""Responses that are generated part by part: who made which token, and where they stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlflow.data.batch import Batch, Ragged, Rollout
+from rlflow.errors import UserError
+from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
+from rlflow.rollout.responses import Part, under_way
+from rlflow.rollout.sampling import sample
+from rlflow.rollout.vllm import VLLMEngine
+from tests.rollout.trained import PROMPTS, STOP, buckets, load, perturb, setup
+
+LONGEST, SAMPLES = 23, 2
+ENGINES: list[Callable[[], RolloutEngine]] = [
+    TransformersEngine,
+    lambda: VLLMEngine(gpu_memory_utilization=0.05, max_num_seqs=32),
+]
+
+
+def batch() -> Batch:
+    none = torch.zeros(len(PROMPTS), 0, dtype=torch.int64)
+    rows = [{"number": number} for number in range(len(PROMPTS))]
+    return Batch(Ragged.from_lists(PROMPTS), none, none.bool(), none.sum(dim=1), rows)
+
+
+def sampled(engine: RolloutEngine, part: Part | None, version: int = 0, draw: int = 0, n: int = SAMPLES) -> Rollout:
+    """Greedily, so that a response does not depend on how it was cut."""
+    ids = list(range(10, 10 + len(PROMPTS)))
+    settings = {"seed": 0, "draw": draw, "node": "rollout", "version": version, "decode": str}
+    return sample(engine, batch(), ids, n, Sampling(LONGEST, 0.0, STOP), part=part, **settings)
+
+
+@pytest.mark.parametrize("made", ENGINES, ids=["transformers", "vllm"])
+def test_parts_make_the_response_that_is_made_at_once(made: Callable[[], RolloutEngine], tied: Path) -> None:
+    engine = setup(made(), tied)
+    engine.update_weights(buckets(load(tied)), 0)
+    whole = sampled(engine, None)
+    begun = sampled(engine, Part(5))
+    lengths = [begun.lengths]
+    while bool(under_way(begun, LONGEST).any()):
+        begun = sampled(engine, Part(5, begun), draw=len(lengths))
+        lengths.append(begun.lengths)
+    engine.close()
+    for number, of_part in enumerate(lengths, start=1):
+        assert torch.equal(of_part, whole.lengths.clamp(max=5 * number))
+    assert bool((~whole.finished).any()), "some are cut at the longest length, in a part that is shorter"
+    for name in ("response_ids", "loss_mask", "lengths", "finished", "group", "version", "versions"):
+        assert torch.equal(getattr(begun, name), getattr(whole, name)), name
+    assert torch.allclose(begun.logprobs, whole.logprobs, rtol=0, atol=2e-5)
+    assert begun.texts == whole.texts
+    assert begun.rows == whole.rows
+
+
+def test_each_token_has_the_version_and_logprob_of_the_weights_that_made_it(tied: Path) -> None:
+    engine, first, second = setup(TransformersEngine(), tied), load(tied), load(tied)
+    perturb(second, seed=3)
+    engine.update_weights(buckets(first), 7)
+    begun = sampled(engine, Part(4), version=7)
+    engine.update_weights(buckets(second), 9)
+    rollout = sampled(engine, Part(100, begun), version=9)
+    grown = ~begun.finished
+    assert bool(grown.any())
+    assert rollout.version.tolist() == [7] * len(rollout.lengths)
+    assert torch.equal(rollout.logprobs[:, :4], begun.logprobs)
+    for row, prompt in enumerate(prompt for prompt in PROMPTS for _ in range(SAMPLES)):
+        length = int(rollout.lengths[row])
+        versions = rollout.versions[row, :length].tolist()
+        assert versions == [7] * min(4, length) + [9] * (length - 4)
+        ids = torch.tensor([[*prompt, *rollout.response_ids[row, :length].tolist()]])
+        for model, version in ((first, 7), (second, 9)):
+            with torch.no_grad():
+                logprobs = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            said = logprobs.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+            of_version = torch.tensor(versions) == version
+            assert torch.allclose(said[of_version], rollout.logprobs[row, :length][of_version], rtol=0, atol=2e-5)
+
+
+def test_what_has_ended_is_asked_for_no_more(tied: Path) -> None:
+    engine = setup(TransformersEngine(), tied)
+    engine.update_weights(buckets(load(tied)), 0)
+    whole = sampled(engine, None)
+    engine.update_weights(buckets(load(tied)), 1)
+    ended = replace(whole, finished=torch.ones_like(whole.finished))
+    again = sampled(engine, Part(5, ended), version=1)
+    assert torch.equal(again.response_ids, whole.response_ids)
+    assert torch.equal(again.versions, whole.versions)
+
+
+def test_more_responses_under_way_than_asked_for_are_refused(tied: Path) -> None:
+    engine = setup(TransformersEngine(), tied)
+    engine.update_weights(buckets(load(tied)), 0)
+    begun = sampled(engine, Part(2))
+    with pytest.raises(UserError, match=f"{SAMPLES * len(PROMPTS)} responses were cut off and are to go on, and"):
+        sampled(engine, Part(2, begun), n=1)
