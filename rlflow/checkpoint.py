@@ -5,7 +5,7 @@
       actor.json                      updates done, and what the role's state belongs to
       actor-00000-of-00002.safetensors    what rank 0 wrote: `<Hugging Face name>/weight`, `.../exp_avg`, ...
       actor-00001-of-00002.safetensors
-      surplus*                        groups that a filter kept beyond a step's, see `rlflow.data.surplus`
+      surplus*, under-way*, step-*    groups beyond a step's, cut off, and generated ahead, see `rlflow.data.surplus`
 
 Every rank of a role writes a share of its parameters, each of them whole, so any ranks at any ZeRO stage read it.
 What is drawn (rows, mini-batches, samples) is a function of (seed, step, draw), so no generator's state is kept.
@@ -29,7 +29,7 @@ from rlflow.data.layout import Layout
 from rlflow.data.surplus import write_kept
 from rlflow.errors import UserError
 
-FORMAT = 3
+FORMAT = 4
 STATE = "state.json"
 
 

@@ -96,6 +96,9 @@ class RLModule:
     def generate(self, batch: Batch, n: int = 1, temperature: float | None = None) -> Rollout:
         """Sample `n` responses to each prompt; the samples of a prompt are consecutive rows.
 
+        With `trainer.partial_rollout` the node that calls this sees responses as far as they got; later nodes see those
+        that have ended.
+
         Args:
             batch: Prompts, `B` rows.
             n: Responses to each prompt; the result has `B * n` rows.

@@ -276,9 +276,12 @@ class Run:
         return WeightSync(task, self._strategy, self._engine, self._transport, self._trainer.sync_bucket_bytes)
 
     def _probe(self, gap: LogprobGap) -> Probe | None:
-        """Where steps overlap, no rows are of the trainer's own version, so a few are made to be compared."""
+        """Where steps overlap, or responses go on from older ones, few rows or none are of the trainer's own version.
+
+        So a few are made to be compared.
+        """
         task, prepared = self._sync_task, self._prepared
-        if task is None or not prepared.plan.max_staleness:
+        if task is None or not (prepared.plan.max_staleness or prepared.plan.cuts_off):
             return None
         follows = handles(self._module)[task.role]
         assert isinstance(follows, CausalLM)

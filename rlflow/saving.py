@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from rlflow import checkpoint
 from rlflow.checkpoint import Progress
 from rlflow.controller import Controller
-from rlflow.dag.tasks import HoldBack
 from rlflow.data.kept import Kept
 from rlflow.data.message import from_message, to_message
 from rlflow.data.surplus import SURPLUS, UNDER_WAY, flight_name, read_kept
@@ -165,12 +164,18 @@ class Saving:
 
     def _require_parts(self, folder: Path) -> None:
         """Every rank looks before anything is loaded, so all end alike."""
-        cuts_off = any(isinstance(task, HoldBack) for task in self._prepared.plan.every())
-        if not cuts_off and (folder / f"{UNDER_WAY}.json").is_file():
-            raise UserError(
-                f"{folder} has responses under way, and `trainer.partial_rollout` is null, which would lose them; set"
-                " it as it was, or to the longest response to let them end in one step"
-            )
+        planned = self._prepared.plan
+        lost = {
+            "responses under way": not planned.cuts_off and (folder / f"{UNDER_WAY}.json").is_file(),
+            "groups that wait for the next step": planned.fill is None and (folder / f"{SURPLUS}.json").is_file(),
+        }
+        for what, is_lost in lost.items():
+            if is_lost:
+                raise UserError(
+                    f"{folder} has {what}, which would be lost, since `trainer.partial_rollout` is null or another"
+                    " algorithm is trained; continue with the algorithm that wrote it, and set `partial_rollout` as it"
+                    " was, or to the longest response to let all end in one step"
+                )
 
 
 def _as_json(state: dict[str, Any]) -> dict[str, Any]:

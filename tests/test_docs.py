@@ -193,6 +193,7 @@ STANDS_FOR = {  # what a part of a name that is computed may be; `<role>` and th
     "prefix": ["val", "val_greedy", "reward_model"],
     "role": ["<role>"],
     "task.node_id": ["<node>"],
+    "self.part": ["filter", "rollout"],
     "k": ["<k>"],
 }
 

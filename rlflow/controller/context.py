@@ -60,7 +60,7 @@ class NodeContext:
         self._decode = decode
         self._on_scores = on_scores
         self.running: Running | None = None
-        self.under_way: Tensor | None = None  # of the last samples that were cut off, [B] bool
+        self.under_way: Tensor | None = None  # [B] bool, which of the node's samples were cut off
 
     @contextmanager
     def measuring(self, metrics: Metrics, running: Running) -> Iterator[None]:

@@ -98,6 +98,8 @@ class Controller:
         self.plan = plan.for_rank(transport.rank)
         self._sleeps_after = _last_that_samples(self.plan, graph)
         self._fills = plan.fill is not None
+        repeated = () if plan.fill is None else plan.fill.tasks
+        self._repeated = {task.node_id for task in repeated if isinstance(task, RunNode)}
         self.draws = 0  # how often prompts were drawn, the draw under way included
         self._steps = steps
         self._staleness = plan.max_staleness
@@ -304,9 +306,9 @@ class Controller:
     def _fill(self, task: Fill, step: int) -> None:
         now = self._flights[step]
         self.filling.run(task, now, lambda: self._draw(task, now))
-        for run in task.tasks:
-            if isinstance(run, RunNode) and self._graph.nodes[run.node_id].samples:
-                self._note_age(run, now)
+        for repeated in task.tasks:
+            if isinstance(repeated, RunNode) and self._graph.nodes[repeated.node_id].samples:
+                self._note_age(repeated, now)
         if self.partial is not None:
             held = self.partial.held
             self._metrics.number("rollout/under_way", 0.0 if held is None else float(len(held.groups)))
@@ -338,7 +340,7 @@ class Controller:
         space = read
         if node.samples:
             space = self._sampled(node, task.layout, now, result)
-            if not self._fills:
+            if node.id not in self._repeated:
                 self._note_age(task, now)
         elif node.samples_in_place:
             gathered = self._transport.all_gather_ragged(result.lengths.cpu(), task.layout.ranks)
@@ -369,7 +371,7 @@ class Controller:
         if predicted := [space.predicted for space in now.spaces.values()]:
             self._metrics.largest("balance/predicted_gain_s", sum(each.gain_s for each in predicted))
             self._metrics.largest("balance/predicted_cost_s", sum(each.cost_s for each in predicted))
-        draws_total = f"{self.filling.prefix}/draws_total"
+        draws_total = f"{self.filling.part}/draws_total"
         if self._fills:
             self._metrics.largest(draws_total, float(self.draws))
         worked = time.perf_counter() - self._slot_began - (self._trace.waited_s - self._waited_before)

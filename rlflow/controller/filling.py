@@ -33,7 +33,7 @@ class Filling:
         transport: To the other ranks.
         metrics: Of this rank.
         needed: Groups of a step.
-        max_draws: Draws for one step at most that give a filter something to keep.
+        max_draws: Draws for one step at most, counted by the groups that a filter was asked about.
         seed: Of the run.
         balance: Whether rows may move to even out tokens.
 
@@ -80,14 +80,13 @@ class Filling:
         """
         parts = [] if self.surplus is None else [self.surplus]
         count = sum(len(part.groups) for part in parts)
-        kept = drawn = draws = chosen = 0
+        kept = drawn = draws = 0
         while count < self._needed:
-            if fill.filter_id is not None and chosen == self._max_draws:
-                raise UserError(_never_fills(fill.filter_id, count, self._needed, chosen, kept / drawn))
+            if fill.filter_id is not None and drawn >= self._max_draws * self._needed:
+                raise UserError(_never_fills(fill.filter_id, count, self._needed, draws, kept / drawn))
             draws += 1
             if not draw():
                 continue
-            chosen += 1
             drawing = self._keeping.of(now)
             groups = drawing.groups if fill.filter_id is None else self._chosen(fill.filter_id, fill.members, now)
             for name in (*fill.keeps, fill.filter_id):
@@ -103,12 +102,12 @@ class Filling:
         self.surplus = filled.only(left) if len(left) else None
         if fill.filter_id is not None and drawn:
             self._metrics.mean("filter/kept", torch.tensor(float(kept)), torch.tensor(float(drawn)))
-        self._metrics.number(f"{self.prefix}/draws", float(draws))
-        self._metrics.number(f"{self.prefix}/surplus", float(len(left)))
+        self._metrics.number(f"{self.part}/draws", float(draws))
+        self._metrics.number(f"{self.part}/surplus", float(len(left)))
 
     @property
-    def prefix(self) -> str:
-        """Of the metrics that say how steps are filled."""
+    def part(self) -> str:
+        """The part of the metrics that say how steps are filled."""
         return "rollout" if self._graph.filter is None else "filter"
 
     def restore(self, folder: Path, device: torch.device) -> None:

@@ -60,6 +60,11 @@ class Plan:
         """What draws prompts as often as it needs to, if anything does."""
         return next((task for task in self.tasks if isinstance(task, Fill)), None)
 
+    @property
+    def cuts_off(self) -> bool:
+        """Whether long responses are cut off, and go on with the next draw of prompts."""
+        return any(isinstance(task, HoldBack) for task in self.every())
+
     def groups(self) -> list[tuple[int, ...]]:
         """The sets of ranks that meet in collectives of the plan, each once."""
         return list(dict.fromkeys(task.ranks for task in self.every()))
@@ -118,10 +123,12 @@ def plan(
     """
     world = tuple(range(world_size))
     placed = _place(graph, layouts, world)
-    begins = sampled_once(graph) if cuts_off else None
+    begins = _continued_node(graph) if cuts_off else None
     if begins is not None:
         placed[BATCH] = placed[begins.id]  # so that prompts lie where their responses are kept
     ahead, behind = _ahead_of_training(graph, placed) if max_staleness else (graph.order, ())
+    if begins is not None:
+        ahead = (begins, *(node for node in ahead if node != begins))
     frees = _frees([*ahead, *behind], graph)
     repeated = graph.block or tuple(node for node in graph.order if node == begins)
     block = [node for node in ahead if node in repeated]
@@ -134,7 +141,7 @@ def plan(
         )
     tasks: list[Task] = [Load(BATCH, placed[BATCH])] if BATCH in placed else []
     if begins is not None:
-        tasks += _parted(begins, block, graph, placed, frees)
+        tasks += _parted(block, graph, placed, frees)
     else:
         tasks += _exchanges(BATCH, graph, placed, block or ahead) if BATCH in placed else []
         tasks += _runs(block or after, graph, placed, frees)
@@ -159,7 +166,7 @@ def plan(
     return Plan((*tasks, Reduce(world, lag=max_staleness), Save(world, lag=max_staleness)), max_staleness)
 
 
-def sampled_once(graph: Graph) -> Node:
+def _continued_node(graph: Graph) -> Node:
     """The rollout node whose responses can be cut off and continued.
 
     Raises:
@@ -185,14 +192,10 @@ def sampled_once(graph: Graph) -> Node:
 
 
 def _parted(
-    begins: Node,
-    block: Sequence[Node],
-    graph: Graph,
-    placed: Mapping[str, Layout],
-    frees: Mapping[str, tuple[str, ...]],
+    block: Sequence[Node], graph: Graph, placed: Mapping[str, Layout], frees: Mapping[str, tuple[str, ...]]
 ) -> Iterator[Task]:
-    """What runs a block whose responses may be cut off: they come first, and what is cut off goes no further."""
-    rest = [node for node in block if node != begins]
+    """What runs a block whose responses may be cut off: its first node makes them; what is cut off goes no further."""
+    begins, *rest = block
     members = {rank for node in block for rank in placed[node.id].ranks}
     yield RunNode(begins.id, placed[begins.id], frees=())
     yield HoldBack(begins.id, frees[begins.id], tuple(sorted(members)))

@@ -173,7 +173,7 @@ class Rollout:
         finished: `[B]` bool, False where the response was cut at the longest allowed length.
         group: `[B]` int64, global id of the prompt that the sample answers.
         version: `[B]` int64, of the policy that generated the sample; of its oldest token where several did.
-        versions: `[B, T]` int64, of the policy that generated each token.
+        versions: `[B, T]` int32, of the policy that generated each token.
         texts: The decoded responses, special tokens left out.
         rows: The dataset's row of each sample.
     """

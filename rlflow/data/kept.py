@@ -1,4 +1,4 @@
-"""The groups that a filter kept: their rows and values, chosen and joined without asking other ranks."""
+"""Groups that are kept for later: their rows and values, chosen and joined without asking other ranks."""
 
 from __future__ import annotations
 

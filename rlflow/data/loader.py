@@ -25,7 +25,7 @@ class Loader:
     """Global batches as a function of (seed, epoch) alone, dealt out in shards of consecutive rows.
 
     Draw `k` takes `prompts_per_step` rows; which ones depends neither on the number of shards nor on the draws before,
-    so a run continues anywhere. A step is one draw, or with a filter as many as it takes. All rows are scanned once at
+    so a run continues anywhere. A step is one draw, or as many as it takes to fill it. All rows are scanned once at
     construction, before any is dealt out; after that a rank reads its own.
 
     Args:
@@ -71,7 +71,7 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full draws in one pass over the rows: the steps of an epoch where there is no filter.
+        """Full draws in one pass over the rows: the steps of an epoch where each is one draw.
 
         Raises:
             UserError: There are fewer rows than one draw takes.

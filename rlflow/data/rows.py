@@ -192,7 +192,7 @@ class RowSpace:
         return parts[-1].renewed(arrays, dealt)
 
     def at(self, *, seed: int, step: int, balance: Balance) -> RowSpace:
-        """These rows where they are, as rows of this step: one that kept them from a step before, or read them."""
+        """These rows where they lie, as rows of this step, though an earlier one or an earlier run made them."""
         arrays = {name: getattr(self, name) for name in ARRAYS}
         known = {self.home[0]: self.home[1]} | self.dealt
         return RowSpace.known(self.name, arrays, self.home, known, seed=seed, step=step, balance=balance)

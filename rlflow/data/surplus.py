@@ -87,7 +87,7 @@ def read_kept(folder: Path, name: str, like: Kept, device: torch.device) -> Kept
     dealt = {name: _dealt(space) for name, space in stored["spaces"].items()}
     same = all(list(dealt[name]) == like.layouts(name) for name in like.spaces)
     spaces = {
-        name: _space_from_json(like.spaces[name], space, dealt[name] if same else None)
+        name: _space_from_json(like.spaces[name], space, dealt[name] if same else None, like.layouts(name))
         for name, space in stored["spaces"].items()
     }
     written = _Written(folder, name, stored["ranks"], device)
@@ -162,13 +162,16 @@ def _dealt(space: dict[str, Any]) -> dict[Layout, Partition]:
     }
 
 
-def _space_from_json(like: RowSpace, stored: dict[str, Any], dealt: dict[Layout, Partition] | None) -> RowSpace:
+def _space_from_json(
+    like: RowSpace, stored: dict[str, Any], dealt: dict[Layout, Partition] | None, layouts: list[Layout]
+) -> RowSpace:
     """The stored rows; where their layouts are other ones now, with their groups dealt anew."""
     arrays = {name: torch.tensor(stored[name], dtype=torch.int64) for name in ARRAYS}
     made_in = like.home[0]
-    if dealt is None:
-        dealt = {made_in: Partition(group_partition(arrays["groups"], made_in.shards))}
-    return like.renewed(arrays, dealt)
+    if dealt is not None:
+        return like.renewed(arrays, dealt)
+    anew = like.renewed(arrays, {made_in: Partition(group_partition(arrays["groups"], made_in.shards))})
+    return like.renewed(arrays, {layout: anew.partition(layout) for layout in layouts})
 
 
 def _layout(stored: dict[str, Any]) -> Layout:

@@ -34,7 +34,7 @@ class Responses:
     Attributes:
         response_ids: `[B, T]` int64, right-padded.
         logprobs: `[B, T]`, the engine's.
-        versions: `[B, T]` int64, of the policy that generated each token.
+        versions: `[B, T]` int32, of the policy that generated each token.
         lengths: `[B]` int64.
         finished: `[B]` bool, ended by a stop token.
     """
@@ -49,29 +49,34 @@ class Responses:
     def new(cls, count: int, dtype: torch.dtype) -> Responses:
         """So many that are not begun, with logprobs of this dtype."""
         none = torch.zeros(count, 0, dtype=torch.int64)
-        return cls(none, none.to(dtype), none, none.sum(dim=1), none.sum(dim=1).bool())
+        return cls(none, none.to(dtype), none.int(), none.sum(dim=1), none.sum(dim=1).bool())
 
     @classmethod
-    def after(cls, begun: Rollout, count: int) -> Responses:
-        """Those of `begun`, then new ones, `count` together.
+    def after(cls, begun: Rollout, groups: Tensor) -> Responses:
+        """Those of `begun`, then new ones.
+
+        Args:
+            begun: The first of them, as far as they got.
+            groups: `[B]` int64, the prompt of each.
 
         Raises:
-            UserError: There are more.
+            UserError: They were begun with other numbers of responses to a prompt.
         """
-        new = count - len(begun.lengths)
-        if new < 0:
-            raise UserError(
-                f"{len(begun.lengths)} responses were cut off and are to go on, and {count} are asked for; ask once in"
-                " the rollout node, for the same number of responses to each prompt"
-            )
         there = to_device(begun, torch.device("cpu"))
+        new = len(groups) - len(there.group)
+        if not torch.equal(there.group, groups[: len(there.group)]):
+            n, before = (int((of == groups[0]).sum()) for of in (groups, there.group))
+            raise UserError(
+                f"{before} responses to a prompt were cut off and are to go on, and {n} are asked for; continue with"
+                " the same `group_size`"
+            )
         first = cls(there.response_ids, there.logprobs, there.versions, there.lengths, there.finished)
         joined: Responses = join_rows([first, cls.new(new, there.logprobs.dtype)], cls)
         return joined
 
     def room(self, max_tokens: int) -> Tensor:
         """`[B]` int64, by how many tokens each may grow to be `max_tokens` long; 0 where it has ended."""
-        left: Tensor = (max_tokens - self.lengths).masked_fill(self.finished, 0)
+        left: Tensor = (max_tokens - self.lengths).clamp(min=0).masked_fill(self.finished, 0)
         return left
 
     def tokens(self, row: int) -> list[int]:

@@ -46,7 +46,8 @@ def sample(
     prompts = [row.tolist() for row in batch.prompt_ids.rows() for _ in range(n)]
     seeds = [sampling_seed(seed, draw, node, prompt, index) for prompt in ids for index in range(n)]
     begun = None if part is None else part.begun
-    responses = Responses.new(len(prompts), dtype) if begun is None else Responses.after(begun, len(prompts))
+    groups = torch.tensor(list(ids), dtype=torch.int64).repeat_interleave(n)
+    responses = Responses.new(len(prompts), dtype) if begun is None else Responses.after(begun, groups)
     room = responses.room(sampling.max_tokens)
     limits = room if part is None else room.clamp(max=part.max_tokens)
     completions: dict[int, Completion] = {}
@@ -57,7 +58,7 @@ def sample(
         completions |= zip(rows, made, strict=True)
     responses = responses.extended(completions, version)
     every_n = torch.arange(len(batch.prompt_ids)).repeat_interleave(n)
-    oldest = responses.versions[:, 0] if prompts else responses.lengths  # versions only grow; without rows, none
+    oldest = responses.versions[:, 0].long() if prompts else responses.lengths  # versions only grow; without rows, none
     return Rollout(
         prompt_ids=batch.prompt_ids.take(every_n),
         response_ids=responses.response_ids,
@@ -65,8 +66,8 @@ def sample(
         lengths=responses.lengths,
         logprobs=responses.logprobs,
         finished=responses.finished,
-        group=torch.tensor(list(ids), dtype=torch.int64).repeat_interleave(n),
-        version=oldest.clone(),
+        group=groups,
+        version=oldest,
         versions=responses.versions,
         texts=[decode(responses.tokens(row)) for row in range(len(prompts))],
         rows=[batch.rows[i] for i in every_n.tolist()],

@@ -27,7 +27,7 @@ from rlflow.strategies.single import SingleProcess
 from rlflow.trainer import Trainer
 
 # Bytes of an entry; of columns that are not listed, those of float32.
-WIDTHS = {"response_ids": 8, "loss_mask": 1, "lengths": 8, "finished": 1, "group": 8, "version": 8}
+WIDTHS = {"response_ids": 8, "loss_mask": 1, "lengths": 8, "finished": 1, "group": 8, "version": 8, "versions": 4}
 FLOAT_BYTES, TOKEN_BYTES = 4, 8
 ROW_BYTES = 256  # of a dataset's row as JSON; an assumption
 

@@ -48,7 +48,7 @@ def recorded_rollout(models: Models) -> Rollout:
         finished=torch.tensor([ids[-1] == 0 for ids in response_ids()]),
         group=torch.arange(len(batch.rows) // GROUP).repeat_interleave(GROUP),
         version=torch.zeros_like(batch.lengths),
-        versions=torch.zeros_like(batch.response_ids),
+        versions=torch.zeros_like(batch.response_ids, dtype=torch.int32),
         texts=[bytes(ids).decode() for ids in response_ids()],
         rows=batch.rows,
     )

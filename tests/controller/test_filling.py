@@ -197,6 +197,19 @@ class KeepsFew(Picky):
         return (rollout.group >= 4 * NEEDED) & (rollout.group % 2 == 0)
 
 
+class FiltersPrompts(RaggedGRPO):
+    @node(type="filter")
+    def hard(self, batch: Batch) -> PerSample:
+        return torch.tensor([is_hard(row) for row in batch.rows], dtype=torch.bool)
+
+
+def test_prompts_are_chosen_before_the_policy_of_now_samples(policy: Path, tmp_path: Path) -> None:
+    module = FiltersPrompts(str(policy), OddCharacters(), optimizer=SGD, group_size=GROUP, max_response_length=12)
+    steps = fit(Fit(module, sums(10, NEEDED), tmp_path, settings={"max_steps": STEPS})).steps
+    assert max(step["filter/draws"] for step in steps) > 1
+    assert [step["rollout/staleness"] for step in steps] == [0.0] * STEPS
+
+
 class AnswersNumbers(KeepsFew):
     def useful(self, rollout: Rollout) -> PerSample:
         return rollout.group

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlflow import Batch, PerSample, Rollout, node
+from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies import SingleProcess
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
 from tests.controller.test_apart import fit_with_delays, fit_with_weights, numbers, same
@@ -127,6 +128,11 @@ def test_every_group_is_trained_once_or_waits(alone: tuple[Result, list[dict[str
     assert sum(step["rollout/draws"] for step in result.steps) == last["rollout/draws_total"]
 
 
+def test_engine_and_trainer_are_compared_at_each_sync(alone: tuple[Result, list[dict[str, Tensor]]]) -> None:
+    for step in alone[0].steps:
+        assert 0 < step["sync/logprob_gap"] < 1e-5
+
+
 def test_metrics_are_of_the_responses_that_ended(alone: tuple[Result, list[dict[str, Tensor]]]) -> None:
     steps, record = alone[0].steps, alone[0].record
     for number, (step, seen) in enumerate(zip(steps, record, strict=True)):
@@ -206,6 +212,42 @@ def test_another_number_of_ranks_goes_on_with_what_is_under_way(
     assert difference(result.weights, alone[0].weights) < FLOAT32
 
 
+class Shared(TransformersEngine):
+    """Of two ranks: both generate the same."""
+
+    tensor_parallel_size = 2
+
+
+def test_ranks_that_share_an_engine_hold_back_the_same(
+    alone: tuple[Result, list[dict[str, Tensor]]], policy: Path, tmp_path: Path, ranks2: RankPool, ranks4: RankPool
+) -> None:
+    for ranks in (ranks2, ranks4):
+        run = replace(given(policy, tmp_path / str(ranks.world_size)), engine=Shared())
+        for result in ranks.run(fit, run):
+            assert trained(result) == trained(alone[0])
+            assert difference(result.weights, alone[0].weights) < FLOAT32
+            for step, expected in zip(result.steps, alone[0].steps, strict=True):
+                for name in ("rollout/tokens", "rollout/continued", "rollout/under_way", "rollout/staleness"):
+                    assert step[name] == pytest.approx(expected[name]), name
+
+
+class Masking(Recording):
+    """Records, of each sample, how many tokens are trained on."""
+
+    @node
+    def seen(self, rollout: Rollout, batch: Batch) -> PerSample:
+        self.record.append({"lengths": rollout.lengths, "finished": rollout.finished, "mask": rollout.loss_mask})
+        return rollout.lengths
+
+
+def test_responses_cut_at_the_longest_are_left_out_and_parts_are_not(policy: Path, tmp_path: Path) -> None:
+    run = given(policy, tmp_path, SingleProcess, Masking)
+    run.module.mask_truncated = True
+    for step in fit(run).record:
+        assert torch.equal(step["mask"].sum(dim=1), step["lengths"] * step["finished"])
+        assert bool((step["lengths"] * step["finished"] > PART).any())
+
+
 class Picky(Recording):
     """Leaves out easy prompts."""
 
@@ -225,6 +267,20 @@ def test_a_filter_chooses_among_what_has_ended(policy: Path, tmp_path: Path, ran
         assert difference(other.weights, result.weights) < FLOAT32
 
 
+class KeepsAll(Recording):
+    @node(type="filter")
+    def useful(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+        return rewards.isfinite()
+
+
+def test_a_filter_is_asked_as_often_as_there_are_groups_to_ask_about(policy: Path, tmp_path: Path) -> None:
+    run = given(policy, tmp_path, SingleProcess, KeepsAll, partial_rollout=1)
+    run.module.max_draws = 1
+    result = fit(run)
+    assert [len(groups) for groups in trained(result)] == [NEEDED] * STEPS
+    assert result.steps[0]["filter/draws"] > 1
+
+
 APART: dict[str, Any] = {"placement": {"rollout": "0-1", "actor": "1-2"}}
 AHEAD: dict[str, Any] = {"placement": {"rollout": 0, "actor": "1-2"}, "max_staleness": 1}
 
@@ -237,13 +293,15 @@ def test_roles_apart_train_on_the_same_groups(
     assert difference(results[2].weights, alone[0].weights) < FLOAT32
 
 
+@pytest.mark.parametrize("kind", [Recording, Picky])
 def test_steps_that_overlap_go_on_with_what_is_under_way_to_the_bit(
-    policy: Path, tmp_path: Path, ranks3: RankPool
+    kind: type[Recording], policy: Path, tmp_path: Path, ranks3: RankPool
 ) -> None:
-    through = given(policy, tmp_path / "whole", **AHEAD, save_every_n_steps=1, callbacks=[StopAfter(STEPS)])
+    ahead = {**AHEAD, "kind": kind, "save_every_n_steps": 1}
+    through = given(policy, tmp_path / "whole", **ahead, callbacks=[StopAfter(STEPS)])
     whole = ranks3.run(fit_with_weights, through)
     check_versions(whole[0][0], whole[2][1], policy)
-    stopped = given(policy, tmp_path / "parts", **AHEAD, save_every_n_steps=1, callbacks=[StopAfter(2)])
+    stopped = given(policy, tmp_path / "parts", **ahead, callbacks=[StopAfter(2)])
     ranks3.run(fit, stopped)
     rest = replace(through, folder=tmp_path / "parts", settings={**through.settings, "ckpt_path": "last"})
     results = ranks3.run(fit, rest)
@@ -269,4 +327,13 @@ def test_a_node_that_samples_twice_is_told_so(policy: Path, tmp_path: Path) -> N
 def test_whole_responses_do_not_go_on_with_parts(stopped: Fit, tmp_path: Path) -> None:
     settings = {**stopped.settings, "partial_rollout": None}
     result = failing_fit(replace(stopped, folder=tmp_path, strategy=SingleProcess, settings=settings))
-    assert "has responses under way" in result.error
+    assert "has responses under way, which would be lost" in result.error
+
+
+def test_groups_that_have_ended_are_not_lost_either(policy: Path, tmp_path: Path) -> None:
+    settings = {"save_every_n_steps": 1, "callbacks": [StopAfter(1)]}
+    result = fit(given(policy, tmp_path, SingleProcess, **settings))
+    assert result.steps[0]["rollout/surplus"] > 0
+    (tmp_path / "checkpoint/step-00000001/under-way.json").unlink()
+    rest = failing_fit(given(policy, tmp_path, SingleProcess, partial_rollout=None, ckpt_path="last"))
+    assert "has groups that wait for the next step, which would be lost" in rest.error

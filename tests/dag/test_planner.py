@@ -106,6 +106,21 @@ def test_responses_that_are_cut_off_are_held_back_before_anything_reads_them() -
     assert tasks[3:] == two_ranks(GRPO()).tasks[4:]
 
 
+def test_prompts_are_held_until_all_that_reads_them_has_run() -> None:
+    class Module(Filtered):
+        @node
+        def difficulty(self, batch: Batch) -> PerSample: ...
+
+        @node(role="rollout")
+        def rollout(self, batch: Batch) -> Rollout: ...
+
+        def useful(self, rollout: Rollout, rewards: PerSample, difficulty: PerSample) -> PerSample: ...
+
+    (fill,) = [task for task in cut_off(Module()).tasks if isinstance(task, Fill)]
+    assert HoldBack("rollout", frees=(), members=BOTH) in fill.tasks
+    assert RunNode("difficulty", GROUPS, frees=("batch",)) in fill.tasks
+
+
 def test_a_filter_reads_what_was_not_held_back() -> None:
     class Module(Filtered):
         def rewards(self, rollout: Rollout, batch: Batch) -> PerSample: ...

@@ -53,15 +53,24 @@ class Brought:
 # ---- In plain Python: who holds what, and what must travel
 
 
-def dealt(layout: Layout, home: list[list[int]]) -> list[list[int]]:
-    """The ids of each shard, of rows that `home` holds by shard in whole groups."""
+def consecutive(groups: list[int], shards: int) -> list[list[int]]:
+    """The ids of whole groups in order, each group where its middle falls."""
+    of: list[list[int]] = [[] for _ in range(shards)]
+    for place, group in enumerate(groups):
+        of[(2 * place + 1) * shards // (2 * len(groups))] += [group * GROUP_SIZE + i for i in range(GROUP_SIZE)]
+    return of
+
+
+def dealt(layout: Layout, home: list[list[int]], ranks: tuple[int, ...]) -> list[list[int]]:
+    """The ids of each shard, of rows that `home` holds by shard in whole groups on `ranks`."""
     shards = layout.shards
     if layout.dealing == "groups":
         if shards == len(home):
             return home
-        groups = len(LENGTHS) // GROUP_SIZE
-        of = [[g for g in range(groups) if (2 * g + 1) * shards // (2 * groups) == shard] for shard in range(shards)]
-        return [[g * GROUP_SIZE + i for g in each for i in range(GROUP_SIZE)] for each in of]
+        if layout.ranks == ranks and shards % len(home) == 0:  # each shard is shared out among its own ranks
+            own = [sorted({i // GROUP_SIZE for i in held}) for held in home]
+            return [ids for groups in own for ids in consecutive(groups, shards // len(home))]
+        return consecutive(list(range(len(LENGTHS) // GROUP_SIZE)), shards)
     cost = [length + 1 for length in LENGTHS]
     sums, shares = [0] * shards, [set[int]() for _ in range(shards)]
     dearest = sorted(range(len(cost)), key=lambda i: (-cost[i], i))
@@ -141,12 +150,12 @@ def bring_from(source: Layout) -> list[Brought | None]:
 def test_every_layout_reaches_every_other_bit_by_bit_and_byte_by_byte(ranks4: RankPool, source: Layout) -> None:
     seen = ranks4.run(bring_from, source)
     home = home_of(source)
-    made = dealt(source, home)
+    made = dealt(source, home, source.ranks)
     held = {rank: made[source.shard(rank)] for rank in source.ranks}
     for number, target in enumerate(FAMILY):
         if target == source:
             continue
-        read = dealt(target, home)
+        read = dealt(target, home, source.ranks)
         lacks = {rank: [] for rank in range(4)} | {
             rank: [i for i in read[target.shard(rank)] if i not in held.get(rank, [])] for rank in target.ranks
         }

@@ -17,7 +17,7 @@ import rlflow.algorithms
 from rlflow import LoRA
 from tests.exactness.cases import CASES, LR, OFF, VARIATIONS, Case, truth
 from tests.exactness.recording import USELESS, Recording, record
-from tests.exactness.settings import COVER, GRID, LARGE, PRODUCT, RANKS, SMALL, Setting
+from tests.exactness.settings import COVER, LARGE, PRODUCT, RANKS, SMALL, Setting
 from tests.exactness.step import Outcome, one_step
 from tests.ranks import RankPool
 from tests.reference.policy_float64 import Objective
@@ -26,7 +26,6 @@ from tests.reference.update import Update
 FLOAT32 = 1e-5  # norm of the difference over the norm
 FLOAT64 = 1e-10
 CLIPS = {"clip_low", "clip_high"}
-IN_FULL = ("GRPO", "PPO")  # the grid in every run of the tests; the others' by `make exact`
 
 Truth = Callable[[str], dict[str, Update]]
 ALL = CASES | VARIATIONS
@@ -85,8 +84,7 @@ def test_the_step_depends_on_neither_ranks_nor_stage_nor_micro_batches_nor_packi
     request: pytest.FixtureRequest,
 ) -> None:
     ranks = request.getfixturevalue(f"ranks{world_size}")
-    settings = GRID if name in IN_FULL else COVER
-    check(name, settings[world_size], ranks, recording, expected, tmp_path)
+    check(name, COVER[world_size], ranks, recording, expected, tmp_path)
 
 
 @pytest.mark.exact

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +13,9 @@ from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
 from rlflow.rollout.responses import Part, under_way
 from rlflow.rollout.sampling import sample
-from rlflow.rollout.vllm import VLLMEngine
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, perturb, setup
 
 LONGEST, SAMPLES = 23, 2
-ENGINES: list[Callable[[], RolloutEngine]] = [
-    TransformersEngine,
-    lambda: VLLMEngine(gpu_memory_utilization=0.05, max_num_seqs=32),
-]
 
 
 def batch() -> Batch:
@@ -30,24 +24,34 @@ def batch() -> Batch:
     return Batch(Ragged.from_lists(PROMPTS), none, none.bool(), none.sum(dim=1), rows)
 
 
-def sampled(engine: RolloutEngine, part: Part | None, version: int = 0, draw: int = 0, n: int = SAMPLES) -> Rollout:
+def sampled(
+    engine: RolloutEngine,
+    part: Part | None,
+    version: int = 0,
+    draw: int = 0,
+    n: int = SAMPLES,
+    longest: int = LONGEST,
+) -> Rollout:
     """Greedily, so that a response does not depend on how it was cut."""
     ids = list(range(10, 10 + len(PROMPTS)))
     settings = {"seed": 0, "draw": draw, "node": "rollout", "version": version, "decode": str}
-    return sample(engine, batch(), ids, n, Sampling(LONGEST, 0.0, STOP), part=part, **settings)
+    return sample(engine, batch(), ids, n, Sampling(longest, 0.0, STOP), part=part, **settings)
 
 
-@pytest.mark.parametrize("made", ENGINES, ids=["transformers", "vllm"])
-def test_parts_make_the_response_that_is_made_at_once(made: Callable[[], RolloutEngine], tied: Path) -> None:
-    engine = setup(made(), tied)
+def test_parts_make_the_response_that_is_made_at_once(tied: Path) -> None:
+    engine = setup(TransformersEngine(), tied)
     engine.update_weights(buckets(load(tied)), 0)
-    whole = sampled(engine, None)
-    begun = sampled(engine, Part(5))
+    check_parts(engine, 0)
+
+
+def check_parts(engine: RolloutEngine, version: int) -> None:
+    """Whatever the parts, a greedy response of an engine that holds `version` is the same."""
+    whole = sampled(engine, None, version)
+    begun = sampled(engine, Part(5), version)
     lengths = [begun.lengths]
     while bool(under_way(begun, LONGEST).any()):
-        begun = sampled(engine, Part(5, begun), draw=len(lengths))
+        begun = sampled(engine, Part(5, begun), version, draw=len(lengths))
         lengths.append(begun.lengths)
-    engine.close()
     for number, of_part in enumerate(lengths, start=1):
         assert torch.equal(of_part, whole.lengths.clamp(max=5 * number))
     assert bool((~whole.finished).any()), "some are cut at the longest length, in a part that is shorter"
@@ -93,9 +97,19 @@ def test_what_has_ended_is_asked_for_no_more(tied: Path) -> None:
     assert torch.equal(again.versions, whole.versions)
 
 
-def test_more_responses_under_way_than_asked_for_are_refused(tied: Path) -> None:
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_another_number_of_responses_than_was_begun_is_refused(n: int, tied: Path) -> None:
     engine = setup(TransformersEngine(), tied)
     engine.update_weights(buckets(load(tied)), 0)
     begun = sampled(engine, Part(2))
-    with pytest.raises(UserError, match=f"{SAMPLES * len(PROMPTS)} responses were cut off and are to go on, and"):
-        sampled(engine, Part(2, begun), n=1)
+    with pytest.raises(UserError, match=f"^2 responses to a prompt were cut off and are to go on, and {n} are asked"):
+        sampled(engine, Part(2, begun), n=n)
+
+
+def test_responses_longer_than_allowed_now_have_ended(tied: Path) -> None:
+    engine = setup(TransformersEngine(), tied)
+    engine.update_weights(buckets(load(tied)), 0)
+    whole = sampled(engine, None)
+    again = sampled(engine, Part(5, whole), longest=7)
+    assert torch.equal(again.response_ids, whole.response_ids)
+    assert not bool(under_way(again, 7).any())

@@ -17,6 +17,7 @@ from torch import Tensor
 import rlflow.rollout.vllm
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine, VLLMEngine, WeightSyncError
+from tests.rollout.test_parts import check_parts
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, logprob_gap, perturb, setup
 
 SEEDS = list(range(len(PROMPTS)))
@@ -40,6 +41,10 @@ def engine(folder: Path) -> Iterator[RolloutEngine]:
 @pytest.fixture
 def model(folder: Path) -> Any:
     return load(folder)
+
+
+def test_parts_make_the_response_that_is_made_at_once(engine: RolloutEngine, model: Any) -> None:
+    check_parts(engine, _sync(engine, model))
 
 
 def _sync(engine: RolloutEngine, model: Any) -> int:
