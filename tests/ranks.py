@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PRELOADED = ["rlflow.run", "deepspeed", "transformers.modeling_utils", "torch._inductor.compile_fx"]
 GRACE_S = 5.0  # after one rank has failed, how long the others may still take to answer
 
 
@@ -85,7 +86,11 @@ class RankPool:
         self.close()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # One server imports what ranks need, and they are forked from it; it has no thread but its own. With variables of
+        # its own a pool's processes import for themselves.
+        context = multiprocessing.get_context("spawn" if self.environment else "forkserver")
+        if not self.environment:
+            context.set_forkserver_preload(PRELOADED)
         # The parent serves the store, on a port that the system chose: no port is guessed, none is raced for.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
