@@ -16,6 +16,14 @@ settings.register_profile("rlflow", deadline=None)  # a busy machine is no fault
 settings.load_profile("rlflow")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers, tests that share ranks run in one of them, and those of a file in one."""
+    pools = {"ranks1", "ranks2", "ranks3", "ranks4"}
+    for item in items:
+        shares_ranks = not pools.isdisjoint(getattr(item, "fixturenames", ()))
+        item.add_marker(pytest.mark.xdist_group("ranks" if shares_ranks else str(item.path)))
+
+
 def _pool(world_size: int) -> Iterator[RankPool]:
     with RankPool(world_size) as ranks:
         yield ranks

@@ -86,8 +86,8 @@ class RankPool:
         self.close()
 
     def _start(self) -> None:
-        # One server imports what ranks need, and they are forked from it; it has no thread but its own. With variables of
-        # its own a pool's processes import for themselves.
+        # One server imports what ranks need, and they are forked from it; where a pool has variables of its own, its
+        # processes import for themselves.
         context = multiprocessing.get_context("spawn" if self.environment else "forkserver")
         if not self.environment:
             context.set_forkserver_preload(PRELOADED)

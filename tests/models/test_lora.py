@@ -131,7 +131,8 @@ def test_a_merged_weight_is_summed_wide_and_rounded_once(tiny: Path, dtype: torc
     for weight in merged:
         base, a, b = (parameter.detach().double() for parameter in weight.parameters)
         exact = base + 6.0 / 4 * b @ a
-        torch.testing.assert_close(weight.value(), exact.to(dtype), rtol=1e-6, atol=1e-7)
+        rounding = max(torch.finfo(dtype).eps / 2, 1e-6) * 1.001  # once; a sum in float32 may move a tie
+        torch.testing.assert_close(weight.value().double(), exact, rtol=rounding, atol=1e-7)
         assert torch.equal(weight.parameter.double(), base)
     if dtype == torch.bfloat16:
         # Rounding product and sum, as merging in place does, is not the same.
