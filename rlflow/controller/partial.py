@@ -77,11 +77,13 @@ class PartialRollout:
 
         Args:
             now: Has the samples of this draw, and of those before that were under way.
-            under_way: `[B]` bool, which of this rank's were cut off; None on ranks that sampled nothing.
+            under_way: `[B]` bool, which of this rank's were cut off; None where `generate` was not asked.
         """
         drawn = self._samples.of(now)
         space = now.spaces[self._task.node_id]
-        here = torch.empty(0, dtype=torch.uint8) if under_way is None else under_way.to("cpu", torch.uint8)
+        if under_way is None:
+            under_way = torch.zeros(len(space.held(self._layout, self._transport.rank)), dtype=torch.bool)
+        here = under_way.to("cpu", torch.uint8)
         cut_off = space.gathered(self._layout, here, self._transport, self._task.members).bool()
         waiting = space.groups[cut_off].unique()
         ended = drawn.groups[~torch.isin(drawn.groups, waiting)]
