@@ -107,13 +107,11 @@ def test_responses_that_are_cut_off_are_held_back_before_anything_reads_them() -
 
 
 def test_prompts_are_held_until_all_that_reads_them_has_run() -> None:
-    class Module(Filtered):
+    class DeclaredFirst:
         @node
         def difficulty(self, batch: Batch) -> PerSample: ...
 
-        @node(role="rollout")
-        def rollout(self, batch: Batch) -> Rollout: ...
-
+    class Module(Filtered, DeclaredFirst):
         def useful(self, rollout: Rollout, rewards: PerSample, difficulty: PerSample) -> PerSample: ...
 
     (fill,) = [task for task in cut_off(Module()).tasks if isinstance(task, Fill)]
