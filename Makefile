@@ -5,8 +5,8 @@ UV ?= uv
 # Where `make lock` finds the CPU build of torch.
 TORCH_CPU ?= --torch-backend cpu
 UV_FLAGS ?=
-# More arguments for the quickstart's second stage, such as GRPO="--trainer.max_steps 20".
-GRPO ?=
+# More arguments for both stages of the quickstart, such as STAGES="--trainer.max_steps 20".
+STAGES ?=
 COMPILE := $(UV) pip compile --quiet $(UV_FLAGS) --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
 	--custom-compile-command "make lock"
 
@@ -20,8 +20,8 @@ setup: ## Make .venv from the lock of this machine, if it is not made from it al
 	@requirements/install.sh $(VENV)
 
 quickstart: setup ## Train a small language model with SFT, then with GRPO on two ranks
-	$(RUN)/rlflow fit --config configs/quickstart_sft.yaml
-	$(RUN)/rlflow fit --config configs/quickstart_grpo.yaml $(GRPO)
+	$(RUN)/rlflow fit --config configs/quickstart_sft.yaml $(STAGES)
+	$(RUN)/rlflow fit --config configs/quickstart_grpo.yaml $(STAGES)
 
 test: setup ## Run the tests, all but those of `make exact`
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadgroup

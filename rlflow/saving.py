@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from rlflow import checkpoint
 from rlflow.checkpoint import Progress
 from rlflow.controller import Controller
-from rlflow.data.kept import Kept
 from rlflow.data.message import from_message, to_message
 from rlflow.data.surplus import SURPLUS, UNDER_WAY, flight_name, read_kept
 from rlflow.data.transport import Transport
@@ -82,15 +81,13 @@ class Saving:
     def restore(self, controller: Controller) -> None:
         """Go on where the checkpoint was taken, if there is one; called by all ranks once their roles are loaded."""
         if self.resumed is not None and self.progress is not None:
-            checkpoint.restore(self.resumed, self._strategy, self._roles)
-            controller.filling.restore(self.resumed, self._strategy.root_device)
-            if controller.partial is not None:
-                controller.partial.restore(self.resumed, self._strategy.root_device)
+            folder, device = self.resumed, self._strategy.root_device
+            checkpoint.restore(folder, self._strategy, self._roles)
             self._module.load_state_dict(self.progress.module)
             for callback, state in zip(self._trainer.callbacks, self.progress.callbacks, strict=True):
                 callback.load_state_dict(state)
-            controller.restore(self.done, self.progress.draws, self._read_flight)
-            for logged in checkpoint.read_logged(self.resumed, self._transport.rank, self._transport.world_size):
+            controller.restore(self.done, self.progress.draws, lambda name, like: read_kept(folder, name, like, device))
+            for logged in checkpoint.read_logged(folder, self._transport.rank, self._transport.world_size):
                 self._metrics.log_again(logged["metrics"])
                 self._samples.keep_again(logged["samples"])
         self._module_before = _as_json(self._module.state_dict())
@@ -112,14 +109,10 @@ class Saving:
             module=self._module_state(),
             callbacks=[callback.state_dict() for callback in self._trainer.callbacks],
         )
-        kept = {flight_name(step): flight for step, flight in controller.in_flight(done).items()}
-        if controller.filling.surplus is not None:
-            kept[SURPLUS] = controller.filling.surplus
-        if controller.partial is not None and controller.partial.held is not None:
-            kept[UNDER_WAY] = controller.partial.held
         later = self._metrics.of_later_steps(done - 1)
         logged = {"metrics": later, "samples": self._samples.of_later_steps()} if later else None
         rank, world_size = self._transport.rank, self._transport.world_size
+        kept = controller.kept(done)
         checkpoint.write(folder.checkpoint, self._strategy, self._roles, progress, rank, world_size, kept, logged)
 
     def save_models(self, folder: RunFolder) -> None:
@@ -143,13 +136,6 @@ class Saving:
             name: next((value for value in values if value != before.get(name)), values[0])
             for name, values in of_ranks.items()
         }
-
-    def _read_flight(self, step: int, like: Kept) -> Kept:
-        """Of a step that was generated and not trained when the checkpoint was taken: what crosses to training."""
-        assert self.resumed is not None
-        flight = read_kept(self.resumed, flight_name(step), like, self._strategy.root_device)
-        assert flight is not None, step
-        return flight
 
     def _require_flights(self, folder: Path, done: int) -> None:
         """Every rank looks before anything is loaded, so all end alike."""

@@ -31,6 +31,7 @@ from rlflow.data.kept import Kept
 from rlflow.data.layout import Layout
 from rlflow.data.prefetch import Prefetch
 from rlflow.data.rows import RowSpace
+from rlflow.data.surplus import SURPLUS, UNDER_WAY, flight_name
 from rlflow.data.telling import heard, told
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
@@ -226,24 +227,40 @@ class Controller:
         self._metrics.step = done
         self.sync_weights(self.version_after(done))
 
-    def in_flight(self, done: int) -> dict[int, Kept]:
-        """After `done` steps, of each step that is generated and not trained: what this rank made for training."""
-        steps = self._steps_in_flight(done) if self._crossing.made_here else ()
-        return {step: self._crossing.keeping.of(self._flights[step]) for step in steps}
+    def kept(self, done: int) -> dict[str, Kept]:
+        """After `done` steps, what this rank has for later ones, by name.
 
-    def restore(self, done: int, draws: int, read: Callable[[int, Kept], Kept]) -> None:
+        Groups beyond a step's, those that are under way, and of each step that is generated and not trained what this
+        rank made for training.
+        """
+        steps = self._steps_in_flight(done) if self._crossing.made_here else ()
+        kept: dict[str, Kept | None] = {
+            flight_name(step): self._crossing.keeping.of(self._flights[step]) for step in steps
+        }
+        kept |= {SURPLUS: self.filling.surplus, UNDER_WAY: None if self.partial is None else self.partial.held}
+        return {name: rows for name, rows in kept.items() if rows is not None}
+
+    def restore(self, done: int, draws: int, read: Callable[[str, Kept], Kept | None]) -> None:
         """Go on after `done` steps; all ranks call it.
 
         Args:
             done: Steps that were trained.
             draws: How often prompts were drawn.
-            read: What `in_flight` gave of a step, told what it is made of, without rows.
+            read: What `kept` gave by that name, told what it is made of, without rows; None where it gave nothing.
+
+        Raises:
+            UserError: It was kept of another algorithm.
         """
         self._slot, self.draws = done + self._staleness, draws
+        self.filling.restore(read)
+        if self.partial is not None:
+            self.partial.restore(read)
         for step in self._steps_in_flight(done):
             now = self._flights[step] = InStep(step, DataBuffer(self._transport))
             if self._crossing.made_here:
-                self._crossing.keeping.put(read(step, self._crossing.keeping.empty()), now)
+                flight = read(flight_name(step), self._crossing.keeping.empty())
+                assert flight is not None, step
+                self._crossing.keeping.put(flight, now)
             for task in self._crossing.tasks:
                 if self._transport.rank in task.ranks:
                     self.run(task, step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import Fill, RunNode
 from rlflow.data.balance import Balance
 from rlflow.data.kept import Kept
-from rlflow.data.surplus import SURPLUS, read_kept
+from rlflow.data.surplus import SURPLUS
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
 from rlflow.metrics import Metrics
@@ -110,18 +109,10 @@ class Filling:
         """The part of the metrics that say how steps are filled."""
         return "rollout" if self._graph.filter is None else "filter"
 
-    def restore(self, folder: Path, device: torch.device) -> None:
-        """Take back the surplus of a checkpoint.
-
-        Args:
-            folder: Of the checkpoint.
-            device: Of this rank.
-
-        Raises:
-            UserError: The checkpoint has one of another algorithm.
-        """
+    def restore(self, read: Callable[[str, Kept], Kept | None]) -> None:
+        """Take back the surplus that `read` finds by its name, told what it is made of."""
         if self._transport.rank in self._members:
-            self.surplus = read_kept(folder, SURPLUS, self._keeping.empty(), device)
+            self.surplus = read(SURPLUS, self._keeping.empty())
 
     def _chosen(self, filter_id: str, members: tuple[int, ...], now: InStep) -> Tensor:
         """The ids of the groups that the filter keeps, ascending."""

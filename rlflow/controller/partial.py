@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from rlflow.dag.tasks import HoldBack
 from rlflow.data.balance import Balance
 from rlflow.data.batch import Rollout
 from rlflow.data.kept import Kept
-from rlflow.data.surplus import UNDER_WAY, read_kept
+from rlflow.data.surplus import UNDER_WAY
 from rlflow.data.transport import Transport
 from rlflow.rollout.responses import Part
 
@@ -91,15 +91,7 @@ class PartialRollout:
         self.all_held = not len(ended)
         self._samples.put(drawn.only(ended), now)
 
-    def restore(self, folder: Path, device: torch.device) -> None:
-        """Take back what a checkpoint holds.
-
-        Args:
-            folder: Of the checkpoint.
-            device: Of this rank.
-
-        Raises:
-            UserError: The checkpoint has samples of another algorithm.
-        """
+    def restore(self, read: Callable[[str, Kept], Kept | None]) -> None:
+        """Take back what was held, which `read` finds by its name, told what it is made of."""
         if self._transport.rank in self._task.members:
-            self.held = read_kept(folder, UNDER_WAY, self._samples.empty(), device)
+            self.held = read(UNDER_WAY, self._samples.empty())
