@@ -187,11 +187,12 @@ class Timeline:
     def worked(self, step: int) -> list[float]:
         """Seconds that each rank worked in a step, waits not counted, by rank."""
         seconds = dict.fromkeys(self.ranks, 0.0)
-        for span in self.spans:
-            if span.step == step and span.category == WAIT:
-                seconds[span.rank] -= span.end - span.start
-            elif span.step == step and _is_task(span) and span.category not in WAITS:
-                seconds[span.rank] += span.end - span.start
+        of_step = [span for span in self.spans if span.step == step]
+        waits = [span for span in of_step if span.category == WAIT]
+        for task in of_step:
+            if _is_task(task) and task.category not in WAITS:
+                inside = [w for w in waits if w.rank == task.rank and task.start <= w.start and w.end <= task.end]
+                seconds[task.rank] += task.end - task.start - sum(wait.end - wait.start for wait in inside)
         return list(seconds.values())
 
     def seconds(self, steps: Sequence[int], of: Callable[[Span], bool]) -> dict[str, dict[int, float]]:

@@ -113,6 +113,11 @@ def test_waits_are_taken_off_work_and_none_counts_twice() -> None:
     assert timeline.shares(1, 0.0, 8.0) == pytest.approx((5 / 8, 1 / 8, 2 / 8))
 
 
+def test_a_wait_between_tasks_is_taken_off_none() -> None:
+    validating = event(0, "broadcast_bytes", "Wait", 6.5, 9.0)
+    assert Timeline(spans([*EVENTS, validating])).worked(1) == pytest.approx([1.0 + 4.0 - 2.0, 5.0])
+
+
 def test_tasks_go_by_the_names_of_their_nodes() -> None:
     seconds = Timeline(spans(EVENTS)).seconds([1], lambda span: span.category not in ("Wait", "Fill"))
     assert seconds["rewards"] == pytest.approx({0: 4.0, 1: 5.0})
