@@ -188,10 +188,13 @@ class Timeline:
         """Seconds that each rank worked in a step, waits not counted, by rank."""
         seconds = dict.fromkeys(self.ranks, 0.0)
         of_step = [span for span in self.spans if span.step == step]
-        waits = [span for span in of_step if span.category == WAIT]
+        waits: dict[int, list[Span]] = {rank: [] for rank in self.ranks}
+        for span in of_step:
+            if span.category == WAIT:
+                waits[span.rank].append(span)
         for task in of_step:
             if _is_task(task) and task.category not in WAITS:
-                inside = [w for w in waits if w.rank == task.rank and task.start <= w.start and w.end <= task.end]
+                inside = [wait for wait in waits[task.rank] if task.start <= wait.start and wait.end <= task.end]
                 seconds[task.rank] += task.end - task.start - sum(wait.end - wait.start for wait in inside)
         return list(seconds.values())
 

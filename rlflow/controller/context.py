@@ -138,7 +138,7 @@ class NodeContext:
         now = self._outside_training("all_rows")
         if x.dim() != 1:
             raise UserError(f"all_rows takes one number a row, `[B]`; node `{now.node.id}` gave {list(x.shape)}")
-        return now.space.in_order(now.layout, self._transport.all_gather_ragged(x, now.layout.ranks))
+        return now.space.gathered(now.layout, x, self._transport, now.layout.ranks)
 
     def _now(self) -> Running:
         assert self.running is not None, "no node is running"

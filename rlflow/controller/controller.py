@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from rlflow.controller.crossing import Crossing
 from rlflow.controller.filling import Filling
 from rlflow.controller.gap import LogprobGap
 from rlflow.controller.in_step import InStep
+from rlflow.controller.keeping import Keeping
 from rlflow.controller.partial import PartialRollout
 from rlflow.controller.probe import Probe
 from rlflow.controller.syncing import WeightSync
@@ -105,7 +107,8 @@ class Controller:
         self._steps = steps
         self._staleness = plan.max_staleness
         self._slot = 0  # the step whose rows are generated next
-        self._crossing = Crossing(graph, plan, transport.rank, seed=seed, balance=balance)
+        keep = partial(Keeping, graph, plan, transport.rank, seed=seed, balance=balance)
+        self._crossing = Crossing(graph, plan, transport.rank, keep)
         self._flights: dict[int, InStep] = {}
         self._module = module
         self._graph = graph
@@ -126,14 +129,11 @@ class Controller:
         self._seed = seed
         self._began = time.perf_counter()
         self._save = save
-        needed = loader.prompts_per_step
-        self.filling = Filling(graph, plan, transport, metrics, needed, module.max_draws, seed=seed, balance=balance)
+        self.filling = Filling(graph, plan, transport, metrics, loader.prompts_per_step, module.max_draws, keep)
         self.partial: PartialRollout | None = None
         for task in plan.every():
             if isinstance(task, HoldBack) and max_tokens_per_draw is not None:
-                self.partial = PartialRollout(
-                    graph, plan, task, transport, max_tokens=max_tokens_per_draw, seed=seed, balance=balance
-                )
+                self.partial = PartialRollout(plan, task, transport, max_tokens_per_draw, keep)
         self._training = Training(module, graph, strategy, transport, metrics, seed, self._compared)
         self._reduced: dict[str, float] = {}
         self._slot_began = self._waited_before = 0.0
@@ -360,8 +360,8 @@ class Controller:
             if node.id not in self._repeated:
                 self._note_age(task, now)
         elif node.samples_in_place:
-            gathered = self._transport.all_gather_ragged(result.lengths.cpu(), task.layout.ranks)
-            now.lengths[node.id] = read.in_order(task.layout, gathered)
+            here, ranks = result.lengths.cpu(), task.layout.ranks
+            now.lengths[node.id] = read.gathered(task.layout, here, self._transport, ranks)
         elif node.role is not None:
             self._compared(node.role)
         now.buffer.put(node.id, result, node.returns, space, task.layout, now.lengths.get(node.id))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from rlflow.controller.keeping import Keeping
+from rlflow.controller.keeping import Keep
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import Load, RunNode, TrainNode
-from rlflow.data.balance import Balance
 
 
 class Crossing:
@@ -17,8 +16,7 @@ class Crossing:
         graph: Of the module.
         plan: Of all ranks.
         rank: This one.
-        seed: Of the run.
-        balance: Whether rows may move to even out tokens.
+        keep: Keeps rows and values of this rank.
 
     Attributes:
         tasks: What brings them over, of all ranks, in the global order.
@@ -26,7 +24,7 @@ class Crossing:
         keeping: What is kept of them.
     """
 
-    def __init__(self, graph: Graph, plan: Plan, rank: int, *, seed: int, balance: Balance) -> None:
+    def __init__(self, graph: Graph, plan: Plan, rank: int, keep: Keep) -> None:
         self.tasks = plan.crossing()
         behind = {task.node_id for task in plan.every() if isinstance(task, RunNode | TrainNode) and task.lag}
         ahead = [task for task in plan.every() if isinstance(task, Load | RunNode) and not task.lag]
@@ -35,4 +33,4 @@ class Crossing:
         read = {name for node in behind for name in graph.nodes[node].reads}
         spaces = [BATCH, *(name for name in runs if graph.nodes[name].samples)]
         values = [name for name in (BATCH, *runs) if name in read]
-        self.keeping = Keeping(graph, plan, rank, spaces, values, seed=seed, balance=balance)
+        self.keeping = keep(spaces, values)

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from rlflow.controller.in_step import InStep
-from rlflow.controller.keeping import Keeping
+from rlflow.controller.keeping import Keep
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import Fill, RunNode
-from rlflow.data.balance import Balance
 from rlflow.data.kept import Kept
 from rlflow.data.surplus import SURPLUS
 from rlflow.data.transport import Transport
@@ -33,8 +32,7 @@ class Filling:
         metrics: Of this rank.
         needed: Groups of a step.
         max_draws: Draws for one step at most, counted by the groups that a filter was asked about.
-        seed: Of the run.
-        balance: Whether rows may move to even out tokens.
+        keep: Keeps rows and values of this rank.
 
     Attributes:
         surplus: Groups that were there beyond the last step's, with their values; they open the next. None without.
@@ -48,9 +46,7 @@ class Filling:
         metrics: Metrics,
         needed: int,
         max_draws: int,
-        *,
-        seed: int,
-        balance: Balance,
+        keep: Keep,
     ) -> None:
         self.surplus: Kept | None = None
         self._graph = graph
@@ -60,7 +56,7 @@ class Filling:
         runs = [graph.nodes[task.node_id] for task in repeated if isinstance(task, RunNode)]
         spaces = [BATCH, *(node.id for node in runs if node.samples)]
         keeps = () if plan.fill is None else plan.fill.keeps
-        self._keeping = Keeping(graph, plan, transport.rank, spaces, keeps, seed=seed, balance=balance)
+        self._keeping = keep(spaces, keeps)
         self._transport = transport
         self._metrics = metrics
         self._needed = needed

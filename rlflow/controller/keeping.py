@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -12,6 +13,12 @@ from rlflow.dag.planner import Plan
 from rlflow.data.balance import Balance
 from rlflow.data.kept import Kept, KeptValue
 from rlflow.data.rows import ARRAYS, RowSpace
+
+
+class Keep(Protocol):
+    """A `Keeping` of these rows and values, of a rank's graph and plan."""
+
+    def __call__(self, spaces: Sequence[str], values: Sequence[str]) -> Keeping: ...
 
 
 class Keeping:

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from rlflow.controller.in_step import InStep
-from rlflow.controller.keeping import Keeping
-from rlflow.dag.graph import Graph
+from rlflow.controller.keeping import Keep
 from rlflow.dag.node import BATCH
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import HoldBack
-from rlflow.data.balance import Balance
 from rlflow.data.batch import Rollout
 from rlflow.data.kept import Kept
 from rlflow.data.surplus import UNDER_WAY
@@ -25,39 +23,27 @@ class PartialRollout:
     """The groups that are under way between two draws, with their prompts, on the ranks that began them.
 
     Args:
-        graph: Of the module.
         plan: Of all ranks; it holds back what `task` names.
         task: What is held back.
         transport: To the other ranks.
         max_tokens: By which a response grows in one draw at most.
-        seed: Of the run.
-        balance: Whether rows may move to even out tokens.
+        keep: Keeps rows and values of this rank.
 
     Attributes:
         held: Groups with responses that were cut off; None without.
         all_held: Whether the last draw left no group to go on with.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        plan: Plan,
-        task: HoldBack,
-        transport: Transport,
-        *,
-        max_tokens: int,
-        seed: int,
-        balance: Balance,
-    ) -> None:
+    def __init__(self, plan: Plan, task: HoldBack, transport: Transport, max_tokens: int, keep: Keep) -> None:
         self.held: Kept | None = None
         self.all_held = False
         self._task = task
         self._layout = plan.layouts()[task.node_id]
         self._transport = transport
         self._max_tokens = max_tokens
-        rank, samples = transport.rank, [BATCH, task.node_id]
-        self._prompts = Keeping(graph, plan, rank, [BATCH], [BATCH], seed=seed, balance=balance)
-        self._samples = Keeping(graph, plan, rank, samples, samples, seed=seed, balance=balance)
+        samples = [BATCH, task.node_id]
+        self._prompts = keep([BATCH], [BATCH])
+        self._samples = keep(samples, samples)
 
     def join(self, now: InStep) -> None:
         """Put the prompts of the groups under way before those just loaded; called by the ranks that load."""
