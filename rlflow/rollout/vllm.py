@@ -22,6 +22,7 @@ from torch import Tensor
 from rlflow.errors import UserError
 from rlflow.rollout.engine import Completion, EngineHere, Sampling
 from rlflow.rollout.manifest import Piece, WeightSyncError
+from rlflow.rollout.rewind import make_rewindable
 
 TESTED = ("0.32.0",)
 UNITS = 256  # unit vectors multiplied at once when a packed weight is read back
@@ -110,6 +111,8 @@ class VLLMEngine(EngineHere):
         self._sampling_params = vllm.SamplingParams
         # The engine runs in this process, so that its model itself is handed out.
         (self._model,) = self._llm.apply_model(lambda model: model)
+        if on_cpu:
+            self._llm.collective_rpc(lambda worker: make_rewindable(worker.model_runner))
         self._pieces = tuple(_pieces(self._model))
         self._dtype = dtype
         self._device = device
