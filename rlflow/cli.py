@@ -9,7 +9,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from rlflow import status
 from rlflow.errors import UserError, one_line
+from rlflow.status import refusing_exits
+from rlflow.supervisor import supervise
 
 # Heavy imports wait until a command is chosen, so that `rlflow --help` answers at once.
 
@@ -18,14 +21,18 @@ def fit(arguments: Sequence[str]) -> None:
     """Train a model as a config says."""
     from rlflow.configuration import read_fit
 
-    read_fit(arguments).fit()
+    with refusing_exits():
+        configured = read_fit(arguments)
+    configured.fit()
 
 
 def validate(arguments: Sequence[str]) -> None:
     """Measure a config's model on its held-out prompts."""
     from rlflow.configuration import read_validate
 
-    read_validate(arguments).validate()
+    with refusing_exits():
+        configured = read_validate(arguments)
+    configured.validate()
 
 
 def graph(arguments: Sequence[str]) -> None:
@@ -69,6 +76,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "export": export,
     "simulate": simulate,
 }
+RUNS = ("fit", "validate")
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -77,7 +85,14 @@ class _OneLineParser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; exit with 2 and one line for what the user can mend, with 1 and a last line for a fault."""
+    """Run a command; exit with 2 and one line for what the user can mend, with 1 and a last line for a fault.
+
+    A run that is given on the command line has a process of its own, whose parent sees to it that the exit code is 0
+    only if the run came to its end.
+
+    Args:
+        arguments: Instead of those of the command line; they are run in this process.
+    """
     parser = _OneLineParser(
         prog="rlflow",
         description="Reinforcement-learning post-training of language models, without a central node.",
@@ -89,7 +104,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.path.insert(0, os.getcwd())  # a user's own `my_algorithm.py` lies beside the config
     try:
         chosen, rest = parser.parse_known_args(arguments)
+        if arguments is None and chosen.command in RUNS:
+            supervise()
         COMMANDS[chosen.command](rest)
+        status.end()
+    except SystemExit:  # the command has answered, or the launcher has told of a rank that died
+        status.end()
+        raise
     except UserError as error:
         print(f"rlflow: error: {error}", file=sys.stderr)
         _end(2)
@@ -101,6 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _end(code: int) -> None:
+    status.end()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         sys.exit(code)
     # Taking torch down closes the connections long before the process is gone, and rank 0 would report those.

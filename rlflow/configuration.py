@@ -37,6 +37,7 @@ from rlflow.simulate.foretold import Foretold
 from rlflow.simulate.hardware import read_hardware
 from rlflow.simulate.here import this_machine
 from rlflow.simulate.simulation import Scaling, Simulation
+from rlflow.status import Answered
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.trainer import Trainer
 from rlflow.workflow.entries import NODES, as_yaml, read_entries
@@ -123,6 +124,10 @@ class OneLineParser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise what is wrong."""
         raise complaint(message if ex is None else ex, self) from ex
+
+    def exit(self, code: int = 0, message: str | None = None) -> NoReturn:
+        """End the command: help was printed."""
+        raise Answered(code)
 
 
 def read_fit(arguments: Sequence[str]) -> Configured:

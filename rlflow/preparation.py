@@ -25,6 +25,7 @@ from rlflow.models.lora import require_peft
 from rlflow.models.tiny import resolve_model
 from rlflow.module import RLModule
 from rlflow.placement import Machines, Placed, followed_role, handles, layouts
+from rlflow.status import refusing_exits
 from rlflow.workflow.binding import bind
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def read_graph(module: RLModule) -> Graph:
     return Graph.read(module, handles(module), told)
 
 
+@refusing_exits()
 def prepare(
     module: RLModule,
     data: PromptData,

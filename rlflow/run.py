@@ -43,6 +43,7 @@ from rlflow.rollout.engine import RolloutEngine
 from rlflow.run_folder import RunFolder
 from rlflow.samples import Samples
 from rlflow.saving import Saving
+from rlflow.status import AT_FIRST, report
 from rlflow.strategies.strategy import TrainingStrategy
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Run:
 
     def run(self) -> dict[str, Any]:
         """Train to the end; the run's summary."""
+        report(self._transport.rank, AT_FIRST)
         if self._strategy.root_device.type == "cpu":
             keep_freed_memory()
         seed_everything(self._trainer.seed, verbose=False)
@@ -338,6 +340,7 @@ class Run:
 
     def _measured(self, version: int) -> dict[str, float]:
         """Of the held-out rows: the scores of responses that policy `version` samples, and what the module measures."""
+        report(self._transport.rank, "validation")
         prepared, module, loader = self._prepared, self._module, self._prepared.validation
         assert loader is not None
         metrics = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 
 import psutil
 
+from rlflow.status import SUPERVISED_VARIABLE
+
 
 def seconds_since_process_start() -> float:
-    """Wall-clock seconds since this process began, its imports included."""
-    return time.time() - psutil.Process().create_time()
+    """Wall-clock seconds since this process began, or the one that it was forked from; its imports included."""
+    began = psutil.Process(os.getppid() if SUPERVISED_VARIABLE in os.environ else os.getpid())
+    return time.time() - began.create_time()
 
 
 @dataclass(frozen=True)

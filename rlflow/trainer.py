@@ -18,6 +18,7 @@ from rlflow.preparation import prepare
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.run import Run
+from rlflow.status import refusing_exits
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.single import SingleProcess
 from rlflow.strategies.strategy import TrainingStrategy
@@ -187,6 +188,11 @@ class Trainer:
         self.should_stop = False
         strategy = self.strategy or (SingleProcess() if self.machines.world_size == 1 else DeepSpeedStrategy())
         engine = self.rollout or TransformersEngine()
+
+        def run(_: Fabric) -> dict[str, Any]:
+            with refusing_exits():
+                return start(Run(self, module, data, prepared, strategy, engine))
+
         with tempfile.TemporaryDirectory() as scratch:
             prepared = prepare(
                 module,
@@ -207,9 +213,7 @@ class Trainer:
             fabric = Fabric(
                 accelerator=self.accelerator, devices=self.devices, num_nodes=self.num_nodes, strategy=strategy
             )
-            results: dict[str, Any] = fabric.launch(
-                lambda _: start(Run(self, module, data, prepared, strategy, engine))
-            )
+            results: dict[str, Any] = fabric.launch(run)
         return results
 
 

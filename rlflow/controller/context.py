@@ -16,7 +16,7 @@ from rlflow.data.rows import RowSpace
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
 from rlflow.metrics import Metrics
-from rlflow.rewards.reward import Reward, Scores
+from rlflow.rewards.reward import Reward, Scores, scored
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.responses import Part, under_way
 from rlflow.rollout.sampling import sample
@@ -111,7 +111,7 @@ class NodeContext:
                 f"node `{now.node.id}` scores rows that were moved; texts stay on the rank that made them."
                 " Score in a node without a role"
             )
-        scores = reward.score(rollout.texts, rollout.rows)
+        scores = scored(reward, rollout.texts, rollout.rows)
         self._on_scores(rollout, scores)
         totals = torch.tensor(scores.total, dtype=self._dtype)
         self.log(f"{name}/mean", totals, None)

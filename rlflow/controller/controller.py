@@ -42,6 +42,7 @@ from rlflow.metrics import Metrics
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
 from rlflow.rollout.engine import NO_VERSION, RolloutEngine
+from rlflow.status import report
 from rlflow.strategies.strategy import TrainingStrategy
 
 
@@ -471,6 +472,7 @@ class Controller:
     def _watched(self, task: Task, step: int) -> Iterator[None]:
         """Time a task, and say of an error where this rank stood."""
         started = time.perf_counter()
+        report(self._transport.rank, f"step {step + 1}, {task}")
         try:
             yield
         except UserError:
@@ -479,6 +481,7 @@ class Controller:
             error.add_note(f"rank {self._transport.rank}, step {step}: {task}")
             raise
         ended = time.perf_counter()
+        report(self._transport.rank, f"step {step + 1}")
         self._trace.span(str(task), type(task).__name__, started, ended, step=step)
         if isinstance(task, RunNode | TrainNode):
             self._metrics.seconds(f"time/{task.node_id}", ended - started)

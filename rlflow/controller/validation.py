@@ -20,6 +20,7 @@ from rlflow.data.transport import Transport
 from rlflow.functional import pass_at_k
 from rlflow.metrics import Metrics
 from rlflow.module import RLModule
+from rlflow.rewards.reward import scored
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.sampling import sample
 
@@ -62,7 +63,7 @@ def validate(
         )
         if not layout.publishes(transport.rank):
             continue
-        scores = torch.tensor(module.reward.score(rollout.texts, rollout.rows).total, dtype=torch.float64)
+        scores = torch.tensor(scored(module.reward, rollout.texts, rollout.rows).total, dtype=torch.float64)
         rows = torch.tensor(float(len(scores)))
         right = scores >= FULL_REWARD
         metrics.mean(f"{prefix}/reward", scores.sum(), rows)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from rlflow.errors import UserError, did_you_mean, one_line
 
 OnError = Literal["raise", "zero"]
+LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,33 @@ class Reward(ABC):
             UserError: The scorer failed on a sample, or a row lacks what it needs.
         """
 
+    def __str__(self) -> str:
+        return type(self).__name__
+
+
+def scored(reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
+    """What `reward` gives, checked: a finite number in float32 for each sample, and each part likewise.
+
+    Raises:
+        UserError: It gives another length, or no number; as `Reward.score`.
+    """
+    scores = reward.score(texts, rows)
+    if not isinstance(scores, Scores):
+        raise UserError(f"{reward} returned {scores!r:.60} for {len(texts)} samples; return `rlflow.Scores`")
+    for name, values in {"total": scores.total, **scores.parts}.items():
+        if len(values) != len(texts):
+            raise UserError(
+                f"{reward} returned {len(values)} scores as `{name}` for {len(texts)} samples; return one for each"
+            )
+        for i, value in enumerate(values):
+            try:
+                _number(value)
+            except (TypeError, ValueError) as error:
+                raise UserError(
+                    f"{reward} failed on sample {i}: {error} as `{name}` ({_place(texts[i], rows[i])}); mend it"
+                ) from error
+    return scores
+
 
 class SampleReward(Reward):
     """A reward that looks at one sample at a time; there is no time limit on a sample.
@@ -68,7 +96,7 @@ class SampleReward(Reward):
                 raise  # the row or the configuration is at fault, not the response
             except Exception as error:
                 reason = f"{type(error).__name__}: {one_line(error)}"
-                failure = f"{self} failed on sample {i} with {reason} (response {text[:60]!r}, row {row!r:.120})"
+                failure = f"{self} failed on sample {i} with {reason} ({_place(text, row)})"
                 if self.on_error == "raise":
                     raise UserError(f"{failure}; mend it, or set `on_error: zero`") from error
                 total.append(0.0)
@@ -76,9 +104,6 @@ class SampleReward(Reward):
         if failures:
             log.warning("%d of %d samples were scored 0; %s", len(failures), len(texts), failures[0])
         return Scores(total, errors=len(failures))
-
-    def __str__(self) -> str:
-        return type(self).__name__
 
 
 def column(row: dict[str, Any], name: str) -> Any:
@@ -97,8 +122,15 @@ def column(row: dict[str, Any], name: str) -> Any:
 
 
 def _number(score: Any) -> float:
+    """As training reads it: a float32."""
     if not isinstance(score, numbers.Real):
         raise TypeError(f"it returned {score!r:.60}, not a number")
     if not math.isfinite(score):
         raise ValueError(f"it returned {score}")
+    if abs(float(score)) > LARGEST:
+        raise ValueError(f"it returned {score}, which float32 cannot hold")
     return float(score)
+
+
+def _place(text: str, row: dict[str, Any]) -> str:
+    return f"response {text[:60]!r}, row {row!r:.120}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlflow.errors import UserError
-from rlflow.rewards.reward import Reward, Scores
+from rlflow.rewards.reward import Reward, Scores, scored
 
 
 class WeightedSum(Reward):
@@ -27,7 +27,7 @@ class WeightedSum(Reward):
         self.weights = weights
 
     def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
-        scores = {name: part.score(texts, rows) for name, part in self.parts.items()}
+        scores = {name: scored(part, texts, rows) for name, part in self.parts.items()}
         weighted = [[self.weights[name] * score for score in part.total] for name, part in scores.items()]
         return Scores(
             total=[sum(sample) for sample in zip(*weighted, strict=True)],
