@@ -1,7 +1,7 @@
 """Checkpoints that a run continues from to the bit: safetensors by parameter name, and JSON. No pickle.
 
     checkpoint/step-00000020/
-      state.json                      step, policy version, what the run was started with, callbacks, module
+      state.json                      step, policy version, what the run was started with, callbacks, module, all files
       actor.json                      updates done, and what the role's state belongs to
       actor-00000-of-00002.safetensors    what rank 0 wrote: `<Hugging Face name>/weight`, `.../exp_avg`, ...
       actor-00001-of-00002.safetensors
@@ -14,6 +14,7 @@ What is drawn (rows, mini-batches, samples) is a function of (seed, step, draw),
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -29,8 +30,9 @@ from rlflow.data.layout import Layout
 from rlflow.data.surplus import write_kept
 from rlflow.errors import UserError
 
-FORMAT = 4
+FORMAT = 5
 STATE = "state.json"
+_NAME = re.compile(r"step-\d{8}")
 
 
 class Trained(Protocol):
@@ -87,10 +89,12 @@ def write(
     world_size: int,
     kept: Mapping[str, Kept] | None = None,
     logged: Mapping[str, Any] | None = None,
+    keep: int = 2,
 ) -> Path:
-    """Write a checkpoint into `folder` and remove older ones; called by all ranks of the job.
+    """Write a checkpoint into `folder`, and remove all but the last `keep`; called by all ranks of the job.
 
-    It gets its name when it is complete, so a run that is killed meanwhile leaves the one before.
+    It gets its name when it is complete, so a run that is killed meanwhile leaves the ones before. Checkpoints of later
+    steps, which a run left that was continued from before them, are removed too.
 
     Args:
         folder: Of all checkpoints.
@@ -101,6 +105,10 @@ def write(
         world_size: Of the job.
         kept: Rows of later steps by the name to write them under: a filter's surplus, and steps that are under way.
         logged: What this rank logged of steps that are under way, JSON-able.
+        keep: Checkpoints, this one included.
+
+    Raises:
+        UserError: A weight, or what the optimizer keeps of it, is not finite. What was written before stays.
     """
     name = f"step-{progress.step:08d}"
     draft = folder / f"{name}.draft"
@@ -116,6 +124,9 @@ def write(
             for kind, tensor in tensors.items()
             if ranks[number % len(ranks)] == rank
         }
+        for key, tensor in share.items():
+            if not tensor.isfinite().all():
+                raise UserError(not_finite(role, key, progress.step))
         save_file(share, draft / f"{role}-{rank:05d}-of-{world_size:05d}.safetensors")
         if strategy.leads(role):
             record = {"updates": strategy.updates_done(role), "untrained": strategy.untrained_record(role)}
@@ -126,14 +137,25 @@ def write(
         write_kept(draft, kept_as, rows, world_size)
     strategy.barrier()
     if rank == 0:
-        (draft / STATE).write_text(json.dumps({"format": FORMAT, **asdict(progress)}, indent=2) + "\n")
+        files = {file.name: file.stat().st_size for file in sorted(draft.iterdir())}
+        stored = {"format": FORMAT, **asdict(progress), "files": files}
+        (draft / STATE).write_text(json.dumps(stored, indent=2) + "\n")
         shutil.rmtree(folder / name, ignore_errors=True)
         draft.rename(folder / name)
-        for older in folder.glob("step-*"):
-            if older.name != name:
-                shutil.rmtree(older)
+        complete = sorted(path.name for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.name <= name)
+        for other in folder.glob("step-*"):
+            if other.name not in complete[-keep:]:
+                shutil.rmtree(other)
     strategy.barrier()
     return folder / name
+
+
+def not_finite(role: str, weight: str, step: int) -> str:
+    """What a user reads of weights that are not saved."""
+    return (
+        f"the weights of `{role}` are infinite or NaN after step {step}, {weight!r} the first of them, so they were not"
+        " saved; what was saved before is still there. Lower the learning rate, or look for NaN in rewards and loss"
+    )
 
 
 def read_logged(folder: Path, rank: int, world_size: int) -> list[Any]:
@@ -148,16 +170,36 @@ def find(path: str, run_dir: Path) -> Path:
         UserError: There is none.
     """
     if path == "last":
-        found = sorted((run_dir / "checkpoint").glob("step-*/" + STATE))
-        if not found:
+        named = sorted(found for found in (run_dir / "checkpoint").glob("step-*") if _NAME.fullmatch(found.name))
+        lacking = {found: _lacks(found) for found in reversed(named)}
+        complete = [found for found, what in lacking.items() if what is None]
+        if not complete:
+            of_last = f" that is complete ({named[-1].name} has {lacking[named[-1]]})" if named else ""
             raise UserError(
-                f"`trainer.ckpt_path` is `last`, but {run_dir} has no checkpoint; leave it out to start anew"
+                f"`trainer.ckpt_path` is `last`, but {run_dir} has no checkpoint{of_last}; leave it out to start anew"
             )
-        return found[-1].parent
+        return complete[0]
     folder = Path(path)
-    if not (folder / STATE).is_file():
-        raise UserError(f"`trainer.ckpt_path` is {path!r}, which has no {STATE}; give a checkpoint's folder, or `last`")
+    what = _lacks(folder)
+    if what is not None:
+        raise UserError(f"`trainer.ckpt_path` is {path!r}, which has {what}; give a checkpoint's folder, or `last`")
     return folder
+
+
+def _lacks(folder: Path) -> str | None:
+    """What of a checkpoint is not there, or not whole; None if all is."""
+    try:
+        stored = json.loads((folder / STATE).read_text())
+        files = stored["files"] if stored["format"] == FORMAT else {}  # of another format, `read_progress` says so
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"no {STATE}"
+    for name, size in files.items():
+        file = folder / name
+        if not file.is_file():
+            return f"no {name}"
+        if file.stat().st_size != size:
+            return f"{file.stat().st_size:,} of the {size:,} bytes of {name}"
+    return None
 
 
 def read_progress(folder: Path, seed: int, data: str) -> Progress:
@@ -174,6 +216,7 @@ def read_progress(folder: Path, seed: int, data: str) -> Progress:
     stored = json.loads((folder / STATE).read_text())
     if (version := stored.pop("format")) != FORMAT:
         raise UserError(f"{folder} has the checkpoint format {version}; this version of rlflow reads format {FORMAT}")
+    del stored["files"]
     progress = Progress(**stored)
     if progress.seed != seed:
         raise UserError(f"`seed` is {seed}, but {folder} was made with {progress.seed}; continue with the same seed")

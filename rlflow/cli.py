@@ -112,13 +112,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         status.end()
         raise
     except UserError as error:
-        print(f"rlflow: error: {error}", file=sys.stderr)
+        _tell(f"rlflow: error: {error}")
         _end(2)
     except Exception as error:
-        traceback.print_exc()
+        _tell(traceback.format_exc().rstrip())
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        print(f"rlflow: {type(error).__name__}: {one_line(error)}{notes}", file=sys.stderr)
+        _tell(f"rlflow: {type(error).__name__}: {one_line(error)}{notes}")
         _end(1)
+
+
+def _tell(text: str) -> None:
+    from rlflow.loggers.secrets import text_without_secrets
+
+    print(text_without_secrets(text), file=sys.stderr)
 
 
 def _end(code: int) -> None:

@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser
 
 from rlflow.dag.problems import GraphError
 from rlflow.errors import UserError, did_you_mean, one_line
+from rlflow.loggers.secrets import HIDDEN, is_secret_key, text_without_secrets, without_secrets
 
 _OUTER_KEY = re.compile(r'^Parser key "([^"]+)":')
 _UNKNOWN = re.compile(r"^(?:Group '([^']+)' does not accept option|Option) '([^']+)'")
@@ -61,7 +62,9 @@ class ConfigError(UserError):
         self.found = found
         self.value = value
         key = f"`{'.'.join(keys)}` " if keys else ""
-        super().__init__(f"{key}{found.replace('{value}', _shown(value))}")
+        secret = value is not None and any(map(is_secret_key, keys))
+        shown = HIDDEN if secret else _shown(without_secrets(value))
+        super().__init__(text_without_secrets(f"{key}{found.replace('{value}', shown)}"))
 
     def under(self, key: str) -> ConfigError:
         """The same mistake, which stands under `key`."""

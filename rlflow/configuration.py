@@ -25,6 +25,7 @@ from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError, did_you_mean
 from rlflow.export import Export, Form
 from rlflow.loggers.logger import Logger
+from rlflow.loggers.secrets import without_secrets
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
 from rlflow.placement import Placed, followed_role, layouts
@@ -302,7 +303,7 @@ def _algorithm(module: RLModule, without: set[str]) -> Algorithm:
     """With the settings that somebody said, or that have a default."""
     names = [name for name in inspect.signature(type(module)).parameters if name not in without]
     settings = {name: getattr(module, name) for name in names}
-    return Algorithm(module, read_module_graph(module), settings)
+    return Algorithm(module, read_module_graph(module), without_secrets(settings))
 
 
 def _parser(command: str, description: str) -> OneLineParser:

@@ -131,8 +131,9 @@ def prepare(
         for role in _loaded(module, graph)
     }
     for role, path in paths.items():
+        config = load_config(path)
         if placed[role].copies > 1:
-            check_sequence_parallel(load_config(path), placed[role].copies, role, packing)
+            check_sequence_parallel(config, placed[role].copies, role, packing)
     lead = follows or graph.trained_roles()[0]
     tokenizer = load_tokenizer(paths[lead])
     _require_same_vocabulary(paths, lead, tokenizer)
@@ -186,7 +187,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     with _found("tokenizer", path):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     return tokenizer
 
 
@@ -199,7 +200,7 @@ def load_config(path: Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
     with _found("configuration", path):
-        config: PretrainedConfig = AutoConfig.from_pretrained(path)
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     return config
 
 
@@ -208,6 +209,11 @@ def _found(part: str, path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"`model` is {str(path)!r}, whose {part} is code that lies beside it (`auto_map`), and rlflow runs no"
+                " code of a model; take one that transformers knows by itself"
+            ) from error
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"`model` is {str(path)!r}, whose {part} cannot be loaded ({reason}); check the name"

@@ -162,7 +162,10 @@ class Run:
         """
         prepared, transport = self._prepared, self._transport
         numbers = {"seed": self._trainer.seed, "steps": prepared.steps, "training rows": prepared.train.size}
-        agree(transport, facts(self._module, self._trainer.resolved_config, str(prepared.plan), **numbers))
+        data = {"training": prepared.train, "validation": prepared.validation}
+        digests = {f"{kind} data {of.scan.source}": of.scan.digest[:12] for kind, of in data.items() if of is not None}
+        config = None if self._config is None else yaml.safe_dump(self._config, sort_keys=False)
+        agree(transport, facts(self._module, config, str(prepared.plan), **numbers, **digests))
         rollout = prepared.layouts[ROLLOUT]
         groups = [*prepared.plan.groups(), *(layout.ranks for layout in prepared.layouts.values())]
         groups += [self._samples.group]
@@ -319,7 +322,7 @@ class Run:
         controller.close()
         saved = trainer.save_every_n_steps is not None and done > self._done  # with the last checkpoint
         if not saved and not trainer.fast_dev_run:
-            self._saving.save_models(folder)
+            self._saving.save_models(folder, done)
         for callback in trainer.callbacks:
             callback.on_fit_end(trainer)
         self._summary = {"steps": done, **compared(self._saving.before, after)}

@@ -98,7 +98,7 @@ class Saving:
         ends = self._trainer.should_stop or done == self._prepared.steps
         if every is None or self._trainer.fast_dev_run or (done % every and not ends):
             return
-        self.save_models(folder)
+        self.save_models(folder, done)
         progress = Progress(
             step=done,
             version=controller.version_after(done),
@@ -113,16 +113,30 @@ class Saving:
         logged = {"metrics": later, "samples": self._samples.of_later_steps()} if later else None
         rank, world_size = self._transport.rank, self._transport.world_size
         kept = controller.kept(done)
-        checkpoint.write(folder.checkpoint, self._strategy, self._roles, progress, rank, world_size, kept, logged)
+        keep = self._trainer.keep_checkpoints
+        checkpoint.write(folder.checkpoint, self._strategy, self._roles, progress, rank, world_size, kept, logged, keep)
 
-    def save_models(self, folder: RunFolder) -> None:
-        """Write every trained role in Hugging Face form; called by all ranks."""
+    def save_models(self, folder: RunFolder, done: int) -> None:
+        """Write every trained role in Hugging Face form, as it is after `done` steps; called by all ranks.
+
+        Raises:
+            UserError: A weight is not finite; nothing was written.
+        """
+        self._require_finite(done)
         for role in self._roles:
             target = folder.model if role == self._prepared.lead else folder.model_of(role)
             if self._strategy.holds(role):
                 self._strategy.save(role, target)
             if self._strategy.leads(role):
                 self._prepared.tokenizer.save_pretrained(target)
+
+    def _require_finite(self, done: int) -> None:
+        """Ranks that do not hold a role learn of it from those that do, so all end alike."""
+        here = {role: self._strategy.first_not_finite(role) for role in self._roles if self._strategy.holds(role)}
+        for message in self._transport.all_gather_ragged(to_message(json.dumps(here).encode())):
+            for role, weight in json.loads(from_message(message)).items():
+                if weight is not None:
+                    raise UserError(checkpoint.not_finite(role, weight, done))
 
     def _module_state(self) -> dict[str, Any]:
         """Each entry as the ranks have it that changed it: those that run the node that it belongs to."""

@@ -41,6 +41,7 @@ class Trainer:
         log_every_n_steps: Steps between those whose metrics and samples are recorded; validations always are.
         save_every_n_steps: Steps between checkpoints, with one at the end and the model beside them; None for just the
             model at the end.
+        keep_checkpoints: The last so many checkpoints stay, 2 at least: if one is damaged, there is another.
         ckpt_path: Continue from a checkpoint, to the bit: `last` of `run_dir`, or a checkpoint's folder.
         balance: `auto` moves rows between ranks to even out tokens where it pays, `off` leaves them; or the constants
             by which that is decided.
@@ -74,6 +75,7 @@ class Trainer:
         val_samples: int = 1,
         log_every_n_steps: int = 1,
         save_every_n_steps: int | None = None,
+        keep_checkpoints: int = 2,
         ckpt_path: str | None = None,
         balance: Literal["auto", "off"] | Balance = "auto",
         logprob_gap_limit: float | None = None,
@@ -103,6 +105,14 @@ class Trainer:
         }.items():
             if value is not None and value < 1:
                 raise UserError(f"`trainer.{name}` is {value}; give 1 or more")
+        if keep_checkpoints < 2:
+            raise UserError(
+                f"`trainer.keep_checkpoints` is {keep_checkpoints}; give 2 or more: the last may be damaged"
+            )
+        if not 0 <= seed < 2**32:
+            raise UserError(f"`seed` is {seed}; give a number from 0 to {2**32 - 1:,}")
+        if not run_dir.strip():
+            raise UserError(f"`trainer.run_dir` is {run_dir!r}; name a folder, such as runs/mine")
         if max_staleness < 0:
             raise UserError(f"`trainer.max_staleness` is {max_staleness}; give 0 or more steps")
         for name, limit in {"max_seconds": max_seconds, "logprob_gap_limit": logprob_gap_limit}.items():
@@ -120,6 +130,7 @@ class Trainer:
         self.val_samples = val_samples
         self.log_every_n_steps = log_every_n_steps
         self.save_every_n_steps = save_every_n_steps
+        self.keep_checkpoints = keep_checkpoints
         self.ckpt_path = ckpt_path
         self.balance = Balance(balance) if isinstance(balance, str) else balance
         self.logprob_gap_limit = logprob_gap_limit

@@ -129,8 +129,9 @@ class Training:
         self._metrics.number(f"{role}/skipped_updates", 1.0)
         if self._skipped[role] >= MOST_SKIPPED_UPDATES:
             raise UserError(
-                f"the gradient of `{role}` was infinite or NaN in {self._skipped[role]} updates in a row; the weights"
-                " were left as they were. Lower the learning rate, or look for NaN in rewards and loss"
+                f"the gradient of `{role}` was infinite or NaN in {self._skipped[role]} updates in a row, which were"
+                " skipped; what was saved before is still there. Lower the learning rate, or look for NaN in rewards"
+                " and loss"
             )
 
 

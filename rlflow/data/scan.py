@@ -29,7 +29,8 @@ class Scan:
         examples: Places of the first few rows that are too long.
         longest_prompt: In tokens, of all rows.
         longest_response: In tokens, of all rows; 0 without a response column.
-        digest: Of the tokens of the kept rows; equal where ranks, or a run and its continuation, see the same data.
+        digest: Of the kept rows, tokens and columns; equal where ranks, or a run and its continuation, see the same
+            data.
     """
 
     source: str
@@ -64,7 +65,7 @@ def scan(source: Source, data: PromptData, encode: Encoder) -> Scan:
     for start in range(0, len(source), CHUNK):
         rows = range(start, min(start + CHUNK, len(source)))
         for row, example in zip(rows, encode(source, rows), strict=True):
-            _check_json(example, source, row)
+            columns = _as_json(example, source, row)
             longest_prompt = max(longest_prompt, len(example.prompt_ids))
             longest_response = max(longest_response, _longest_response(example))
             if _is_overlong(example, data):
@@ -72,7 +73,8 @@ def scan(source: Source, data: PromptData, encode: Encoder) -> Scan:
             else:
                 kept.append(row)
                 prompt, response, rejected = example.prompt_ids, example.response_ids, example.rejected_ids
-                digest.update(array("q", [len(prompt), len(response), *prompt, *response, *rejected]))
+                digest.update(array("q", [len(prompt), len(response), len(columns), *prompt, *response, *rejected]))
+                digest.update(columns)
     places = tuple(source.where(row) for row in dropped[:SHOWN])
     if dropped and (data.overlong == "error" or not kept):
         limits = f"`data.max_prompt_length` {data.max_prompt_length}"
@@ -99,9 +101,9 @@ def _longest_response(example: Example) -> int:
     return max(len(example.response_ids), len(example.rejected_ids))
 
 
-def _check_json(example: Example, source: Source, row: int) -> None:
+def _as_json(example: Example, source: Source, row: int) -> bytes:
     try:
-        json.dumps(example.row)
+        return json.dumps(example.row).encode()
     except TypeError as error:  # a date, bytes, an image
         raise UserError(
             f"{source.where(row)}: {error}, so the row cannot travel between ranks; convert or remove that column"

@@ -163,7 +163,7 @@ class HuggingFace(Source):
                 )
             return splits[self.split]
         try:
-            return datasets.load_dataset(self.path, self.subset, split=self.split)
+            return datasets.load_dataset(self.path, self.subset, split=self.split, trust_remote_code=False)
         except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:  # unknown name, subset, split, host
             raise UserError(
                 f"{self.name} with subset {self.subset} cannot be loaded ({one_line(error)});"

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rlflow.loggers.lines import whole_lines
 from rlflow.loggers.logger import Logger
 
 METRICS_FILE = "metrics.csv"
@@ -37,9 +38,8 @@ class CSVLogger(Logger):
             csv.DictWriter(file, self._columns, restval="").writerow({"step": step, **metrics})
 
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
-        with self._path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            return list(reader.fieldnames or ["step"]), list(reader)
+        reader = csv.DictReader(whole_lines(self._path))
+        return list(reader.fieldnames or ["step"]), list(reader)
 
     def _rewrite(self, rows: Sequence[Mapping[str, str]]) -> None:
         """Replace the file in one move, so that a run killed meanwhile leaves the old one or the new one."""

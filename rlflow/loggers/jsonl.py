@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from rlflow.loggers.lines import whole_lines
 from rlflow.loggers.logger import Logger
 
 METRICS_FILE = "metrics.jsonl"
@@ -50,7 +51,7 @@ def _continued(path: Path, first_step: int) -> TextIO:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in whole_lines(path)]
 
 
 def _write(file: TextIO, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""A config that may be shown to others."""
+"""What is shown to others, without secrets: known by the key that they stand under, or by their shape."""
 
 from __future__ import annotations
 
@@ -7,25 +7,91 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "***"
-# Whole words of a key: `hf_token` is one, `max_tokens`, `token_budget` and `tokenizer` are none.
-_SECRET_KEY = re.compile(
-    r"(^|[_\-.])(api[_-]?key|(access|private|secret)[_-]?key|token|secret|password|credentials?)$", re.I
+# Words of a key, of which one is enough: `wandb_password`, `clientSecret`.
+_ANYWHERE = {"apikey", "credential", "credentials", "passphrase", "passwd", "password", "pwd", "secret", "secrets"}
+_ANYWHERE |= {"accesskey", "accesstoken", "authtoken", "authorization", "privatekey", "secretkey"}
+_AT_THE_END = {"auth", "bearer", "cookie", "cookies", "dsn", "pat", "webhook"}
+# `hf_token` is a secret, `eos_token` is a text; `api_key` is one, `sort_key` is none.
+_TOKENS_OF_TEXT = set(
+    "additional bos cls end eos eot first image last mask next pad sep special start stop unk".split()
 )
-_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
+_KEYS = set("access account api auth client deploy encryption private secret service signing ssh storage wandb".split())
+_SHAPES = re.compile(
+    r"""
+    \b(?:hf|api_org)_[A-Za-z0-9]{16,}                       # Hugging Face
+    | \bsk-[A-Za-z0-9_-]{16,}                               # OpenAI, Anthropic
+    | \b(?:sk|rk|pk)_(?:live|test)_[A-Za-z0-9]{10,}         # Stripe
+    | \b(?:gsk|r8|npm|dop_v1|wandb_v1)_[A-Za-z0-9_]{20,}
+    | \bgh[pousr]_[A-Za-z0-9]{16,} | \bgithub_pat_\w{16,}   # GitHub
+    | \bglpat-[\w-]{16,} | \bnvapi-[\w-]{16,} | \bpypi-[\w-]{40,}
+    | \b(?:AKIA|ASIA)[0-9A-Z]{16}\b                         # AWS
+    | \bAIza[\w-]{35} | \bya29\.[\w-]{16,}                  # Google
+    | \bxox[abeprs]-[A-Za-z0-9-]{10,} | (?<=hooks\.slack\.com/services/)\S+
+    | \beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*                     # a JSON web token
+    | -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----.*?(?:-----END\ [A-Z ]*PRIVATE\ KEY-----|\Z)
+    | (?<=://)[^/@\s'"`]+(?=@)                              # the login of a URL
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_BEARER = re.compile(r"\b(Bearer|Basic) +(?=[\w.~+/-]*[\d=])[\w.~+/=-]{8,}", re.I)
+_QUERY = re.compile(r"([?&](?:[\w-]*(?:token|key|secret|password|signature)|sig)=)[^&\s'\"`]+", re.I)
+_ENTRY = re.compile(r"""([A-Za-z][\w.-]*)(['"`]?\s*[:=]\s*)('[^']*'|"[^"]*"|[^\s'"`,;(){}\[\]]+)""")
+_HEX = re.compile(r"[0-9a-f]{32,}", re.I)
 
 
 def without_secrets(config: Any) -> Any:
     """A copy of `config` (mappings, lists and plain values) in which secrets are `***`.
 
-    Secrets are the values of keys such as `api_key`, `hf_token` or `password`, unless None, and the login in a URL.
+    Secrets are the values of keys such as `api_key`, `hf_token` or `password`, unless None; the entries of a list of
+    headers or options under such keys too; and what looks like one wherever it stands, see `text_without_secrets`.
     """
     if isinstance(config, Mapping):
         return {
-            key: HIDDEN if value is not None and _SECRET_KEY.search(str(key)) else without_secrets(value)
-            for key, value in config.items()
+            key: _hidden(value) if _is_secret(key, value) else without_secrets(value) for key, value in config.items()
         }
     if isinstance(config, list | tuple):
         return [without_secrets(entry) for entry in config]
     if isinstance(config, str):
-        return _URL_LOGIN.sub(f"{HIDDEN}@", config)
+        return text_without_secrets(config)
     return config
+
+
+def text_without_secrets(text: str) -> str:
+    """`text` with `***` for API tokens by their shapes, private keys, logins in URLs, and `password: value`."""
+    text = _SHAPES.sub(HIDDEN, text)
+    text = _BEARER.sub(rf"\1 {HIDDEN}", text)
+    text = _QUERY.sub(rf"\1{HIDDEN}", text)
+    return _ENTRY.sub(
+        lambda entry: f"{entry[1]}{entry[2]}{_quoted(entry[3])}" if is_secret_key(entry[1]) else entry[0], text
+    )
+
+
+def is_secret_key(key: str) -> bool:
+    """Whether values of this key are secrets, by its words."""
+    words = [word for word in re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()) if word]
+    if not words:
+        return False
+    *before, last = words
+    return (
+        not _ANYWHERE.isdisjoint(words)
+        or last in _AT_THE_END
+        or (last == "token" and _TOKENS_OF_TEXT.isdisjoint(before))
+        or (last == "key" and not _KEYS.isdisjoint(before))
+    )
+
+
+def _is_secret(key: Any, value: Any) -> bool:
+    if value is None or isinstance(value, bool):
+        return False
+    return is_secret_key(str(key)) or (str(key).lower().endswith("key") and _HEX.fullmatch(str(value)) is not None)
+
+
+def _hidden(value: Any) -> Any:
+    """The shape of a section stays: its keys say what was set."""
+    if isinstance(value, Mapping):
+        return {key: None if entry is None else _hidden(entry) for key, entry in value.items()}
+    return HIDDEN
+
+
+def _quoted(value: str) -> str:
+    return f"{value[0]}{HIDDEN}{value[0]}" if value[0] in "'\"" else HIDDEN

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rlflow.loggers.lines import whole_lines
+
 TRACE_FILE = "trace.json"
 WAIT, FLIGHT = "Wait", "Flight"  # categories beside those of tasks
 
@@ -79,14 +81,9 @@ def merge_traces(folder: Path) -> Path:
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """The events of all ranks in `folder`, rank after rank, in microseconds from the first one's start."""
     files = sorted(folder.glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
-    events = [json.loads(line) for file in files for line in _whole_lines(file)]
+    events = [json.loads(line) for file in files for line in whole_lines(file)]
     start = min((event["ts"] for event in events if "ts" in event), default=0.0)
     return list(_from(start, events))
-
-
-def _whole_lines(file: Path) -> list[str]:
-    """Without one that a killed rank left unfinished."""
-    return [line for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _from(start: float, events: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:

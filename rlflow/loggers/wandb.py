@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,7 +53,8 @@ class WandbLogger(Logger):
             settings=wandb.Settings(console="off", disable_code=True, silent=True),
         )
         try:
-            self._run = self._logger.experiment
+            with _command_line_hidden():
+                self._run = self._logger.experiment
         except wandb.errors.UsageError as error:
             cause = str(error).splitlines()[0].rstrip(".")
             raise UserError(
@@ -73,3 +76,14 @@ class WandbLogger(Logger):
 
     def finish(self) -> None:
         self._run.finish()
+
+
+@contextmanager
+def _command_line_hidden() -> Iterator[None]:
+    """W&B records the command line, which may hold a secret; the config says all that it says."""
+    given = sys.argv
+    sys.argv = given[:1]
+    try:
+        yield
+    finally:
+        sys.argv = given

@@ -224,7 +224,7 @@ def merge(adapter: Path, folder: Path, scratch: Path) -> Path:
     kind: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     settings = {"num_labels": 1} if scalar else {}
     try:
-        model: Any = kind.from_pretrained(base, dtype="auto", **settings)
+        model: Any = kind.from_pretrained(base, dtype="auto", trust_remote_code=False, **settings)
         dtype = model.dtype
         wide = torch.promote_types(dtype, torch.float32)
         merged: Any = PeftModel.from_pretrained(model.to(wide), str(adapter), autocast_adapter_dtype=False)

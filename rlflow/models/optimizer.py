@@ -11,6 +11,9 @@ import torch
 
 from rlflow.errors import UserError
 
+# Far beyond what trains: more is a slip of the pen, and ends in weights that are infinite.
+MOST = {"lr": 1e3, "eps": 1e3, "weight_decay": 1e3, "warmup_steps": 1e9, "gradient_clipping": 1e9}
+
 
 @dataclass(frozen=True)
 class Optimizer:
@@ -43,6 +46,9 @@ class Optimizer:
         for name in ("lr", "eps", "weight_decay", "warmup_steps", "gradient_clipping"):
             if not getattr(self, name) >= 0:
                 raise UserError(f"`optimizer.{name}` is {getattr(self, name)}; give 0 or more")
+            if getattr(self, name) > MOST[name]:
+                none = ", or 0 for no limit" if name == "gradient_clipping" else ""
+                raise UserError(f"`optimizer.{name}` is {getattr(self, name)}; give at most {MOST[name]:g}{none}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"`optimizer.betas` is {self.betas}; give two numbers from 0 to below 1")
         if self.name not in ("adamw", "sgd"):

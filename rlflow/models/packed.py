@@ -163,7 +163,12 @@ def read(kind: Any, path: Path, dtype: torch.dtype, may_lack: tuple[str, ...] = 
 
     try:
         loaded: Any = kind.from_pretrained(
-            path, dtype=dtype, attn_implementation="eager", output_loading_info=True, **settings
+            path,
+            dtype=dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
+            trust_remote_code=False,
+            **settings,
         )
     except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         raise UserError(f"`model` {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error

@@ -40,10 +40,12 @@ class TransformersEngine(EngineHere):
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(model_path)
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
         # Random weights: no version is held before the first sync.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-            self._model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+            self._model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=dtype, trust_remote_code=False
+            )
         self._model.eval()
         self._dtype = dtype
         self._device = device

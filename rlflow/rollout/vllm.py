@@ -95,6 +95,7 @@ class VLLMEngine(EngineHere):
         with _process_state_kept(device), _shared_memory_named() if shares_memory else nullcontext():
             self._llm = vllm.LLM(
                 model_path,
+                trust_remote_code=False,
                 tensor_parallel_size=self.tensor_parallel_size,
                 distributed_executor_backend="uni" if self._own_group else "external_launcher",
                 dtype=str(dtype).removeprefix("torch."),

@@ -103,7 +103,7 @@ def size_of(model: str) -> ModelSize:
     try:
         from transformers import AutoConfig
 
-        return _read(model, AutoConfig.from_pretrained(model).to_dict())
+        return _read(model, AutoConfig.from_pretrained(model, trust_remote_code=False).to_dict())
     except (OSError, ValueError) as error:
         raise UserError(
             f"`model` is {model!r}, whose size is not in the table, and its config cannot be had"

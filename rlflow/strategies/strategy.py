@@ -192,6 +192,17 @@ class TrainingStrategy(Strategy):
         if self.leads(name):
             model.save_pretrained(folder, state)
 
+    def first_not_finite(self, name: str) -> str | None:
+        """The first weight that `save` would write with an infinite or NaN entry; None if all are finite.
+
+        Every rank of the role gets the same.
+        """
+        finite: dict[str, Tensor] = {}  # 0-dim, looked at once
+        for bucket in self._full(self._roles[name].model.saved(), SAVE_BUCKET_BYTES):
+            finite |= {key: weight.isfinite().all() for key, weight in bucket}
+        of_all = torch.stack(list(finite.values())).tolist()
+        return next((key for key, is_finite in zip(finite, of_all, strict=True) if not is_finite), None)
+
     def updates_done(self, name: str) -> int:
         """Updates that the role has made."""
         return self._roles[name].done

@@ -1,0 +1,11 @@
+"""Reading a file that a process which was killed may have been writing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def whole_lines(file: Path) -> list[str]:
+    """Its lines, without one at the end that was left unfinished."""
+    with file.open(encoding="utf-8", errors="replace", newline="\n") as text:
+        return [line for line in text if line.endswith("\n")]
