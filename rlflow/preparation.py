@@ -21,6 +21,7 @@ from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.causal_lm import WithoutAdapters
+from rlflow.models.context import check_positions
 from rlflow.models.lora import require_peft
 from rlflow.models.tiny import resolve_model
 from rlflow.module import RLModule
@@ -51,6 +52,7 @@ class Prepared:
         steps: Of the run.
         generates: Whether a rollout engine is needed, for the graph or to validate.
         scores_validation: Whether validation generates responses and scores them.
+        longest_prompt: In tokens.
     """
 
     graph: Graph
@@ -66,6 +68,7 @@ class Prepared:
     steps: int
     generates: bool
     scores_validation: bool
+    longest_prompt: int
 
 
 def read_graph(module: RLModule) -> Graph:
@@ -144,6 +147,13 @@ def prepare(
         raise UserError(_nothing_to_validate(module, follows))
     if data.validation is not None and has_validation_step(module):
         _require_one_place(module, paths, placed, lead)
+    validation = None if data.validation is None else Loader(data.validation, data, tokenizer, seed, held_out)
+    samples = any(node.kind == "rollout" for node in graph.order)
+    loaders = [train] if validation is None else [train, validation]
+    longest_prompt = max(loader.scan.longest_prompt for loader in loaders)
+    longest_row = max(loader.scan.longest_row for loader in loaders)
+    generates = samples or scores_validation
+    _check_lengths(module, paths, longest_prompt if generates else None, longest_row)
     return Prepared(
         graph=graph,
         plan=planned,
@@ -154,11 +164,23 @@ def prepare(
         tokenizer=tokenizer,
         stop_token_ids=stop_tokens(paths[lead], tokenizer, module.stop_token_ids),
         train=train,
-        validation=None if data.validation is None else Loader(data.validation, data, tokenizer, seed, held_out),
+        validation=validation,
         steps=_steps(planned, train.steps_per_epoch, max_steps, max_epochs),
-        generates=scores_validation or any(node.kind == "rollout" for node in graph.order),
+        generates=generates,
         scores_validation=scores_validation,
+        longest_prompt=longest_prompt,
     )
+
+
+def _check_lengths(module: RLModule, paths: Mapping[str, Path], prompt: int | None, row: int) -> None:
+    """Every model takes the longest row of the data, and the longest prompt with the longest response to it."""
+    response = module.max_response_length
+    for role, path in paths.items():
+        config = load_config(path)
+        check_positions(config, row, role, "the longest row of the data")
+        if prompt is not None:
+            of = f"a prompt of {prompt} tokens and a response of up to {response}"
+            check_positions(config, prompt + response, role, of)
 
 
 def _require_one_place(module: RLModule, roles: Collection[str], placed: Mapping[str, Layout], lead: str) -> None:

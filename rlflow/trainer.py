@@ -7,14 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from rlflow.callbacks.callback import Callback
 from rlflow.data.balance import Balance
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.loggers.logger import Logger
+from rlflow.models.context import cached_bytes, positions
 from rlflow.module import RLModule
 from rlflow.placement import Machines, Placed
-from rlflow.preparation import prepare
+from rlflow.preparation import Prepared, load_config, prepare
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.run import Run
@@ -195,6 +198,7 @@ class Trainer:
     ) -> dict[str, Any]:
         """Prepare a run, bring up its ranks, and `start` it on each."""
         from lightning.fabric import Fabric
+        from lightning.fabric.accelerators.cpu import CPUAccelerator
 
         self.should_stop = False
         strategy = self.strategy or (SingleProcess() if self.machines.world_size == 1 else DeepSpeedStrategy())
@@ -224,8 +228,24 @@ class Trainer:
             fabric = Fabric(
                 accelerator=self.accelerator, devices=self.devices, num_nodes=self.num_nodes, strategy=strategy
             )
+            if prepared.generates:
+                on_cpu = isinstance(strategy.accelerator, CPUAccelerator)
+                _check_lengths(engine, module, prepared, strategy.dtype, on_cpu)
             results: dict[str, Any] = fabric.launch(run)
         return results
+
+
+def _check_lengths(
+    engine: RolloutEngine, module: RLModule, prepared: Prepared, dtype: torch.dtype, on_cpu: bool
+) -> None:
+    config = load_config(prepared.paths[prepared.lead])
+    engine.check_lengths(
+        prepared.longest_prompt,
+        module.max_response_length,
+        positions=positions(config),
+        token_bytes=cached_bytes(config, dtype, engine.tensor_parallel_size),
+        on_cpu=on_cpu,
+    )
 
 
 def _keep_apart(models: Mapping[str, Path], folder: Path) -> None:

@@ -29,6 +29,7 @@ ROWS = [{"question": f"{number}+1=", "answer": str(number + 1)} for number in ra
 REMOVED = object()
 FILES = {
     "rows.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS),
+    "long.jsonl": json.dumps({"question": "1+1=", "answer": "2" * 2045}) + "\n",
     "my_algorithm.py": '''
 from rlflow import PerSample, PerToken, Rollout, node
 from rlflow.algorithms import GRPO

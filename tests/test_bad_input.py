@@ -333,6 +333,50 @@ BEFORE_ANY_MODEL: list[tuple[str, dict[str, Any], str]] = [
         "8 of 8 rows exceed `data.max_prompt_length` 3 tokens, the first of them rows.jsonl, line 1; the",
     ),
     (
+        "a prompt and a response beyond the model",
+        {"module.init_args.max_response_length": 2045},
+        "`actor` reads a prompt of 4 tokens and a response of up to 2045, 2049 tokens, and its model takes 2048"
+        " (`max_position_embeddings` of its config.json); lower `data.max_prompt_length` or"
+        " `module.init_args.max_response_length`, or take",
+    ),
+    (
+        "a row beyond the model",
+        {
+            "module": {"class_path": "rlflow.algorithms.SFT", "init_args": {"model": "tiny"}},
+            "data.train.init_args.path": "long.jsonl",
+            "data.prompts_per_step": 1,
+            "data.response": "answer",
+        },
+        "`actor` reads the longest row of the data, 2050 tokens, and its model takes 2048",
+    ),
+    (
+        "a prompt and a response beyond the engine",
+        {"rollout": {"class_path": "rlflow.rollout.VLLMEngine", "init_args": {"max_model_len": 7}}},
+        "`rollout.init_args.max_model_len` is 7, and the longest prompt of 4 tokens and a response of up to 4 need 8;"
+        " raise it, or lower `data.max_prompt_length` or `module.init_args.max_response_length`",
+    ),
+    (
+        "an engine beyond the model",
+        {"rollout": {"class_path": "rlflow.rollout.VLLMEngine", "init_args": {"max_model_len": 2049}}},
+        "`rollout.init_args.max_model_len` is 2049, and the model takes 2048 tokens; lower it, or leave it out",
+    ),
+    (
+        "a cache of keys and values that is too small",  # two blocks of 32 tokens of 1 KiB
+        {"rollout": {"class_path": "rlflow.rollout.VLLMEngine", "init_args": {"kv_cache_gib": 6e-5}}},
+        "`rollout.init_args.kv_cache_gib` is 6e-05, and the longest prompt of 4 tokens and a response of up to 4 need"
+        " 6.1e-05 GiB; raise it",
+    ),
+    (
+        "blocks that the CPU does not take",
+        {"rollout": {"class_path": "rlflow.rollout.VLLMEngine", "init_args": {"block_size": 48}}},
+        "`rollout.init_args.block_size` is 48, and vLLM's attention on the CPU takes multiples of 32",
+    ),
+    (
+        "fewer tokens at once than responses",
+        {"rollout": {"class_path": "rlflow.rollout.VLLMEngine", "init_args": {"max_num_batched_tokens": 255}}},
+        "`rollout.init_args.max_num_batched_tokens` is 255, and as many as `rollout.init_args.max_num_seqs`, 256,",
+    ),
+    (
         "a role that is not there",
         {"placement": {"actr": 0}},
         '`placement.actr` names no role of GRPO; its roles are rollout, actor, reference. Did you mean "actor"',

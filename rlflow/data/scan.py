@@ -27,8 +27,9 @@ class Scan:
         kept: `[K]` int64, rows of the source to draw from, ascending.
         rows: Rows of the source.
         examples: Places of the first few rows that are too long.
-        longest_prompt: In tokens, of all rows.
+        longest_prompt: In tokens, of the rows that are kept.
         longest_response: In tokens, of all rows; 0 without a response column.
+        longest_row: In tokens, prompt and response together, of the rows that are kept.
         digest: Of the kept rows, tokens and columns; equal where ranks, or a run and its continuation, see the same
             data.
     """
@@ -39,6 +40,7 @@ class Scan:
     examples: tuple[str, ...]
     longest_prompt: int
     longest_response: int
+    longest_row: int
     digest: str
 
     @property
@@ -60,7 +62,7 @@ def scan(source: Source, data: PromptData, encode: Encoder) -> Scan:
     if len(source) == 0:
         raise UserError(f"{source.name} has no rows, so there is nothing to train on or to validate; check the dataset")
     kept, dropped = array("q"), array("q")
-    longest_prompt = longest_response = 0
+    longest_prompt = longest_response = longest_kept = longest_row = 0
     digest = hashlib.sha256()
     for start in range(0, len(source), CHUNK):
         rows = range(start, min(start + CHUNK, len(source)))
@@ -72,6 +74,8 @@ def scan(source: Source, data: PromptData, encode: Encoder) -> Scan:
                 dropped.append(row)
             else:
                 kept.append(row)
+                longest_kept = max(longest_kept, len(example.prompt_ids))
+                longest_row = max(longest_row, len(example.prompt_ids) + _longest_response(example))
                 prompt, response, rejected = example.prompt_ids, example.response_ids, example.rejected_ids
                 digest.update(array("q", [len(prompt), len(response), len(columns), *prompt, *response, *rejected]))
                 digest.update(columns)
@@ -87,7 +91,8 @@ def scan(source: Source, data: PromptData, encode: Encoder) -> Scan:
             f" {longest}. Raise the limit" + (", or set `data.overlong: drop`" if kept else "")
         )
     found = torch.tensor(kept, dtype=torch.int64)
-    return Scan(source.name, found, len(source), places, longest_prompt, longest_response, digest.hexdigest())
+    lengths = longest_kept, longest_response, longest_row
+    return Scan(source.name, found, len(source), places, *lengths, digest.hexdigest())
 
 
 def _is_overlong(example: Example, data: PromptData) -> bool:

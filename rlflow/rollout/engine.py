@@ -85,6 +85,22 @@ class RolloutEngine(ABC):
     needs_all_ranks: bool = False
     policy_version: int = NO_VERSION
 
+    def check_lengths(  # noqa: B027 - engines without limits of their own have nothing to refuse
+        self, prompt: int, response: int, *, positions: int | None, token_bytes: int, on_cpu: bool
+    ) -> None:
+        """Refuse a run whose prompts and responses the engine cannot hold, before it is set up.
+
+        Args:
+            prompt: Tokens of the longest prompt.
+            response: Tokens of the longest response.
+            positions: Tokens that the model takes, at least those of both; None without a limit.
+            token_bytes: Of the keys and values of a token on each rank that shares the engine.
+            on_cpu: Where the engine will run.
+
+        Raises:
+            UserError: They do not; names the setting.
+        """
+
     @abstractmethod
     def setup(
         self,

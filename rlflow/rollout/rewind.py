@@ -33,10 +33,10 @@ class RewindableGenerator(torch.Generator):
     def get_offset(self) -> int:
         return TOKEN  # one token behind where it entered
 
-    def set_offset(self, offset: int) -> None:
+    def set_offset(self, offset: int) -> torch.Generator:
         assert offset == 0, f"vLLM moves a generator to offset {offset}; it was tested to take one token back"
-        self.set_state(self._entered)
         self.rewinds += 1
+        return self.set_state(self._entered)
 
 
 def make_rewindable(runner: Any) -> None:

@@ -20,12 +20,20 @@ class TransformersEngine(EngineHere):
 
     Args:
         max_batch: Responses generated at once. Smaller takes less memory.
+        max_prefill_tokens: Tokens of prompts computed at once, padding included; longer prompts, and more of them, are
+            computed in parts. Smaller takes less memory.
     """
 
-    def __init__(self, max_batch: int = 256) -> None:
+    def __init__(self, max_batch: int = 256, max_prefill_tokens: int = 16384) -> None:
         if max_batch < 1:
             raise UserError(f"`max_batch` is {max_batch}; responses are generated in batches. Set 1 or more.")
+        if max_prefill_tokens < max_batch:
+            raise UserError(
+                f"`max_prefill_tokens` is {max_prefill_tokens}, and as many as `max_batch`, {max_batch}, prompts are"
+                " computed together; raise the one or lower the other"
+            )
         self.max_batch = max_batch
+        self.max_prefill_tokens = max_prefill_tokens
 
     def setup(
         self,
@@ -89,9 +97,7 @@ class TransformersEngine(EngineHere):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         cache: Any = None
         for step in range(steps):
-            output = self._model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
-            )
+            output = self._forward(ids, mask, positions, cache)
             cache = output.past_key_values
             chosen, chosen_logprobs = _sample(output.logits[:, -1], sampling.temperature, draws[rows, step])  # [b]
             tokens[rows, step] = chosen
@@ -116,6 +122,25 @@ class TransformersEngine(EngineHere):
                 tokens.tolist(), logprobs.tolist(), lengths.tolist(), finished.tolist(), strict=True
             )
         ]
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Any:
+        """Logits of the last of the new tokens `[b, N]`, which are computed in parts of `max_prefill_tokens` at most.
+
+        `mask` `[b, M]` is of all tokens, those in the cache included.
+        """
+        size, width = ids.shape
+        before, most = mask.shape[1] - width, self.max_prefill_tokens // size
+        for start in range(0, width, most):
+            part = slice(start, start + most)
+            output = self._model(
+                input_ids=ids[:, part],
+                attention_mask=mask[:, : before + start + most],
+                position_ids=positions[:, part],
+                past_key_values=cache,
+                logits_to_keep=1,
+            )
+            cache = output.past_key_values
+        return output
 
 
 def _sample(logits: Tensor, temperature: float, draws: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from rlflow.rollout.manifest import Piece, WeightSyncError
 from rlflow.rollout.rewind import make_rewindable
 
 TESTED = ("0.32.0",)
+CPU_BLOCK = 32  # vLLM's 128 share nothing of a short prompt; see docs/benchmarks.md
 UNITS = 256  # unit vectors multiplied at once when a packed weight is read back
 
 
@@ -36,8 +37,13 @@ class VLLMEngine(EngineHere):
         gpu_memory_utilization: Share of a GPU's memory that the engine takes for weights and cache. Training needs the
             rest, unless the engine sleeps meanwhile.
         kv_cache_gib: Size of the key-value cache where the engine runs on the CPU, GiB for each rank.
-        max_model_len: Tokens of the longest prompt and response together; None for the model's own limit.
+        max_model_len: Tokens of the longest prompt and response together; None for as many as the model takes and the
+            cache holds.
         max_num_seqs: Responses generated at once.
+        max_num_batched_tokens: Tokens computed at once, of prompts and of responses; longer prompts, and more of them,
+            are computed in parts. None for vLLM's own number.
+        block_size: Tokens of a block of the key-value cache. Whole blocks are shared by the responses to a prompt. None
+            for 32 on the CPU, which takes multiples of that, and vLLM's own number elsewhere.
         enforce_eager: Run without compilation and CUDA graphs: starts sooner, generates slower. None for yes on the
             CPU and no elsewhere.
         allow_untested: Accept a version of vLLM that this version of rlflow was not tested with.
@@ -52,6 +58,8 @@ class VLLMEngine(EngineHere):
         kv_cache_gib: float = 1.0,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
+        max_num_batched_tokens: int | None = None,
+        block_size: int | None = None,
         enforce_eager: bool | None = None,
         allow_untested: bool = False,
     ) -> None:
@@ -59,13 +67,54 @@ class VLLMEngine(EngineHere):
             raise UserError(f"`tensor_parallel_size` is {tensor_parallel_size}; ranks share an engine. Set 1 or more.")
         if not 0 < gpu_memory_utilization < 1:
             raise UserError(f"`gpu_memory_utilization` is {gpu_memory_utilization}; set a share between 0 and 1.")
+        if max_num_batched_tokens is not None and max_num_batched_tokens < max_num_seqs:
+            raise UserError(
+                f"`max_num_batched_tokens` is {max_num_batched_tokens}, and as many as `max_num_seqs`, {max_num_seqs},"
+                " responses grow by a token at once; raise the one or lower the other"
+            )
+        if block_size is not None and block_size < 1:
+            raise UserError(f"`block_size` is {block_size}; a block of the cache has tokens. Set 32 or a multiple.")
         self.tensor_parallel_size = tensor_parallel_size
         self.gpu_memory_utilization = gpu_memory_utilization
         self.kv_cache_gib = kv_cache_gib
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.block_size = block_size
         self.enforce_eager = enforce_eager
         self.allow_untested = allow_untested
+
+    def check_lengths(
+        self, prompt: int, response: int, *, positions: int | None, token_bytes: int, on_cpu: bool
+    ) -> None:
+        if self.max_model_len is not None and positions is not None and self.max_model_len > positions:
+            raise UserError(
+                f"`max_model_len` is {self.max_model_len}, and the model takes {positions} tokens; lower it, or leave"
+                " it out"
+            )
+        needs = f"and the longest prompt of {prompt} tokens and a response of up to {response} need"
+        if self.max_model_len is not None and prompt + response > self.max_model_len:
+            raise UserError(
+                f"`max_model_len` is {self.max_model_len}, {needs} {prompt + response}; raise it, or lower"
+                " `data.max_prompt_length` or `max_response_length`"
+            )
+        if not on_cpu:
+            return  # the cache there is what memory is left
+        self._check_block()
+        block = self.block_size or CPU_BLOCK
+        blocks = -(-(prompt + response) // block) + 1  # one is vLLM's own
+        needed, held = blocks * block * token_bytes, int(self.kv_cache_gib * 2**30)
+        if needed > held:
+            raise UserError(
+                f"`kv_cache_gib` is {self.kv_cache_gib}, {needs} {needed / 2**30:.3g} GiB; raise it, or lower"
+                " `data.max_prompt_length` or `max_response_length`"
+            )
+
+    def _check_block(self) -> None:
+        if self.block_size is not None and self.block_size % CPU_BLOCK:
+            raise UserError(
+                f"`block_size` is {self.block_size}, and vLLM's attention on the CPU takes multiples of {CPU_BLOCK}"
+            )
 
     def setup(
         self,
@@ -91,6 +140,8 @@ class VLLMEngine(EngineHere):
         if not self._own_group:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))  # what the external launcher reads
         on_cpu = device.type == "cpu"
+        if on_cpu:
+            self._check_block()
         shares_memory = on_cpu and self.tensor_parallel_size > 1
         with _process_state_kept(device), _shared_memory_named() if shares_memory else nullcontext():
             self._llm = vllm.LLM(
@@ -101,8 +152,10 @@ class VLLMEngine(EngineHere):
                 dtype=str(dtype).removeprefix("torch."),
                 seed=seed,
                 skip_tokenizer_init=True,
-                max_model_len=self.max_model_len,
+                max_model_len=-1 if self.max_model_len is None else self.max_model_len,
                 max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                block_size=CPU_BLOCK if on_cpu and self.block_size is None else self.block_size,
                 enforce_eager=on_cpu if self.enforce_eager is None else self.enforce_eager,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 kv_cache_memory_bytes=int(self.kv_cache_gib * 2**30) if on_cpu else None,

@@ -1,0 +1,57 @@
+"""How long the sequences may be that a model reads, and what a token of them takes in a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlflow.errors import UserError
+from rlflow.models.attention import Heads
+
+STRETCHED = ("linear", "dynamic")  # rotary embeddings whose factor is not yet in `max_position_embeddings`
+
+
+def positions(config: Any) -> int | None:
+    """Tokens of the longest sequence that a model takes, by its transformers configuration; None without a limit."""
+    text = config.get_text_config()
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if limit is not None and rope.get("rope_type") in STRETCHED:
+        limit = int(limit * rope["factor"])
+    return limit
+
+
+def check_positions(config: Any, tokens: int, role: str, of: str) -> None:
+    """Refuse sequences that are longer than a model takes.
+
+    Args:
+        config: The model's transformers configuration.
+        tokens: Of the longest sequence.
+        role: For the message.
+        of: What the sequence is, for the message.
+
+    Raises:
+        UserError: They are longer.
+    """
+    limit = positions(config)
+    if limit is not None and tokens > limit:
+        raise UserError(
+            f"`{role}` reads {of}, {tokens} tokens, and its model takes {limit} (`max_position_embeddings` of its"
+            " config.json); lower `data.max_prompt_length` or `max_response_length`, or take a model of longer context"
+        )
+
+
+def cached_bytes(config: Any, dtype: torch.dtype, ranks: int) -> int:
+    """Bytes of the keys and values of a token on each of the ranks that share a model.
+
+    Layers with a sliding window are left out, for they forget: the least that a long sequence takes.
+    """
+    heads = Heads.of(config)
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:
+        layers = 0 if getattr(text, "sliding_window", None) else heads.layers
+    else:
+        layers = list(kinds).count("full_attention")
+    return 2 * layers * max(1, heads.shared // ranks) * heads.width * dtype.itemsize
