@@ -19,9 +19,10 @@ _formed: dict[_Key, ProcessGroup | None] = {}
 def process_group(ranks: tuple[int, ...], timeout: timedelta | None) -> ProcessGroup | None:
     """The group of `ranks`; None where this rank is not one of them.
 
-    A collective of all ranks of the job, unless the group is of all ranks, of one, or there already. Not left to the
-    first use of each group: torch names groups made by their members alone (`use_local_synchronization`) after how many
-    groups each member has, and so hangs where the counts differ.
+    A collective of all ranks of the job, unless the group is of all ranks or there already; of one rank too, for NCCL
+    may split groups from that of all ranks, which all of them have to join. Not left to the first use of each group:
+    torch names groups made by their members alone (`use_local_synchronization`) after how many groups each member has,
+    and so hangs where the counts differ.
 
     Args:
         ranks: Ascending.
@@ -33,9 +34,7 @@ def process_group(ranks: tuple[int, ...], timeout: timedelta | None) -> ProcessG
         _formed.clear()
     if len(ranks) == dist.get_world_size():
         return _world
-    if len(ranks) == 1 and ranks[0] != dist.get_rank():
-        return None
     if (ranks, timeout) not in _formed:
-        group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=len(ranks) == 1)
+        group = dist.new_group(list(ranks), timeout=timeout)
         _formed[ranks, timeout] = group if dist.get_rank() in ranks else None
     return _formed[ranks, timeout]

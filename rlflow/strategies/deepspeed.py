@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.plugins.precision import DeepSpeedPrecision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeedStrategy
+from lightning.fabric.utilities.distributed import _init_dist_connection
 from torch import Tensor
 
 from rlflow.data.layout import Layout
@@ -107,13 +108,22 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
                 f"`trainer.devices` gives GPU {self.root_device.index} to local rank {self.local_rank}, and DeepSpeed "
                 "takes GPUs from 0 on. Choose them with the environment variable CUDA_VISIBLE_DEVICES."
             )
-        self._process_group_backend = "gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl"
         DDPStrategy.setup_environment(self)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks; on a GPU it is named, for the process group is bound to none."""
+        torch.distributed.barrier(device_ids=self._determine_ddp_device_ids())
 
     def _setup_distributed(self) -> None:
         for announcer in ("lightning.fabric", "lightning.pytorch"):  # of every rank, on the terminal
             logging.getLogger(announcer).setLevel(logging.WARNING)
-        DDPStrategy._setup_distributed(self)
+        # Without a `device_id`, unlike Fabric: bound to a device, torch would split each further group from that of all
+        # ranks while it is formed, at once and by NCCL, thousands of them in a large job.
+        self._set_world_ranks()
+        assert self.cluster_environment is not None
+        backend = "gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        _init_dist_connection(self.cluster_environment, backend, timeout=self.timeout)
+        self._process_group_backend = backend
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None

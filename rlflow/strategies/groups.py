@@ -67,14 +67,18 @@ class Groups:
         self._form(layout.ranks)
         for shard in range(layout.shards):
             self._form(layout.peers(shard))
+        for rank in layout.ranks:
+            self._form((rank,))
 
     def of(self, layout: Layout) -> RoleGroups:
-        """The groups of a layout that this rank is in. One that was not formed is of all ranks, without copies."""
-        alone = (dist.get_rank(),)
-        self._form(alone)
-        everybody = self._formed.get(layout.ranks, dist.group.WORLD)
-        peers = self._formed[layout.peers(layout.shard(dist.get_rank()))]
-        mine = self._formed[alone]
+        """The groups of a layout that this rank is in. One that was not formed yet is of all ranks, which all ask."""
+        rank = dist.get_rank()
+        if layout.ranks not in self._formed:
+            assert len(layout.ranks) == dist.get_world_size(), layout
+            self.form(layout)
+        everybody = self._formed[layout.ranks]
+        peers = self._formed[layout.peers(layout.shard(rank))]
+        mine = self._formed[(rank,)]
         assert everybody is not None, layout
         assert peers is not None, layout
         assert mine is not None

@@ -79,7 +79,7 @@ class Remembers(Callback):
 def fit(run: Fit) -> Result:
     """Run to the end on this rank."""
     remembers, strategy = Remembers(), run.strategy()
-    summary = _trainer(run, strategy, remembers).fit(run.module, run.data)
+    summary = trainer_of(run, strategy, [remembers]).fit(run.module, run.data)
     return Result(remembers.steps, _weights(strategy), getattr(run.module, "record", None), summary)
 
 
@@ -87,7 +87,7 @@ def failing_fit(run: Fit) -> Result:
     """Run to the error that ends it on this rank."""
     remembers, strategy = Remembers(), run.strategy()
     try:
-        _trainer(run, strategy, remembers).fit(run.module, run.data)
+        trainer_of(run, strategy, [remembers]).fit(run.module, run.data)
     except (UserError, WeightSyncError) as error:
         with contextlib.suppress(AttributeError):  # it was never set up
             run.engine.close()
@@ -99,15 +99,16 @@ def failing_fit_of(runs: Sequence[Fit]) -> str:
     """Each rank runs its own; what it says."""
     run = runs[dist.get_rank()]
     try:
-        _trainer(run, run.strategy(), Remembers()).fit(run.module, run.data)
+        trainer_of(run, run.strategy(), []).fit(run.module, run.data)
     except UserError as error:
         return str(error)
     raise AssertionError("the run did not fail")
 
 
-def _trainer(run: Fit, strategy: TrainingStrategy, remembers: Remembers) -> Trainer:
+def trainer_of(run: Fit, strategy: TrainingStrategy, more: Sequence[Callback]) -> Trainer:
+    """The trainer of a run, with more callbacks."""
     settings = {"max_steps": 1, **run.settings}
-    callbacks = [remembers, *settings.pop("callbacks", ())]
+    callbacks = [*more, *settings.pop("callbacks", ())]
     return Trainer(
         str(run.folder),
         devices=dist.get_world_size() if dist.is_initialized() else 1,

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlflow.rollout.vllm import VLLMEngine
+from tests.controller.new_groups import NewGroup, recording
 from tests.controller.runs import ZERO2, ZERO3, Fit, LeavesOneOut, Result, SkipsASync, failing_fit, fit, grpo, sums
 from tests.ranks import RankPool
 
@@ -25,20 +26,32 @@ def _run(policy: Path, folder: Path, engine: VLLMEngine, stage: int) -> Fit:
     return Fit(module, sums(12, prompts_per_step=3, held_out=5), folder, STRATEGIES[stage], engine, settings)
 
 
+def _fit(run: Fit) -> tuple[Result, list[NewGroup]]:
+    """A run, and the groups that it formed."""
+    with recording() as calls:
+        return fit(run), calls
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="module")
-def results(policy: Path, folder: Path, ranks2: RankPool) -> dict[tuple[int, int], Result]:
-    """Rank 0's results by tensor-parallel size and ZeRO stage; the run of (1, 2) was made twice in one folder."""
+def runs(policy: Path, folder: Path, ranks2: RankPool) -> dict[tuple[int, int], list[tuple[Result, list[NewGroup]]]]:
+    """What each rank saw by tensor-parallel size and ZeRO stage; the run of (1, 2) was made twice in one folder."""
     found = {}
     for tensor_parallel_size, stage in ((1, 2), (1, 2), (2, 2), (1, 3), (2, 3)):
         path = folder / f"tp{tensor_parallel_size}-zero{stage}"
         engine = VLLMEngine(tensor_parallel_size, kv_cache_gib=0.25)
-        found[tensor_parallel_size, stage], _ = ranks2.run(fit, _run(policy, path, engine, stage), timeout_s=200)
+        found[tensor_parallel_size, stage] = ranks2.run(_fit, _run(policy, path, engine, stage), timeout_s=200)
     return found
+
+
+@pytest.fixture(scope="module")
+def results(runs: Any) -> dict[tuple[int, int], Result]:
+    """Rank 0's."""
+    return {settings: ranks[0][0] for settings, ranks in runs.items()}
 
 
 def _lines(path: Path) -> list[str]:
@@ -84,6 +97,14 @@ class TestWeightsInTheEngine:
         assert saved.keys() == trained.keys()
         assert all(torch.equal(saved[name], trained[name]) for name in trained)
         assert AutoTokenizer.from_pretrained(path).decode([49, 43]) == "1+"
+
+
+def test_ranks_form_the_same_groups_those_of_vllm_and_deepspeed_included(
+    runs: dict[tuple[int, int], list[tuple[Result, list[NewGroup]]]],
+) -> None:
+    for settings, ((_, first), (_, second)) in runs.items():
+        assert first == second, settings
+        assert len(first) > 2 + 2 * 2, settings  # more than rlflow's own: of each rank, and vLLM's two worlds
 
 
 def test_a_run_with_shared_engines_moves_rows_to_the_ranks_that_score_them(
