@@ -64,6 +64,19 @@ def test_updates_after_a_checkpoint_are_those_of_a_run_that_never_stopped(
         assert all(torch.equal(weights[name], weights_resumed[name]) for name in weights)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_tensors_that_three_ranks_do_not_divide_are_continued_at_zero_3_to_the_bit(
+    precision: str, model: Path, tmp_path: Path, ranks3: RankPool
+) -> None:
+    through = ranks3.run(train_on, model, 3, precision, tmp_path / "through", False, 4)
+    ranks3.run(train_on, model, 3, precision, tmp_path / "parts", False, 2)
+    resumed = ranks3.run(train_on, model, 3, precision, tmp_path / "parts", True, 2)
+    for (norms, weights), (norms_resumed, weights_resumed) in zip(through, resumed, strict=True):
+        assert {weight.numel() % 3 for weight in weights.values()} == {0, 1, 2}
+        assert norms_resumed == norms[2:]
+        assert all(torch.equal(weights[name], weights_resumed[name]) for name in weights)
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 0), (0, 1)])
 def test_another_stage_and_number_of_ranks_continue_a_checkpoint(
     before: int, after: int, model: Path, tmp_path: Path, ranks2: RankPool, ranks1: RankPool

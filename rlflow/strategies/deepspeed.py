@@ -229,12 +229,19 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
             super()._set_state_of(role, parameter, tensors)
             return
         import deepspeed
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+        from deepspeed import utils
 
-        safe_set_full_fp32_param(parameter, tensors["weight"])
         for kind, tensor in tensors.items():
-            if kind != "weight":
-                safe_set_full_optimizer_state(parameter, tensor, kind)
+            # At ZeRO-3 part by part: DeepSpeed would look for the last rank's part of a tensor that ranks do not divide
+            # beyond its end.
+            if self.stage == 3 and kind == "weight":
+                utils.safe_set_local_fp32_param(parameter, _part(parameter, tensor))
+            elif self.stage == 3:
+                utils.safe_set_local_optimizer_state(parameter, _part(parameter, tensor), kind)
+            elif kind == "weight":
+                utils.safe_set_full_fp32_param(parameter, tensor)
+            else:
+                utils.safe_set_full_optimizer_state(parameter, tensor, kind)
         # What forward passes read is a copy of its own.
         whole = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0) if self.stage == 3 else nullcontext()
         with whole, torch.no_grad():
@@ -267,6 +274,13 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
             "wall_clock_breakdown": False,
             "timers": {"throughput": {"enabled": False}},
         }
+
+
+def _part(parameter: Any, whole: Tensor) -> Tensor:
+    """This rank's part of a tensor as ZeRO-3 divides it: parts are equally long, what is too short ends with 0."""
+    size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank(parameter.ds_process_group)
+    own = whole.flatten()[rank * size : (rank + 1) * size]
+    return torch.nn.functional.pad(own, (0, size - own.numel()))
 
 
 def _turn_to(groups: RoleGroups) -> None:
