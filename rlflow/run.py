@@ -34,6 +34,7 @@ from rlflow.loggers.curves import draw_curves
 from rlflow.loggers.jsonl import JSONLLogger
 from rlflow.loggers.secrets import without_secrets
 from rlflow.loggers.trace import Trace, merge_traces
+from rlflow.memory_table import memory_table
 from rlflow.metrics import Metrics
 from rlflow.models.causal_lm import CausalLM
 from rlflow.module import RLModule
@@ -221,6 +222,10 @@ class Run:
     def _build(self, folder: RunFolder, trace: Trace, prompts: Prefetch) -> Controller:
         trainer, prepared, strategy = self._trainer, self._prepared, self._strategy
         for line in table(self._module, self._data, prepared, self._transport.world_size, strategy.token_budget):
+            self._console.say(line)
+        for line in memory_table(
+            self._module, self._data, prepared, strategy, self._configured_engine, trainer.devices
+        ):
             self._console.say(line)
         trained = prepared.graph.trained_roles()
         for role, path in prepared.paths.items():

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rlflow.simulate.designs import works
 from rlflow.simulate.hardware import Hardware
-from rlflow.simulate.workload import Workload
+from rlflow.workload import Workload
 
 STEP = "step"  # the whole of it, among the seconds of its parts
 

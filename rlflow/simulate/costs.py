@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rlflow.models.sizes import ModelSize
 from rlflow.simulate.hardware import Hardware
-from rlflow.simulate.sizes import ModelSize
+from rlflow.workload import Training
 
 
 def forward_flops(size: ModelSize, tokens: float, length: float) -> float:
@@ -96,35 +97,6 @@ def decode_seconds(size: ModelSize, width: int, ranks: int, work: Decoding, hard
         joined = 2 * size.layers * one
     beside = work.responses * hardware.response_seconds
     return prefill + steps * (max(reading, multiplying) + joined + hardware.decode_overhead) + beside
-
-
-@dataclass(frozen=True)
-class Training:
-    """How a role's weights lie and are updated.
-
-    Attributes:
-        stage: Of ZeRO.
-        ranks: Over which it divides.
-        width: Bytes of a weight.
-        trained: Parameters that are trained.
-        moments: Numbers that the optimizer keeps of each.
-        checkpointing: Whether activations are computed again.
-        updates: Optimizer steps of a step.
-        token_budget: Tokens of a micro-batch.
-        offloaded: Whether the optimizer's states lie in the CPU's memory.
-        peers: Ranks that divide each sequence among them.
-    """
-
-    stage: int
-    ranks: int
-    width: int
-    trained: int
-    moments: int
-    checkpointing: bool
-    updates: int
-    token_budget: int
-    offloaded: bool = False
-    peers: int = 1
 
 
 def score_seconds(size: ModelSize, tokens: float, length: float, how: Training, hardware: Hardware) -> float:

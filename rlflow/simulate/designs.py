@@ -15,6 +15,7 @@ from typing import Literal, get_args
 from rlflow.dag.node import BATCH, Node
 from rlflow.dag.tasks import Exchange, Fill, Load, RunNode, SyncWeights, Task, TrainNode, rank_ranges
 from rlflow.data.layout import Layout
+from rlflow.memory import memory
 from rlflow.simulate.costs import (
     Decoding,
     all_to_all_seconds,
@@ -26,9 +27,8 @@ from rlflow.simulate.costs import (
     train_seconds,
 )
 from rlflow.simulate.hardware import Hardware
-from rlflow.simulate.memory import memory
 from rlflow.simulate.timeline import Work
-from rlflow.simulate.workload import Workload
+from rlflow.workload import Workload
 
 Design = Literal["rlflow", "padded", "packed", "store"]
 DESIGNS: tuple[Design, ...] = get_args(Design)
@@ -143,7 +143,9 @@ class _Step:
         role = load.roles[load.follows]
         width = role.training.width
         cached = (
-            memory(load, self.hardware, load.engine.placed[:1]).cache * load.engine.ranks / role.size.cache_bytes(width)
+            memory(load, self.hardware.memory, load.engine.placed[:1]).cache
+            * load.engine.ranks
+            / role.size.cache_bytes(width)
         )
         work = Decoding(
             responses=rows,

@@ -11,10 +11,11 @@ from pathlib import Path
 from rlflow.data.prompts import Encoder
 from rlflow.errors import UserError
 from rlflow.loggers.jsonl import METRICS_FILE, read_metrics
+from rlflow.memory import does_not_fit
 from rlflow.models.tiny import resolve_model
 from rlflow.placement import followed_role, handles
 from rlflow.preparation import load_tokenizer, read_graph
-from rlflow.simulate.report import does_not_fit, in_seconds, memory_lines, work_lines
+from rlflow.simulate.report import in_seconds, work_lines
 from rlflow.simulate.simulation import Simulation
 
 READ = 64  # rows whose prompts say how long prompts are
@@ -47,8 +48,6 @@ class Foretold:
             f" {lengths.prompt:.1f} + {lengths.response:.1f} tokens a row"
         )
         print("\n".join(work_lines(predicted.timelines["rlflow"])))
-        for memory in predicted.memories:
-            print("\n".join(memory_lines(memory, every=len(predicted.memories) == 1)))
         return simulation
 
     def after(self, simulation: Simulation) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlflow.dag.tasks import rank_ranges
+from rlflow.memory import in_bytes, memory_lines
 from rlflow.simulate.designs import DESIGNS, MEANING
-from rlflow.simulate.memory import Memory
 from rlflow.simulate.simulation import Predicted, Simulation
 from rlflow.simulate.timeline import Timeline
 
@@ -43,7 +42,7 @@ def work_lines(timeline: Timeline) -> Iterator[str]:
     for name, span in timeline.spans.items():
         mark = "*" if name in critical else " "
         share = f"{span.work.seconds / timeline.seconds:.1%}"
-        moved = _bytes(span.work.nbytes) if span.work.nbytes else ""
+        moved = in_bytes(span.work.nbytes) if span.work.nbytes else ""
         yield (
             f"  {mark} {_short(name, 44):<44} {span.work.kind:<9} {in_seconds(span.start):>9}"
             f" {in_seconds(span.work.seconds):>9} {share:>6} {moved:>9}"
@@ -60,57 +59,6 @@ def _alternatives(simulation: Simulation) -> Iterator[str]:
         marked = "" if other.memory.fits else "; does not fit"
         yield f"    {name:<24} step {in_seconds(seconds)}, {seconds / here:.2f} times as long{marked}"
     yield ""
-
-
-def memory_lines(memory: Memory, every: bool) -> Iterator[str]:
-    """What a rank holds, and what to do where it cannot; `every` if all ranks hold as much."""
-    of = "a rank" if every else rank_ranges(memory.ranks)
-    yield (
-        f"memory of {of}: {_bytes(memory.generating)} generating, {_bytes(memory.training)} training,"
-        f" of {_bytes(memory.capacity)}"
-    )
-    for role, nbytes in memory.weights.items():
-        parts = [f"weights {_bytes(nbytes)}"]
-        if role in memory.gradients:
-            parts += [f"gradients {_bytes(memory.gradients[role])}", f"optimizer {_bytes(memory.optimizer[role])}"]
-        yield f"    {role:<10} {', '.join(parts)}"
-    yield (
-        f"    training   activations {_bytes(memory.activations)}, logits {_bytes(memory.logits)}, gathered"
-        f" {_bytes(memory.gathered)}; values of the step {_bytes(memory.held)}"
-    )
-    if memory.engine_weights:
-        yield f"    engine     weights {_bytes(memory.engine_weights)}, cache {_bytes(memory.cache)}"
-    if not memory.fits:
-        yield f"  ! {does_not_fit(memory)}"
-
-
-def does_not_fit(memory: Memory) -> str:
-    """Which rank lacks how many bytes, what takes most, and what to do about it."""
-    rank = memory.ranks[0]
-    if memory.cache < 0:
-        return (
-            f"rank {rank}: the share of `rollout` is {_bytes(-memory.cache)} short of its weights of"
-            f" {_bytes(memory.engine_weights)}: raise rollout.init_args.gpu_memory_utilization or tensor_parallel_size"
-        )
-    of = {role: _of_role(memory, role) for role in memory.weights} | {"rollout": memory.engine_weights + memory.cache}
-    generates = memory.engine_weights > 0 and memory.generating > memory.capacity
-    if not generates:
-        del of["rollout"]
-    largest = max(of, key=lambda role: of[role])
-    phase, need = ("generating", memory.generating) if generates else ("training", memory.training)
-    remedy = (
-        "lower gpu_memory_utilization, or raise strategy.init_args.stage"
-        if generates
-        else "raise the stage, lower token_budget, or set gradient_checkpointing"
-    )
-    return (
-        f"rank {rank} is out of memory by {_bytes(need - memory.capacity)} of {_bytes(memory.capacity)} while {phase};"
-        f" `{largest}` holds {_bytes(of[largest])}: {remedy}"
-    )
-
-
-def _of_role(memory: Memory, role: str) -> float:
-    return sum(of.get(role, 0.0) for of in (memory.weights, memory.gradients, memory.optimizer))
 
 
 def _designs(simulation: Simulation) -> Iterator[str]:
@@ -136,10 +84,3 @@ def in_seconds(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.1f} us"
-
-
-def _bytes(nbytes: float) -> str:
-    for unit, size in {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}.items():
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes:.0f} B"

@@ -22,7 +22,7 @@ from rlflow.simulate.figures import BATCH_PER_NODE, Curve, Figure, Model
 
 Vector = NDArray[np.float64]
 
-# Thousand millions of parameters, from the models' configs; see `rlflow.simulate.sizes`.
+# Thousand millions of parameters, from the models' configs; see `rlflow.models.sizes`.
 PARAMETERS: dict[Model, float] = {"7B": 7.62, "32B": 32.76, "72B": 72.71}
 
 CONSTANTS: dict[str, str] = {

@@ -10,14 +10,15 @@ from typing import Literal
 
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
+from rlflow.memory import Memory, memories
 from rlflow.module import RLModule
 from rlflow.placement import Placed
 from rlflow.simulate.designs import DESIGNS, Design, works
 from rlflow.simulate.hardware import Hardware
-from rlflow.simulate.memory import Memory, memories
 from rlflow.simulate.timeline import Timeline, scheduled
-from rlflow.simulate.workload import Workload, read_workload
+from rlflow.simulate.workload import read_workload
 from rlflow.trainer import Trainer
+from rlflow.workload import Workload
 
 Scaling = Literal["weak", "strong"]
 
@@ -49,7 +50,7 @@ class Predicted:
 def predict(workload: Workload, hardware: Hardware) -> Predicted:
     """A step in every design."""
     timelines = {design: scheduled(works(workload, hardware, design)) for design in DESIGNS}
-    return Predicted(workload, memories(workload, hardware), timelines)
+    return Predicted(workload, memories(workload, hardware.memory), timelines)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import UserError
+from rlflow.memory import activation_bytes
+from rlflow.models.sizes import KNOWN, ModelSize, size_of
 from rlflow.simulate.costs import (
     Decoding,
-    Training,
     all_to_all_seconds,
     decode_seconds,
     forward_flops,
@@ -22,9 +23,8 @@ from rlflow.simulate.costs import (
     train_seconds,
 )
 from rlflow.simulate.hardware import Hardware, read_hardware
-from rlflow.simulate.memory import activation_bytes, gathered_bytes, gradient_bytes, optimizer_bytes, weight_bytes
-from rlflow.simulate.sizes import KNOWN, ModelSize, size_of
 from rlflow.simulate.timeline import Work, scheduled
+from rlflow.workload import Training
 
 # Round numbers: 1 GFLOP/s, 1 MB/s of memory, 1 MB/s in a node of 4, 0.5 MB/s between nodes, all of it reached.
 PLAIN = Hardware(1e9, 1e9, 1e6, 1e6, 0.5e6, 4, 1e-3, 2e-3, 1e-4, 1.0, 1.0, 1.0, 1.0, 1e-9, 1e-3, 1e6, 1e-6)
@@ -62,6 +62,12 @@ def test_the_size_of_a_folder_is_that_of_its_config(tmp_path: Path) -> None:
 def test_a_folder_whose_config_says_too_little_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
     with pytest.raises(UserError, match="whose config does not say 'intermediate_size'"):
+        size_of(str(tmp_path))
+
+
+def test_a_mixture_of_experts_is_not_taken_for_a_dense_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8, "num_local_experts": 4}))
+    with pytest.raises(UserError, match="a mixture of experts, whose size is not known"):
         size_of(str(tmp_path))
 
 
@@ -127,31 +133,6 @@ def test_weights_are_gathered_written_and_read_back() -> None:
 def test_the_fullest_of_many_shards_has_more_than_the_mean() -> None:
     assert straggling(100, 1, 0.5) == 1
     assert straggling(100, 1024, 0.5) == pytest.approx(1 + 0.5 * (2 * 6.93147 / 100) ** 0.5)
-
-
-@pytest.mark.parametrize(
-    ("stage", "weights", "gradients", "optimizer"),
-    [(0, 7700, 15400, 46200), (1, 7700, 15400, 11550), (2, 7700, 3850, 11550), (3, 1925, 3850, 11550)],
-)
-def test_zero_divides_optimizer_then_gradients_then_weights(
-    stage: int, weights: float, gradients: float, optimizer: float
-) -> None:
-    how = replace(ZERO3, stage=stage)
-    assert (weight_bytes(SMALL, how), gradient_bytes(how), optimizer_bytes(how)) == (weights, gradients, optimizer)
-
-
-def test_what_the_cpu_keeps_is_not_on_the_gpu() -> None:
-    assert optimizer_bytes(replace(ZERO3, offloaded=True)) == 0
-
-
-def test_checkpointing_keeps_inputs_of_layers_and_one_layer() -> None:
-    assert activation_bytes(SMALL, ZERO3) == 2 * 500 * 10 * 34
-    assert activation_bytes(SMALL, replace(ZERO3, checkpointing=True)) == 2 * 500 * 10 * 2 + 500 * 10 * 34
-
-
-def test_zero_3_holds_the_largest_piece_whole() -> None:
-    assert gathered_bytes(SMALL, ZERO3) == 1000 * 2  # an embedding; a layer has 925
-    assert gathered_bytes(SMALL, replace(ZERO3, stage=2)) == 0
 
 
 def test_work_waits_for_its_lane_and_for_what_it_needs() -> None:

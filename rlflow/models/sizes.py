@@ -112,6 +112,8 @@ def size_of(model: str) -> ModelSize:
 
 
 def _read(model: str, config: Mapping[str, Any]) -> ModelSize:
+    if any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise UserError(f"`model` is {model!r}, a mixture of experts, whose size is not known from its config")
     try:
         return ModelSize(
             hidden=config["hidden_size"],
