@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rlflow.errors import UserError
 
 PACKED_ATTENTION = "rlflow_packed"
+BLOCK = 128  # tokens of a block of flex attention's mask
 Attention = Callable[..., tuple[Tensor, None]]
 
 
@@ -101,6 +103,7 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     divided: Attention | None = None,
+    share: int = 0,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence; transformers calls it in every layer. Dropout is never applied.
@@ -115,54 +118,178 @@ def packed_attention(
         cu_seq_lens_q: `[sequences + 1]` int32, where the sequences of the one line start; None where each line is one.
         max_length_q: The longest sequence of the line.
         sliding_window: How many tokens back a token sees, itself included; None for all.
-        softcap: Refused when set.
-        s_aux: Refused when set.
+        softcap: No score is larger: s becomes `softcap * tanh(s / softcap)`; None for scores as they are.
+        s_aux: `[all heads]`, attention sinks: the score of a token that every token sees and that has no value.
         divided: Where ranks divide the line among them, what brings it together around this function; else None.
+        share: Where ranks divide the heads among them, which part these are; its sinks are taken.
         others: What else transformers passes along.
-
-    Raises:
-        UserError: The model caps its attention scores or has attention sinks, which is not supported here.
     """
     assert attention_mask is None
     if divided is not None:
         others |= {"scaling": scaling, "cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q}
         others |= {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return divided(module, query, key, value, attention_mask, **others)
-    if softcap is not None or s_aux is not None:
-        raise UserError(f"{type(module).__name__} caps attention scores or has attention sinks; use another model")
+    heads = query.shape[1]
+    sinks = None if s_aux is None else s_aux.narrow(0, share * heads, heads)
+    scores = Scores(query.shape[3] ** -0.5 if scaling is None else scaling, sliding_window, softcap, sinks)
     if cu_seq_lens_q is None:
-        return _causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
+        return _causal(query, key, value, scores).transpose(1, 2), None
     assert max_length_q is not None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(query, key, value, scaling, cu_seq_lens_q, max_length_q, sliding_window), None
+        if scores.plain:
+            return _varlen(query, key, value, scores, cu_seq_lens_q, max_length_q), None
+        return flexible(query, key, value, scores, cu_seq_lens_q, _compiled_flex_attention()), None
     lengths = cu_seq_lens_q.diff().tolist()
     sequences = zip(*(torch.split(states, lengths, dim=2) for states in (query, key, value)), strict=True)
-    outputs = [_causal(q, k, v, scaling, sliding_window).transpose(1, 2) for q, k, v in sequences]
+    outputs = [_causal(q, k, v, scores).transpose(1, 2) for q, k, v in sequences]
     return torch.cat(outputs, 1), None  # [1, N, heads, head_dim]
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+@dataclass(frozen=True)
+class Scores:
+    """What a layer makes of the products of queries and keys.
+
+    Attributes:
+        scale: Factor on them.
+        window: How many tokens back a token sees, itself included; None for all.
+        cap: No score is larger, see `packed_attention`.
+        sinks: `[heads]`, see `packed_attention`.
+    """
+
+    scale: float
+    window: int | None = None
+    cap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether a softmax of the scaled products is all."""
+        return self.cap is None and self.sinks is None
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
     """Attention where each line is one sequence: `[S, heads, L, head_dim]`."""
     length = query.shape[2]
+    reach = length if scores.window is None else scores.window
+    if not scores.plain:
+        return _written_out(query, key, value, scores, _seen(length, reach, query.device))
+    mask = {"is_causal": True} if length <= reach else {"attn_mask": _seen(length, reach, query.device)}
     grouped = query.shape[1] != key.shape[1]
-    if window is None or length <= window:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
-    position = torch.arange(length, device=query.device)
+    return scaled_dot_product_attention(query, key, value, scale=scores.scale, enable_gqa=grouped, **mask)
+
+
+def _seen(length: int, reach: int, device: torch.device) -> Tensor:
+    """`[L, L]`: whether the token of a row sees that of a column, at most `reach` tokens back, itself included."""
+    position = torch.arange(length, device=device)
     behind = position[:, None] - position
-    seen = (behind >= 0) & (behind < window)
-    return scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale, enable_gqa=grouped)
+    return (behind >= 0) & (behind < reach)
 
 
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, cu: Tensor, longest: int, window: int | None
-) -> Tensor:
-    """The same by one CUDA kernel over all sequences: `[1, N, heads, head_dim]`."""
+def _written_out(query: Tensor, key: Tensor, value: Tensor, scores: Scores, seen: Tensor) -> Tensor:
+    """As the models' papers have it; `seen` `[L, L]`. Memory grows with the square of the longest sequence."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    of_pairs = (query @ key.transpose(2, 3)) * scores.scale  # [S, heads, L, L]
+    if scores.cap is not None:
+        of_pairs = scores.cap * torch.tanh(of_pairs / scores.cap)
+    of_pairs = of_pairs.masked_fill(~seen, -torch.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(of_pairs.dtype).view(1, -1, 1, 1).expand(*of_pairs.shape[:3], 1)
+        of_pairs = torch.cat([of_pairs, sinks], 3)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    probabilities = of_pairs.softmax(3, dtype=wide).to(query.dtype)
+    return probabilities[..., : seen.shape[1]] @ value
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, scores: Scores, cu: Tensor, longest: int) -> Tensor:
+    """The same by one CUDA kernel over all sequences, of plain scores: `[1, N, heads, head_dim]`."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [N, heads, head_dim]
     # The window counts the tokens to the left and to the right of a token, itself not included; -1 is no limit.
-    left = -1 if window is None else window - 1
+    left = -1 if scores.window is None else scores.window - 1
     grouped = q.shape[1] != k.shape[1]
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=grouped)
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scores.scale, window_size=(left, 0), enable_gqa=grouped)
     assert isinstance(out, Tensor)
     return out[None]
+
+
+def flexible(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, cu: Tensor, flex_attention: Callable[..., Any]
+) -> Tensor:
+    """The same by one CUDA kernel that is compiled for the scores: `[1, N, heads, head_dim]`.
+
+    With z the sum of exp(score) that the kernel returns as a logarithm, a sink takes `exp(sink) / (z + exp(sink))` of
+    the attention, so the rest is the kernel's output times `sigmoid(log z - sink)`.
+
+    Args:
+        query: `[1, heads, N, head_dim]`, the line.
+        key: `[1, kv_heads, N, head_dim]`.
+        value: As `key`.
+        scores: What the layer makes of the products.
+        cu: `[sequences + 1]` int32, where the sequences of the line start.
+        flex_attention: Torch's, compiled; uncompiled it computes the same without a kernel, on any device.
+    """
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    cap = scores.cap
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return score if cap is None else cap * torch.tanh(score / cap)
+
+    out, of_lines = flex_attention(
+        query,
+        key,
+        value,
+        score_mod=capped,
+        block_mask=seen_blocks(cu, query.shape[2], scores.window),
+        scale=scores.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    if scores.sinks is not None:
+        rest = torch.sigmoid(of_lines.lse - scores.sinks.to(of_lines.lse.dtype)[:, None])  # [1, heads, N]
+        out = out * rest[..., None].to(out.dtype)
+    outputs: Tensor = out.transpose(1, 2)
+    return outputs
+
+
+def seen_blocks(cu: Tensor, length: int, window: int | None) -> Any:
+    """Flex attention's mask of a packed line: of tokens, and of blocks of tokens of which some may see others.
+
+    It costs blocks squared, not tokens squared as `create_block_mask` does, and waits for nothing on the device.
+
+    Args:
+        cu: `[sequences + 1]`, where the sequences of the line start.
+        length: Of the line.
+        window: How many tokens back a token sees, itself included; None for all.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    sequence = torch.searchsorted(cu[1:].contiguous(), torch.arange(length, device=cu.device), right=True)
+
+    def seen(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        within = (sequence[query] == sequence[key]) & (query >= key)
+        return within if window is None else within & (query - key < window)
+
+    first = torch.arange(0, length, BLOCK, device=cu.device)  # [blocks]
+    last = (first + BLOCK - 1).clamp(max=length - 1)
+    touched = (first[:, None] >= first) & (sequence[first][:, None] <= sequence[last])
+    if window is not None:
+        touched &= first[:, None] - last < window
+    # Of each block of queries, the blocks of keys that it touches come first.
+    order = touched.to(torch.int32).argsort(dim=1, descending=True, stable=True)
+    return BlockMask.from_kv_blocks(
+        touched.sum(1, dtype=torch.int32)[None, None],
+        order.to(torch.int32)[None, None],
+        BLOCK_SIZE=BLOCK,
+        mask_mod=seen,
+        seq_lengths=(length, length),
+    )
+
+
+@cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)

@@ -6,6 +6,7 @@ exist for one chunk of tokens at a time, in the backward pass as in the forward,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,41 @@ from torch import Tensor, nn
 CHUNK_ELEMENTS = 2**26
 
 
+@dataclass(frozen=True)
+class LogitShape:
+    """What a model makes of the products of its output layer: z to `cap * tanh(scale * z / cap)`.
+
+    Attributes:
+        scale: Factor on the products.
+        cap: No logit is larger; None for `scale * z`.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> LogitShape:
+        """That of a transformers configuration, by the names that models give it."""
+        text = config.get_text_config()
+        scale = getattr(text, "logit_scale", None) or 1.0  # Cohere multiplies by it
+        scale /= getattr(text, "logits_scaling", None) or 1.0  # Granite divides
+        return cls(scale, getattr(text, "final_logit_softcapping", None))  # Gemma
+
+    def logits(self, products: Tensor) -> Tensor:
+        """Overwrites `products`."""
+        logits = products if self.scale == 1.0 else products.mul_(self.scale)
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
+
+    def derivative(self, logits: Tensor) -> Tensor | float:
+        """Of the logits by the products, at these logits."""
+        if self.cap is None:
+            return self.scale
+        return logits.div(self.cap).square_().neg_().add_(1).mul_(self.scale)
+
+
+PLAIN = LogitShape()
+
+
 class TokenHead(nn.Module):
     """A model's output layer that returns log-probabilities and entropy in place of logits.
 
@@ -22,23 +58,31 @@ class TokenHead(nn.Module):
 
     Args:
         weight: `[V, H]`, the weight of the layer that it replaces.
+        shape: What the model makes of its products.
     """
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter, shape: LogitShape = PLAIN) -> None:
         super().__init__()
         self.weight = weight
+        self.shape = shape
 
     def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """`[N, H]` hidden states and `[N]` targets to `[N]` log-probabilities and `[N]` entropies."""
-        return token_logprobs(hidden, self.weight, targets, temperature)
+        return token_logprobs(hidden, self.weight, targets, temperature, shape=self.shape)
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    shape: LogitShape = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target under `softmax(hidden @ weight.T / temperature)`, and that distribution's entropy.
+    """Log-probability of each target under `softmax(logits / temperature)`, and that distribution's entropy.
 
-    Both are differentiable by `hidden` and `weight`. The softmax is taken in float32, in float64 where `hidden` is.
+    The logits are `hidden @ weight.T`, scaled and capped as `shape` has it. Both results are differentiable by `hidden`
+    and `weight`. The softmax is taken in float32, in float64 where `hidden` is.
 
     Args:
         hidden: `[N, H]`.
@@ -46,19 +90,26 @@ def token_logprobs(
         targets: `[N]` int64.
         temperature: Divides the logits; above 0.
         chunk_elements: Most logits held at once; at least one token's are.
+        shape: What the model makes of the products.
 
     Returns:
         `[N]` log-probabilities and `[N]` entropies in nats.
     """
     apply: Any = _TokenLogprobs.apply
-    result: tuple[Tensor, Tensor] = apply(hidden, weight, targets, temperature, chunk_elements)
+    result: tuple[Tensor, Tensor] = apply(hidden, weight, targets, temperature, chunk_elements, shape)
     return result
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_elements: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_elements: int,
+        shape: LogitShape,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = hidden.new_empty(targets.shape, dtype=dtype)
@@ -66,14 +117,16 @@ class _TokenLogprobs(torch.autograd.Function):
         rows = max(1, chunk_elements // weight.shape[0])
         for i in range(0, len(targets), rows):
             chunk = slice(i, i + rows)
-            logprobs[chunk], entropy[chunk] = _scores(hidden[chunk], weight, targets[chunk], temperature, dtype)
-        ctx.rows, ctx.temperature = rows, temperature
+            products = (hidden[chunk] @ weight.T).to(dtype)
+            logprobs[chunk], entropy[chunk] = _scores(shape.logits(products), targets[chunk], temperature)
+            del products  # before the next chunk's are made
+        ctx.rows, ctx.temperature, ctx.shape = rows, temperature, shape
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, targets, entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden, weight, targets, entropy = ctx.saved_tensors
         grad_logprobs = torch.zeros_like(entropy) if grads[0] is None else grads[0]
         grad_entropy = grads[1]
@@ -82,32 +135,33 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=entropy.dtype) if ctx.needs_input_grad[1] else None
         for i in range(0, len(targets), ctx.rows):
             chunk = slice(i, i + ctx.rows)
+            logits = ctx.shape.logits((hidden[chunk] @ weight.T).to(entropy.dtype))
+            derivative = ctx.shape.derivative(logits)
+            everything = _log_softmax(logits, ctx.temperature)
+            del logits
             grad = _logits_gradient(
-                _log_softmax(hidden[chunk], weight, ctx.temperature, entropy.dtype),
+                everything,
                 targets[chunk, None],
                 entropy[chunk, None],
                 grad_logprobs[chunk, None],
                 None if grad_entropy is None else grad_entropy[chunk, None],
             )
-            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            grad = grad.div_(ctx.temperature).mul_(derivative).to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
                 _add_product(grad_weight, grad.T, hidden[chunk])
-            del grad  # before the next chunk's logits are made
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+            del grad, everything, derivative  # before the next chunk's logits are made
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    """`[n, V]` in `dtype`: of the logits divided by the temperature, not the logprobs divided by it."""
-    logits = (hidden @ weight.T).to(dtype)
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """`[n, V]`, of the logits divided by the temperature, not the logprobs divided by it; overwrites `logits`."""
     return logits.div_(temperature).log_softmax(1)
 
 
-def _scores(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """`[n]` log-probabilities and entropies of one chunk."""
-    everything = _log_softmax(hidden, weight, temperature, dtype)  # [n, V]
+def _scores(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """`[n]` log-probabilities and entropies of one chunk; overwrites `logits` `[n, V]`."""
+    everything = _log_softmax(logits, temperature)  # [n, V]
     return everything.gather(1, targets[:, None])[:, 0], -everything.exp().mul_(everything).sum(1)
 
 

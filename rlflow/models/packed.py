@@ -161,6 +161,8 @@ def read(kind: Any, path: Path, dtype: torch.dtype, may_lack: tuple[str, ...] = 
     """
     from safetensors import SafetensorError
 
+    if dtype == torch.float64:
+        settings["experts_implementation"] = "eager"  # torch's grouped products know no float64
     try:
         loaded: Any = kind.from_pretrained(
             path,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
-from rlflow.models.logprobs import TokenHead
+from rlflow.models.logprobs import LogitShape, TokenHead
 from rlflow.models.packed import PackedModel, each_row, packed_scores, probe, read, refuse_unlike
 
 
@@ -27,7 +27,7 @@ class ScoringModel(PackedModel):
         head = causal_lm.get_output_embeddings()
         if head.bias is not None:
             raise UserError(f"{type(causal_lm).__name__} has a bias in its output layer; use a model without one")
-        causal_lm.set_output_embeddings(TokenHead(head.weight))
+        causal_lm.set_output_embeddings(TokenHead(head.weight, LogitShape.of(causal_lm.config)))
         super().__init__(causal_lm)
 
     @classmethod

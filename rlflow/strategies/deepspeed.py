@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -172,9 +172,9 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         self._join()
         config, layout = model.model.config, self.layout(name)
         check_sequence_parallel(config, layout.copies, name, self.packing)
-        heads = Heads.of(config)
+        heads, peers = Heads.of(config), self._forward_plan(name).peers
         ulysses = UlyssesSPAttentionHF(
-            packed_attention,
+            partial(packed_attention, share=peers.rank),
             batch_size=1,
             attn_head_count=heads.count,
             attn_head_size=heads.width,
@@ -183,7 +183,7 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
             process_group=self._groups.of(layout).peers,
             seq_length_is_variable=True,
         )
-        model.divide(ulysses.forward, self._forward_plan(name).peers, self.root_device)
+        model.divide(ulysses.forward, peers, self.root_device)
 
     def _engine(self, name: str) -> DeepSpeedEngine:
         """The role's engine, about to be used."""

@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 from transformers import Qwen2Config
 
 from rlflow.errors import UserError
-from rlflow.models.attention import check_sequence_parallel, packed_attention
+from rlflow.models.attention import Scores, check_sequence_parallel, flexible, packed_attention, seen_blocks
 
 LENGTHS = [3, 1, 6]
 CU = torch.tensor([0, 3, 4, 10], dtype=torch.int32)
@@ -20,16 +21,34 @@ def states(heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Te
     )
 
 
-def by_the_formula(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-    """softmax(q k / sqrt(d)) v, with a mask over the whole line: `[1, N, heads, head_dim]`."""
-    sequence = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))
-    place = torch.arange(sum(LENGTHS))
+def by_the_formula(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    lengths: list[int] = LENGTHS,
+) -> Tensor:
+    """softmax(q k / sqrt(d)) v, with a mask over the whole line: `[1, N, heads, head_dim]`.
+
+    Scores s capped as in Gemma 2's report (2408.00118, section 2): softcap * tanh(s / softcap). A sink as in GPT-OSS's
+    model card (2508.10925, section 2.3): one more term exp(sink) in the denominator of the softmax.
+    """
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place = torch.arange(sum(lengths))
     behind = place[:, None] - place
     seen = (sequence[:, None] == sequence) & (behind >= 0) & (behind < window)
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = query @ key.transpose(2, 3) / query.shape[3] ** 0.5
-    return (scores.masked_fill(~seen, -torch.inf).softmax(3) @ value).transpose(1, 2)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    weights = scores.exp() * seen
+    total = weights.sum(3, keepdim=True)
+    if s_aux is not None:
+        total = total + s_aux.exp()[:, None, None]
+    return (weights / total @ value).transpose(1, 2)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 8), (4, 2, 8), (3, 1, 7)])
@@ -55,10 +74,89 @@ def test_without_starts_each_line_is_one_sequence() -> None:
         torch.testing.assert_close(found[line], alone[0], rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("setting", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}])
-def test_attention_that_is_more_than_a_softmax_is_refused(setting: dict[str, object]) -> None:
-    with pytest.raises(UserError, match="caps attention scores or has attention sinks"):
-        packed_attention(nn.Identity(), *states(2, 2, 8), None, **setting)  # type: ignore[arg-type]
+SHAPES = [(0.5, False), (None, True), (0.5, True)]  # cap and sinks
+
+
+def sinks(heads: int) -> Tensor:
+    return torch.linspace(-1, 2, heads, dtype=torch.float64).requires_grad_()
+
+
+@pytest.mark.parametrize(("softcap", "sunk"), SHAPES)
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_scores_are_capped_and_sinks_take_their_part(
+    kv_heads: int, window: int | None, softcap: float | None, sunk: bool
+) -> None:
+    inputs, s_aux = states(4, kv_heads, 8), sinks(4) if sunk else None
+    found, _ = packed_attention(
+        nn.Identity(), *inputs, None, cu_seq_lens_q=CU, max_length_q=6, sliding_window=window, softcap=softcap,
+        s_aux=s_aux,
+    )  # fmt: skip
+    expected = by_the_formula(*inputs, window or 10, softcap, s_aux)
+    refuse_unlike(found, expected, (*inputs, *([] if s_aux is None else [s_aux])))
+
+
+def refuse_unlike(found: Tensor, expected: Tensor, inputs: tuple[Tensor, ...]) -> None:
+    """Values, and the gradient of each input."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    gradients = [torch.autograd.grad((output * weights).sum(), inputs) for output in (found, expected)]
+    assert all(bool(gradient.any()) for gradient in gradients[1])
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+def test_capped_scores_and_sinks_are_the_same_where_each_line_is_one_sequence() -> None:
+    inputs, s_aux = states(2, 1, 8), sinks(2)
+    found, _ = packed_attention(nn.Identity(), *inputs, None, softcap=0.5, s_aux=s_aux)
+    expected = by_the_formula(*inputs, 10, 0.5, s_aux, [10])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_a_share_of_the_heads_has_its_own_sinks() -> None:
+    query, key, value = states(4, 2, 8)
+    settings = {"cu_seq_lens_q": CU, "max_length_q": 6, "s_aux": sinks(4)}
+    whole, _ = packed_attention(nn.Identity(), query, key, value, None, **settings)
+    for share in range(2):
+        part = query[:, 2 * share : 2 * share + 2], *(x[:, share : share + 1] for x in (key, value))
+        found, _ = packed_attention(nn.Identity(), *part, None, **settings, share=share)
+        torch.testing.assert_close(found, whole[:, :, 2 * share : 2 * share + 2], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(("softcap", "sunk"), SHAPES)
+@pytest.mark.parametrize("window", [None, 40])
+def test_what_cuda_computes_is_the_formula(
+    window: int | None, softcap: float | None, sunk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Flex attention uncompiled is the same function without a kernel. Torch allows it no gradients on the CPU, where a
+    # compiled one would have none; uncompiled it has.
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    lengths = [150, 1, 90, 59]  # 300 tokens: three blocks of the mask, the last in part
+    generator = torch.Generator().manual_seed(0)
+    inputs = tuple(
+        torch.randn(1, heads, 300, 16, dtype=torch.float64, generator=generator).requires_grad_() for heads in (4, 2, 2)
+    )
+    s_aux = sinks(4) if sunk else None
+    cu = torch.tensor([0, 150, 151, 241, 300], dtype=torch.int32)
+    found = flexible(*inputs, Scores(0.25, window, softcap, s_aux), cu, flex_attention)
+    expected = by_the_formula(*inputs, window or 300, softcap, s_aux, lengths)
+    refuse_unlike(found, expected, (*inputs, *([] if s_aux is None else [s_aux])))
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 200])
+@pytest.mark.parametrize("lengths", [[700], [150, 1, 300, 249], [128, 256, 128], [5]])
+def test_blocks_are_left_out_where_no_token_sees_another(lengths: list[int], window: int | None) -> None:
+    total = sum(lengths)
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    found = seen_blocks(cu, total, window)
+    expected = create_block_mask(found.mask_mod, 1, 1, total, total, device="cpu")
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place = torch.arange(total)
+    behind = place[:, None] - place
+    seen = (sequence[:, None] == sequence) & (behind >= 0) & (behind < (window or total))
+    assert torch.equal(create_mask(found.mask_mod, 1, 1, total, total, device="cpu")[0, 0], seen)
+    # Torch's own looks at every pair of tokens, and keeps blocks that are seen in full apart.
+    assert torch.equal(found.to_dense(), expected.to_dense())
+    assert found.shape == expected.shape == (1, 1, total, total)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 1), (8, 2, 2), (8, 2, 4), (8, 2, 8), (12, 4, 2)])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlflow.models.logprobs import token_logprobs
+from rlflow.models.logprobs import LogitShape, token_logprobs
 
 TOKENS, WIDTH, VOCABULARY = 7, 5, 11
 
@@ -64,6 +64,25 @@ def test_chunks_change_neither_values_nor_gradients(chunk_elements: int, tempera
 def test_gradients_are_those_of_finite_differences(chunk_elements: int) -> None:
     hidden, weight, targets = inputs()
     assert torch.autograd.gradcheck(lambda h, w: token_logprobs(h, w, targets, 0.7, chunk_elements), (hidden, weight))
+
+
+@pytest.mark.parametrize("shape", [LogitShape(scale=3.0), LogitShape(cap=0.8), LogitShape(0.5, 0.8)])
+@pytest.mark.parametrize("chunk_elements", [3 * VOCABULARY, 10**6])
+def test_logits_are_scaled_and_then_capped(shape: LogitShape, chunk_elements: int) -> None:
+    hidden, weight, targets = inputs()
+    found = token_logprobs(hidden, weight, targets, 0.7, chunk_elements, shape)
+    logits = shape.scale * (hidden @ weight.T)
+    if shape.cap is not None:
+        logits = shape.cap * torch.tanh(logits / shape.cap)  # Gemma 2's report, 2408.00118, section 2
+    distribution = torch.distributions.Categorical(logits=logits / 0.7)
+    expected = distribution.log_prob(targets), distribution.entropy()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    first, second = torch.randn(2, TOKENS, dtype=torch.float64)
+    gradients = [
+        torch.autograd.grad((logprobs * first + entropy * second).sum(), (hidden, weight))
+        for logprobs, entropy in (found, expected)
+    ]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("wanted", [0, 1])

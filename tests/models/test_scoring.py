@@ -81,19 +81,22 @@ def test_checkpointing_computes_layers_again_and_changes_no_gradient(tiny: Path,
         ("Qwen3", {"head_dim": 16}),
         ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}),
         ("Phi3", {}),
+        ("Granite", {"logits_scaling": 3.0}),
+        ("Cohere2", {"logit_scale": 0.25, "head_dim": 8}),
+        ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 2.0}),
+        ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
     ],
 )
-def test_other_plain_architectures_score_as_their_own_forward(tmp_path: Path, name: str, settings: Any) -> None:
+def test_other_architectures_score_as_their_own_forward(tmp_path: Path, name: str, settings: Any) -> None:
     ScoringModel.load(write(tmp_path, name, **settings), torch.float32, CPU)  # raises where they differ
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "reason"),
     [
-        ("Granite", {"logits_scaling": 3.0}, "differ by"),  # logits divided after the output layer
+        ("HyperCLOVAX", {"logits_scaling": 3.0}, "differ by"),  # multiplies where Granite divides
         ("Mamba", {}, "differ by"),  # a state that runs from one packed sequence into the next
         ("Bloom", {}, "differ by"),  # attention of its own, with a mask over the whole line
-        ("Gemma2", {"head_dim": 8}, "caps attention scores"),
         ("Phi", {}, "bias in its output layer"),
     ],
 )
