@@ -6,9 +6,9 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,19 +16,63 @@ from torch import Tensor
 from rlflow.data.message import from_message, to_message
 from rlflow.data.transport import Transport
 
+Kind = Literal["mean", "sum", "largest", "worked"]
+
+
+@dataclass
+class _Mean:
+    """A sum and a count in float64: what came from the CPU, and what stays on its device until the host needs it."""
+
+    here: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    there: list[Tensor | None] = field(default_factory=lambda: [None, None])  # 0-dim each
+
+    def add(self, *entry: Tensor | float) -> None:
+        for i, value in enumerate(entry):
+            if not isinstance(value, Tensor) or value.device.type == "cpu":
+                self.here[i] += float(value)
+            else:
+                before = self.there[i]
+                self.there[i] = value.detach().double() if before is None else before + value.detach()
+
 
 @dataclass
 class _Logged:
     """Of one step."""
 
-    means: dict[str, Tensor] = field(default_factory=dict)  # [2] float64: sum, count; left on its device
+    means: defaultdict[str, _Mean] = field(default_factory=lambda: defaultdict(_Mean))
     sums: dict[str, float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
+    largest_there: dict[str, Tensor] = field(default_factory=dict)  # 0-dim float64, left on its device
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def bring_over(self) -> None:
+        """Bring what was left on a device to the host, all in one transfer."""
+        left = [(mean.here, i, value) for mean in self.means.values() for i, value in enumerate(mean.there)]
+        waiting = [(into, i, value) for into, i, value in left if value is not None]
+        largest = list(self.largest_there.items())
+        numbers = _numbers([value for *_, value in waiting] + [value for _, value in largest])
+        for (into, i, _), number in zip(waiting, numbers, strict=False):
+            into[i] += number
+        for (name, _), number in zip(largest, numbers[len(waiting) :], strict=True):
+            self.largest[name] = max(number, self.largest.get(name, -math.inf))
+        for mean in self.means.values():
+            mean.there = [None, None]
+        self.largest_there.clear()
+
+    def entries(self, worked: float | None) -> dict[tuple[Kind, str], tuple[float, float]]:
+        """Value and count of each metric, in which a count of 0 says that there is none."""
+        assert not self.largest_there
+        entries: dict[tuple[Kind, str], tuple[float, float]] = {}
+        entries |= {("mean", name): (mean.here[0], mean.here[1]) for name, mean in self.means.items()}
+        entries |= {("sum", name): (value, 1.0) for name, value in self.sums.items()}
+        entries |= {("largest", name): (value, 1.0) for name, value in (self.largest | self.seconds).items()}
+        return entries if worked is None else entries | {("worked", ""): (worked, 1.0)}
 
 
 class Metrics:
     """What this rank logged since the last reduction: means as sum and count, totals, and largest values.
+
+    Numbers on a device stay there: the host waits for it once, where they are reduced.
 
     Attributes:
         step: The step that is logged for and reduced; where steps overlap, each has metrics of its own.
@@ -37,26 +81,32 @@ class Metrics:
     def __init__(self) -> None:
         self.step = 0
         self._steps: defaultdict[int, _Logged] = defaultdict(_Logged)
+        self._known: list[tuple[Kind, str]] = []  # names of all ranks so far, in the same order on each
 
-    def mean(self, name: str, total: Tensor, count: Tensor) -> None:
-        """Add 0-dim `total` over `count` entries; the metric is the global total over the global count."""
-        entry = torch.stack([total.detach().double(), count.detach().double()])
-        means = self._steps[self.step].means
-        means[name] = means[name] + entry if name in means else entry
+    def mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        """Add `total` over `count` entries, 0-dim; the metric is the global total over the global count.
+
+        The two may be on different devices.
+        """
+        self._steps[self.step].means[name].add(total, count)
 
     def number(self, name: str, value: float) -> None:
         """Add a number that every rank knows alike."""
-        self.mean(name, torch.tensor(value, dtype=torch.float64), torch.tensor(1.0))
+        self.mean(name, value, 1.0)
 
     def sum(self, name: str, value: float) -> None:
         """Add to the total over ranks and calls, as fits bytes and tokens."""
         sums = self._steps[self.step].sums
         sums[name] = sums.get(name, 0.0) + value
 
-    def largest(self, name: str, value: float) -> None:
-        """Keep the largest over ranks and calls, as fits peaks."""
-        largest = self._steps[self.step].largest
-        largest[name] = max(value, largest.get(name, -math.inf))
+    def largest(self, name: str, value: Tensor | float) -> None:
+        """Keep the largest over ranks and calls, as fits peaks; a tensor is 0-dim."""
+        logged = self._steps[self.step]
+        if isinstance(value, Tensor):
+            value, before = value.detach().double(), logged.largest_there.get(name)
+            logged.largest_there[name] = value if before is None else torch.maximum(value, before)
+        else:
+            logged.largest[name] = max(value, logged.largest.get(name, -math.inf))
 
     def seconds(self, name: str, value: float) -> None:
         """Add to this rank's total; the metric is the largest total of a rank, as fits times."""
@@ -65,58 +115,70 @@ class Metrics:
 
     def of_later_steps(self, step: int) -> list[dict[str, Any]]:
         """What this rank logged of steps after `step`, JSON-able: these are under way."""
-        return [
-            {"step": later, "means": {name: entry.tolist() for name, entry in logged.means.items()}, **_totals(logged)}
-            for later, logged in self._steps.items()
-            if later > step
-        ]
+        later_steps = []
+        for later, logged in self._steps.items():
+            if later > step:
+                logged.bring_over()
+                means = {name: mean.here for name, mean in logged.means.items()}
+                largest = logged.largest | logged.seconds
+                later_steps.append({"step": later, "means": means, "sums": logged.sums, "largest": largest})
+        return later_steps
 
     def log_again(self, later_steps: Sequence[Mapping[str, Any]]) -> None:
         """Log what `of_later_steps` gave."""
         for stored in later_steps:
             self.step = stored["step"]
             for name, (total, count) in stored["means"].items():
-                self.mean(name, torch.tensor(total, dtype=torch.float64), torch.tensor(count, dtype=torch.float64))
+                self.mean(name, total, count)
             for name, value in stored["sums"].items():
                 self.sum(name, value)
             for name, value in stored["largest"].items():
                 self.largest(name, value)
 
     def reduce(self, transport: Transport, worked: float | None = None) -> dict[str, float]:
-        """The step's metrics over all ranks, the same on each, sorted by name; starts afresh. One collective.
+        """The step's metrics over all ranks, the same on each, sorted by name; starts afresh.
 
-        Sums are taken in the order of ranks, so two runs give the same bytes. A mean over no entry is left out.
+        One collective of one tensor; a step in which a rank logs a name for the first time takes three more. Sums are
+        taken in the order of ranks, so two runs give the same bytes. A mean over no entry is left out.
 
         Args:
             transport: To the other ranks.
             worked: Seconds that this rank worked in the step, of which `straggler` is made; None to leave it out.
         """
         here = self._steps.pop(self.step, _Logged())
-        means_here = {name: entry.tolist() for name, entry in here.means.items()}
-        mine = {"means": means_here, **_totals(here), "worked": worked}
-        payload = to_message(json.dumps(mine).encode())
-        means: dict[str, list[float]] = {}
-        sums: dict[str, float] = {}
-        largest: dict[str, float] = {}
-        worked_by: list[float] = []
-        for part in transport.all_gather_ragged(payload):
-            theirs = json.loads(from_message(part))
-            worked_by += [] if theirs["worked"] is None else [theirs["worked"]]
-            for name, (total, count) in theirs["means"].items():
-                entry = means.setdefault(name, [0.0, 0.0])
-                entry[0] += total
-                entry[1] += count
-            for name, value in theirs["sums"].items():
-                sums[name] = sums.get(name, 0.0) + value
-            for name, value in theirs["largest"].items():
-                largest[name] = max(value, largest.get(name, -math.inf))
-        reduced = {name: total / count for name, (total, count) in means.items() if count}
-        slowest = straggler(worked_by) if worked_by else {}
-        return dict(sorted((reduced | sums | largest | slowest).items()))
+        here.bring_over()
+        mine = here.entries(worked)
+        table = self._gathered(mine, transport)
+        if not bool(table[:, -1, 0].all()):
+            self._learn_names(mine, transport)
+            table = self._gathered(mine, transport)
+        values, counts = table[:, :-1].unbind(-1)  # [ranks, names]
+        total, count = (sum(of_ranks, torch.zeros_like(of_ranks[0])).tolist() for of_ranks in (values, counts))
+        largest = values.where(counts > 0, -math.inf).amax(0).tolist()
+        reduced: dict[str, float] = {}
+        for i, (kind, name) in enumerate(self._known):
+            if kind == "worked":
+                reduced |= straggler(values[counts[:, i] > 0, i].tolist()) if count[i] else {}
+            elif count[i]:
+                reduced[name] = {"mean": total[i] / count[i], "sum": total[i], "largest": largest[i]}[kind]
+        return dict(sorted(reduced.items()))
+
+    def _gathered(self, mine: Mapping[tuple[Kind, str], tuple[float, float]], transport: Transport) -> Tensor:
+        """`[ranks, names + 1, 2]` float64: value and count of each known name; at last whether a rank has no others."""
+        rows = [mine.get(name, (0.0, 0.0)) for name in self._known]
+        all_known = float(mine.keys() <= set(self._known))
+        return torch.stack(transport.all_gather(torch.tensor([*rows, (all_known, 0.0)], dtype=torch.float64)))
+
+    def _learn_names(self, mine: Iterable[tuple[Kind, str]], transport: Transport) -> None:
+        """Know what every rank logged; a collective of all ranks."""
+        of_ranks = transport.all_gather_ragged(to_message(json.dumps([*mine]).encode()))
+        names = {(kind, name) for each in of_ranks for kind, name in json.loads(from_message(each))}
+        self._known = sorted(names.union(self._known))
 
 
-def _totals(logged: _Logged) -> dict[str, dict[str, float]]:
-    return {"sums": logged.sums, "largest": logged.largest | logged.seconds}
+def _numbers(values: Sequence[Tensor]) -> list[float]:
+    """0-dim tensors of one device as numbers, in one transfer."""
+    return torch.stack(list(values)).tolist() if values else []
 
 
 def straggler(worked: Sequence[float]) -> dict[str, float]:

@@ -43,6 +43,60 @@ def test_a_reduction_starts_afresh(ranks2: RankPool) -> None:
     assert [after for _, after in ranks2.run(_reduced)] == [{}, {}]
 
 
+def _names_one_after_another() -> list[dict[str, float]]:
+    """Metrics of steps in which now one rank, now the other logs something new."""
+    rank, metrics, transport = dist.get_rank(), Metrics(), Transport()
+    steps = []
+    for step in range(3):
+        metrics.sum("always", 1.0)
+        if step == 1 + rank:
+            metrics.largest(f"of/rank{rank}", -2.0)
+        steps.append(metrics.reduce(transport))
+    return steps
+
+
+def test_a_name_that_one_rank_logs_for_the_first_time_is_learned_by_all(ranks2: RankPool) -> None:
+    expected = [{"always": 2.0}, {"always": 2.0, "of/rank0": -2.0}, {"always": 2.0, "of/rank1": -2.0}]
+    assert ranks2.run(_names_one_after_another) == [expected] * 2
+
+
+def _collectives_of_a_step() -> list[int]:
+    """How often this rank gathered in each of three steps of the same names."""
+    transport, waits = Transport(), _Waits()
+    transport.watch = waits
+    metrics, counts = Metrics(), []
+    for _ in range(3):
+        metrics.sum("sum", 1.0)
+        metrics.mean("mean", 1.0, 1.0)
+        waits.count = 0
+        metrics.reduce(transport)
+        counts.append(waits.count)
+    return counts
+
+
+class _Waits:
+    """Counts collectives."""
+
+    count = 0
+
+    def wait(self, name: str, start: float, end: float) -> None:
+        self.count += 1
+
+    def flight(self, name: str, start: float, end: float) -> None:
+        raise AssertionError(name)
+
+
+def test_metrics_are_one_tensor_and_one_collective_once_their_names_are_known(ranks2: RankPool) -> None:
+    # at first: one gather that says that names are new, two of the names and their lengths, and one of the numbers
+    assert ranks2.run(_collectives_of_a_step) == [[4, 1, 1]] * 2
+
+
+def test_a_mean_takes_its_total_and_its_count_from_different_devices() -> None:
+    metrics = Metrics()
+    metrics.mean("mean", torch.tensor(1.0, device="meta"), torch.tensor(1.0))
+    metrics.mean("mean", torch.tensor(1.0), torch.tensor(1.0, device="meta"))
+
+
 def test_the_straggler_is_told_with_how_much_longer_than_the_median_it_worked() -> None:
     assert straggler([2.0, 5.0, 1.0]) == {"time/straggler_rank": 1.0, "time/straggler_share": 1.5}
     assert straggler([2.0, 2.0]) == {"time/straggler_rank": 0.0, "time/straggler_share": 0.0}

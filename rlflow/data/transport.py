@@ -95,10 +95,10 @@ class Transport:
         if len(ranks) == 1:
             return [tensor]
         sent = tensor.contiguous().to(self.device)
-        received = [torch.empty_like(sent) for _ in ranks]
-        dist.all_gather(received, sent, group=self._groups[ranks])
-        self.metadata_bytes += sent.nbytes * len(ranks)
-        return [each.to(tensor.device) for each in received]
+        received = sent.new_empty(len(ranks) * sent.numel())
+        dist.all_gather_into_tensor(received, sent.view(-1), group=self._groups[ranks])
+        self.metadata_bytes += received.nbytes
+        return list(received.to(tensor.device).view(len(ranks), *sent.shape).unbind())
 
     def all_gather_ragged(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> list[Tensor]:
         """The 1-dim tensors of `ranks`, in their order; lengths may differ, the dtype may not."""

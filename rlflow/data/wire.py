@@ -150,9 +150,11 @@ def copied(pieces: Sequence[Piece], out: Tensor) -> Tensor:
     """`out`, filled with pieces of buffers on its device, one after another.
 
     Args:
-        pieces: Of as many bytes together as `out`.
+        pieces: Of as many bytes together as `out`; none where it is empty, as on a rank that only receives.
         out: `[bytes]` uint8.
     """
+    if not pieces:
+        return out
     if out.device.type != "cpu":
         return torch.cat([buffer[start:end] for buffer, start, end in pieces], out=out)
     into, at, last = out.numpy().data, 0, None
