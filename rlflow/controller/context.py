@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlflow.dag.node import Node
 from rlflow.data.batch import Batch, Rollout, to_device
+from rlflow.data.host_copy import on_device
 from rlflow.data.layout import Layout
 from rlflow.data.rows import RowSpace
 from rlflow.data.transport import Transport
@@ -119,13 +120,13 @@ class NodeContext:
             self.log(f"{name}/{part_name}", torch.tensor(part, dtype=self._dtype), None)
         if self._speaks(now):
             self._metrics.sum(f"{name}/errors", float(scores.errors))
-        return totals.to(self._device)
+        return on_device(totals, self._device)
 
     def log(self, name: str, x: Tensor, mask: Tensor | None) -> None:
         if not self._speaks(self._now()):
             return
         if mask is None:
-            self._metrics.mean(name, x.detach().double().sum(), torch.tensor(float(x.numel()), device=x.device))
+            self._metrics.mean(name, x.detach().double().sum(), float(x.numel()))
         else:
             self._metrics.mean(name, x.detach().double().where(mask.bool(), 0.0).sum(), mask.bool().sum())
 

@@ -29,6 +29,7 @@ from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, Sa
 from rlflow.data.balance import Balance
 from rlflow.data.batch import Batch, Rollout, to_device
 from rlflow.data.buffer import DataBuffer
+from rlflow.data.host_copy import bring_over, on_host
 from rlflow.data.kept import Kept
 from rlflow.data.layout import Layout
 from rlflow.data.prefetch import Prefetch
@@ -361,7 +362,7 @@ class Controller:
             if node.id not in self._repeated:
                 self._note_age(task, now)
         elif node.samples_in_place:
-            here, ranks = result.lengths.cpu(), task.layout.ranks
+            here, ranks = on_host(result.lengths), task.layout.ranks
             now.lengths[node.id] = read.gathered(task.layout, here, self._transport, ranks)
         elif node.role is not None:
             self._compared(node.role)
@@ -421,17 +422,18 @@ class Controller:
             raise UserError(f"rollout node `{node.id}` returned {type(result).__name__}; return what `generate` gives")
         prompts = now.spaces[BATCH]
         n = len(result.lengths) // max(len(prompts.held(layout, self._transport.rank)), 1)
-        ids = (result.group * n + _index_in_group(result.group)).cpu()
-        lengths = result.lengths.cpu()
+        of_rows = [result.group, result.lengths, result.prompt_ids.lengths, result.version]
+        bring_over(of_rows)
+        groups, lengths, prompt_lengths, versions = map(on_host, of_rows)
         space = self._gather_space(
             node.id,
             layout,
             now,
-            ids=ids,
-            groups=result.group.cpu(),
+            ids=groups * n + _index_in_group(groups),
+            groups=groups,
             lengths=lengths,
-            tokens=lengths + result.prompt_ids.lengths.cpu(),
-            versions=result.version.cpu(),
+            tokens=lengths + prompt_lengths,
+            versions=versions,
         )
         if self.partial is None and layout.publishes(self._transport.rank):
             self._measure(result)
@@ -439,10 +441,10 @@ class Controller:
 
     def _measure(self, rollout: Rollout) -> None:
         """The metrics of responses that have ended, of this rank's shard."""
-        rows = torch.tensor(float(len(rollout.lengths)))
-        self._metrics.mean("rollout/length", rollout.lengths.sum(), rows)
+        rows, tokens = float(len(rollout.lengths)), on_host(rollout.lengths).sum()
+        self._metrics.mean("rollout/length", tokens, rows)
         self._metrics.mean("rollout/truncated", (~rollout.finished).sum(), rows)
-        self._metrics.sum("rollout/tokens", float(rollout.lengths.sum()))
+        self._metrics.sum("rollout/tokens", float(tokens))
         if self.partial is not None:
             places = torch.arange(rollout.versions.shape[1], device=rollout.versions.device)
             newer = (rollout.versions > rollout.version[:, None]) & (places < rollout.lengths[:, None])
@@ -453,7 +455,7 @@ class Controller:
         if (self._staleness or self._fills) and self._transport.rank == run.layout.ranks[0]:
             versions = now.spaces[run.node_id].versions
             ages = self.version_after(now.step) - versions
-            self._metrics.mean("rollout/staleness", ages.sum(), torch.tensor(float(len(versions))))
+            self._metrics.mean("rollout/staleness", ages.sum(), float(len(versions)))
 
     def _gather_space(self, name: str, layout: Layout, now: InStep, **rows: Tensor) -> RowSpace:
         now.spaces[name] = RowSpace.gather(

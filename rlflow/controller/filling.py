@@ -96,7 +96,7 @@ class Filling:
         self._keeping.put(filled.only(step), now)
         self.surplus = filled.only(left) if len(left) else None
         if fill.filter_id is not None and drawn:
-            self._metrics.mean("filter/kept", torch.tensor(float(kept)), torch.tensor(float(drawn)))
+            self._metrics.mean("filter/kept", float(kept), float(drawn))
         self._metrics.number(f"{self.part}/draws", float(draws))
         self._metrics.number(f"{self.part}/surplus", float(len(left)))
 

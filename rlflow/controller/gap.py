@@ -48,7 +48,7 @@ class LogprobGap:
         """Compare logprobs `[B, T]` of equal weights where `mask` is true."""
         gap = (trainer.detach().double() - engine.double()).abs() * mask
         self._metrics.mean(GAP, gap.sum(), mask.sum())
-        self._metrics.largest(LARGEST_GAP, gap.max().item() if gap.numel() else 0.0)
+        self._metrics.largest(LARGEST_GAP, gap.max() if gap.numel() else 0.0)
 
     def check(self, reduced: dict[str, float]) -> None:
         """Stop the run if the step's gap is above the limit.

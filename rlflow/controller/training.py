@@ -14,6 +14,7 @@ from torch import Tensor
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import Node
 from rlflow.data.batch import Pairs, PerSample, take_rows
+from rlflow.data.host_copy import on_host
 from rlflow.data.layout import Layout
 from rlflow.data.rows import RowSpace
 from rlflow.data.transport import Transport
@@ -93,18 +94,18 @@ class Training:
         mini = self._take(values, rows)
         scored = _scored(mini)
         mask = _mask(scored, per_sample=node.returns == PerSample)
-        total, most = self._agree(int(loss_count(mask, mode)), len(handle.plan.split(scored)), layout)
+        total, most = self._agree(int(loss_count(on_host(mask), mode)), len(handle.plan.split(scored)), layout)
         if total == 0:
             return  # nothing to learn from on any rank
         method = getattr(self._module, node.id)
-        loss_here = torch.zeros((), dtype=torch.float64)
+        loss_here: Tensor | float = 0.0  # float64, on the device
         for part, micro in enumerate(handle.plan.split(scored, at_least=most)):
             with handle.training():
                 loss = method(**self._take(mini, micro))
             _check_shape(node, loss, mask[micro])
             share = loss_sum(loss, loss_weights(mask[micro], mode, longest)) / total
             self._strategy.backward(node.role, share, last=part == most - 1)
-            loss_here = loss_here + share.detach().double().cpu()
+            loss_here = loss_here + share.detach().double()
         self._before_update(node.role)
         self._finish(node.role, loss_here, self._strategy.step(node.role), layout)
 
@@ -117,10 +118,10 @@ class Training:
         counts, numbers = torch.stack(self._transport.all_gather(here, layout.ranks)).T
         return int(counts[:: layout.copies].sum()), int(numbers.max())
 
-    def _finish(self, role: str, loss_here: Tensor, grad_norm: float, layout: Layout) -> None:
+    def _finish(self, role: str, loss_here: Tensor | float, grad_norm: float, layout: Layout) -> None:
         rank = self._transport.rank
         if layout.publishes(rank):  # the shares of all shards add up to one loss an update
-            self._metrics.mean(f"{role}/loss", loss_here, torch.tensor(1.0 if rank == layout.ranks[0] else 0.0))
+            self._metrics.mean(f"{role}/loss", loss_here, 1.0 if rank == layout.ranks[0] else 0.0)
         if math.isfinite(grad_norm):
             self._skipped[role] = 0
             self._metrics.number(f"{role}/grad_norm", grad_norm)

@@ -64,7 +64,7 @@ def validate(
         if not layout.publishes(transport.rank):
             continue
         scores = torch.tensor(scored(module.reward, rollout.texts, rollout.rows).total, dtype=torch.float64)
-        rows = torch.tensor(float(len(scores)))
+        rows = float(len(scores))
         right = scores >= FULL_REWARD
         metrics.mean(f"{prefix}/reward", scores.sum(), rows)
         metrics.mean(f"{prefix}/accuracy", right.sum(), rows)

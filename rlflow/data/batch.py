@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rlflow.data.host_copy import is_on_host, on_device, on_host, remember, rows_at
 from rlflow.errors import UserError
 
 
@@ -58,18 +59,25 @@ class Ragged:
 
     def rows(self) -> tuple[Tensor, ...]:
         """Views of the rows, in order."""
-        return torch.split(self.values, self.lengths.tolist())
+        return torch.split(self.values, on_host(self.lengths).tolist())
 
     def take(self, index: Tensor) -> Ragged:
         """The rows at `index` `[K]` int64, in that order."""
-        rows = self.rows()
-        chosen = [rows[i] for i in index.tolist()]
-        values = torch.cat(chosen) if chosen else self.values[:0]
-        return Ragged(values, self.lengths[index])
+        lengths, order = on_host(self.lengths).tolist(), on_host(index).tolist()
+        values = _chosen(self.values, lengths, order)
+        if is_on_host(self.values):
+            remember(values, _chosen(on_host(self.values), lengths, order))
+        return Ragged(values, rows_at(self.lengths, index))
 
     def followed_by(self, other: Ragged) -> Ragged:
         """The rows of both, these first."""
         return Ragged(torch.cat([self.values, other.values]), torch.cat([self.lengths, other.lengths]))
+
+
+def _chosen(values: Tensor, lengths: list[int], order: list[int]) -> Tensor:
+    """The rows `order` of values that are rows of these lengths."""
+    rows = torch.split(values, lengths)
+    return torch.cat([rows[i] for i in order]) if order else values[:0]
 
 
 @dataclass(frozen=True)
@@ -295,8 +303,8 @@ def _take(column: Any, cut: Cut, index: Tensor) -> Any:
     if cut is Cut.RAGGED:
         return column.take(index)
     if cut is Cut.JSON:
-        return [column[i] for i in index.tolist()]
-    return column[index]
+        return [column[i] for i in on_host(index).tolist()]
+    return rows_at(column, index)
 
 
 def _join(parts: list[Any], cut: Cut) -> Any:
@@ -318,9 +326,9 @@ def _join(parts: list[Any], cut: Cut) -> Any:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The value with its tensors on `device`; lists stay as they are."""
+    """The value with its tensors on `device`, see `on_device`; lists stay as they are."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return on_device(value, device)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     moved = {field.name: to_device(getattr(value, field.name), device) for field in dataclasses.fields(value)}

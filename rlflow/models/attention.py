@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from rlflow.data.host_copy import on_host
 from rlflow.errors import UserError
 
 PACKED_ATTENTION = "rlflow_packed"
@@ -139,7 +140,7 @@ def packed_attention(
         if scores.plain:
             return _varlen(query, key, value, scores, cu_seq_lens_q, max_length_q), None
         return flexible(query, key, value, scores, cu_seq_lens_q, _compiled_flex_attention()), None
-    lengths = cu_seq_lens_q.diff().tolist()
+    lengths = on_host(cu_seq_lens_q).diff().tolist()
     sequences = zip(*(torch.split(states, lengths, dim=2) for states in (query, key, value)), strict=True)
     outputs = [_causal(q, k, v, scores).transpose(1, 2) for q, k, v in sequences]
     return torch.cat(outputs, 1), None  # [1, N, heads, head_dim]

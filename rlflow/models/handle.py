@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlflow.data.batch import Pairs
+from rlflow.data.host_copy import on_device
 from rlflow.errors import UserError
 from rlflow.models.lora import LoRA
 from rlflow.models.optimizer import Optimizer
@@ -176,7 +177,7 @@ class ModelHandle(ABC):
         with torch.no_grad():
             parts = self.plan.micro_batches(rows)
             scores = [self._score_once(take(rows, part), *arguments) for part in parts]
-        order = torch.cat(parts).argsort().to(rows.response_ids.device)
+        order = on_device(torch.cat(parts).argsort(), rows.response_ids.device)
         return tuple(torch.cat(values)[order] for values in zip(*scores, strict=True))
 
     def _score_once(self, rows: Responses, *arguments: object) -> tuple[Tensor, ...]:

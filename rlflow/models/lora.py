@@ -166,8 +166,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 def digest_of(model: nn.Module) -> str:
     """16 hexadecimal digits that differ when a weight of the model does; its adapters do not count."""
-    named = ((name, parameter) for name, parameter in model.named_parameters() if not is_adapter(name))
-    lines = (f"{plain_name(name)} {int(fingerprint(parameter.detach()))}" for name, parameter in named)
+    named = {plain_name(name): each for name, each in model.named_parameters() if not is_adapter(name)}
+    fingerprints = torch.stack([fingerprint(parameter.detach()) for parameter in named.values()]).tolist()
+    lines = (f"{name} {number}" for name, number in zip(named, fingerprints, strict=True))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

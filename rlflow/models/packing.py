@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlflow.data.balance import even_parts
 from rlflow.data.batch import PerToken, Ragged, TokenRows
+from rlflow.data.host_copy import bring_over, on_device, on_host, rows_at
 from rlflow.errors import UserError
 
 
@@ -36,7 +37,7 @@ class Responses(Protocol):
 
 def take(rows: Responses, index: Tensor) -> TokenRows:
     """The rows at `index` `[b]` int64, in that order."""
-    return TokenRows(rows.prompt_ids.take(index), rows.response_ids[index], rows.lengths[index])
+    return TokenRows(rows.prompt_ids.take(index), rows_at(rows.response_ids, index), rows_at(rows.lengths, index))
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class ModelInput:
 
     def to(self, device: torch.device) -> ModelInput:
         """The same on another device."""
-        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        moved: dict[str, Any] = {k: on_device(v, device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved)
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor | None, int, Tensor, Tensor]:
@@ -133,9 +134,11 @@ ALONE = Peers()
 
 
 def on_cpu(rows: Responses) -> TokenRows:
-    """The same rows, counted and laid out where that is cheap."""
-    prompts = Ragged(rows.prompt_ids.values.cpu(), rows.prompt_ids.lengths.cpu())
-    return TokenRows(prompts, rows.response_ids.cpu(), rows.lengths.cpu())
+    """The same rows, counted and laid out where that is cheap; brought over from a device once, in one transfer."""
+    prompts = rows.prompt_ids
+    bring_over([prompts.values, prompts.lengths, rows.response_ids, rows.lengths])
+    here = Ragged(on_host(prompts.values), on_host(prompts.lengths))
+    return TokenRows(here, on_host(rows.response_ids), on_host(rows.lengths))
 
 
 def no_rows() -> TokenRows:

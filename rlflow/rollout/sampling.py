@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from rlflow.data.batch import Batch, Pairs, Rollout
+from rlflow.data.batch import Batch, Pairs, Ragged, Rollout
+from rlflow.data.host_copy import bring_over, on_host
 from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, sampling_seed
 from rlflow.rollout.responses import Part, Responses
 
@@ -43,7 +44,9 @@ def sample(
         dtype: Of the logprobs.
         part: Where responses may be cut off: the rows are then as far as they got, see `under_way`.
     """
-    prompts = [row.tolist() for row in batch.prompt_ids.rows() for _ in range(n)]
+    bring_over([batch.prompt_ids.values, batch.prompt_ids.lengths])
+    prompt_ids = Ragged(on_host(batch.prompt_ids.values), on_host(batch.prompt_ids.lengths))
+    prompts = [row for tokens in prompt_ids.rows() for row in [tokens.tolist()] * n]
     seeds = [sampling_seed(seed, draw, node, prompt, index) for prompt in ids for index in range(n)]
     begun = None if part is None else part.begun
     groups = torch.tensor(list(ids), dtype=torch.int64).repeat_interleave(n)
@@ -57,10 +60,10 @@ def sample(
         made = engine.generate(asked, [seeds[row] for row in rows], replace(sampling, max_tokens=limit), version)
         completions |= zip(rows, made, strict=True)
     responses = responses.extended(completions, version)
-    every_n = torch.arange(len(batch.prompt_ids)).repeat_interleave(n)
+    every_n = torch.arange(len(prompt_ids)).repeat_interleave(n)
     oldest = responses.versions[:, 0].long() if prompts else responses.lengths  # versions only grow; without rows, none
     return Rollout(
-        prompt_ids=batch.prompt_ids.take(every_n),
+        prompt_ids=prompt_ids.take(every_n),
         response_ids=responses.response_ids,
         loss_mask=torch.arange(responses.response_ids.shape[1])[None, :] < responses.lengths[:, None],  # [B * n, T]
         lengths=responses.lengths,

@@ -1,0 +1,81 @@
+"""Copies on the host of what it counts and cuts by: tokens, lengths, masks.
+
+A transfer to or from a device makes the host wait until the device has done all that it was given. So a tensor that
+goes to a device leaves a copy behind where the host may ask for it, rows are taken of both, and what came from another
+rank is brought over once, many tensors at a time. On the CPU all this is the tensor itself.
+
+A copy is forgotten when its tensor, or it, was changed in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+_NAME = "_rlflow_host_copy"  # of the attribute that holds copy and versions
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU, not to be changed; brought over at most once."""
+    if tensor.is_inference():  # nothing counts its changes
+        return tensor.cpu()
+    bring_over([tensor])
+    copy: Tensor = tensor if tensor.device.type == "cpu" else getattr(tensor, _NAME)[0]
+    return copy
+
+
+def bring_over(tensors: Iterable[Tensor]) -> None:
+    """Give each tensor without one a copy on the host; one transfer for all of a device."""
+    lacking: dict[torch.device, dict[int, Tensor]] = {}
+    for tensor in tensors:
+        if not is_on_host(tensor) and not tensor.is_inference():
+            lacking.setdefault(tensor.device, {})[id(tensor)] = tensor
+    for of_device in lacking.values():
+        parts = list(of_device.values())
+        flat = [part.detach().contiguous().view(-1).view(torch.uint8) for part in parts]
+        arrived = torch.cat(flat).cpu().split([part.nbytes for part in parts])
+        for part, copy in zip(parts, arrived, strict=True):
+            remember(part, copy.clone().view(part.dtype).view(part.shape))
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether the host has the tensor's numbers, and need not wait for them."""
+    if tensor.device.type == "cpu":
+        return True
+    copy, *versions = getattr(tensor, _NAME, (None, None, None))
+    return copy is not None and versions == [tensor._version, copy._version]
+
+
+def remember(tensor: Tensor, copy: Tensor) -> Tensor:
+    """`tensor`, of which the host has this copy."""
+    if tensor.device.type != "cpu" and not tensor.is_inference() and not copy.is_inference():
+        setattr(tensor, _NAME, (copy, tensor._version, copy._version))
+    return tensor
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`, where the host does not wait for it; what is not floating point stays on the host too.
+
+    Args:
+        tensor: In memory that is not pinned: the driver has read it when this returns.
+        device: Where it is wanted.
+    """
+    if tensor.device.type != "cpu":
+        return tensor.to(device)
+    moved = tensor.to(device, non_blocking=True)
+    return moved if tensor.is_floating_point() else remember(moved, tensor)
+
+
+def rows_at(tensor: Tensor, index: Tensor) -> Tensor:
+    """`tensor[index]`, which the host has where it has both.
+
+    Args:
+        tensor: `[B, ...]`.
+        index: `[K]` int64, on any device.
+    """
+    taken = tensor[on_device(index, tensor.device)]
+    if tensor.device.type != "cpu" and is_on_host(tensor) and is_on_host(index):
+        remember(taken, on_host(tensor)[on_host(index)])
+    return taken
