@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from rlflow import status
 from rlflow.errors import UserError, one_line
+from rlflow.loggers.secrets import text_without_secrets, without_shapes
 from rlflow.status import refusing_exits
 from rlflow.supervisor import supervise
 
@@ -115,15 +116,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _tell(f"rlflow: error: {error}")
         _end(2)
     except Exception as error:
-        _tell(traceback.format_exc().rstrip())
+        print(without_shapes(traceback.format_exc()), end="", file=sys.stderr)
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         _tell(f"rlflow: {type(error).__name__}: {one_line(error)}{notes}")
         _end(1)
 
 
 def _tell(text: str) -> None:
-    from rlflow.loggers.secrets import text_without_secrets
-
     print(text_without_secrets(text), file=sys.stderr)
 
 

@@ -80,7 +80,7 @@ def read_graph(module: RLModule) -> Graph:
     for name in ("group_size", "max_response_length", "max_draws"):
         if (size := getattr(module, name)) < 1:
             raise UserError(f"`{name}` is {size}; give 1 or more")
-    if not module.temperature > 0:
+    if not 0 < module.temperature < math.inf:
         raise UserError(f"`temperature` is {module.temperature}; it divides the logits, so give more than 0")
     module.configure_models()
     told = bind(module)

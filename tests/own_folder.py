@@ -82,12 +82,25 @@ def raises_on_rank_1(text, row):
     return 1.0
 
 
+def exits(text, row):
+    raise SystemExit(0)
+
+
+def leaves(text, row):
+    os._exit(0)
+
+
+def returns_infinity_in_float32(text, row):
+    return 1e308
+
+
 def killed_on_rank_1(text, row):
     if os.environ.get("LOCAL_RANK") == "1":
         print(f"killed at {time.time()}", file=open("killed.txt", "w"), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     return 1.0
 """,
+    "leaving_algorithm.py": "import sys\nfrom rlflow.algorithms import GRPO\nsys.exit(0)\n",
     "broken_algorithm.py": "import a_module_that_nobody_has\n",
     "not_json.jsonl": '{"question": "1+1=", "answer": "2"}\n{"question": 1+1=\n',
     "empty.jsonl": "",

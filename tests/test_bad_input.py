@@ -18,7 +18,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())  # `main` puts the folder there
-    for name in ("my_algorithm", "my_rewards", "broken_algorithm"):
+    for name in ("my_algorithm", "my_rewards", "broken_algorithm", "leaving_algorithm"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
@@ -193,6 +193,45 @@ BEFORE_ANY_MODEL: list[tuple[str, dict[str, Any], str]] = [
         "a setting that the algorithm does not use",
         {"module.class_path": "rlflow.algorithms.GSPO", "module.init_args.dual_clip": 3.0},
         "`module.init_args.dual_clip` is 3.0, which GSPO has no use for; leave it out",
+    ),
+    (
+        "an infinite learning rate",
+        {"module.init_args.optimizer": {"lr": float("inf")}},
+        "`module.init_args.optimizer.lr` is inf; give at most 1000",
+    ),
+    (
+        "a learning rate that is no number",
+        {"module.init_args.optimizer": {"lr": float("nan")}},
+        "`module.init_args.optimizer.lr` is nan; give 0 or more",
+    ),
+    (
+        "a learning rate that no weight outlives",
+        {"module.init_args.optimizer": {"lr": 1e38}},
+        "`module.init_args.optimizer.lr` is 1e+38; give at most 1000",
+    ),
+    (
+        "an infinite limit of the gradient",
+        {"module.init_args.optimizer": {"gradient_clipping": float("inf")}},
+        "`module.init_args.optimizer.gradient_clipping` is inf; give at most 1e+09, or 0 for no limit",
+    ),
+    (
+        "an infinite temperature",
+        {"module.init_args.temperature": float("inf")},
+        "`module.init_args.temperature` is inf",
+    ),
+    ("one checkpoint", {"trainer.keep_checkpoints": 1}, "`trainer.keep_checkpoints` is 1; give 2 or more: the last"),
+    ("a negative seed", {"seed": -1}, "`seed` is -1; give a number from 0 to 4,294,967,295"),
+    ("a seed of 40 bits", {"seed": 2**40}, "`seed` is 1099511627776; give a number from 0 to 4,294,967,295"),
+    ("a run without a folder", {"trainer.run_dir": ""}, "`trainer.run_dir` is ''; name a folder, such as runs/mine"),
+    (
+        "a secret under an unknown key",
+        {"trainer.wandb_api_key": "opensesame"},
+        "`trainer.wandb_api_key` (***) is no known key",
+    ),
+    (
+        "a module that ends the process",
+        {"module.class_path": "leaving_algorithm.GRPO"},
+        "rank 0 called `sys.exit(0)` (before its first step), before the run came to its end; raise an error in its",
     ),
     ("no devices", {"trainer.devices": 0}, "`trainer.devices` is 0; give 1 or more"),
     ("less than no time", {"trainer.max_seconds": -1.0}, "`trainer.max_seconds` is -1.0; give more than 0"),
@@ -518,7 +557,12 @@ def test_a_rank_that_the_graph_has_not_is_refused(folder: Path, capfd: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("function", "reason"), [("raises", "KeyError: 'solution'"), ("nan", "ValueError: it returned nan")]
+    ("function", "reason"),
+    [
+        ("raises", "KeyError: 'solution'"),
+        ("nan", "ValueError: it returned nan"),
+        ("returns_infinity_in_float32", "ValueError: it returned 1e+308, which float32 cannot hold"),
+    ],
 )
 def test_a_reward_that_fails_is_told_with_its_sample(
     folder: Path, capfd: pytest.CaptureFixture[str], function: str, reason: str
@@ -528,3 +572,28 @@ def test_a_reward_that_fails_is_told_with_its_sample(
     assert f"reward `my_rewards.{function}` failed on sample 0 with {reason} (response " in line
     assert "row {'question': " in line
     assert line.endswith("; mend it, or set `on_error: zero`")
+
+
+def test_a_reward_that_calls_exit_is_told_with_its_rank_and_task(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(folder / "my.yaml", rewarded_by("exits"))
+    line = refusal(capfd, "fit", "--config", "my.yaml")
+    assert line.startswith("rank 0 called `sys.exit(0)` (step 1, run rewards: rank 0, ")
+
+
+@pytest.mark.parametrize(
+    ("option", "secret"),
+    [
+        ("--trainer.max_steps=sk-abcdefghijklmnop1234", "sk-abcdefghijklmnop1234"),
+        ("--trainer.hf_tokn=hf_abcdefghijklmnop1234", "hf_abcdefghijklmnop1234"),
+        ("--trainer.password=opensesame", "opensesame"),
+        ("password=opensesame", "opensesame"),
+    ],
+)
+def test_an_error_line_shows_no_secret(
+    folder: Path, capfd: pytest.CaptureFixture[str], option: str, secret: str
+) -> None:
+    line = refusal(capfd, "fit", "--config", "my.yaml", option)
+    assert secret not in line
+    assert "***" in line

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from rlflow.callbacks import Callback
 from rlflow.errors import UserError
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.tiny import write_tiny_model
+from rlflow.strategies import TrainingStrategy
 from rlflow.trainer import Trainer
-from tests.controller.runs import Fit, fit, grpo, sums
+from tests.controller.runs import ZERO2, ZERO3, Fit, failing_fit, fit, grpo, sums
 from tests.ranks import RankPool
 from tests.strategies.update import all_weights, backward, launch, trained
 
@@ -140,6 +142,71 @@ def test_a_checkpoint_holds_no_pickle_and_every_rank_wrote_a_part(
     assert json.loads((folder / "state.json").read_text())["step"] == 1
 
 
+class Spoils(Callback):
+    """Makes a weight NaN on one rank, after a step."""
+
+    def __init__(self, rank: int, after: int) -> None:
+        self.rank, self.after = rank, after
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        strategy = trainer.strategy
+        assert strategy is not None
+        if step == self.after and strategy.global_rank == self.rank:
+            weight = strategy._roles["actor"].model.trained()[0].parameter
+            getattr(weight, "ds_tensor", weight).data[-1] = torch.nan
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("strategy", [ZERO2, ZERO3])
+def test_weights_that_one_rank_has_infinite_or_nan_are_not_saved_and_the_last_good_ones_stay(
+    strategy: Callable[[], TrainingStrategy], model: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    settings = {"max_steps": 2, "save_every_n_steps": 1, "callbacks": [StopAfter(1)]}
+    run = Fit(grpo(model), sums(8, 2), tmp_path / "run", strategy, settings=settings)
+    ranks2.run(fit, run)
+    good = {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")}
+    again = {**settings, "callbacks": [Spoils(1, after=2)], "ckpt_path": "last"}
+    for result in ranks2.run(failing_fit, replace(run, settings=again)):
+        assert result.error.startswith("the weights of `actor` are infinite or NaN after step 2, 'model.embed_tokens")
+        assert "so they were not saved; what was saved before is still there" in result.error
+    assert {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")} == good
+
+
+def test_the_last_two_checkpoints_are_kept_and_those_of_an_abandoned_future_are_not(
+    model: Path, tmp_path: Path
+) -> None:
+    def run(**settings: Any) -> list[str]:
+        given = {"max_steps": 4, "save_every_n_steps": 1, **settings}
+        fit(Fit(grpo(model), sums(8, 2), tmp_path / "run", settings=given))
+        return sorted(path.name for path in (tmp_path / "run/checkpoint").iterdir())
+
+    assert run(keep_checkpoints=3) == ["step-00000002", "step-00000003", "step-00000004"]
+    second = str(tmp_path / "run/checkpoint/step-00000002")
+    assert run(ckpt_path=second, callbacks=[StopAfter(3)]) == ["step-00000002", "step-00000003"]
+
+
+def test_the_last_checkpoint_is_the_last_complete_one(tmp_path: Path) -> None:
+    def write(name: str, **files: int) -> Path:
+        folder = tmp_path / "checkpoint" / name
+        folder.mkdir(parents=True)
+        (folder / "actor.json").write_text("12345")
+        stored = {"format": checkpoint.FORMAT, "step": 1, "files": files or {"actor.json": 5}}
+        (folder / "state.json").write_text(json.dumps(stored))
+        return folder
+
+    complete = write("step-00000001")
+    write("step-00000002", **{"actor.json": 6})
+    write("step-00000003", **{"actor.json": 5, "actor-00000-of-00001.safetensors": 9})
+    (write("step-00000004") / "state.json").write_text("{")
+    write("step-00000005.draft")
+    assert checkpoint.find("last", tmp_path) == complete
+    with pytest.raises(UserError, match=r"step-00000002', which has 5 of the 6 bytes of actor.json; give a checkpoint"):
+        checkpoint.find(str(tmp_path / "checkpoint/step-00000002"), tmp_path)
+
+
 def test_a_run_without_a_checkpoint_has_no_last_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"`trainer.ckpt_path` is `last`, but .* has no checkpoint"):
         checkpoint.find("last", tmp_path)
@@ -147,7 +214,7 @@ def test_a_run_without_a_checkpoint_has_no_last_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("seed", "data", "told"), [(1, "rows", "`seed` is 1"), (0, "others", "training rows")])
 def test_another_seed_or_dataset_does_not_continue_a_run(seed: int, data: str, told: str, tmp_path: Path) -> None:
-    stored = {"format": checkpoint.FORMAT, "step": 2, "version": 2, "seed": 0, "data": "rows", "draws": 2}
+    stored = {"format": checkpoint.FORMAT, "step": 2, "version": 2, "seed": 0, "data": "rows", "draws": 2, "files": {}}
     (tmp_path / "state.json").write_text(json.dumps(stored))
     with pytest.raises(UserError, match=told):
         checkpoint.read_progress(tmp_path, seed, data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -59,6 +60,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "runs": {"module.class_path": "my_algorithm.ShortGRPO", **TWO_RANKS},
         "raises on rank 1": rewarded_by("raises_on_rank_1") | TWO_RANKS,
         "killed on rank 1": rewarded_by("killed_on_rank_1") | TWO_RANKS,
+        "leaves on rank 0": rewarded_by("leaves") | TWO_RANKS,
     }
     made = {name: tmp_path_factory.mktemp("own") for name in changes}
     for name, folder in made.items():
@@ -99,9 +101,18 @@ def test_a_rank_that_is_killed_ends_the_others_in_time_with_its_name(
 ) -> None:
     ended = ends["killed on rank 1"]
     assert ended.code == 1
-    assert ended.errors.splitlines()[-1] == "rank 1 was killed by SIGKILL; ended the other ranks"
+    line = r"rank 1 was killed by SIGKILL \(step 1, run rewards: ranks 0-1, .*\); ended the other ranks"
+    assert re.fullmatch(line, ended.errors.splitlines()[-1])
     died_at = float((folders["killed on rank 1"] / "killed.txt").read_text().split()[-1])
     assert ended.at - died_at < ENDS_WITHIN_S
+
+
+def test_a_reward_that_leaves_with_code_0_on_rank_0_is_named_and_the_run_has_failed(ends: dict[str, Ended]) -> None:
+    ended = ends["leaves on rank 0"]
+    assert ended.code == 1
+    (line,) = ended.errors.splitlines()
+    told = r"rlflow: error: rank 0 exited with code 0 \(step 1, run rewards: .*\), before the run came to its end"
+    assert re.fullmatch(told, line)
 
 
 def test_help_imports_neither_engine_nor_deepspeed_nor_wandb() -> None:

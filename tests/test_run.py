@@ -15,6 +15,7 @@ from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.trainer import Trainer
 from tests.controller.runs import ZERO2, Fit, OddCharacters, answers, failing_fit_of, fit, grpo, sums
+from tests.data.listed import Listed
 from tests.ranks import RankPool
 
 
@@ -148,13 +149,22 @@ def test_the_engine_of_validation_sleeps_while_a_graph_without_rollout_trains(po
         ("seed", "seed: 1", "seed: 0"),
         ("steps", "steps: 3", "steps: 2"),
         ("rows", "training rows: 9", "training rows: 8"),
+        ("prompts", "training data listed: ", "training data listed: "),
+        ("answers", "validation data listed: ", "validation data listed: "),
     ],
 )
 def test_a_rank_of_another_run_is_refused_with_the_first_difference(
     what: str, there: str, here: str, policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
-    ours = Fit(grpo(policy), sums(8, 2), tmp_path, ZERO2, settings={"max_steps": 2})
+    validation = Listed([{"question": "1+1=", "answer": "2"}])
+    other_prompts, other_answers, with_answers = sums(8, 2), sums(8, 2), sums(8, 2)
+    other_prompts.train = Listed([{"question": f"{i}+8="} for i in range(8)])
+    with_answers.validation, other_answers.validation = validation, Listed([{"question": "1+1=", "answer": "3"}])
+    data = with_answers if what == "answers" else sums(8, 2)
+    ours = Fit(grpo(policy), data, tmp_path, ZERO2, settings={"max_steps": 2})
     theirs = {
+        "prompts": Fit(grpo(policy), other_prompts, tmp_path, ZERO2, settings={"max_steps": 2}),
+        "answers": Fit(grpo(policy), other_answers, tmp_path, ZERO2, settings={"max_steps": 2}),
         "plan": Fit(grpo(policy, kl_coef=0.1), sums(8, 2), tmp_path, ZERO2, settings={"max_steps": 2}),
         "seed": Fit(grpo(policy), sums(8, 2), tmp_path, ZERO2, settings={"max_steps": 2, "seed": 1}),
         "steps": Fit(grpo(policy), sums(8, 2), tmp_path, ZERO2, settings={"max_steps": 3}),

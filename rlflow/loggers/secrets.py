@@ -12,10 +12,10 @@ _ANYWHERE = {"apikey", "credential", "credentials", "passphrase", "passwd", "pas
 _ANYWHERE |= {"accesskey", "accesstoken", "authtoken", "authorization", "privatekey", "secretkey"}
 _AT_THE_END = {"auth", "bearer", "cookie", "cookies", "dsn", "pat", "webhook"}
 # `hf_token` is a secret, `eos_token` is a text; `api_key` is one, `sort_key` is none.
-_TOKENS_OF_TEXT = set(
-    "additional bos cls end eos eot first image last mask next pad sep special start stop unk".split()
-)
-_KEYS = set("access account api auth client deploy encryption private secret service signing ssh storage wandb".split())
+_TOKENS_OF_TEXT = {"additional", "bos", "cls", "end", "eos", "eot", "first", "image", "last", "mask", "next", "pad"}
+_TOKENS_OF_TEXT |= {"sep", "special", "start", "stop", "unk"}
+_KEYS = {"access", "account", "api", "auth", "client", "deploy", "encryption", "private", "secret", "service"}
+_KEYS |= {"signing", "ssh", "storage", "wandb"}
 _SHAPES = re.compile(
     r"""
     \b(?:hf|api_org)_[A-Za-z0-9]{16,}                       # Hugging Face
@@ -42,8 +42,8 @@ _HEX = re.compile(r"[0-9a-f]{32,}", re.I)
 def without_secrets(config: Any) -> Any:
     """A copy of `config` (mappings, lists and plain values) in which secrets are `***`.
 
-    Secrets are the values of keys such as `api_key`, `hf_token` or `password`, unless None; the entries of a list of
-    headers or options under such keys too; and what looks like one wherever it stands, see `text_without_secrets`.
+    Secrets are the values of keys such as `api_key`, `hf_token` or `password`, unless None, and what looks like one
+    wherever it stands, see `text_without_secrets`.
     """
     if isinstance(config, Mapping):
         return {
@@ -57,13 +57,18 @@ def without_secrets(config: Any) -> Any:
 
 
 def text_without_secrets(text: str) -> str:
-    """`text` with `***` for API tokens by their shapes, private keys, logins in URLs, and `password: value`."""
+    """`text` with `***` for what `without_shapes` hides, and for the value in `password: value`."""
+    return _ENTRY.sub(
+        lambda entry: f"{entry[1]}{entry[2]}{_quoted(entry[3])}" if is_secret_key(entry[1]) else entry[0],
+        without_shapes(text),
+    )
+
+
+def without_shapes(text: str) -> str:
+    """`text` with `***` for API tokens by their shapes, private keys, and logins and signatures in URLs."""
     text = _SHAPES.sub(HIDDEN, text)
     text = _BEARER.sub(rf"\1 {HIDDEN}", text)
-    text = _QUERY.sub(rf"\1{HIDDEN}", text)
-    return _ENTRY.sub(
-        lambda entry: f"{entry[1]}{entry[2]}{_quoted(entry[3])}" if is_secret_key(entry[1]) else entry[0], text
-    )
+    return _QUERY.sub(rf"\1{HIDDEN}", text)
 
 
 def is_secret_key(key: str) -> bool:

@@ -67,7 +67,7 @@ def scored(reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]])
                 _number(value)
             except (TypeError, ValueError) as error:
                 raise UserError(
-                    f"{reward} failed on sample {i}: {error} as `{name}` ({_place(texts[i], rows[i])}); mend it"
+                    f"{reward} failed on sample {i} (`{name}`): {error} ({_place(texts[i], rows[i])}); mend it"
                 ) from error
     return scores
 
@@ -125,11 +125,15 @@ def _number(score: Any) -> float:
     """As training reads it: a float32."""
     if not isinstance(score, numbers.Real):
         raise TypeError(f"it returned {score!r:.60}, not a number")
-    if not math.isfinite(score):
-        raise ValueError(f"it returned {score}")
-    if abs(float(score)) > LARGEST:
-        raise ValueError(f"it returned {score}, which float32 cannot hold")
-    return float(score)
+    try:
+        value = float(score)
+    except OverflowError:  # of an integer
+        value = math.inf
+    if not math.isfinite(value):
+        raise ValueError(f"it returned {value}")
+    if abs(value) > LARGEST:
+        raise ValueError(f"it returned {value}, which float32 cannot hold")
+    return value
 
 
 def _place(text: str, row: dict[str, Any]) -> str:

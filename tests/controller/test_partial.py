@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -334,6 +335,10 @@ def test_groups_that_have_ended_are_not_lost_either(policy: Path, tmp_path: Path
     settings = {"save_every_n_steps": 1, "callbacks": [StopAfter(1)]}
     result = fit(given(policy, tmp_path, SingleProcess, **settings))
     assert result.steps[0]["rollout/surplus"] > 0
-    (tmp_path / "checkpoint/step-00000001/under-way.json").unlink()
+    checkpoint = tmp_path / "checkpoint/step-00000001"
+    (checkpoint / "under-way.json").unlink()
+    stored = json.loads((checkpoint / "state.json").read_text())
+    del stored["files"]["under-way.json"]
+    (checkpoint / "state.json").write_text(json.dumps(stored))
     rest = failing_fit(given(policy, tmp_path, SingleProcess, partial_rollout=None, ckpt_path="last"))
     assert "has groups that wait for the next step, which would be lost" in rest.error

@@ -191,6 +191,11 @@ def test_the_digest_tells_datasets_apart_that_read_differently() -> None:
     assert loader(rows, seed=1).scan.digest in digests
 
 
+def test_the_digest_tells_columns_apart_that_only_a_reward_reads() -> None:
+    digests = {loader([{"question": "a", "answer": answer}]).scan.digest for answer in ("1", "2")}
+    assert len(digests) == 2
+
+
 def test_a_scan_of_several_chunks_misses_no_row() -> None:
     data = loader(numbered(2500), prompts_per_step=2500, shuffle=False)
 

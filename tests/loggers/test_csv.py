@@ -47,3 +47,11 @@ def test_a_run_that_goes_on_replaces_the_steps_it_repeats(tmp_path: Path) -> Non
     later.start(tmp_path, first_step=3)
     later.log_metrics({"a": 1.0}, step=3)
     assert table(tmp_path) == [["step", "a"], ["1", "0.0"], ["2", "0.0"], ["3", "1.0"]]
+
+
+def test_a_row_that_a_killed_run_left_unfinished_does_not_stop_its_continuation(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,a\r\n1,0.0\r\n1")  # of 12
+    logger = CSVLogger()
+    logger.start(tmp_path, first_step=2)
+    logger.log_metrics({"a": 1.0}, step=2)
+    assert table(tmp_path) == [["step", "a"], ["1", "0.0"], ["2", "1.0"]]

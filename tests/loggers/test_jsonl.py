@@ -62,3 +62,14 @@ def test_a_run_that_goes_on_replaces_the_steps_it_repeats(tmp_path: Path) -> Non
     expected = [{"step": 1, "x": 0.0}, {"step": 2, "x": 1.0}, {"step": 3, "x": 1.0}, {"step": 4, "x": 1.0}]
     assert lines(tmp_path / "metrics.jsonl") == expected
     assert lines(tmp_path / "samples.jsonl") == expected
+
+
+def test_a_line_that_a_killed_run_left_unfinished_does_not_stop_its_continuation(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "x": 0.0}\n{"step": 2, "x"')
+    (tmp_path / "samples.jsonl").write_text('{"step": 1, "x": 0.0}\n{"ste')
+    logger = JSONLLogger()
+    logger.start(tmp_path, first_step=2)
+    logger.log_metrics({"x": 1.0}, step=2)
+    logger.finish()
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "x": 0.0}, {"step": 2, "x": 1.0}]
+    assert lines(tmp_path / "samples.jsonl") == [{"step": 1, "x": 0.0}]

@@ -4,19 +4,114 @@ from __future__ import annotations
 
 import pytest
 
-from rlflow.loggers.secrets import without_secrets
+from rlflow.loggers.secrets import text_without_secrets, without_secrets
 
 
 @pytest.mark.parametrize(
-    "key", ["api_key", "WANDB_API_KEY", "hf_token", "token", "password", "client-secret", "access_key"]
+    "key",
+    [
+        "api_key",
+        "WANDB_API_KEY",
+        "hf_token",
+        "token",
+        "authToken",
+        "password",
+        "password_of_the_store",
+        "passwd",
+        "client-secret",
+        "aws_secret_access_key",
+        "access_key",
+        "ssh_key",
+        "apikey",
+        "credentials",
+        "Authorization",
+        "basic_auth",
+        "cookie",
+        "slack_webhook",
+    ],
 )
 def test_the_value_of_a_secret_key_is_hidden_at_any_depth(key: str) -> None:
     assert without_secrets({"logger": [{"init_args": {key: "abc"}}]}) == {"logger": [{"init_args": {key: "***"}}]}
 
 
-@pytest.mark.parametrize("key", ["max_tokens", "token_budget", "tokenizer", "stop_token_ids", "keyword", "secretary"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "max_tokens",
+        "token_budget",
+        "tokenizer",
+        "stop_token_ids",
+        "keyword",
+        "secretary",
+        "eos_token",
+        "sort_key",
+        "key",
+    ],
+)
 def test_a_key_that_only_resembles_one_is_shown(key: str) -> None:
     assert without_secrets({key: 4096}) == {key: 4096}
+
+
+# Made up, in the shapes that the services give theirs.
+SHAPES = [
+    "hf_" + "aBcDeFgHiJkLmNoPqRsT",
+    "sk-proj-" + "abcd1234efgh5678",
+    "sk-ant-api03-" + "abcd1234-efgh_5678",
+    "ghp_" + "abcdefghijklmnop1234",
+    "github_pat_" + "11ABCDEFG0abcdefghij",
+    "AKIA" + "IOSFODNN7EXAMPLE",
+    "AIza" + "SyA1234567890abcdefghijklmnopqrstuv",
+    "xoxb-" + "123456789012-abcdefghijkl",
+    "glpat-" + "abcdefghij0123456789",
+    "eyJhbGciOiJIUzI1NiJ9" + ".eyJzdWIiOiIxMjM0In0" + ".abc_DEF-123",
+    "-----BEGIN RSA PRIVATE" + " KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----",
+]
+
+
+@pytest.mark.parametrize("secret", SHAPES)
+def test_a_secret_is_known_by_its_shape_whatever_key_and_text_it_stands_in(secret: str) -> None:
+    assert without_secrets({"note": [f"of {secret}"]}) == {"note": ["of ***"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Bearer abcdef123456", "Bearer ***"),
+        ("https://h.org/x?token=abc&page=2", "https://h.org/x?token=***&page=2"),
+        ("postgres://user:word@host/db", "postgres://***@host/db"),
+        ("host=h password=opensesame", "host=h password=***"),
+        ("{'api_key': 'opensesame', 'n': 1}", "{'api_key': '***', 'n': 1}"),
+    ],
+)
+def test_a_secret_within_a_text_is_hidden_and_the_rest_is_shown(text: str, shown: str) -> None:
+    assert text_without_secrets(text) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Qwen/Qwen2.5-0.5B-Instruct",
+        "/data/task-skills/sk-learn/rows.jsonl",
+        "sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",
+        "https://example.org/data?page=2",
+        "`actor.lr` is 1e-6: give more",
+        "the bearer of good news; tokens: 5, eos_token: <end>",
+    ],
+)
+def test_a_text_without_a_secret_is_shown_as_it_is(text: str) -> None:
+    assert text_without_secrets(text) == text
+
+
+def test_hexadecimal_digits_are_a_secret_under_a_key_and_a_digest_elsewhere() -> None:
+    digits = "0123456789abcdef0123456789abcdef01234567"
+    assert without_secrets({"wandbKey": digits, "key": digits}) == {"wandbKey": "***", "key": "***"}
+    assert without_secrets({"revision": digits}) == {"revision": digits}
+
+
+def test_a_section_of_secrets_keeps_its_keys() -> None:
+    assert without_secrets({"credentials": {"user": "me", "none": None}}) == {
+        "credentials": {"user": "***", "none": None}
+    }
 
 
 def test_a_secret_that_is_not_set_is_shown_as_not_set() -> None:

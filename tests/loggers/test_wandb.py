@@ -30,7 +30,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     folder.mkdir()
     logger = WandbLogger(project="sums", mode="offline", samples=1)
+    given, sys.argv = sys.argv, [*sys.argv, "--logger.init_args.api_key", "opensesame"]
     logger.start(folder)
+    sys.argv = given
     logger.log_config({"seed": 3, "module": {"class_path": "rlflow.algorithms.GRPO"}})
     logger.log_metrics({"reward/mean": 0.5}, step=1)
     logger.log_samples(
@@ -54,7 +56,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             history.setdefault(items["trainer/global_step"], {}).update(items)  # Lightning's name for a step
     (table,) = folder.rglob("*.table.json")
-    return {"run": run, "config": config, "history": history, "table": json.loads(table.read_text())}
+    told = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    return {
+        "opensesame": b"opensesame" in told,
+        "run": run,
+        "config": config,
+        "history": history,
+        "table": json.loads(table.read_text()),
+    }
 
 
 def records(data: bytes) -> Iterator[bytes]:
@@ -81,6 +90,10 @@ def test_metrics_stand_at_their_steps(recorded: dict[str, Any]) -> None:
 def test_the_config_is_recorded(recorded: dict[str, Any]) -> None:
     assert recorded["config"]["seed"] == 3
     assert recorded["config"]["module"] == {"class_path": "rlflow.algorithms.GRPO"}
+
+
+def test_the_command_line_which_may_hold_a_secret_is_not_recorded(recorded: dict[str, Any]) -> None:
+    assert not recorded["opensesame"]
 
 
 def test_samples_are_a_table_of_at_most_so_many_rows(recorded: dict[str, Any]) -> None:

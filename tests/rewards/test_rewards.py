@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
 from rlflow.data.tasks import ReasoningGym
 from rlflow.errors import UserError
-from rlflow.rewards import CallableReward, ExactMatch, MathVerify, ReasoningGymScore, Scores, WeightedSum
+from rlflow.rewards import CallableReward, ExactMatch, MathVerify, ReasoningGymScore, Reward, Scores, WeightedSum
+from rlflow.rewards.reward import scored
 
 
 def length(text: str, row: dict[str, Any]) -> float:
@@ -136,7 +139,7 @@ def test_what_a_reward_raises_is_told_in_one_line() -> None:
         CallableReward(verbose).score(["a\nb"], [{"q": "c\nd"}])
 
 
-@pytest.mark.parametrize("returned", [math.nan, math.inf, None, "1", [1.0]])
+@pytest.mark.parametrize("returned", [math.nan, math.inf, 1e39, 10**400, None, "1", [1.0]])
 def test_what_is_no_finite_number_is_an_error(returned: Any) -> None:
     with pytest.raises(UserError, match=r"failed on sample 0 .* it returned"):
         CallableReward(lambda text, row: returned).score(["a"], [{}])
@@ -170,6 +173,45 @@ def test_a_weighted_sum_counts_the_errors_of_its_parts() -> None:
 def test_every_part_of_a_sum_needs_its_weight(weights: dict[str, float]) -> None:
     with pytest.raises(UserError, match=r"`parts` are \[match\] but `weights` are for"):
         WeightedSum({"match": ExactMatch()}, weights)
+
+
+class Gives(Reward):
+    """What it was made with, whatever the samples are."""
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+    def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
+        return cast(Scores, self.given)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (Scores([1.0]), "Gives returned 1 scores as `total` for 2 samples; return one for each"),
+        (Scores([1.0, 2.0], {"p": [1.0, 1.0, 1.0]}), "Gives returned 3 scores as `p` for 2 samples; return one"),
+        ([1.0, 2.0], "Gives returned [1.0, 2.0] for 2 samples; return `rlflow.Scores`"),
+        (Scores([1.0, math.nan]), "Gives failed on sample 1 (`total`): it returned nan (response 'b', row {'n': 1})"),
+        (Scores([1e308, 1.0]), "Gives failed on sample 0 (`total`): it returned 1e+308, which float32 cannot hold ("),
+        (Scores([1.0, 1.0], {"p": [1.0, -1e39]}), "Gives failed on sample 1 (`p`): it returned -1e+39, which float32"),
+        (Scores([1.0, cast(float, None)]), "Gives failed on sample 1 (`total`): it returned None, not a number ("),
+    ],
+)
+def test_scores_that_cannot_be_trained_on_are_told_with_reward_and_sample(given: Any, line: str) -> None:
+    with pytest.raises(UserError) as raised:
+        scored(Gives(given), ["a", "b"], [{"n": 0}, {"n": 1}])
+    assert str(raised.value).startswith(line)
+
+
+def test_a_part_of_a_weighted_sum_is_checked_and_named() -> None:
+    reward = WeightedSum({"match": ExactMatch(), "given": Gives(Scores([math.inf, 0.0]))}, {"match": 1, "given": 0})
+    with pytest.raises(UserError, match=r"Gives failed on sample 0 \(`total`\): it returned inf"):
+        reward.score(["a", "b"], [{"answer": "a"}] * 2)
+
+
+def test_the_largest_number_of_float32_is_a_score() -> None:
+    largest = torch.finfo(torch.float32).max
+    assert scored(Gives(Scores([largest, -largest])), ["a", "b"], [{}, {}]).total == [largest, -largest]
 
 
 def test_no_samples_have_no_scores() -> None:

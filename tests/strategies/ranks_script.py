@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from rlflow.errors import UserError
+from rlflow.status import report
 from rlflow.strategies.launcher import RankLauncher
 
 HANGS_S = 600
@@ -37,6 +38,11 @@ def main(happening: str) -> None:
     elif happening == "rank 0 is killed":
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(HANGS_S)
+    elif happening == "rank 1 leaves with code 0 and rank 0 hangs":
+        if rank == 1:
+            report(rank, "step 2, run rewards")
+            os._exit(0)
         time.sleep(HANGS_S)
     elif happening == "rank 1 ends after rank 0" and rank == 1:
         time.sleep(2)
