@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +94,30 @@ def test_signals_that_are_sent_to_the_parent_reach_the_child(scripts: dict[str, 
         time.sleep(0.2)  # two at once would come in the order of their numbers
     assert script.stdout.readline() == "SIGTERM SIGINT SIGUSR1\n"
     assert ending(script) == (0, "")
+
+
+def test_ctrl_c_on_a_terminal_reaches_the_child_once() -> None:
+    master, terminal = pty.openpty()
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+    with subprocess.Popen(
+        [sys.executable, str(SCRIPT), "counts interrupts"],
+        env=os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])},
+        stdin=terminal,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=take_terminal,
+    ) as script:
+        waiting(script)
+        os.write(master, b"\x03")
+        assert script.stdout is not None
+        assert script.stdout.readline() == "SIGINT\n"
+        assert script.wait(60) == 0
+    os.close(master)
+    os.close(terminal)
 
 
 def test_the_child_of_a_parent_that_is_killed_dies_too(scripts: dict[str, subprocess.Popen[str]]) -> None:
