@@ -142,9 +142,10 @@ def write(
         (draft / STATE).write_text(json.dumps(stored, indent=2) + "\n")
         shutil.rmtree(folder / name, ignore_errors=True)
         draft.rename(folder / name)
-        complete = sorted(path.name for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.name <= name)
+        earlier = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.name <= name)
+        stays = [path for path in earlier if _lacks(path) is None][-keep:]
         for other in folder.glob("step-*"):
-            if other.name not in complete[-keep:]:
+            if other not in stays:
                 shutil.rmtree(other)
     strategy.barrier()
     return folder / name

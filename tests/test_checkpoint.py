@@ -183,7 +183,7 @@ def test_the_last_two_checkpoints_are_kept_and_those_of_an_abandoned_future_are_
         fit(Fit(grpo(model), sums(8, 2), tmp_path / "run", settings=given))
         return sorted(path.name for path in (tmp_path / "run/checkpoint").iterdir())
 
-    assert run(keep_checkpoints=3) == ["step-00000002", "step-00000003", "step-00000004"]
+    assert run(keep_checkpoints=3, callbacks=[StopAfter(4)]) == ["step-00000002", "step-00000003", "step-00000004"]
     second = str(tmp_path / "run/checkpoint/step-00000002")
     assert run(ckpt_path=second, callbacks=[StopAfter(3)]) == ["step-00000002", "step-00000003"]
 

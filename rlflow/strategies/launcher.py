@@ -148,6 +148,7 @@ class _Watch(threading.Thread):
         return max(1, self._ranks[rank].returncode)
 
     def _report(self, rank: int) -> None:
+        status.end()  # of this process, whose exit code follows from what is said here
         code, last = self._ranks[rank].returncode, self._statuses[rank]
         if code != TOLD or not last.ended:
             _say(self._terminal, f"rank {rank} {last.ending(code)}; ended the other ranks")
