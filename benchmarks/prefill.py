@@ -3,14 +3,14 @@
 Each line is a fresh process of one thread with a random Qwen2. `cures` compares the two ways in which seeds for each
 response work on the CPU: every prompt at once (no chunked prefill, so that a step takes the whole context), or parts of
 them and random numbers that are taken back (docs/design/0019). `budgets` and `blocks` vary `max_num_batched_tokens` and
-`block_size`. Equal bits: tokens and logprobs are those of the first line of their comparison.
+`block_size`. `other_tokens` counts responses that differ from those of the first line with the same prompts, and `gap` is
+the largest difference of the others' logprobs.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import json
 import re
 import tempfile
@@ -38,7 +38,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for name, cases in (("cures", cures()), ("budgets", budgets()), ("blocks", blocks())):
         if given.only in (None, name):
-            found[name] = [case | measured(given.hidden, given.layers, case, name) for case in cases]
+            found[name] = compared(given.hidden, given.layers, cases, name)
     print(json.dumps({"benchmark": "prefill", "hidden": given.hidden, "layers": given.layers, **found}))
 
 
@@ -70,24 +70,32 @@ def blocks() -> list[dict[str, Any]]:
     ]
 
 
-def measured(hidden: int, layers: int, case: dict[str, Any], name: str) -> dict[str, Any]:
-    """What a process measures in one case; printed."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_tiny_model(
-            Path(folder) / "model",
-            hidden_size=hidden,
-            intermediate_size=3 * hidden,
-            layers=layers,
-            max_position=case["context"],
-        )
-        (result,) = on_ranks(1, run, Path(folder) / "model", case)
-    shown = {key: value for key, value in case.items() if key not in ("prompts", "samples", "max_tokens")}
-    print(f"{name}: {json.dumps(shown | result)}", flush=True)
-    return result
+def compared(hidden: int, layers: int, cases: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """What a process of its own measures in each case, and how far its responses are from the first's; printed."""
+    found, firsts = [], {}
+    for case in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            model = write_tiny_model(
+                Path(folder) / "model",
+                hidden_size=hidden,
+                intermediate_size=3 * hidden,
+                layers=layers,
+                max_position=case["context"],
+            )
+            (result,) = on_ranks(1, run, model, case)
+        completions = result.pop("completions")
+        first = firsts.setdefault(str(case["prompts"]), completions)
+        pairs = list(zip(completions, first, strict=True))
+        same = [(one.logprobs, other.logprobs) for one, other in pairs if one.token_ids == other.token_ids]
+        gap = max(abs(a - b) for one, other in same for a, b in zip(one, other, strict=True))
+        settings = {key: case[key] for key in ("context", "whole", "budget", "block")}
+        found.append(settings | result | {"other_tokens": len(pairs) - len(same), "gap": gap})
+        print(f"{name}: {json.dumps(found[-1])}", flush=True)
+    return found
 
 
 def run(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
-    """Start an engine, and generate twice: once to warm up, with other seeds and cold caches both times."""
+    """Start an engine, and generate three times with a cold prefix cache, the first time to warm up."""
     import vllm
 
     if case["whole"]:
@@ -112,7 +120,7 @@ def run(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         "start_added_mib": round((started - before) / MIB),
         "generate_s": [round(each, 2) for each in seconds],
         "peak_mib": round(resident("VmHWM") / MIB),
-        "bits": hashlib.sha256(repr(completions).encode()).hexdigest()[:8],
+        "completions": completions,
     }
 
 
