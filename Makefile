@@ -1,5 +1,7 @@
 # The commands of rlflow; `make` alone lists them. Locked and tested on Linux x86-64 with Python 3.11.
 VENV ?= .venv
+# What the environment is made from: `cpu` or `cuda`; empty for what it is already, else the CPU's.
+LOCK ?=
 RUN := $(VENV)/bin
 UV ?= uv
 # Where `make lock` finds the CPU build of torch.
@@ -11,13 +13,13 @@ COMPILE := $(UV) pip compile --quiet $(UV_FLAGS) --python-version 3.11 --python-
 	--custom-compile-command "make lock"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test exact check lint docs lock wheel clean
+.PHONY: help setup quickstart test exact check lint docs lock cuda-env wheel clean
 
 help: ## List the commands
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
-setup: ## Make .venv from the lock of this machine, if it is not made from it already
-	@requirements/install.sh $(VENV)
+setup: ## Make .venv from a lock, if it is not made from it already: LOCK=cuda for GPUs, else the CPU's
+	@requirements/install.sh $(VENV) $(LOCK)
 
 quickstart: setup ## Train a small language model with SFT, then with GRPO on two ranks
 	$(RUN)/rlflow fit --config configs/quickstart_sft.yaml $(STAGES)
@@ -44,6 +46,10 @@ docs: setup ## Build the documentation into site/
 lock: ## Resolve requirements/*.in into requirements/*.lock (needs uv)
 	$(COMPILE) $(TORCH_CPU) requirements/cpu.in --override requirements/overrides.txt -o requirements/cpu.lock
 	$(COMPILE) requirements/cuda.in -o requirements/cuda.lock
+
+cuda-env: ## Install the lock for GPUs beside, on any machine, and check what can be checked without a GPU (maintainers)
+	@requirements/install.sh .venv-cuda cuda
+	.venv-cuda/bin/python requirements/check_cuda_env.py
 
 wheel: setup ## Build the wheel into dist/
 	$(RUN)/python -m build --wheel

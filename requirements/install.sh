@@ -1,9 +1,32 @@
 #!/bin/sh
 # Makes a virtual environment from a lock, and only when that lock is not the one it was made from.
-# Usage: requirements/install.sh FOLDER        e.g. requirements/install.sh .venv
+# Usage: requirements/install.sh FOLDER [LOCK]        e.g. requirements/install.sh .venv cuda
+# LOCK is `cpu` or `cuda`; without it, that of the environment that is there, else `cpu`.
 set -eu
 cd "$(dirname "$0")/.."
 venv=$1
+made_from="$venv/made-from.lock"
+oldest_driver=580 # that runs CUDA 13, for which requirements/cuda.lock is built
+
+chosen=${2:-}
+driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+case ${driver%%.*} in '' | *[!0-9]*) driver= ;; esac # no GPU, or what nvidia-smi says where there is none
+if [ -z "$chosen" ]; then
+    chosen=cpu
+    if [ -f "$made_from" ] && grep -q '^vllm==' "$made_from"; then chosen=cuda; fi
+    if [ "$chosen" = cpu ] && [ -n "$driver" ] && [ ! -f "$made_from" ]; then
+        echo "This machine has a GPU, which the CPU's environment does not use; for one that does: make setup LOCK=cuda" >&2
+    fi
+fi
+lock="requirements/$chosen.lock"
+if [ ! -f "$lock" ]; then
+    echo "LOCK is '$chosen', and there is no $lock; choose cpu or cuda" >&2
+    exit 2
+fi
+if [ "$chosen" = cuda ] && [ -n "$driver" ] && [ "${driver%%.*}" -lt "$oldest_driver" ]; then
+    echo "The NVIDIA driver of this machine is $driver, and $lock is for CUDA 13, which needs $oldest_driver or newer; install a newer driver, or choose the CPU: make setup LOCK=cpu" >&2
+    exit 2
+fi
 
 system="$(uname -s) $(uname -m)"
 if [ "$system" != "Linux x86_64" ]; then
@@ -20,16 +43,15 @@ if [ -z "$python" ]; then
     exit 2
 fi
 
-if nvidia-smi -L >/dev/null 2>&1; then lock=requirements/cuda.lock; else lock=requirements/cpu.lock; fi
-made_from="$venv/made-from.lock"
 pip() { PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip --quiet --quiet "$@"; } # errors only
 
 if ! cmp -s "$lock" "$made_from"; then
-    echo "Installing $lock into $venv: about 4 GB, a few minutes" >&2
+    echo "Installing $lock into $venv: 4 GB for the CPU, 9 for CUDA, a few minutes" >&2
     "$python" -m venv --clear "$venv"
     # The CPU build of torch is on no main index. pip is asked plainly first, since it may be set up to find it; an
-    # index given for every package would be asked for every package.
-    torch=$(grep '^torch==' "$lock")
+    # index given for every package would be asked for every package. `===` takes no build but the one named: where pip
+    # finds the CPU's too, 2.13.0+cpu would do for torch==2.13.0.
+    torch=$(sed -n 's/^torch==/torch===/p' "$lock")
     if ! plainly=$(pip install --no-deps "$torch" 2>&1); then
         pip install --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch" || {
             echo "$plainly" >&2

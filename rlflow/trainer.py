@@ -12,6 +12,7 @@ import torch
 from rlflow.callbacks.callback import Callback
 from rlflow.data.balance import Balance
 from rlflow.data.prompts import PromptData
+from rlflow.devices import require_accelerator, require_known_gpu
 from rlflow.errors import UserError
 from rlflow.loggers.logger import Logger
 from rlflow.models.context import cached_bytes, positions
@@ -198,9 +199,9 @@ class Trainer:
     ) -> dict[str, Any]:
         """Prepare a run, bring up its ranks, and `start` it on each."""
         from lightning.fabric import Fabric
-        from lightning.fabric.accelerators.cpu import CPUAccelerator
 
         self.should_stop = False
+        require_accelerator(self.accelerator)
         strategy = self.strategy or (SingleProcess() if self.machines.world_size == 1 else DeepSpeedStrategy())
         engine = self.rollout or TransformersEngine()
 
@@ -228,8 +229,10 @@ class Trainer:
             fabric = Fabric(
                 accelerator=self.accelerator, devices=self.devices, num_nodes=self.num_nodes, strategy=strategy
             )
+            require_known_gpu(strategy.root_device)
             if prepared.generates:
-                on_cpu = isinstance(strategy.accelerator, CPUAccelerator)
+                engine.require_device(strategy.root_device)
+                on_cpu = strategy.root_device.type == "cpu"
                 _check_lengths(engine, module, prepared, strategy.dtype, on_cpu)
             results: dict[str, Any] = fabric.launch(run)
         return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import settings
 
 from tests.ranks import RankPool
 
+os.environ["DS_ACCELERATOR"] = "cpu"  # the ranks of tests import deepspeed before a strategy has a device
 settings.register_profile("rlflow", deadline=None)  # a busy machine is no fault
 settings.load_profile("rlflow")
 

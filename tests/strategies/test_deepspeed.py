@@ -22,6 +22,7 @@ from tests.strategies.update import (
     bucket_bytes,
     deepspeed_update,
     frozen_scores,
+    overlapping_update,
     save_after_update,
     scheduled_update,
     spoiled_update,
@@ -78,6 +79,17 @@ class TestOneUpdate:
             found = {key: after.double() - before[key].detach() for key, after in outcome.weights.items()}
             assert distance(found, moved) < 1e-4
             assert distance(outcome.weights, reference[2]) < 1e-6
+
+
+@pytest.mark.parametrize("overlap_comm", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradient_and_norm_are_the_reference_s_whether_or_not_they_are_reduced_beside_the_backward_pass(
+    stage: int, overlap_comm: bool, tiny: Path, ranks2: RankPool, reference: Reference
+) -> None:
+    for overlaps, outcome in ranks2.run(overlapping_update, tiny, stage, overlap_comm, SGD):
+        assert overlaps == overlap_comm
+        assert distance(outcome.gradients[0], reference[0][0]) < 1e-5
+        assert outcome.norms == [pytest.approx(reference[1][0], rel=1e-5)]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -97,6 +97,14 @@ def deepspeed_update(
     return update(launch(stage, precision), folder, optimizer, checkpointing=checkpointing)
 
 
+def overlapping_update(folder: Path, stage: int, overlap_comm: bool, optimizer: Optimizer) -> tuple[bool, Outcome]:
+    """Whether DeepSpeed reduces gradients beside the backward pass, and one update."""
+    strategy = DeepSpeedStrategy(stage, overlap_comm=overlap_comm)  # type: ignore[arg-type]
+    Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy).launch()
+    outcome = update(strategy, folder, optimizer)
+    return strategy._engines["actor"].zero_overlap_comm(), outcome
+
+
 def two_roles(folders: list[Path], stage: int, optimizer: Optimizer) -> list[dict[str, Tensor]]:
     """Two trained roles side by side, one update each, their passes interleaved; their weights."""
     strategy = launch(stage)

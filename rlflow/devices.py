@@ -1,0 +1,92 @@
+"""What the GPUs of this machine must have, said before anything is loaded onto them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from rlflow.errors import UserError
+
+DRIVERS = {12: "525", 13: "580"}  # the oldest NVIDIA driver of each major version of CUDA; it runs all of its minors
+
+
+def require_accelerator(accelerator: str) -> None:
+    """Refuse what torch cannot run on: a driver that is older than its CUDA, with which `auto` would mean the CPU.
+
+    Args:
+        accelerator: `cpu`, `cuda` or `auto`.
+
+    Raises:
+        UserError: There is a driver, and it is too old; or `cuda` is asked for, and there is no GPU.
+    """
+    if accelerator == "cpu":
+        return
+    driver, built_for = cuda_of_driver(), torch.version.cuda
+    if driver is not None and built_for is not None and driver[0] < int(built_for.split(".")[0]):
+        raise UserError(
+            f"the NVIDIA driver of this machine is one for CUDA {driver[0]}.{driver[1]}, and torch {torch.__version__}"
+            f" was built for CUDA {built_for}, which needs driver {DRIVERS[int(built_for.split('.')[0])]} or newer;"
+            " install a newer driver, or set `trainer.accelerator: cpu`"
+        )
+    if accelerator == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"`trainer.accelerator` is 'cuda', and torch {torch.__version__} finds no CUDA GPU here; set `cpu`, or"
+            " install a build of torch for CUDA on a machine with a GPU (`make setup LOCK=cuda`)"
+        )
+
+
+def cuda_of_driver() -> tuple[int, int] | None:
+    """The newest CUDA that the installed NVIDIA driver runs, such as (13, 0); None without a driver."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    library.cuDriverGetVersion(ctypes.byref(version))  # needs no GPU to be set up
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def require_known_gpu(device: torch.device) -> None:
+    """Refuse a GPU for which torch's build, and vLLM's, which is for the same GPUs, has no kernels.
+
+    Args:
+        device: Of this rank.
+
+    Raises:
+        UserError: It is such a GPU.
+    """
+    if device.type != "cuda" or torch.version.cuda is None:
+        return
+    capability, known = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+    if not runs_on(capability, known):
+        raise UserError(
+            f"{device} is a {torch.cuda.get_device_name(device)} of compute capability {capability[0]}.{capability[1]},"
+            f" and torch {torch.__version__} was built for {' '.join(known)}; install builds that know this GPU, or"
+            " choose another by CUDA_VISIBLE_DEVICES"
+        )
+
+
+def runs_on(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
+    """Whether a GPU runs code that was built for these architectures.
+
+    Machine code (`sm_80`) runs on its own major version from its minor on, code of one GPU (`sm_90a`) on that alone;
+    PTX (`compute_120`) runs on all later ones.
+
+    Args:
+        capability: Major and minor version of the GPU.
+        built_for: As `torch.cuda.get_arch_list` gives them.
+    """
+    for architecture in built_for:
+        kind, _, number = architecture.partition("_")
+        major, minor = int(number.rstrip("af")[:-1]), int(number.rstrip("af")[-1])
+        if number.endswith("a"):
+            fits = kind == "sm" and (major, minor) == capability
+        elif kind == "sm":
+            fits = major == capability[0] and minor <= capability[1]
+        else:
+            fits = (major, minor) <= capability
+        if fits:
+            return True
+    return False
