@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from rlflow.memory_table import memory_table
 from rlflow.metrics import Metrics
 from rlflow.models.causal_lm import CausalLM
 from rlflow.module import RLModule
+from rlflow.out_of_memory import memory_watched, to_generate, to_load, to_score
 from rlflow.placement import handles
 from rlflow.preparation import Prepared, table, updates_of_run
 from rlflow.rollout.engine import RolloutEngine
@@ -231,7 +232,8 @@ class Run:
         for role, path in prepared.paths.items():
             updates = updates_of_run(self._module, role, self._data, prepared.steps) if role in trained else None
             if strategy.holds(role):
-                strategy.setup_role(role, handles(self._module)[role], path, updates)
+                with memory_watched(f"loading `{role}`", partial(to_load, strategy), strategy):
+                    strategy.setup_role(role, handles(self._module)[role], path, updates)
         self._set_up_engine()
         limit = trainer.logprob_gap_limit
         gap = LogprobGap(self._metrics, default_gap_limit(strategy.dtype) if limit is None else limit)
@@ -267,14 +269,18 @@ class Run:
         return controller
 
     def _set_up_engine(self) -> None:
-        if self._engine is not None:
+        if self._engine is None:
+            return
+        strategy = self._strategy
+        remedies = partial(to_generate, strategy, self._configured_engine)
+        with memory_watched("setting up the rollout engine", remedies, strategy):
             self._engine.setup(
                 str(self._prepared.paths[self._prepared.lead]),
-                dtype=self._strategy.dtype,
-                device=self._strategy.root_device,
+                dtype=strategy.dtype,
+                device=strategy.root_device,
                 rank=self._transport.rank,
                 world_size=self._transport.world_size,
-                local_rank=self._strategy.local_rank,
+                local_rank=strategy.local_rank,
                 seed=self._trainer.seed,
             )
 
@@ -353,22 +359,25 @@ class Run:
         assert loader is not None
         metrics = {}
         if prepared.scores_validation:
-            metrics = validate(
-                module,
-                self._engine,
-                loader,
-                self._transport,
-                prepared.layouts[ROLLOUT],
-                samples=self._trainer.val_samples,
-                seed=self._trainer.seed,
-                version=version,
-                stop_token_ids=prepared.stop_token_ids,
-                decode=self._decode,
-            )
+            remedies = partial(to_generate, self._strategy, self._configured_engine)
+            with memory_watched("validation, generating", remedies, self._strategy):
+                metrics = validate(
+                    module,
+                    self._engine,
+                    loader,
+                    self._transport,
+                    prepared.layouts[ROLLOUT],
+                    samples=self._trainer.val_samples,
+                    seed=self._trainer.seed,
+                    version=version,
+                    stop_token_ids=prepared.stop_token_ids,
+                    decode=self._decode,
+                )
         if has_validation_step(module):
             lead = prepared.layouts[prepared.lead]
             layout, device = Layout(lead.ranks, lead.shards), self._strategy.root_device
-            metrics |= run_validation_step(module, self._context, loader, self._transport, layout, device)
+            with memory_watched("validation, `validation_step`", partial(to_score, self._strategy), self._strategy):
+                metrics |= run_validation_step(module, self._context, loader, self._transport, layout, device)
         return metrics
 
     def _log(self, metrics: dict[str, float], done: int, records: bool = True) -> None:

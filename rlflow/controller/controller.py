@@ -42,6 +42,7 @@ from rlflow.loggers.trace import Trace
 from rlflow.metrics import Metrics
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
+from rlflow.out_of_memory import memory_watched, to_generate, to_hold_rows, to_score, to_train
 from rlflow.rollout.engine import NO_VERSION, RolloutEngine
 from rlflow.status import report
 from rlflow.strategies.strategy import TrainingStrategy
@@ -153,7 +154,8 @@ class Controller:
         self._metrics.step = step
         for callback in self._callbacks:
             callback.on_task_start(str(task), step)
-        with self._watched(task, step):
+        doing = f"step {step + 1}, {self._doing(task)}"
+        with self._watched(task, step), memory_watched(doing, lambda: self._remedies(task), self._strategy):
             match task:
                 case Load():
                     self._load(task, step)
@@ -469,6 +471,28 @@ class Controller:
 
     def _steps_in_flight(self, done: int) -> range:
         return range(done, min(done + self._staleness, self._steps))
+
+    def _doing(self, task: Task) -> str:
+        """The task in an error: its node and role, or what it brings where."""
+        if not isinstance(task, RunNode | TrainNode):
+            return " ".join(str(task).split())
+        role = self._graph.nodes[task.node_id].role
+        return f"node `{task.node_id}`{f' of role `{role}`' if role else ''}"
+
+    def _remedies(self, task: Task) -> list[str]:
+        """What lowers the memory that a task takes."""
+        if isinstance(task, SyncWeights):
+            return ["lower `trainer.sync_bucket_bytes`", *to_generate(self._strategy, self._engine)]
+        if not isinstance(task, RunNode | TrainNode):
+            return to_hold_rows()
+        node = self._graph.nodes[task.node_id]
+        if node.kind == "rollout":
+            return to_generate(self._strategy, self._engine)
+        if node.role is None:
+            return to_hold_rows()
+        if isinstance(task, TrainNode):
+            return to_train(self._strategy, getattr(self._module, node.role))
+        return to_score(self._strategy)
 
     @contextmanager
     def _watched(self, task: Task, step: int) -> Iterator[None]:

@@ -1,0 +1,140 @@
+"""Memory that runs out, in one line: which rank, doing what, what was in use, and the settings that would help."""
+
+from __future__ import annotations
+
+import socket
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+
+from rlflow.errors import UserError, one_line
+from rlflow.memory import in_bytes
+from rlflow.models.handle import ModelHandle
+from rlflow.rollout.engine import RolloutEngine
+from rlflow.rollout.transformers import TransformersEngine
+from rlflow.strategies.strategy import TrainingStrategy
+
+# What torch, CUDA's libraries and vLLM say of it where their error is of no class of its own, or of another process
+SIGNS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "OutOfMemoryError:",
+    "MemoryError:",
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+    "No available memory for the cache blocks",
+    "larger than the available KV cache memory",
+    "is less than desired GPU memory utilization",
+    "is less than desired CPU memory utilization",
+)
+OWN = Path(__file__).parent
+NOT_A_USERS = (OWN, OWN.parent / "algorithms", Path(sysconfig.get_path("stdlib")))
+SHOWN = 240  # characters of the error that are repeated
+
+
+@contextmanager
+def memory_watched(doing: str, remedies: Callable[[], Sequence[str]], strategy: TrainingStrategy) -> Iterator[None]:
+    """Turn an error of memory within into a `UserError` in one line.
+
+    Args:
+        doing: What is done, such as "step 3, run rollout".
+        remedies: Settings that would help, with their values; asked for after the error.
+        strategy: Of this rank.
+
+    Raises:
+        UserError: Memory ran out.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        place = _place(error)
+        raise UserError(
+            f"rank {strategy.global_rank} on {socket.gethostname()} ran out of memory: {doing}{place}"
+            f" ({one_line(error)[:SHOWN]}); {_in_use(strategy.root_device)}. To take less: {'; '.join(remedies())}"
+        ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a device or the machine."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in SIGNS)
+
+
+def to_train(strategy: TrainingStrategy, handle: ModelHandle) -> list[str]:
+    """What lowers the memory of a trained role."""
+    found = to_score(strategy)
+    if not handle.gradient_checkpointing:
+        found.insert(1, "set the model's `gradient_checkpointing`")
+    if getattr(strategy, "offload_optimizer", True) is False and strategy.root_device.type != "cpu":
+        found.append("set `strategy.init_args.offload_optimizer`")
+    return found
+
+
+def to_score(strategy: TrainingStrategy) -> list[str]:
+    """What lowers the memory of a role's forward passes."""
+    found = [f"lower `strategy.init_args.token_budget` ({strategy.token_budget})"]
+    stage = getattr(strategy, "stage", None)
+    if stage is None:
+        found.append("take `DeepSpeedStrategy` on more ranks, which divides the weights")
+    elif stage < 3:
+        found.append(f"raise `strategy.init_args.stage` ({stage}) to 3")
+    if strategy.root_device.type == "cuda":
+        found.append("lower `rollout.init_args.gpu_memory_utilization` where an engine shares the GPU")
+    return found
+
+
+def to_generate(strategy: TrainingStrategy, engine: RolloutEngine | None) -> list[str]:
+    """What lowers the memory of an engine."""
+    if isinstance(engine, TransformersEngine):
+        return [f"lower `rollout.init_args.max_batch` ({engine.max_batch})"]
+    share = "kv_cache_gib" if strategy.root_device.type == "cpu" else "gpu_memory_utilization"
+    return [
+        f"lower `rollout.init_args.{share}` where something else shares the memory, raise it where the cache is short",
+        "lower `max_num_seqs` or `max_model_len` beside it",
+        "raise `tensor_parallel_size`",
+    ]
+
+
+def to_load(strategy: TrainingStrategy) -> list[str]:
+    """What lowers the memory of roles that are loaded."""
+    found = ["take a smaller model, or train adapters (`lora`)", "place roles on ranks of their own (`placement`)"]
+    if strategy.dtype == torch.float32:
+        found.append("set `strategy.init_args.precision: bf16`")
+    return [*to_score(strategy)[1:], *found]
+
+
+def to_hold_rows() -> list[str]:
+    """What lowers the memory of the step's values."""
+    return ["lower `data.prompts_per_step` or `group_size`", "make less of them at once in a node of your own"]
+
+
+def _in_use(device: torch.device) -> str:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        here = torch.cuda.memory_allocated(device)
+        return f"{in_bytes(here)} were in this rank's tensors, {in_bytes(free)} of the GPU's {in_bytes(total)} free"
+    held, memory = psutil.Process().memory_info().rss, psutil.virtual_memory()
+    return (
+        f"this rank's process held {in_bytes(held)}, and {in_bytes(memory.available)} of the machine's"
+        f" {in_bytes(memory.total)} were free"
+    )
+
+
+def _place(error: BaseException) -> str:
+    """The line of the user's own code that it happened in, if it was in any."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        of_others = "site-packages" in path.parts or any(map(path.is_relative_to, NOT_A_USERS))
+        if not of_others and path.suffix == ".py":
+            return f", {path.name}:{frame.lineno}"
+    return ""
