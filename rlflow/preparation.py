@@ -19,8 +19,9 @@ from rlflow.data.layout import Layout
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
+from rlflow.models.architecture import check_architecture
 from rlflow.models.attention import check_sequence_parallel
-from rlflow.models.causal_lm import WithoutAdapters
+from rlflow.models.causal_lm import CausalLM, WithoutAdapters
 from rlflow.models.context import check_positions
 from rlflow.models.lora import require_peft
 from rlflow.models.tiny import resolve_model
@@ -135,6 +136,7 @@ def prepare(
     }
     for role, path in paths.items():
         config = load_config(path)
+        check_architecture(config, _said_by(module, role), isinstance(handles(module)[role], CausalLM))
         if placed[role].copies > 1:
             check_sequence_parallel(config, placed[role].copies, role, packing)
     lead = follows or graph.trained_roles()[0]

@@ -231,23 +231,22 @@ class Trainer:
             )
             require_known_gpu(strategy.root_device)
             if prepared.generates:
-                engine.require_device(strategy.root_device)
-                on_cpu = strategy.root_device.type == "cpu"
-                _check_lengths(engine, module, prepared, strategy.dtype, on_cpu)
+                _check_engine(engine, module, prepared, strategy)
             results: dict[str, Any] = fabric.launch(run)
         return results
 
 
-def _check_lengths(
-    engine: RolloutEngine, module: RLModule, prepared: Prepared, dtype: torch.dtype, on_cpu: bool
-) -> None:
+def _check_engine(engine: RolloutEngine, module: RLModule, prepared: Prepared, strategy: TrainingStrategy) -> None:
+    """Refuse a model, a device or lengths that the engine cannot take."""
     config = load_config(prepared.paths[prepared.lead])
+    engine.check_model(config)
+    engine.check_device(strategy.root_device)
     engine.check_lengths(
         prepared.longest_prompt,
         module.max_response_length,
         positions=positions(config),
-        token_bytes=cached_bytes(config, dtype, engine.tensor_parallel_size),
-        on_cpu=on_cpu,
+        token_bytes=cached_bytes(config, strategy.dtype, engine.tensor_parallel_size),
+        on_cpu=strategy.root_device.type == "cpu",
     )
 
 

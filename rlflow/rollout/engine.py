@@ -7,12 +7,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
 from rlflow.rollout.manifest import Manifest, Piece, WeightSyncError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 NO_VERSION = -1
 
@@ -101,7 +105,7 @@ class RolloutEngine(ABC):
             UserError: They do not; names the setting.
         """
 
-    def require_device(self, device: torch.device) -> None:  # noqa: B027 - most run on any
+    def check_device(self, device: torch.device) -> None:  # noqa: B027 - most run on any
         """Called before a process starts and a weight is loaded.
 
         Args:
@@ -109,6 +113,16 @@ class RolloutEngine(ABC):
 
         Raises:
             UserError: The engine does not run on such a device.
+        """
+
+    def check_model(self, config: PretrainedConfig) -> None:  # noqa: B027 - an engine of transformers' takes them all
+        """Refuse a model that the engine cannot generate with, before a process starts.
+
+        Args:
+            config: The model's transformers configuration.
+
+        Raises:
+            UserError: It cannot.
         """
 
     @abstractmethod

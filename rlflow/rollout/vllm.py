@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,8 +25,12 @@ from rlflow.rollout.engine import Completion, EngineHere, Sampling
 from rlflow.rollout.manifest import Piece, WeightSyncError
 from rlflow.rollout.rewind import make_rewindable
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 TESTED = ("0.32.0",)
 CPU_BLOCK = 32  # vLLM's 128 share nothing of a short prompt; see docs/benchmarks.md
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names that configurations use
 UNITS = 256  # unit vectors multiplied at once when a packed weight is read back
 
 
@@ -117,7 +121,7 @@ class VLLMEngine(EngineHere):
                 f"`block_size` is {self.block_size}, and vLLM's attention on the CPU takes multiples of {CPU_BLOCK}"
             )
 
-    def require_device(self, device: torch.device) -> None:
+    def check_device(self, device: torch.device) -> None:
         name, of_cpu = _installed()
         if of_cpu != (device.type == "cpu"):
             build, lock = ("the CPU", "cuda") if of_cpu else ("CUDA", "cpu")
@@ -125,6 +129,16 @@ class VLLMEngine(EngineHere):
                 f"the run is on the device {device}, and the vLLM installed here, {name}, is built for {build}; set"
                 f" `trainer.accelerator: {'cpu' if of_cpu else 'cuda'}`, install the other build (`make setup"
                 f" LOCK={lock}`), or use `rollout: rlflow.rollout.TransformersEngine`"
+            )
+
+    def check_model(self, config: PretrainedConfig) -> None:
+        text = config.get_text_config()
+        found = [f"{name} {value}" for name in EXPERTS if (value := getattr(text, name, None) or 1) > 1]
+        if found:
+            raise UserError(
+                f"`trainer.rollout` is {type(self).__name__}, and the model is a mixture of experts"
+                f" ({text.model_type!r}, {found[0]}), whose weights it cannot read back to verify a weight sync; set"
+                " `rollout: rlflow.rollout.TransformersEngine`, or train a dense model"
             )
 
     def setup(
@@ -154,7 +168,8 @@ class VLLMEngine(EngineHere):
         if on_cpu:
             self._check_block()
         shares_memory = on_cpu and self.tensor_parallel_size > 1
-        with _process_state_kept(device), _shared_memory_named() if shares_memory else nullcontext():
+        memory = _shared_memory_named() if shares_memory else nullcontext()
+        with _process_state_kept(device), _model_classes_kept(), memory:
             self._llm = vllm.LLM(
                 model_path,
                 trust_remote_code=False,
@@ -280,6 +295,36 @@ def _process_state_kept(device: torch.device) -> Iterator[None]:
     torch.set_num_threads = set_num_threads
     random.setstate(python)
     np.random.set_state(numpy)
+
+
+@contextmanager
+def _model_classes_kept() -> Iterator[None]:
+    """Let vLLM decorate subclasses of transformers' model classes, and not the classes, which training uses too.
+
+    What it has no model of its own for it serves by transformers' (its Transformers backend), whose class it decorates
+    with `support_torch_compile`: from then on only vLLM could construct or call a model of that class.
+    """
+    from vllm.model_executor.models.transformers.base import Base
+
+    construct, decorate = Base.__init__, Base._decorate_cls_for_torch_compile
+    engines_own: dict[type, Any] = {}
+
+    def decorate_subclass(backend: Any, cls: type, **settings: Any) -> None:
+        engines_own[cls] = type(cls.__name__, (cls,), {"__init__": lambda module: None})
+        decorate(backend, engines_own[cls], **settings)  # adds to `__init__` what compilation needs
+
+    def construct_of_subclasses(backend: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        construct(backend, vllm_config=vllm_config, prefix=prefix)
+        for module in backend.modules():
+            if type(module) in engines_own:
+                module.__class__ = engines_own[type(module)]
+                module.__init__(vllm_config=vllm_config)
+
+    Base.__init__, Base._decorate_cls_for_torch_compile = construct_of_subclasses, decorate_subclass
+    try:
+        yield
+    finally:
+        Base.__init__, Base._decorate_cls_for_torch_compile = construct, decorate
 
 
 @contextmanager

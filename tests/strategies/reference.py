@@ -24,10 +24,18 @@ TEMPERATURE = 0.7
 
 
 def plain_update(
-    folder: Path, make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], clip: float, updates: int
+    folder: Path,
+    make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+    clip: float,
+    updates: int,
+    attention: str = "sdpa",
 ) -> tuple[list[dict[str, Tensor]], list[float], dict[str, Tensor]]:
-    """Gradients and norms before clipping of each update, and the weights after the last, by Hugging Face name."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    """Gradients and norms before clipping of each update, and the weights after the last, by Hugging Face name.
+
+    Transformers' attention `eager` caps scores and has sinks, which `sdpa` leaves out, and takes softmax in float32.
+    """
+    ways = {"attn_implementation": attention, "experts_implementation": "eager"}  # other experts know no float64
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **ways)
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(list(parameters.values()))
     gradients, norms = [], []

@@ -1,0 +1,68 @@
+"""Which architectures are trained here, as far as a model's configuration tells: before a weight is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlflow.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ATTENTION = {"full_attention", "sliding_attention"}
+
+
+def check_architecture(config: PretrainedConfig, said_by: str, scores_tokens: bool) -> None:
+    """Refuse a model that packed sequences would be scored wrongly with.
+
+    Args:
+        config: The model's transformers configuration.
+        said_by: What the error calls the setting that named it.
+        scores_tokens: Whether it is read as a causal language model, whose output layer scores tokens.
+
+    Raises:
+        UserError: It cannot be trained or scored here.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    reason = None
+    if config.get_text_config() is not config:
+        reason = "reads more than text, and only text is fed to models here; give a model of text alone"
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        reason = "is no causal language model of transformers'; give one"
+    elif getattr(config, "quantization_config", None) is not None:
+        reason = "has quantised weights, which cannot be trained; give the model without quantisation"
+    else:
+        reason = _refusal(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], scores_tokens)
+    if reason is not None:
+        raise UserError(f"{said_by} is of the type {config.model_type!r}: it {reason}")
+
+
+def _refusal(config: Any, kind: Any, scores_tokens: bool) -> str | None:
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
+    if kind._is_stateful and not kind._supports_attention_backend:
+        return (
+            f"carries a state from token to token{_layers(others)}, and packed sequences would hand it on to each"
+            " other; use a model that looks back by attention alone"
+        )
+    if not kind._supports_attention_backend:
+        return (
+            "has attention of its own, which cannot be kept within packed sequences; use a model for which transformers"
+            " supports attention functions"
+        )
+    if others:
+        return f"has layers{_layers(others)}, which are not computed here; use a model of full or sliding attention"
+    if scores_tokens:
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):  # its layers, without weights
+            head = AutoModelForCausalLM.from_config(config).get_output_embeddings()  # type: ignore[no-untyped-call]
+        if head.bias is not None:
+            return "has a bias in its output layer, which tokens are scored without here; use a model without one"
+    return None
+
+
+def _layers(kinds: list[str]) -> str:
+    return f" (`layer_types`: {', '.join(kinds)})" if kinds else ""

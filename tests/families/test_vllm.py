@@ -1,0 +1,123 @@
+"""Every family in vLLM: its logprobs are training's after each sync, every tensor is read back, no class changes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from rlflow.data.batch import Ragged, TokenRows
+from rlflow.errors import UserError
+from rlflow.models.packing import pack
+from rlflow.models.scoring import ScoringModel
+from rlflow.rollout import Completion, RolloutEngine, Sampling, VLLMEngine, WeightSyncError
+from tests.families.models import MIXTURES, SERVED
+from tests.rollout.trained import PROMPTS, STOP, perturb, setup
+
+CPU = torch.device("cpu")
+LIMIT = 1e-5
+SEEDS = list(range(len(PROMPTS)))
+Family = Callable[[str], Path]
+
+
+@torch.no_grad()
+def gap(model: ScoringModel, completions: list[Completion]) -> float:
+    """The largest difference between the engine's logprobs and training's packed forward, over all tokens."""
+    lengths = torch.tensor([len(completion.token_ids) for completion in completions])
+    responses = torch.zeros(len(completions), int(lengths.max()), dtype=torch.int64)
+    for row, completion in enumerate(completions):
+        responses[row, : lengths[row]] = torch.tensor(completion.token_ids)
+    rows = pack(TokenRows(Ragged.from_lists(PROMPTS), responses, lengths))
+    logprobs: Tensor = model(*rows.arguments())[0]
+    return float((logprobs - torch.tensor([x for completion in completions for x in completion.logprobs])).abs().max())
+
+
+def tensors(model: ScoringModel) -> list[tuple[str, Tensor]]:
+    """What a sync sends."""
+    return [(weight.name, weight.parameter) for weight in model.weights()]
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, family: Family) -> Iterator[tuple[RolloutEngine, ScoringModel]]:
+    """An engine of the family, and the model that training has built before it."""
+    folder = family(request.param)
+    model = ScoringModel.load(folder, torch.float32, CPU)
+    engine = setup(VLLMEngine(kv_cache_gib=0.25), folder)
+    yield engine, model
+    engine.close()
+
+
+@pytest.mark.parametrize("engine", SERVED, indirect=True)
+def test_logprobs_are_training_s_after_each_sync_and_every_tensor_is_read_back(
+    engine: tuple[Any, ScoringModel],
+) -> None:
+    rollout, model = engine
+    for version in range(3):
+        stale = copy.deepcopy(model)
+        perturb(model, version, scale=0.02)
+        report = rollout.update_weights([tensors(model)], version)
+        assert report.tensors == len(tensors(model))
+        completions = rollout.generate(PROMPTS, SEEDS, Sampling(24, 1.0, STOP), version)
+        assert gap(model, completions) < LIMIT
+        assert gap(stale, completions) > 100 * LIMIT
+    load_weights = rollout._load
+    for number, (spoiled, _) in enumerate(tensors(model)):
+
+        def load_other(weights: Iterator[tuple[str, Tensor]], spoiled: str = spoiled) -> None:
+            load_weights((name, last_changed(tensor) if name == spoiled else tensor) for name, tensor in weights)
+
+        rollout._load = load_other
+        with pytest.raises(WeightSyncError, match=rf"held otherwise: {spoiled} \(in "):
+            rollout.update_weights([tensors(model)], 3 + number)
+
+
+def last_changed(tensor: Tensor) -> Tensor:
+    """`tensor` with another last element."""
+    changed = tensor.clone()
+    changed.view(-1)[-1] += 1e-3
+    return changed
+
+
+# vLLM has no models of its own for these two, and would decorate the classes that training uses.
+@pytest.mark.parametrize("name", ["smollm3", pytest.param("olmo2", marks=pytest.mark.exact)])
+def test_an_engine_changes_no_class_that_training_uses(name: str, family: Family) -> None:
+    folder = family(name)
+    before = ScoringModel.load(folder, torch.float32, CPU)
+    found = described(before)
+    rows = pack(TokenRows(Ragged.from_lists(PROMPTS[:2]), torch.tensor([[65, 66], [67, 68]]), torch.tensor([2, 2])))
+    scores = before(*rows.arguments())[0]
+    engine: Any = setup(VLLMEngine(kv_cache_gib=0.25), folder)
+    assert type(engine._model).__name__ == "TransformersForCausalLM"
+    assert described(before) == found
+    after = ScoringModel.load(folder, torch.float32, CPU)
+    assert type(after.model.model) is type(before.model.model) is not type(engine._model.model)
+    for model in (before, after):
+        assert torch.equal(model(*rows.arguments())[0], scores)
+    engine.close()
+
+
+def described(model: ScoringModel) -> dict[type, tuple[Any, ...]]:
+    """Of each class in the model's file of transformers, and of all it derives from: bases, order, all it holds."""
+    file = sys.modules[type(model.model).__module__]
+    found = [value for value in vars(file).values() if inspect.isclass(value)]
+    return {
+        cls: (cls.__bases__, cls.__mro__, dict(vars(cls)))
+        for of_file in found
+        for cls in of_file.__mro__
+        if "torch" in cls.__module__ or "transformers" in cls.__module__
+    }
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_of_experts_is_refused_by_its_configuration(name: str, family: Family) -> None:
+    told = r"`trainer\.rollout` is VLLMEngine, .* mixture of experts \('gpt_oss', num_local_experts 4\)"
+    with pytest.raises(UserError, match=told):
+        VLLMEngine().check_model(AutoConfig.from_pretrained(family(name)))
