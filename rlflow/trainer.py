@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from rlflow.callbacks.callback import Callback
 from rlflow.data.balance import Balance
 from rlflow.data.prompts import PromptData
