@@ -31,7 +31,8 @@ def main(happening: str) -> None:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
                 signal.signal(number, lambda number, _: received.append(signal.Signals(number).name))
             print("waits", flush=True)
-            while len(received) < 3:
+            deadline = time.monotonic() + 30
+            while len(received) < 3 and time.monotonic() < deadline:
                 time.sleep(0.02)
             print(" ".join(received), flush=True)
             status.end()
