@@ -107,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen, rest = parser.parse_known_args(arguments)
         if arguments is None and chosen.command in RUNS:
             supervise()
+        status.begin()
         COMMANDS[chosen.command](rest)
         status.end()
     except SystemExit:  # the command has answered, or the launcher has told of a rank that died

@@ -107,6 +107,11 @@ def report(rank: int, doing: str) -> None:
     _mine.write(rank, doing)
 
 
+def begin() -> None:
+    """This process begins a command, and has not come to its end."""
+    _mine.write(int(_mine.rank), AT_FIRST)
+
+
 def end() -> None:
     """This process has come to its end, so that its exit code means what it says."""
     _mine.write(int(_mine.rank), ENDED)
