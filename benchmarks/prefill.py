@@ -3,8 +3,8 @@
 Each line is a fresh process of one thread with a random Qwen2. `cures` compares the two ways in which seeds for each
 response work on the CPU: every prompt at once (no chunked prefill, so that a step takes the whole context), or parts of
 them and random numbers that are taken back (docs/design/0019). `budgets` and `blocks` vary `max_num_batched_tokens` and
-`block_size`. `other_tokens` counts responses that differ from those of the first line with the same prompts, and `gap` is
-the largest difference of the others' logprobs.
+`block_size`. `other_tokens` counts responses that differ from those of the first line with the same prompts, and `gap`
+is the largest difference of the others' logprobs.
 """
 
 from __future__ import annotations
