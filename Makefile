@@ -7,13 +7,15 @@ UV ?= uv
 # Where `make lock` finds the CPU build of torch.
 TORCH_CPU ?= --torch-backend cpu
 UV_FLAGS ?=
+# What `make pythons` tries.
+PYTHONS ?= python3.12 python3.13
 # More arguments for both stages of the quickstart, such as STAGES="--trainer.max_steps 20".
 STAGES ?=
 COMPILE := $(UV) pip compile --quiet $(UV_FLAGS) --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
 	--custom-compile-command "make lock"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test exact check lint docs lock cuda-env wheel clean
+.PHONY: help setup quickstart test exact check lint docs lock cuda-env wheel pythons clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -53,6 +55,9 @@ cuda-env: ## Install the lock for GPUs beside, on any machine, and check what ca
 
 wheel: setup ## Build the wheel into dist/
 	$(RUN)/python -m build --wheel
+
+pythons: wheel ## Try the wheel on other Pythons, installed by ranges: PYTHONS="python3.12 /path/to/python3.13"
+	requirements/pythons.sh dist/rlflow_llm-*.whl $(PYTHONS)
 
 clean: ## Remove what the commands made, runs/ aside
 	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib.util import find_spec
 
 
 class UserError(ValueError):
@@ -11,6 +12,22 @@ class UserError(ValueError):
 
     The command line prints the message without a traceback and exits with 2.
     """
+
+
+def require(module: str, what: str, *extras: str) -> None:
+    """Refuse what needs a library that is not installed.
+
+    Args:
+        module: Of the library.
+        what: Needs it.
+        extras: Of rlflow's installation, each of which brings it.
+
+    Raises:
+        UserError: It is not installed.
+    """
+    if find_spec(module) is None:
+        names = " or ".join(f"'rlflow-llm[{extra}]'" for extra in extras)
+        raise UserError(f"{what} needs {module}, which is not installed; pip install {names}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -74,7 +74,7 @@ def to_train(strategy: TrainingStrategy, handle: ModelHandle) -> list[str]:
     """What lowers the memory of a trained role."""
     found = to_score(strategy)
     if not handle.gradient_checkpointing:
-        found.insert(1, "set the model's `gradient_checkpointing`")
+        found.insert(1, "set `gradient_checkpointing`")
     if getattr(strategy, "offload_optimizer", True) is False and strategy.root_device.type != "cpu":
         found.append("set `strategy.init_args.offload_optimizer`")
     return found

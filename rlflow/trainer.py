@@ -202,6 +202,7 @@ class Trainer:
         require_accelerator(self.accelerator)
         strategy = self.strategy or (SingleProcess() if self.machines.world_size == 1 else DeepSpeedStrategy())
         engine = self.rollout or TransformersEngine()
+        engine.check_installed()
 
         def run(_: Fabric) -> dict[str, Any]:
             with refusing_exits():

@@ -99,7 +99,7 @@ if __name__ == "__main__":
 
 def test_a_backward_pass_that_runs_out_names_the_role_and_its_settings(folder: Path) -> None:
     (folder / "limited.py").write_text(LIMITED)
-    rows = "".join(f'{{"question": "{"1+" * 200}1=", "answer": "{number}"}}\n' for number in range(64))
+    rows = "".join(f'{{"question": "{"1+" * 100}1=", "answer": "{number}"}}\n' for number in range(64))
     (folder / "rows.jsonl").write_text(rows)
     write(
         folder / "my.yaml",
@@ -119,7 +119,7 @@ def test_a_backward_pass_that_runs_out_names_the_role_and_its_settings(folder: P
     assert ran.returncode == 2, ran.stderr
     (said,) = (line for line in ran.stderr.splitlines() if line.startswith("rlflow: error: "))
     assert "ran out of memory: step 1, node `actor_loss` of role `actor` (" in said
-    assert "lower `strategy.init_args.token_budget` (65536); set the model's `gradient_checkpointing`" in said
+    assert "lower `strategy.init_args.token_budget` (65536); set `module.init_args.gradient_checkpointing`" in said
 
 
 @pytest.mark.parametrize(

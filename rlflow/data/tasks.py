@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Literal, cast
 
 from rlflow.data.sources import Source
-from rlflow.errors import UserError, did_you_mean, one_line
+from rlflow.errors import UserError, did_you_mean, one_line, require
 
 MOST_ANSWERS_DRAWN = 100  # of other problems, until one is wrong for this one
 
@@ -71,6 +71,7 @@ class ReasoningGym(Source):
         return distinct[self.validation_size :]
 
     def _draw(self) -> list[dict[str, Any]]:
+        require("reasoning_gym", type(self).__name__, "tasks")
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
 

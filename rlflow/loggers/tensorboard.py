@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlflow.errors import require
 from rlflow.loggers.logger import Logger
 
 
@@ -18,6 +19,7 @@ class TensorBoardLogger(Logger):
     """
 
     def __init__(self, samples: int = 20) -> None:
+        require("tensorboard", "TensorBoardLogger", "tensorboard")
         self.samples = samples
 
     def start(self, folder: Path, first_step: int = 0) -> None:

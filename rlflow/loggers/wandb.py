@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from rlflow.errors import UserError
+from rlflow.errors import UserError, require
 from rlflow.loggers.logger import Logger
 
 
@@ -32,6 +32,7 @@ class WandbLogger(Logger):
         mode: Literal["online", "offline"] = "online",
         samples: int = 20,
     ) -> None:
+        require("wandb", "WandbLogger", "wandb")
         self.project = project
         self.name = name
         self.entity = entity

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rlflow.errors import UserError, one_line
+from rlflow.errors import UserError, one_line, require
 from rlflow.models.tiny import resolve_model
 from rlflow.rollout.manifest import fingerprint
 
@@ -94,12 +94,7 @@ def require_peft() -> None:
     Raises:
         UserError: It is.
     """
-    try:
-        import peft  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"`lora` is set and peft cannot be imported ({error}); pip install 'rlflow-llm[lora]'"
-        ) from error
+    require("peft", "`lora`", "lora")
 
 
 def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlflow.errors import UserError
+from rlflow.errors import UserError, require
 from rlflow.rewards.reward import OnError, SampleReward, column
 
 
@@ -19,6 +19,7 @@ class MathVerify(SampleReward):
     """
 
     def __init__(self, answer: str = "answer", on_error: OnError = "raise") -> None:
+        require("math_verify", "MathVerify", "tasks")
         super().__init__(on_error)
         self.answer = answer
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from rlflow.errors import UserError, did_you_mean
+from rlflow.errors import UserError, did_you_mean, require
 from rlflow.rewards.reward import OnError, SampleReward
 
 
@@ -19,6 +19,7 @@ class ReasoningGymScore(SampleReward):
     """
 
     def __init__(self, task: str, on_error: OnError = "raise") -> None:
+        require("reasoning_gym", "ReasoningGymScore", "tasks")
         super().__init__(on_error)
         self.task = task
 

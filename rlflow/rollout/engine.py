@@ -89,6 +89,13 @@ class RolloutEngine(ABC):
     needs_all_ranks: bool = False
     policy_version: int = NO_VERSION
 
+    def check_installed(self) -> None:  # noqa: B027 - most need nothing that is not there
+        """Refuse to begin without the library that generates; asked before processes start.
+
+        Raises:
+            UserError: It is not installed.
+        """
+
     def check_lengths(  # noqa: B027 - engines without limits of their own have nothing to refuse
         self, prompt: int, response: int, *, positions: int | None, token_bytes: int, on_cpu: bool
     ) -> None:

