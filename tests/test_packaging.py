@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import os
 import re
 import shutil
 import subprocess
@@ -103,3 +104,34 @@ def test_importing_the_package_imports_no_engine() -> None:
     code = "import sys, rlflow; print([m for m in ('vllm', 'deepspeed', 'wandb', 'transformers') if m in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("driver", "chosen", "said"),
+    [
+        ("550.54.15", "cuda", r"driver of this machine is 550\.54\.15, and requirements/cuda\.lock .* needs 580 or newer"),
+        ("580.95.05", "metal", r"LOCK is 'metal', and there is no requirements/metal\.lock; choose cpu or cuda"),
+    ],
+)
+def test_a_lock_that_cannot_be_installed_is_refused_before_anything_is(
+    driver: str, chosen: str, said: str, tmp_path: Path
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho {driver}\n")
+    smi.chmod(0o755)
+    ran = subprocess.run(
+        [ROOT / "requirements" / "install.sh", tmp_path / "venv", chosen],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 2
+    assert re.search(said, ran.stderr)
+    assert len(ran.stderr.splitlines()) == 1
+    assert not (tmp_path / "venv").exists()
+
+
+def test_the_cuda_lock_has_one_major_version_of_cuda() -> None:
+    found = pins("cuda.lock")
+    cuda = {name: found[name] for name in ("cuda-python", "cuda-bindings", "cuda-toolkit", "nvidia-cuda-runtime")}
+    assert {version.split(".")[0] for version in cuda.values()} == {"13"}, cuda

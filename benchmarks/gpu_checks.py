@@ -1,0 +1,173 @@
+"""The cases of `gpu.py` that compare a device's numbers with the CPU's: gradients, and engines after weight syncs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor
+
+from rlflow import CausalLM, Optimizer, Ragged
+from rlflow.data.batch import TokenRows
+from rlflow.models.tiny import write_tiny_model
+from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine, VLLMEngine
+from rlflow.strategies import DeepSpeedStrategy, SingleProcess, TrainingStrategy
+
+ROWS, LONGEST = 12, 24
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Of gradients relative to their norm, and of logprobs. float32 resolves 6e-8 and sums up; bf16 4e-3.
+GRADIENT_LIMIT = {"fp32": 1e-4, "bf16": 0.05}
+LOGPROB_LIMIT = {"fp32": 1e-3, "bf16": 0.05}  # the mean's; vLLM's float32 attention on GPUs may use TF32
+SYNCS = 3
+
+Found = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to run in a process of its own.
+
+    Attributes:
+        name: In the report.
+        run: Called with a folder, the device, the number of devices, and `settings`; gives values and their limits.
+        settings: Its own.
+        devices: Ranks.
+        needs_cuda: Whether the CPU cannot run it.
+    """
+
+    name: str
+    run: Callable[..., Found]
+    settings: dict[str, Any] = field(default_factory=dict)
+    devices: int = 1
+    needs_cuda: bool = False
+
+
+def small_model(folder: Path) -> Path:
+    """A Qwen2 of about 2 million random weights, whose matrices ZeRO-3 divides."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "layers": 3, "heads": 4, "kv_heads": 2}
+    return write_tiny_model(folder / "model", seed=3, **sizes)
+
+
+def check_gradients(
+    folder: Path, device: str, devices: int, *, stage: int, precision: str = "fp32", offload: bool = False
+) -> Found:
+    """Gradients of the same rows at once and in three micro-batches, against float64 on the CPU in one piece."""
+    model = small_model(folder)
+    exact = SingleProcess("fp64")
+    expected, expected_norm = _gradients(exact, "cpu", model, parts=1)
+    values, limits = {}, {}
+    # A process has one group and one DeepSpeed; roles have different names.
+    strategy = DeepSpeedStrategy(stage, precision, offload_optimizer=offload)  # type: ignore[arg-type]
+    for parts in (1, 3):
+        found, norm = _gradients(strategy, device, model, parts)
+        values[f"gradient_error_{parts}"] = _distance(found, expected)
+        values[f"norm_error_{parts}"] = abs(norm - expected_norm) / expected_norm
+        limits[f"gradient_error_{parts}"] = limits[f"norm_error_{parts}"] = GRADIENT_LIMIT[precision]
+    return {"values": values, "limits": limits}
+
+
+def _gradients(strategy: TrainingStrategy, device: str, model: Path, parts: int) -> tuple[dict[str, Tensor], float]:
+    """Of one update, as float64 on the CPU; and the norm that the update says it has."""
+    if not strategy._roles:
+        Fabric(accelerator=device, devices=1, strategy=strategy).launch()
+    name = f"actor{parts}"
+    handle = CausalLM(str(model), optimizer=Optimizer("sgd", lr=0.1, gradient_clipping=0.0))
+    strategy.setup_role(name, handle, model)
+    tokens = int(_rows(range(ROWS), torch.device("cpu")).lengths.sum())
+    for part in range(parts):
+        rows = _rows(range(part * ROWS // parts, (part + 1) * ROWS // parts), strategy.root_device)
+        with handle.training():
+            loss = -(handle.logprobs(rows) * torch.linspace(0.5, 1.5, LONGEST, device=strategy.root_device)).sum()
+        strategy.backward(name, loss / tokens, last=part == parts - 1)
+    found = {key: gradient.detach().double().cpu().clone() for key, gradient in strategy.gradients(name).items()}
+    return found, strategy.step(name)
+
+
+def _rows(numbers: range, device: torch.device) -> TokenRows:
+    """Rows of various lengths, the same in every process; padded to one width, so that weights are by position."""
+    prompts, lengths = [], []
+    responses = torch.zeros(len(numbers), LONGEST, dtype=torch.int64)
+    for row, number in enumerate(numbers):
+        generator = torch.Generator().manual_seed(number)
+        prompts.append(torch.randint(32, 120, (3 + number % 5,), generator=generator).tolist())
+        length = LONGEST - number
+        responses[row, :length] = torch.randint(32, 120, (length,), generator=generator)
+        lengths.append(length)
+    ragged = Ragged.from_lists(prompts)
+    there = Ragged(ragged.values.to(device), ragged.lengths.to(device))
+    return TokenRows(there, responses.to(device), torch.tensor(lengths, device=device))
+
+
+def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The length of the difference of all gradients, relative to theirs."""
+    assert found.keys() == expected.keys()
+    error = sum(float((found[name] - expected[name]).square().sum()) for name in expected)
+    return math.sqrt(error / sum(float(gradient.square().sum()) for gradient in expected.values()))
+
+
+def check_engine(folder: Path, device: str, devices: int, *, engine: str, precision: str = "fp32") -> Found:
+    """Syncs of changing weights, with sleep between: the logprobs of what is generated, against float32 on the CPU."""
+    from transformers import AutoModelForCausalLM
+
+    path, on = small_model(folder), torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+    dtype = DTYPES[precision]
+    built: RolloutEngine = TransformersEngine()
+    if engine == "vllm":
+        built = VLLMEngine(kv_cache_gib=0.25, gpu_memory_utilization=0.3, max_model_len=256)
+    built.setup(str(path), dtype=dtype, device=on, rank=0, world_size=1, local_rank=0, seed=0)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    prompts = [list(range(40 + number, 48 + 5 * number)) for number in range(8)]
+    values: dict[str, float] = {}
+    gaps, stale = [], []
+    for version in range(SYNCS):
+        before = {name: weight.clone() for name, weight in model.state_dict().items()}
+        _perturb(model, version, dtype)
+        report = built.update_weights(_buckets(model, on), version)
+        completions = built.generate(prompts, list(range(8)), Sampling(32), version)
+        rows = [(prompt, each.token_ids, each.logprobs) for prompt, each in zip(prompts, completions, strict=True)]
+        gaps.append(_gap(model, rows))
+        after = model.state_dict()
+        model.load_state_dict(before)
+        stale.append(_gap(model, rows))
+        model.load_state_dict(after)
+        values[f"verified_tensors_{version}"] = report.tensors
+        free = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
+        built.sleep()
+        if device == "cuda":
+            values[f"freed_by_sleep_gib_{version}"] = (torch.cuda.mem_get_info()[0] - free) / 2**30
+        built.wake_up()
+    built.close()
+    values |= {"logprob_gap": max(gaps), "gap_to_stale_weights": min(stale)}
+    limits = {"logprob_gap": min(LOGPROB_LIMIT[precision], min(stale) / 4)}  # a sync that did nothing would show
+    return {"values": values, "limits": limits}
+
+
+def _perturb(model: Any, seed: int, dtype: torch.dtype) -> None:
+    """Change every weight, to values that the engine's dtype has."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(parameter.to(dtype))
+
+
+def _buckets(model: Any, device: torch.device) -> Iterator[list[tuple[str, Tensor]]]:
+    for name, parameter in model.named_parameters():
+        yield [(name, parameter.detach().to(device, copy=True))]
+
+
+@torch.no_grad()
+def _gap(model: Any, rows: list[tuple[list[int], tuple[int, ...], tuple[float, ...]]]) -> float:
+    """The mean difference between an engine's logprobs and the model's, over all tokens."""
+    differences = []
+    for prompt, tokens, logprobs in rows:
+        ids = torch.tensor([[*prompt, *tokens]])
+        scores = torch.log_softmax(model(input_ids=ids).logits[0, len(prompt) - 1 : -1], -1)
+        scored = scores.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+        differences.append((scored - torch.tensor(logprobs)).abs())
+    return float(torch.cat(differences).mean())

@@ -1,0 +1,156 @@
+"""The cases of `gpu.py` that are whole runs of GRPO, on one rank or two, and the speed of a larger model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_checks import LOGPROB_LIMIT, Found, small_model
+from step import GROUP, PROMPTS, WARM_UP, share_of_digits, write_prompts
+
+from rlflow import Callback, Optimizer, PromptData, Trainer
+from rlflow.algorithms import GRPO
+from rlflow.data import JSONL
+from rlflow.models.tiny import write_tiny_model
+from rlflow.rewards import CallableReward
+from rlflow.rollout import TransformersEngine, VLLMEngine
+from rlflow.strategies import DeepSpeedStrategy
+
+GIB = 2**30
+STEPS = 4
+LONGEST = 512
+SPEED = {"hidden_size": 2048, "intermediate_size": 8192, "layers": 16, "heads": 16, "kv_heads": 8}
+PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "4090": 165}  # dense bf16
+ENGINES = {"vllm": VLLMEngine, "transformers": TransformersEngine}
+
+
+def run_grpo(
+    folder: Path,
+    device: str,
+    devices: int,
+    *,
+    stage: int,
+    precision: str = "fp32",
+    tensor_parallel_size: int = 1,
+    apart: bool = False,
+    max_staleness: int = 0,
+) -> Found:
+    """A few steps with vLLM that change the weights a lot: finite, every sync verified, engine and trainer agree."""
+    model, prompts = folder / "model", folder / "prompts.jsonl"
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # the others are started once this has been written
+        small_model(folder)
+        write_prompts(prompts, 8 * STEPS)
+    kept = Kept(skip=0)
+    trainer = Trainer(
+        run_dir=str(folder / "run"),
+        max_steps=STEPS,
+        devices=devices,
+        accelerator=device,  # type: ignore[arg-type]
+        strategy=DeepSpeedStrategy(stage, precision),  # type: ignore[arg-type]
+        rollout=VLLMEngine(tensor_parallel_size, gpu_memory_utilization=0.3, kv_cache_gib=0.25, max_model_len=256),
+        placement={"rollout": 0, "actor": 1} if apart else None,
+        max_staleness=max_staleness,
+        callbacks=[kept],
+    )
+    reward = CallableReward(lambda text, row: share_of_digits(text))
+    module = GRPO(str(model), reward, Optimizer(lr=3e-3), group_size=4, max_response_length=32)
+    trainer.fit(module, PromptData(JSONL(str(prompts)), prompts_per_step=8, prompt="prompt"))
+    values = {
+        "logprob_gap": max(step["sync/logprob_gap"] for step in kept.steps),
+        "not_finite": float(sum(not all(map(math.isfinite, step.values())) for step in kept.steps)),
+        "steps_missing": float(STEPS - len(kept.steps)),
+        "syncs_without_tensors": float(sum(not step["sync/verified_tensors"] for step in kept.steps)),
+    }
+    limits = {"logprob_gap": LOGPROB_LIMIT[precision], "not_finite": 0, "steps_missing": 0, "syncs_without_tensors": 0}
+    times = {name: kept.median(lambda step, name=name: step[name]) for name in ("time/step", "time/sync")}
+    return {"values": values | times, "limits": limits}
+
+
+def measure_speed(folder: Path, device: str, devices: int, *, engine: str, stage: int, steps: int = 5) -> Found:
+    """A step in bf16 with gradient checkpointing: 32 prompts `a+b=`, 8 responses of at most 512 tokens, one update.
+
+    Medians over the steps: tokens generated and trained a second, the share of the chip's dense bf16 peak that training
+    reaches (6 operations for each weight and token; what checkpointing computes twice is not counted), and the GPU
+    memory that each role took to set up, with the peak of torch's allocator over the whole run.
+    """
+    write_tiny_model(folder / "model", **SPEED)
+    write_prompts(folder / "prompts.jsonl", PROMPTS * (WARM_UP + steps))
+    memory: dict[str, float] = {}
+    kept = Kept(skip=WARM_UP)
+    trainer = Trainer(
+        run_dir=str(folder / "run"),
+        max_steps=WARM_UP + steps,
+        accelerator=device,  # type: ignore[arg-type]
+        strategy=weighed(DeepSpeedStrategy, "setup_role", "actor_gib", memory)(stage=stage, precision="bf16"),
+        rollout=weighed(ENGINES[engine], "setup", "rollout_gib", memory)(),
+        callbacks=[kept],
+    )
+    module = GRPO(
+        str(folder / "model"),
+        CallableReward(lambda text, row: share_of_digits(text)),
+        group_size=GROUP,
+        max_response_length=LONGEST,
+        gradient_checkpointing=True,
+    )
+    trainer.fit(module, PromptData(JSONL(str(folder / "prompts.jsonl")), prompts_per_step=PROMPTS, prompt="prompt"))
+    trained = kept.median(lambda step: step["rollout/tokens"] / step["time/actor_loss"])
+    values = {
+        "step_s": kept.median(lambda step: step["time/step"]),
+        "generated_tokens_per_s": kept.median(lambda step: step["rollout/tokens"] / step["time/rollout"]),
+        "trained_tokens_per_s": trained,
+        "sync_s": kept.median(lambda step: step["time/sync"]),
+        "logprob_gap": max(step["sync/logprob_gap"] for step in kept.steps),
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        **memory,
+    }
+    chip = torch.cuda.get_device_name()
+    peak = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in chip), None)
+    if peak is not None:
+        values["share_of_peak"] = 6 * weights_of(folder / "run" / "model") * trained / (peak * 1e12)
+    return {"values": values, "limits": {"logprob_gap": LOGPROB_LIMIT["bf16"]}}
+
+
+def weighed(cls: Any, method: str, name: str, memory: dict[str, float]) -> Any:
+    """`cls` whose `method` writes down how many GiB of the GPU it took."""
+
+    def weigh(self: Any, *arguments: Any, **more: Any) -> None:
+        free = torch.cuda.mem_get_info()[0]
+        getattr(super(subclass, self), method)(*arguments, **more)
+        memory[name] = (free - torch.cuda.mem_get_info()[0]) / GIB
+
+    subclass = type(cls.__name__, (cls,), {method: weigh})
+    return subclass
+
+
+class Kept(Callback):
+    """The metrics of all steps but the first `skip`."""
+
+    def __init__(self, skip: int) -> None:
+        self.skip = skip
+        self.steps: list[Mapping[str, float]] = []
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        if step > self.skip:
+            self.steps.append(dict(metrics))
+
+    def median(self, of: Callable[[Mapping[str, float]], float]) -> float:
+        return statistics.median(of(metrics) for metrics in self.steps)
+
+
+def weights_of(model: Path) -> int:
+    """How many weights a saved model has."""
+    from safetensors import safe_open
+
+    index = model / "model.safetensors.index.json"
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    count = 0
+    for name in files:
+        with safe_open(model / name, "pt") as file:
+            count += sum(file.get_tensor(key).numel() for key in file.keys())  # noqa: SIM118 (not a dict)
+    return count
