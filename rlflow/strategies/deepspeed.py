@@ -120,7 +120,7 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         # ranks while it is formed, at once and by NCCL, thousands of them in a large job.
         self._set_world_ranks()
         assert self.cluster_environment is not None
-        backend = "gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        backend = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
         _init_dist_connection(self.cluster_environment, backend, timeout=self.timeout)
         self._process_group_backend = backend
 
