@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GptOssConfig, MixtralConfig, PhiConfig, PretrainedConfig, Qwen3_5TextConfig
 
 from rlflow.cli import main
 from rlflow.models.scoring import ScoringModel
+from rlflow.models.tiny import tiny_tokenizer
 from tests.own_folder import REMOVED, make, rewarded_by, write
 
 
@@ -494,6 +496,39 @@ def test_a_wrong_config_is_refused_in_one_line_before_a_model_is_loaded(
     monkeypatch.setattr(ScoringModel, "load", lambda path, *_: loaded.append(path))
     assert line in refusal(capfd, "fit", "--config", "my.yaml")
     assert loaded == []
+
+
+@pytest.mark.parametrize(
+    ("config", "rollout", "line"),
+    [
+        (
+            Qwen3_5TextConfig(),
+            "TransformersEngine",
+            "`module.init_args.model` is of the type 'qwen3_5_text': it carries a state from",
+        ),
+        (PhiConfig(), "TransformersEngine", "`module.init_args.model` is of the type 'phi': it has a bias"),
+        (
+            MixtralConfig(),
+            "VLLMEngine",
+            "`rollout` is VLLMEngine, and the model, of the type 'mixtral', is a mixture of",
+        ),
+        (
+            GptOssConfig(),
+            "VLLMEngine",
+            "`rollout` is VLLMEngine, and the model, of the type 'gpt_oss', is a mixture of",
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_a_family_that_cannot_be_trained_is_refused_in_one_line_though_its_weights_are_not_there(
+    folder: Path, capfd: pytest.CaptureFixture[str], config: PretrainedConfig, rollout: str, line: str
+) -> None:
+    config.save_pretrained(folder / "family")
+    tiny_tokenizer().save_pretrained(folder / "family")
+    engine = {"class_path": f"rlflow.rollout.{rollout}"}
+    write(folder / "my.yaml", {"module.init_args.model": str(folder / "family"), "rollout": engine})
+    capfd.readouterr()
+    assert line in refusal(capfd, "fit", "--config", "my.yaml")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 TESTED = ("0.32.0",)
 CPU_BLOCK = 32  # vLLM's 128 share nothing of a short prompt; see docs/benchmarks.md
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names that configurations use
+# Types of models that vLLM 0.32 serves otherwise than training needs.
+UNSERVED = {
+    "cohere2": "sees one token more through its sliding windows in vLLM than in transformers",
+    "glm4": "has fused layers in vLLM, which lists them by other names than transformers'",
+}
 UNITS = 256  # unit vectors multiplied at once when a packed weight is read back
 
 
@@ -137,11 +142,13 @@ class VLLMEngine(EngineHere):
     def check_model(self, config: PretrainedConfig) -> None:
         text = config.get_text_config()
         found = [f"{name} {value}" for name in EXPERTS if (value := getattr(text, name, None) or 1) > 1]
+        reason = UNSERVED.get(text.model_type)
         if found:
+            reason = f"is a mixture of experts ({found[0]}), whose weights it cannot read back to verify a sync"
+        if reason is not None:
             raise UserError(
-                f"`trainer.rollout` is {type(self).__name__}, and the model is a mixture of experts"
-                f" ({text.model_type!r}, {found[0]}), whose weights it cannot read back to verify a weight sync; set"
-                " `rollout: rlflow.rollout.TransformersEngine`, or train a dense model"
+                f"`rollout` is {type(self).__name__}, and the model, of the type {text.model_type!r}, {reason}; set"
+                " `rollout: rlflow.rollout.TransformersEngine`, or take another model"
             )
 
     def setup(

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from rlflow.errors import UserError
+from rlflow.models.architecture import check_architecture
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("Qwen3_5Text", {}, r"'qwen3_5_text': it carries a state .* \(`layer_types`: linear_attention\)"),
+        ("Mamba", {}, r"'mamba': it carries a state from token to token"),
+        ("Bloom", {}, r"'bloom': it has attention of its own"),
+        (
+            "Llama4Text",
+            {},
+            r"'llama4_text': it has layers \(`layer_types`: chunked_attention\), which are not computed",
+        ),
+        ("Phi", {}, r"'phi': it has a bias in its output layer"),
+        ("T5", {}, r"'t5': it is no causal language model"),
+        ("Gemma3", {}, r"'gemma3': it reads more than text"),
+        ("Llama", {"quantization_config": {"quant_method": "mxfp4"}}, r"'llama': it has quantised weights"),
+    ],
+)
+def test_a_model_that_would_be_scored_wrongly_is_refused_by_its_configuration(
+    name: str, settings: dict[str, Any], reason: str
+) -> None:
+    config = getattr(transformers, f"{name}Config")(**settings)
+    with pytest.raises(UserError, match=rf"^`model` is of the type {reason}"):
+        check_architecture(config, "`model`", scores_tokens=True)
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Gemma2", "GptOss", "Olmo2", "SmolLM3", "Qwen3Moe", "Mixtral"])
+def test_a_model_of_plain_attention_is_taken(name: str) -> None:
+    check_architecture(getattr(transformers, f"{name}Config")(**SMALL), "`model`", scores_tokens=True)
+
+
+def test_a_bias_of_an_output_layer_that_is_replaced_is_no_hindrance() -> None:
+    check_architecture(transformers.PhiConfig(**SMALL), "`model`", scores_tokens=False)
