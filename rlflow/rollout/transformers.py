@@ -49,10 +49,13 @@ class TransformersEngine(EngineHere):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+        # Transformers' other ways to attend leave the cap out.
+        capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+        attention = {"attn_implementation": "eager"} if capped else {}
         # Random weights: no version is held before the first sync.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             self._model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=dtype, trust_remote_code=False
+                config, dtype=dtype, trust_remote_code=False, **attention
             )
         self._model.eval()
         self._dtype = dtype

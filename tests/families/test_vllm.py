@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -18,31 +17,13 @@ from rlflow.data.batch import Ragged, TokenRows
 from rlflow.errors import UserError
 from rlflow.models.packing import pack
 from rlflow.models.scoring import ScoringModel
-from rlflow.rollout import Completion, RolloutEngine, Sampling, VLLMEngine, WeightSyncError
+from rlflow.rollout import RolloutEngine, VLLMEngine, WeightSyncError
+from tests.families.gap import follow_three_syncs, tensors
 from tests.families.models import SERVED
-from tests.rollout.trained import PROMPTS, STOP, perturb, setup
+from tests.rollout.trained import PROMPTS, setup
 
 CPU = torch.device("cpu")
-LIMIT = 1e-5
-SEEDS = list(range(len(PROMPTS)))
 Family = Callable[[str], Path]
-
-
-@torch.no_grad()
-def gap(model: ScoringModel, completions: list[Completion]) -> float:
-    """The largest difference between the engine's logprobs and training's packed forward, over all tokens."""
-    lengths = torch.tensor([len(completion.token_ids) for completion in completions])
-    responses = torch.zeros(len(completions), int(lengths.max()), dtype=torch.int64)
-    for row, completion in enumerate(completions):
-        responses[row, : lengths[row]] = torch.tensor(completion.token_ids)
-    rows = pack(TokenRows(Ragged.from_lists(PROMPTS), responses, lengths))
-    logprobs: Tensor = model(*rows.arguments())[0]
-    return float((logprobs - torch.tensor([x for completion in completions for x in completion.logprobs])).abs().max())
-
-
-def tensors(model: ScoringModel) -> list[tuple[str, Tensor]]:
-    """What a sync sends."""
-    return [(weight.name, weight.parameter) for weight in model.weights()]
 
 
 @pytest.fixture
@@ -60,14 +41,7 @@ def test_logprobs_are_training_s_after_each_sync_and_every_tensor_is_read_back(
     engine: tuple[Any, ScoringModel],
 ) -> None:
     rollout, model = engine
-    for version in range(3):
-        stale = copy.deepcopy(model)
-        perturb(model, version, scale=0.02)
-        report = rollout.update_weights([tensors(model)], version)
-        assert report.tensors == len(tensors(model))
-        completions = rollout.generate(PROMPTS, SEEDS, Sampling(24, 1.0, STOP), version)
-        assert gap(model, completions) < LIMIT
-        assert gap(stale, completions) > 100 * LIMIT
+    follow_three_syncs(rollout, model)
     load_weights = rollout._load
     for number, (spoiled, _) in enumerate(tensors(model)):
 
