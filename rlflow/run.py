@@ -33,7 +33,7 @@ from rlflow.loggers.csv import CSVLogger
 from rlflow.loggers.curves import draw_curves
 from rlflow.loggers.jsonl import JSONLLogger
 from rlflow.loggers.secrets import without_secrets
-from rlflow.loggers.trace import Trace, merge_traces
+from rlflow.loggers.trace import Trace, merge_small_traces
 from rlflow.memory_table import memory_table
 from rlflow.metrics import Metrics
 from rlflow.models.causal_lm import CausalLM
@@ -401,7 +401,7 @@ class Run:
 
     def _leave_behind(self, folder: RunFolder) -> None:
         """The files that sum the run up, and on the terminal where they are."""
-        merge_traces(folder.traces)
+        merge_small_traces(folder.traces)
         draw_curves(folder.path)
         started_from = self._prepared.paths[self._prepared.lead]
         self._summary = folder.write_summary(self._summary, started_from)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rlflow.loggers.lines import whole_lines
 
 TRACE_FILE = "trace.json"
+MERGED_BYTES = 64 * 2**20  # of the ranks' files together, up to which a run joins them at its end
 WAIT, FLIGHT = "Wait", "Flight"  # categories beside those of tasks
 
 
@@ -72,20 +73,41 @@ class Trace:
 
 
 def merge_traces(folder: Path) -> Path:
-    """Join the files of the ranks in `folder` into its `trace.json`, time 0 being the first span's start."""
+    """Join the files of the ranks in `folder` into its `trace.json`, time 0 being the first span's start.
+
+    Line by line: of many ranks and steps there are more events than memory.
+    """
     merged = folder / TRACE_FILE
-    merged.write_text(json.dumps({"traceEvents": read_events(folder)}), encoding="utf-8")
+    with merged.open("w", encoding="utf-8") as file:
+        file.write('{"traceEvents": [')
+        for number, event in enumerate(_events(folder)):
+            file.write((",\n" if number else "") + json.dumps(event))
+        file.write("]}")
     return merged
+
+
+def merge_small_traces(folder: Path, most_bytes: int = MERGED_BYTES) -> None:
+    """As `merge_traces`, unless the ranks' files are larger together: no run ends with minutes of joining them."""
+    if sum(file.stat().st_size for file in _files(folder)) <= most_bytes:
+        merge_traces(folder)
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """The events of all ranks in `folder`, rank after rank, in microseconds from the first one's start."""
-    files = sorted(folder.glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
-    events = [json.loads(line) for file in files for line in whole_lines(file)]
-    start = min((event["ts"] for event in events if "ts" in event), default=0.0)
-    return list(_from(start, events))
+    return list(_events(folder))
 
 
-def _from(start: float, events: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    for event in events:
+def _events(folder: Path) -> Iterator[dict[str, Any]]:
+    start = min((event["ts"] for event in _written(folder) if "ts" in event), default=0.0)
+    for event in _written(folder):
         yield {**event, "ts": event["ts"] - start} if "ts" in event else event
+
+
+def _written(folder: Path) -> Iterator[dict[str, Any]]:
+    """The events as the ranks wrote them, without one that a killed rank left unfinished."""
+    for file in _files(folder):
+        yield from map(json.loads, whole_lines(file))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))

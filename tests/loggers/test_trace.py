@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlflow.loggers.trace import Trace, merge_traces
+from rlflow.loggers.trace import TRACE_FILE, Trace, merge_small_traces, merge_traces
 
 
 @pytest.fixture
@@ -69,3 +70,33 @@ def test_waits_are_summed_and_flights_begin_and_end(tmp_path: Path) -> None:
     assert [event["ph"] for event in written[3:]] == ["b", "e"]
     assert written[4]["ts"] - written[3]["ts"] == pytest.approx(1e6, abs=1)
     assert written[3]["id"] == written[4]["id"]
+
+
+def _of_ranks(folder: Path, ranks: int, spans: int) -> None:
+    for rank in range(ranks):
+        trace = Trace(folder, rank)
+        for number in range(spans):
+            trace.span("node rewards", "RunNode", number, number + 0.5, step=number)
+        trace.close()
+
+
+def test_joining_the_ranks_takes_no_memory_for_their_events(tmp_path: Path) -> None:
+    _of_ranks(tmp_path, ranks=4, spans=2000)  # 8,000 events, about 6 MB as objects
+    tracemalloc.start()
+    merge_traces(tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+    assert len(json.loads((tmp_path / TRACE_FILE).read_text())["traceEvents"]) == 4 * 2001
+
+
+def test_large_traces_stay_with_their_ranks(tmp_path: Path) -> None:
+    _of_ranks(tmp_path, ranks=2, spans=10)
+    merge_small_traces(tmp_path, most_bytes=1000)
+    assert not (tmp_path / TRACE_FILE).exists()
+    merge_small_traces(tmp_path)
+    assert (tmp_path / TRACE_FILE).exists()
+
+
+def test_a_trace_of_no_event_is_joined_too(tmp_path: Path) -> None:
+    assert json.loads(merge_traces(tmp_path).read_text()) == {"traceEvents": []}
