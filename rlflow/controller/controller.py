@@ -383,6 +383,7 @@ class Controller:
         self._free(task.frees, now)
 
     def _reduce(self, step: int) -> None:
+        self._transport.clock.settle()
         now = self._flights[step]
         buffer, held = now.buffer, [flight.buffer for flight in self._flights.values()]
         self._metrics.sum("exchange/bytes", buffer.bytes_sent)
@@ -397,6 +398,7 @@ class Controller:
             self._metrics.largest(draws_total, float(self.draws))
         worked = time.perf_counter() - self._slot_began - (self._trace.waited_s - self._waited_before)
         self._reduced = self._metrics.reduce(self._transport, worked)
+        self._transport.clock.settle()  # of this very collective, which belongs to no later step
         self.draws = int(self._reduced.get(draws_total, self.draws))  # ranks without a part in it learn it
         self._gap.check(self._reduced)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -185,13 +186,11 @@ class DataBuffer:
         self.traffic[_label(name, layout)] += exchange.bytes_received
         self._note_peak()
 
-    @contextmanager
-    def _waiting(self, name: str, layout: Layout) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        end = time.perf_counter()
+    def _waiting(self, name: str, layout: Layout) -> AbstractContextManager[None]:
+        return self._transport.clock.waiting(partial(self._waited, _label(name, layout)))
+
+    def _waited(self, label: str, begin: float, end: float) -> None:
         self.waited_s += end - begin
-        label = _label(name, layout)
         self.waits[label] = self.waits.get(label, 0.0) + end - begin
         if self._transport.watch is not None:
             self._transport.watch.wait(label, begin, end)

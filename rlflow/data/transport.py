@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Literal, ParamSpec, Protocol, TypeVar
@@ -12,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlflow.data.clock import clock_of
+from rlflow.data.host_copy import on_device
 from rlflow.data.process_groups import process_group
 
 P = ParamSpec("P")
@@ -41,13 +42,13 @@ def _waits(collective: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(collective)
     def watched(*args: P.args, **kwargs: P.kwargs) -> T:
-        start = time.perf_counter()
-        result = collective(*args, **kwargs)
         transport = args[0]
         assert isinstance(transport, Transport)
-        if transport.watch is not None:
-            transport.watch.wait(collective.__name__, start, time.perf_counter())
-        return result
+        watch = transport.watch
+        if watch is None:
+            return collective(*args, **kwargs)
+        with transport.clock.waiting(functools.partial(watch.wait, collective.__name__)):
+            return collective(*args, **kwargs)
 
     return watched
 
@@ -66,6 +67,7 @@ class Transport:
         world_size: How many there are.
         metadata_bytes: What this rank received in gathers; payload is counted by who sends it.
         watch: Told of waits, if anybody is.
+        clock: Takes the times of waits.
     """
 
     def __init__(self, device: torch.device | str = "cpu", timeout: timedelta | None = None) -> None:
@@ -76,6 +78,7 @@ class Transport:
         self.metadata_bytes = 0
         self._timeout = timeout
         self.watch: Watch | None = None
+        self.clock = clock_of(self.device)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world_size)): None}
 
     def form_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
@@ -94,11 +97,11 @@ class Transport:
         ranks = tuple(range(self.world_size)) if ranks is None else ranks
         if len(ranks) == 1:
             return [tensor]
-        sent = tensor.contiguous().to(self.device)
-        received = sent.new_empty(len(ranks) * sent.numel())
-        dist.all_gather_into_tensor(received, sent.view(-1), group=self._groups[ranks])
+        sent = on_device(tensor.contiguous(), self.device)
+        received = sent.new_empty((len(ranks), *sent.shape))
+        dist.all_gather(list(received.unbind()), sent, group=self._groups[ranks])
         self.metadata_bytes += received.nbytes
-        return list(received.to(tensor.device).view(len(ranks), *sent.shape).unbind())
+        return list(received.to(tensor.device).unbind())
 
     def all_gather_ragged(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> list[Tensor]:
         """The 1-dim tensors of `ranks`, in their order; lengths may differ, the dtype may not."""
@@ -131,7 +134,7 @@ class Transport:
         dist.broadcast(size, source, group=self._groups[ranks])
         if message is None:
             message = torch.empty(int(size), dtype=torch.uint8, device=self.device)
-        message = message.to(self.device)
+        message = on_device(message, self.device)
         if message.numel():
             dist.broadcast(message, source, group=self._groups[ranks])
         return message
