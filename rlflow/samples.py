@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlflow.data.batch import Rollout
+from rlflow.data.batch import Ragged, Rollout
+from rlflow.data.host_copy import on_host
 from rlflow.data.message import from_message, to_message
 from rlflow.data.transport import Transport
 from rlflow.rewards.reward import Scores
@@ -35,8 +36,9 @@ class Samples:
         """Keep some of these, on the rank that does."""
         if self._transport.rank != self._speaker:
             return
-        samples = self._steps[step]
-        for i, prompt in enumerate(rollout.prompt_ids.rows()[: SAMPLES_PER_STEP - len(samples)]):
+        samples, prompts = self._steps[step], rollout.prompt_ids
+        rows = Ragged(on_host(prompts.values), on_host(prompts.lengths)).rows()
+        for i, prompt in enumerate(rows[: SAMPLES_PER_STEP - len(samples)]):
             parts = {name: part[i] for name, part in scores.parts.items()}
             reward = {"reward": scores.total[i], "parts": parts}
             samples.append({"prompt": self._decode(prompt.tolist()), "response": rollout.texts[i], **reward})

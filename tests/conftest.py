@@ -23,7 +23,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     pools = {"ranks1", "ranks2", "ranks3", "ranks4"}
     for item in items:
         shares_ranks = not pools.isdisjoint(getattr(item, "fixturenames", ()))
-        item.add_marker(pytest.mark.xdist_group("ranks" if shares_ranks else str(item.path)))
+        of_device = item.path.parent.name == "device"  # whose ranks take long to start
+        group = "device" if of_device else "ranks" if shares_ranks else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def _pool(world_size: int) -> Iterator[RankPool]:

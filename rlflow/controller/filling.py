@@ -13,6 +13,7 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import Fill, RunNode
+from rlflow.data.host_copy import on_host
 from rlflow.data.kept import Kept
 from rlflow.data.surplus import SURPLUS
 from rlflow.data.transport import Transport
@@ -118,7 +119,7 @@ class Filling:
             here: Tensor = now.buffer.get(filter_id, layout)
             found = f"{str(here.dtype).removeprefix('torch.')} of shape {list(here.shape)}"
             is_bool = here.dtype == torch.bool and here.dim() == 1
-            answer = here.cpu().to(torch.uint8) if is_bool else torch.full((len(here),), NOT_BOOL, dtype=torch.uint8)
+            answer = on_host(here).to(torch.uint8) if is_bool else torch.full((len(here),), NOT_BOOL, dtype=torch.uint8)
         answers = space.gathered(layout, answer, self._transport, members)
         if bool((answers == NOT_BOOL).any()):
             raise UserError(

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import Node
-from rlflow.data.batch import Pairs, PerSample, take_rows
-from rlflow.data.host_copy import on_host
+from rlflow.data.batch import Pairs, PerSample, countable, take_rows
+from rlflow.data.host_copy import bring_over, on_device, on_host, remember, rows_at
 from rlflow.data.layout import Layout
 from rlflow.data.rows import RowSpace
 from rlflow.data.transport import Transport
@@ -76,6 +76,7 @@ class Training:
         handle: ModelHandle = getattr(self._module, node.role)
         if handle.lora is not None and handle.lora.dropout > 0:
             torch.manual_seed(sampling_seed(self._seed, step, node.id, 0, self._transport.rank))
+        bring_over(each for name, value in values.items() for each in countable(value, self._graph.type_of(name)))
         mini_batches = space.held_mini_batches(layout, self._transport.rank)
         for epoch in range(handle.epochs):
             for number in self._order(len(mini_batches), step, epoch):
@@ -102,8 +103,9 @@ class Training:
         for part, micro in enumerate(handle.plan.split(scored, at_least=most)):
             with handle.training():
                 loss = method(**self._take(mini, micro))
-            _check_shape(node, loss, mask[micro])
-            share = loss_sum(loss, loss_weights(mask[micro], mode, longest)) / total
+            counts = rows_at(mask, micro)
+            _check_shape(node, loss, counts)
+            share = loss_sum(loss, loss_weights(counts, mode, longest)) / total
             self._strategy.backward(node.role, share, last=part == most - 1)
             loss_here = loss_here + share.detach().double()
         self._before_update(node.role)
@@ -157,6 +159,6 @@ def _has_mask(value: Any) -> bool:
 def _mask(scored: Any, per_sample: bool) -> Tensor:
     """What the loss counts: tokens `[B, T]`, or samples `[B]` with a token; of pairs, each."""
     if isinstance(scored, Pairs):
-        return torch.ones(len(scored.prompt_ids), dtype=torch.bool, device=scored.prompt_ids.lengths.device)
+        return on_device(torch.ones(len(scored.prompt_ids), dtype=torch.bool), scored.prompt_ids.lengths.device)
     mask: Tensor = scored.loss_mask
-    return mask.any(dim=1) if per_sample else mask
+    return remember(mask.any(dim=1), on_host(mask).any(dim=1)) if per_sample else mask

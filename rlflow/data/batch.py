@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlflow.data.host_copy import is_on_host, on_device, on_host, remember, rows_at
+from rlflow.data.host_copy import is_on_host, joined, on_device, on_host, remember, rows_at
 from rlflow.errors import UserError
 
 
@@ -71,13 +71,18 @@ class Ragged:
 
     def followed_by(self, other: Ragged) -> Ragged:
         """The rows of both, these first."""
-        return Ragged(torch.cat([self.values, other.values]), torch.cat([self.lengths, other.lengths]))
+        return Ragged(joined([self.values, other.values]), joined([self.lengths, other.lengths]))
 
 
 def _chosen(values: Tensor, lengths: list[int], order: list[int]) -> Tensor:
     """The rows `order` of values that are rows of these lengths."""
     rows = torch.split(values, lengths)
     return torch.cat([rows[i] for i in order]) if order else values[:0]
+
+
+def _padded(values: Tensor, lengths: list[int]) -> Tensor:
+    """`[B, T]`: rows of these lengths, right-padded with zeros."""
+    return pad_sequence(list(torch.split(values, lengths)), batch_first=True) if lengths else values.new_zeros(0, 0)
 
 
 @dataclass(frozen=True)
@@ -97,9 +102,10 @@ class TokenRows:
     @classmethod
     def padded(cls, prompt_ids: Ragged, response_ids: Ragged) -> TokenRows:
         """The responses right-padded with zeros, which nothing reads: the rows carry their lengths."""
-        rows = response_ids.rows()
-        values = response_ids.values
-        padded = pad_sequence(list(rows), batch_first=True) if rows else values.new_zeros(0, 0)
+        lengths = on_host(response_ids.lengths).tolist()
+        padded = _padded(response_ids.values, lengths)
+        if is_on_host(response_ids.values):
+            remember(padded, _padded(on_host(response_ids.values), lengths))
         return cls(prompt_ids, padded, response_ids.lengths)
 
 
@@ -273,6 +279,15 @@ def _column(name: str, annotation: Any) -> Column:
     return Column(name, cuts[0], Home in marks)
 
 
+def countable(value: Any, annotation: Any) -> list[Tensor]:
+    """The tensors of a value that are not floating point: of these the host counts, and cuts others by them."""
+    found: list[Tensor] = []
+    for column in columns(annotation):
+        data = getattr(value, column.name) if column.name else value
+        found += [data.values, data.lengths] if isinstance(data, Ragged) else [data] if isinstance(data, Tensor) else []
+    return [tensor for tensor in found if not tensor.is_floating_point()]
+
+
 def take_rows(value: Any, annotation: Any, index: Tensor) -> Any:
     """The rows of a value at `index` `[K]` int64, in that order; padding keeps its width."""
     return _columnwise([value], annotation, lambda data, cut: _take(data[0], cut, index))
@@ -315,14 +330,14 @@ def _join(parts: list[Any], cut: Cut) -> Any:
         return [entry for part in parts for entry in part]
     filled = [part for part in parts if len(part)] or parts[:1]  # what has no row need not have a shape or dtype either
     if cut is Cut.RAGGED:
-        return Ragged(torch.cat([part.values for part in filled]), torch.cat([part.lengths for part in filled]))
+        return Ragged(joined([part.values for part in filled]), joined([part.lengths for part in filled]))
     if cut is Cut.TOKEN:
         widest = max(part.shape[1] for part in filled)
         filled = [
             torch.cat([part, part.new_zeros(len(part), widest - part.shape[1], *part.shape[2:])], dim=1)
             for part in filled
         ]
-    return torch.cat(filled)
+    return joined(filled)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

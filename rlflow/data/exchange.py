@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlflow.data.batch import Absent, Column, Cut, columns
+from rlflow.data.host_copy import on_device
 from rlflow.data.message import from_message, to_message
 from rlflow.data.route import Route
 from rlflow.data.transport import Transport, Work
@@ -147,7 +148,7 @@ class Exchange:
         sends = [1 + len(self._sized) * len(rows) if packed else 1 for rows in self._route.sends]
         receives = [1 + len(self._sized) * len(rows) for rows in self._route.receives]
         return *self._transport.all_to_all(
-            told.to(self._transport.device), sends, receives, self._route.ranks
+            on_device(told, self._transport.device), sends, receives, self._route.ranks
         ), receives
 
     def _be_told_sizes(self, told: Tensor, work: Work, counts: list[int]) -> list[int]:
@@ -228,7 +229,7 @@ def _message(
     pieces: list[Piece] = []
     for number, head in enumerate([b""] if alone else heads):
         if head:
-            said = to_message(head).to(device)
+            said = on_device(to_message(head), device)
             pieces.append((said, 0, len(head)))
         for column in of_column:
             pieces += column[number]

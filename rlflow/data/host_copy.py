@@ -9,7 +9,7 @@ A copy is forgotten when its tensor, or it, was changed in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,6 +66,14 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor.to(device)
     moved = tensor.to(device, non_blocking=True)
     return moved if tensor.is_floating_point() else remember(moved, tensor)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """`torch.cat(parts)`, which the host has where it has all of them."""
+    whole = torch.cat(list(parts))
+    if whole.device.type != "cpu" and all(map(is_on_host, parts)):
+        remember(whole, torch.cat([*map(on_host, parts)]))
+    return whole
 
 
 def rows_at(tensor: Tensor, index: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlflow.data.batch import Cut, Ragged
+from rlflow.data.host_copy import on_device, on_host
 
 Data = Any  # of one column: a Tensor, a Ragged, or a list of JSON-able objects
 Piece = tuple[Tensor, int, int]  # bytes of a buffer: from the first offset up to the second
@@ -107,14 +108,14 @@ def to_bytes(cut: Cut, data: Data, lengths: Tensor, rows: Tensor, device: torch.
         texts = [json.dumps(data[row]).encode() for row in rows.tolist()]
         joined = bytearray(b"".join(texts))
         buffer = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
-        return _in_a_row(buffer.to(device), torch.tensor([len(text) for text in texts], dtype=torch.int64))
+        return _in_a_row(on_device(buffer, device), torch.tensor([len(text) for text in texts], dtype=torch.int64))
     width = Form.of(cut, data).width
     if cut is Cut.SAMPLE:
         if width <= _NARROW:
-            return _in_a_row(_flat(data[rows.to(data.device)]).to(device), torch.full_like(rows, width))
+            return _in_a_row(_flat(data[on_device(rows, data.device)]).to(device), torch.full_like(rows, width))
         return RowBytes(_flat(data).to(device), rows * width, torch.full_like(rows, width))
     if cut is Cut.RAGGED:
-        return _in_a_row(_flat(data.values).to(device), data.lengths.cpu() * width).take(rows)
+        return _in_a_row(_flat(data.values).to(device), on_host(data.lengths) * width).take(rows)
     return RowBytes(_flat(data).to(device), rows * (data.shape[1] * width), lengths[rows] * width)
 
 
@@ -130,7 +131,7 @@ def from_bytes(cut: Cut, form: Form, rows: RowBytes, order: Tensor) -> Data:
     if cut is Cut.SAMPLE and form.width <= _NARROW:
         column = _joined(rows, (len(rows.sizes), *form.entry), form)
         in_order = len(order) == len(rows.sizes) and torch.equal(order, torch.arange(len(order)))
-        return column if in_order else column[order.to(column.device)]
+        return column if in_order else column[on_device(order, column.device)]
     rows = rows.take(order)
     if cut is Cut.JSON:
         text = _joined(rows, (int(rows.sizes.sum()),), form).numpy().tobytes()
@@ -141,7 +142,7 @@ def from_bytes(cut: Cut, form: Form, rows: RowBytes, order: Tensor) -> Data:
     entries = rows.sizes // max(form.width, 1)
     if cut is Cut.RAGGED:
         values = _joined(rows, (int(entries.sum()), *form.entry), form)
-        return Ragged(values, entries.to(form.device))
+        return Ragged(values, on_device(entries, torch.device(form.device)))
     longest = int(entries.max()) if len(entries) else 0
     return _joined(rows, (len(order), longest, *form.entry), form, longest * form.width)
 

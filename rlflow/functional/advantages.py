@@ -115,9 +115,9 @@ class _GroupedSamples:
     """
 
     def __init__(self, rewards: Tensor, group: Tensor) -> None:
-        ids, self._index = torch.unique(group, return_inverse=True)
+        ids, self._index, sizes = torch.unique(group, return_inverse=True, return_counts=True)
         self._groups = len(ids)
-        _require_two(ids, self._index)
+        _require_two(ids, sizes)
         self._dtype = float_dtype(rewards)
         raw = rewards.detach().double()
         self._scored = ~raw.isnan()
@@ -139,8 +139,8 @@ class _GroupedSamples:
         return advantages.where(self._scored, 0.0).to(self._dtype)
 
 
-def _require_two(ids: Tensor, index: Tensor) -> None:
-    alone = ids[torch.bincount(index, minlength=len(ids)) == 1]
+def _require_two(ids: Tensor, sizes: Tensor) -> None:
+    alone = ids[sizes == 1]
     if len(alone):
         raise UserError(
             f"group {alone[0].item()} has 1 sample; a baseline from its group needs at least 2. "

@@ -22,6 +22,7 @@ from rlflow.models.packing import (
     ModelInput,
     Peers,
     Responses,
+    on_cpu,
     pack,
     packed_micro_batches,
     pad,
@@ -174,6 +175,7 @@ class ModelHandle(ABC):
         """
         if self._training:
             return self._score_once(rows, *arguments)
+        on_cpu(rows)  # all at once, not by micro-batch
         with torch.no_grad():
             parts = self.plan.micro_batches(rows)
             scores = [self._score_once(take(rows, part), *arguments) for part in parts]

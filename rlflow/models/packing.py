@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlflow.data.balance import even_parts
-from rlflow.data.batch import PerToken, Ragged, TokenRows
+from rlflow.data.batch import PerToken, Ragged, TokenRows, to_device
 from rlflow.data.host_copy import bring_over, on_device, on_host, rows_at
 from rlflow.errors import UserError
 
@@ -148,16 +148,20 @@ def no_rows() -> TokenRows:
 
 def whole(rows: Responses) -> TokenRows:
     """Each row as a prompt before one token that nobody reads, so that the row's own end is what is scored."""
-    pieces = [rows.prompt_ids.values[:0]]
-    for prompt, response, length in zip(rows.prompt_ids.rows(), rows.response_ids, rows.lengths.tolist(), strict=True):
+    here = on_cpu(rows)
+    pieces = [here.prompt_ids.values[:0]]
+    for prompt, response, length in zip(here.prompt_ids.rows(), here.response_ids, here.lengths.tolist(), strict=True):
         pieces += [prompt, response[:length]]
-    prompts = Ragged(torch.cat(pieces), rows.prompt_ids.lengths + rows.lengths)
-    return TokenRows(prompts, torch.zeros_like(rows.lengths)[:, None], torch.ones_like(rows.lengths))
+    prompts = Ragged(torch.cat(pieces), here.prompt_ids.lengths + here.lengths)
+    found = TokenRows(prompts, torch.zeros_like(here.lengths)[:, None], torch.ones_like(here.lengths))
+    on_device: TokenRows = to_device(found, rows.lengths.device)
+    return on_device
 
 
 def token_counts(rows: Responses) -> Tensor:
-    """`[B]` int64: the tokens of each row that the model has to read."""
-    return (rows.prompt_ids.lengths + rows.lengths - 1) * (rows.lengths > 0)
+    """`[B]` int64, on the CPU: the tokens of each row that the model has to read."""
+    prompts, responses = on_host(rows.prompt_ids.lengths), on_host(rows.lengths)
+    return (prompts + responses - 1) * (responses > 0)
 
 
 def pack(rows: Responses) -> ModelInput:
