@@ -44,7 +44,7 @@ def main(happening: str) -> None:
             status.end()
         case "waits":
             print("waits", flush=True)
-            time.sleep(20)
+            time.sleep(120)
 
 
 if __name__ == "__main__":
