@@ -8,8 +8,10 @@ the lock is imported, and those that need NVIDIA's driver are listed with what t
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distribution, packages_distributions, version
 from pathlib import Path
 
@@ -52,15 +54,17 @@ def main() -> None:
         problems.append("requirements are broken")
     modules = sorted({*modules_of(pins), *COMPILED})
     needing = {}
-    for module in modules:
-        code, words = said(f"import {module}")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        imports = list(pool.map(said, (f"import {module}" for module in modules)))
+    for module, (code, words) in zip(modules, imports, strict=True):
         if code == 0:
             continue
-        reason = words.splitlines()[-1] if words else f"exit code {code}"
-        if any(mark in words for mark in DRIVER):
-            needing[module] = reason
+        lines = words.splitlines() or [f"exit code {code}"]
+        naming = [line.strip() for line in lines if any(mark in line for mark in DRIVER)]
+        if naming:
+            needing[module] = naming[-1]
         else:
-            problems.append(f"{module} cannot be imported: {reason}")
+            problems.append(f"{module} cannot be imported: {lines[-1]}")
     print(f"{len(modules)} modules, {len(modules) - len(needing)} imported; these need NVIDIA's driver:")
     for module, reason in needing.items():
         print(f"  {module}: {reason}")
