@@ -33,7 +33,7 @@ for python in "$@"; do
     "$bin/rlflow" fit --config configs/quickstart_grpo.yaml --trainer.max_steps 2 \
         --rollout rlflow.rollout.TransformersEngine
     "$bin/python" -m pytest -q --durations 0 tests/dag tests/functional tests/workflow tests/test_configuration.py \
-        tests/test_module.py tests/test_placement.py tests/controller/test_training.py
+        tests/test_memory_table.py tests/test_module.py tests/test_out_of_memory.py tests/test_placement.py
     cd "$source"
     rm -rf "$scratch/venv" "$scratch/work"
     tried="$tried $version"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import rlflow
 from rlflow.errors import UserError
 from rlflow.loggers import TensorBoardLogger, WandbLogger
 from rlflow.models.lora import require_peft
@@ -16,7 +17,7 @@ from rlflow.rewards import MathVerify, ReasoningGymScore
 from rlflow.rollout.vllm import VLLMEngine
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 
-ROOT = Path(__file__).parent.parent
+PACKAGE = Path(rlflow.__file__).parent
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(
 
 def test_an_older_python_is_told_in_one_line() -> None:
     # The interpreter at hand stands for an older one; the file is read as it is.
-    code = f"import sys; sys.version_info = (3, 10, 2); exec(open({str(ROOT / 'rlflow/minimum_python.py')!r}).read())"
+    code = f"import sys; sys.version_info = (3, 10, 2); exec(open({str(PACKAGE / 'minimum_python.py')!r}).read())"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.returncode == 2
     assert ran.stderr.startswith("rlflow: error: this is Python 3.10, and rlflow needs 3.11 or newer; ")
@@ -55,6 +56,6 @@ def test_an_older_python_is_told_in_one_line() -> None:
 
 
 def test_the_python_is_looked_at_before_anything_else_is_imported() -> None:
-    lines = (ROOT / "rlflow/__init__.py").read_text().splitlines()
+    lines = (PACKAGE / "__init__.py").read_text().splitlines()
     imports = [line for line in lines if line.startswith(("import rlflow", "from rlflow"))]
     assert imports[0].startswith("import rlflow.minimum_python")
