@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -26,7 +26,7 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Return when the stream has come to it."""
 
-    def elapsed_time(self, later: Event) -> float:
+    def elapsed_time(self, later: Any, /) -> float:
         """Milliseconds from it to a later one, when both are past."""
 
 

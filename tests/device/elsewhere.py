@@ -2,7 +2,8 @@
 
 They refuse to mix with the CPU's where CUDA's refuse, and count where the host has to wait for the device. Importing
 this changes torch for the whole process (`torch.accelerator` then names this device), so it is for processes of their
-own: the tests here run in ranks that import it, and in no other.
+own: the tests here run in ranks that import it, and in no other. It has to come before the process's first backward
+pass, at which autograd starts a thread for each device.
 
 How: torch's own backend for Python gives a `torch.device` with a guard. `Elsewhere` is a wrapper on that device around
 a plain tensor, `held`; every operation on one, and every factory asked for the device, comes to `_run`, which checks

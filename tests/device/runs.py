@@ -56,4 +56,6 @@ def fit_on_device(run: Fit, token_budget: int = 4096) -> tuple[Result, list[Coun
 
 def fit_on_both(run: Fit) -> tuple[Result, Result]:
     """Run on the CPU, and then on the device."""
+    import tests.device.elsewhere  # noqa: F401 - autograd starts threads for the devices that are there at its first use
+
     return fit_on_cpu(run), fit_on_device(run)[0]
