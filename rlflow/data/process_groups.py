@@ -6,6 +6,7 @@ could also wait for one another.
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -38,3 +39,12 @@ def process_group(ranks: tuple[int, ...], timeout: timedelta | None) -> ProcessG
         group = dist.new_group(list(ranks), timeout=timeout)
         _formed[ranks, timeout] = group if dist.get_rank() in ranks else None
     return _formed[ranks, timeout]
+
+
+def connect_when_used() -> None:
+    """Let gloo's groups connect two ranks when these first exchange something; called before any group is formed.
+
+    Else every rank connects to every other at once, beside NCCL too, where gloo carries small things now and then: of
+    1,024 ranks each would open 1,023 sockets, about as many files as a process may have.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

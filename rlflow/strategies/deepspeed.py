@@ -19,6 +19,7 @@ from lightning.fabric.utilities.distributed import _init_dist_connection
 from torch import Tensor
 
 from rlflow.data.layout import Layout
+from rlflow.data.process_groups import connect_when_used
 from rlflow.errors import UserError, require
 from rlflow.models.attention import Heads, check_sequence_parallel, packed_attention
 from rlflow.models.handle import ForwardPlan
@@ -120,7 +121,10 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         # ranks while it is formed, at once and by NCCL, thousands of them in a large job.
         self._set_world_ranks()
         assert self.cluster_environment is not None
-        backend = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
+        backend = "gloo"
+        if self.root_device.type == "cuda":
+            backend = "cpu:gloo,cuda:nccl"
+            connect_when_used()
         _init_dist_connection(self.cluster_environment, backend, timeout=self.timeout)
         self._process_group_backend = backend
 
