@@ -24,6 +24,7 @@ from rlflow.strategies import DeepSpeedStrategy
 
 GIB = 2**30
 STEPS = 4
+SYNC = ("sync/verified_tensors", "sync/logprob_gap", "time/sync")
 LONGEST = 512
 SPEED = {"hidden_size": 2048, "intermediate_size": 8192, "layers": 16, "heads": 16, "kv_heads": 8}
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "4090": 165}  # dense bf16
@@ -61,17 +62,19 @@ def run_grpo(
     reward = CallableReward(lambda text, row: share_of_digits(text))
     module = GRPO(str(model), reward, Optimizer(lr=3e-3), group_size=4, max_response_length=32)
     trainer.fit(module, PromptData(JSONL(str(prompts)), prompts_per_step=8, prompt="prompt"))
-    # Where steps overlap, not every one has rows, or a probe, of the weights that the trainer has.
-    gaps = [step["sync/logprob_gap"] for step in kept.steps if "sync/logprob_gap" in step]
+    # Where steps overlap, the first ones end before what is synced, or compared, ahead of them is theirs.
+    logged = {name: [step[name] for step in kept.steps if name in step] for name in SYNC}
+    verified, gaps = logged["sync/verified_tensors"], logged["sync/logprob_gap"]
     values = {
         "logprob_gap": max(gaps, default=math.inf),
         "not_finite": float(sum(not all(map(math.isfinite, step.values())) for step in kept.steps)),
         "steps_missing": float(STEPS - len(kept.steps)),
-        "syncs_without_tensors": float(sum(not step["sync/verified_tensors"] for step in kept.steps)),
+        "steps_without_sync": float(STEPS - sum(count > 0 for count in verified)),
+        "time/step": kept.median(lambda step: step["time/step"]),
+        "time/sync": statistics.median(logged["time/sync"]),
     }
-    limits = {"logprob_gap": LOGPROB_LIMIT[precision], "not_finite": 0, "steps_missing": 0, "syncs_without_tensors": 0}
-    times = {name: kept.median(lambda step, name=name: step[name]) for name in ("time/step", "time/sync")}
-    return {"values": values | times, "limits": limits}
+    limits = {"logprob_gap": LOGPROB_LIMIT[precision], "not_finite": 0, "steps_missing": 0}
+    return {"values": values, "limits": limits | {"steps_without_sync": 2 * max_staleness}}
 
 
 def measure_speed(folder: Path, device: str, devices: int, *, engine: str, stage: int, steps: int = 5) -> Found:
