@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.ranks import RankPool
+from tests.ranks import RankPool, return_freed_memory
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # the ranks of tests import deepspeed before a strategy has a device
 settings.register_profile("rlflow", deadline=None)  # a busy machine is no fault
@@ -26,6 +26,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         of_device = item.path.parent.name == "device"  # whose ranks take long to start
         group = "device" if of_device else "ranks" if shares_ranks else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory_of_other_modules() -> None:
+    return_freed_memory()
 
 
 def _pool(world_size: int) -> Iterator[RankPool]:
