@@ -1,6 +1,6 @@
 """What one GPU, or two, do of what rlflow does on the CPU: one command, one file to attach to a report.
 
-    python benchmarks/gpu.py                    every case that this machine can run, 10 to 20 minutes
+    python benchmarks/gpu.py                    every case that this machine can run
     python benchmarks/gpu.py --device cpu       the same cases on the CPU, but for those that need CUDA
     python benchmarks/gpu.py --only zero2 engine
 
@@ -15,7 +15,7 @@ Each case runs in a process of its own, so that one that fails or hangs takes no
 - Speed of a model of a thousand million weights in bf16: tokens a second, share of the chip's peak, memory by role.
 
 The report, `gpu-report.json`, holds the machine, the versions, and of each case its values with their limits. The exit
-code is 1 if a case failed. No case has been run on a GPU by us yet.
+code is 1 if a case failed, or none ran. No case has been run on a GPU yet; 10 to 20 minutes are expected.
 """
 
 from __future__ import annotations
