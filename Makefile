@@ -30,7 +30,7 @@ quickstart: setup ## Train a small language model with SFT, then with GRPO on tw
 test: setup ## Run the tests, all but those of `make exact`
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadgroup
 
-exact: setup ## Compare every algorithm with its float64 reference in every setting
+exact: setup ## Run the tests that `make test` leaves out: every algorithm, family and setting
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m exact
 
 check: lint docs test ## Run what CI runs
