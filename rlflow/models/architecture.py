@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlflow.errors import UserError
+from rlflow.models.context import rotary_embeddings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -54,6 +55,11 @@ def _refusal(config: Any, kind: Any, scores_tokens: bool) -> str | None:
         )
     if others:
         return f"has layers{_layers(others)}, which are not computed here; use a model of full or sliding attention"
+    if any("dynamic" in rope.get("rope_type", "") for rope in rotary_embeddings(config)):
+        return (
+            "has a rotary embedding that changes with the longest sequence (`rope_type`: dynamic), and packed sequences"
+            " would change it for each other; use a model with another one"
+        )
     if scores_tokens:
         from transformers import AutoModelForCausalLM
 

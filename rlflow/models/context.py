@@ -9,17 +9,39 @@ import torch
 from rlflow.errors import UserError
 from rlflow.models.attention import Heads
 
-STRETCHED = ("linear", "dynamic")  # rotary embeddings whose factor is not yet in `max_position_embeddings`
+ORIGINAL = "original_max_position_embeddings"
 
 
 def positions(config: Any) -> int | None:
-    """Tokens of the longest sequence that a model takes, by its transformers configuration; None without a limit."""
+    """Tokens of the longest sequence that a model takes, by its transformers configuration; None without a limit.
+
+    Where the rotary embedding is `longrope`, that is the length before it was extended. One sequence beyond it would
+    change the frequencies of all that are packed with it.
+    """
+    limit = _limit(config)
+    return None if limit is None else limit[1]
+
+
+def rotary_embeddings(config: Any) -> list[dict[str, Any]]:
+    """The `rope_parameters` of a transformers configuration: of all layers, or of each kind of layers."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [of_kind for of_kind in rope.values() if isinstance(of_kind, dict)]
+    return kinds or [rope]
+
+
+def _limit(config: Any) -> tuple[str, int] | None:
+    """The setting that limits the length of sequences, and the limit."""
+    for rope in rotary_embeddings(config):
+        if rope.get("rope_type") == "longrope":
+            return ORIGINAL, rope[ORIGINAL]
     text = config.get_text_config()
     limit: int | None = getattr(text, "max_position_embeddings", None)
+    if limit is None:
+        return None
     rope = getattr(text, "rope_parameters", None) or {}
-    if limit is not None and rope.get("rope_type") in STRETCHED:
+    if rope.get("rope_type") == "linear":  # its factor is not yet in the limit
         limit = int(limit * rope["factor"])
-    return limit
+    return "max_position_embeddings", limit
 
 
 def check_positions(config: Any, tokens: int, role: str, of: str) -> None:
@@ -34,10 +56,10 @@ def check_positions(config: Any, tokens: int, role: str, of: str) -> None:
     Raises:
         UserError: They are longer.
     """
-    limit = positions(config)
-    if limit is not None and tokens > limit:
+    limit = _limit(config)
+    if limit is not None and tokens > limit[1]:
         raise UserError(
-            f"`{role}` reads {of}, {tokens} tokens, and its model takes {limit} (`max_position_embeddings` of its"
+            f"`{role}` reads {of}, {tokens} tokens, and its model takes {limit[1]} (`{limit[0]}` of its"
             " config.json); lower `data.max_prompt_length` or `max_response_length`, or take a model of longer context"
         )
 

@@ -22,6 +22,11 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
             {},
             r"'llama4_text': it has layers \(`layer_types`: chunked_attention\), which are not computed",
         ),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}},
+            r"'llama': it has a rotary embedding that changes with the longest sequence",
+        ),
         ("Phi", {}, r"'phi': it has a bias in its output layer"),
         ("T5", {}, r"'t5': it is no causal language model"),
         ("Gemma3", {}, r"'gemma3': it reads more than text"),
