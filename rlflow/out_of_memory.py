@@ -31,6 +31,7 @@ SIGNS = (
     "std::bad_alloc",
     "No available memory for the cache blocks",
     "larger than the available KV cache memory",
+    "Cannot auto-fit max_model_len",
     "is less than desired GPU memory utilization",
     "is less than desired CPU memory utilization",
 )

@@ -283,6 +283,7 @@ class Run:
                 local_rank=strategy.local_rank,
                 seed=self._trainer.seed,
             )
+        self._engine.check_context(self._prepared.longest_prompt, self._module.max_response_length)
 
     def _weight_sync(self) -> WeightSync | None:
         """This rank's part in bringing weights to engines, if it has one."""

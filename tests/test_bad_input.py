@@ -591,6 +591,30 @@ def test_a_rank_that_the_graph_has_not_is_refused(folder: Path, capfd: pytest.Ca
     assert line == "`--rank` is 7, but the config has the ranks 0 to 0; name one"
 
 
+SHORT_ENGINE = """
+from rlflow.rollout import TransformersEngine
+
+
+class Short(TransformersEngine):
+    def setup(self, *arguments, **place):
+        super().setup(*arguments, **place)
+        self._context = 7  # as vLLM's where little memory is left for its cache
+
+    def generate(self, *arguments):
+        raise AssertionError("the run has begun")
+"""
+
+
+def test_an_engine_whose_cache_is_too_short_is_refused_before_the_first_step(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "my_engine.py").write_text(SHORT_ENGINE)
+    write(folder / "my.yaml", {"rollout": {"class_path": "my_engine.Short"}})
+    line = refusal(capfd, "fit", "--config", "my.yaml")
+    assert line.startswith("a prompt of 4 tokens and a response of up to 4 exceed the engine's context of 7 tokens;")
+    assert "`module.init_args.max_response_length`" in line
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [

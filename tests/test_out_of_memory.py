@@ -133,6 +133,7 @@ def test_a_backward_pass_that_runs_out_names_the_role_and_its_settings(folder: P
             "Free memory on device cuda:0 (1.0/80.0 GiB) on startup is less than desired GPU memory utilization (0.9)"
         ),
         ValueError("4.0 GiB KV cache is needed, which is larger than the available KV cache memory (1.0 GiB)"),
+        ValueError("Cannot auto-fit max_model_len: not enough GPU memory available to serve even a single token."),
         EngineProcessError("the engine of rank 2 could not generate: OutOfMemoryError: CUDA out of memory"),
     ],
     ids=lambda error: type(error).__name__,

@@ -89,6 +89,9 @@ class EngineBeside(RolloutEngine):
             self._process.end(0.0)
             raise
 
+    def check_context(self, prompt: int, response: int) -> None:
+        self._call("check_context", "check its context", prompt, response)
+
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
     ) -> list[Completion]:

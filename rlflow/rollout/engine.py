@@ -159,6 +159,17 @@ class RolloutEngine(ABC):
             UserError: The engine cannot run this model, dtype or number of ranks.
         """
 
+    def check_context(self, prompt: int, response: int) -> None:  # noqa: B027 - as `check_lengths`
+        """Refuse lengths beyond what the engine that was set up holds: its cache has what memory it found.
+
+        Args:
+            prompt: Tokens of the longest prompt.
+            response: Tokens of the longest response.
+
+        Raises:
+            UserError: They do not fit; names the settings.
+        """
+
     @abstractmethod
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
@@ -204,10 +215,20 @@ class RolloutEngine(ABC):
 class EngineHere(RolloutEngine):
     """An engine in this process: what all of them check before they generate and after they load."""
 
+    _to_hold_more: str = "take a model of longer context"  # for a message
+
     # Of the engine that `setup` built
     _pieces: Sequence[Piece]
     _dtype: torch.dtype
-    _context: int  # tokens of the longest prompt and response together
+    _context: int | None  # tokens of the longest prompt and response together; None without a limit
+
+    def check_context(self, prompt: int, response: int) -> None:
+        if self._context is not None and prompt + response > self._context:
+            raise UserError(
+                f"a prompt of {prompt} tokens and a response of up to {response} exceed the engine's context of"
+                f" {self._context} tokens; lower `data.max_prompt_length` or `max_response_length`, or"
+                f" {self._to_hold_more}"
+            )
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
@@ -217,12 +238,7 @@ class EngineHere(RolloutEngine):
             raise WeightSyncError(
                 f"policy version {version} shall generate and the engine holds {held}; sync the weights first"
             )
-        longest = max(map(len, prompts), default=0)
-        if longest + sampling.max_tokens > self._context:
-            raise UserError(
-                f"a prompt of {longest} tokens and a response of up to {sampling.max_tokens} exceed the engine's "
-                f"context of {self._context} tokens; allow shorter prompts or responses, or a longer context"
-            )
+        self.check_context(max(map(len, prompts), default=0), sampling.max_tokens)
         return self._generate(prompts, seeds, sampling) if prompts else []
 
     def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:

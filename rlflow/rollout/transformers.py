@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
+from rlflow.models.context import positions as positions_of
 from rlflow.rollout.engine import Completion, EngineHere, Sampling
 from rlflow.rollout.manifest import Piece
 
@@ -60,7 +61,7 @@ class TransformersEngine(EngineHere):
         self._model.eval()
         self._dtype = dtype
         self._device = device
-        self._context = config.max_position_embeddings
+        self._context = positions_of(config)
         self._pieces = [Piece(name, name, len(value)) for name, value in self._model.named_parameters()]
 
     def close(self) -> None:

@@ -59,6 +59,7 @@ class VLLMEngine(EngineHere):
         allow_untested: Accept a version of vLLM that this version of rlflow was not tested with.
     """
 
+    _to_hold_more = "raise `max_model_len` where it is set, else `gpu_memory_utilization`, on the CPU `kv_cache_gib`"
     needs_all_ranks = True  # vLLM makes process groups that every rank must join
 
     def __init__(

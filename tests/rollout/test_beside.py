@@ -119,6 +119,12 @@ def test_a_prompt_beyond_the_context_is_refused_in_the_same_words(engine: Rollou
         engine.generate([[65] * 500], [0], Sampling(13), version)
 
 
+def test_lengths_beyond_the_context_are_refused_in_the_same_words(engine: RolloutEngine) -> None:
+    engine.check_context(500, 12)
+    with pytest.raises(UserError, match=r"^a prompt of 500 tokens and a response of up to 13 exceed .* 512 tokens"):
+        engine.check_context(500, 13)
+
+
 def _without_the_norm(model: Any) -> Iterator[list[tuple[str, Tensor]]]:
     return buckets(model, leave_out="model.norm.weight")
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import BloomConfig, LlamaConfig
 
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine, WeightSyncError
@@ -81,6 +82,26 @@ def test_a_sync_that_leaves_a_tensor_out_leaves_no_version(tied: Path) -> None:
         engine.update_weights(buckets(model, leave_out="model.norm.weight"), 1)
     with pytest.raises(WeightSyncError, match="the engine holds no version"):
         engine.generate(PROMPTS, SEEDS, Sampling(4), 0)
+
+
+def test_a_model_without_positions_takes_prompts_of_any_length(tmp_path: Path) -> None:
+    config = BloomConfig(vocab_size=128, hidden_size=32, n_layer=1, n_head=2, architectures=["BloomForCausalLM"])
+    config.save_pretrained(tmp_path)
+    engine = setup(TransformersEngine(), tmp_path)
+    engine.policy_version = 0  # its random weights
+    (completion,) = engine.generate([[65] * 3000], [0], Sampling(2), 0)
+    assert len(completion.token_ids) == 2
+
+
+def test_an_engine_takes_the_stretched_positions_of_its_model(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+    small = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "architectures": ["LlamaForCausalLM"]}
+    LlamaConfig(**small, **heads, max_position_embeddings=64, rope_parameters=rope).save_pretrained(tmp_path)
+    engine = setup(TransformersEngine(), tmp_path)
+    engine.check_context(200, 56)
+    with pytest.raises(UserError, match=r"context of 256 tokens; lower .*, or take a model of longer context$"):
+        engine.check_context(200, 57)
 
 
 def test_a_prompt_beyond_the_context_is_refused(engine: RolloutEngine) -> None:
