@@ -132,7 +132,7 @@ def packed_attention(
         return divided(module, query, key, value, attention_mask, **others)
     heads = query.shape[1]
     sinks = None if s_aux is None else s_aux.narrow(0, share * heads, heads)
-    scores = Scores(query.shape[3] ** -0.5 if scaling is None else scaling, sliding_window, softcap, sinks)
+    scores = AttentionScores(query.shape[3] ** -0.5 if scaling is None else scaling, sliding_window, softcap, sinks)
     if cu_seq_lens_q is None:
         return _causal(query, key, value, scores).transpose(1, 2), None
     assert max_length_q is not None
@@ -147,7 +147,7 @@ def packed_attention(
 
 
 @dataclass(frozen=True)
-class Scores:
+class AttentionScores:
     """What a layer makes of the products of queries and keys.
 
     Attributes:
@@ -168,7 +168,7 @@ class Scores:
         return self.cap is None and self.sinks is None
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+def _causal(query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores) -> Tensor:
     """Attention where each line is one sequence: `[S, heads, L, head_dim]`."""
     length = query.shape[2]
     reach = length if scores.window is None else scores.window
@@ -186,7 +186,7 @@ def _seen(length: int, reach: int, device: torch.device) -> Tensor:
     return (behind >= 0) & (behind < reach)
 
 
-def _written_out(query: Tensor, key: Tensor, value: Tensor, scores: Scores, seen: Tensor) -> Tensor:
+def _written_out(query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, seen: Tensor) -> Tensor:
     """As the models' papers have it; `seen` `[L, L]`. Memory grows with the square of the longest sequence."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -202,7 +202,7 @@ def _written_out(query: Tensor, key: Tensor, value: Tensor, scores: Scores, seen
     return probabilities[..., : seen.shape[1]] @ value
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, scores: Scores, cu: Tensor, longest: int) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, cu: Tensor, longest: int) -> Tensor:
     """The same by one CUDA kernel over all sequences, of plain scores: `[1, N, heads, head_dim]`."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -216,7 +216,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scores: Scores, cu: Tenso
 
 
 def flexible(
-    query: Tensor, key: Tensor, value: Tensor, scores: Scores, cu: Tensor, flex_attention: Callable[..., Any]
+    query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, cu: Tensor, flex_attention: Callable[..., Any]
 ) -> Tensor:
     """The same by one CUDA kernel that is compiled for the scores: `[1, N, heads, head_dim]`.
 

@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 from transformers import Qwen2Config
 
 from rlflow.errors import UserError
-from rlflow.models.attention import Scores, check_sequence_parallel, flexible, packed_attention, seen_blocks
+from rlflow.models.attention import AttentionScores, check_sequence_parallel, flexible, packed_attention, seen_blocks
 
 LENGTHS = [3, 1, 6]
 CU = torch.tensor([0, 3, 4, 10], dtype=torch.int32)
@@ -137,7 +137,7 @@ def test_what_cuda_computes_is_the_formula(
     )
     s_aux = sinks(4) if sunk else None
     cu = torch.tensor([0, 150, 151, 241, 300], dtype=torch.int32)
-    found = flexible(*inputs, Scores(0.25, window, softcap, s_aux), cu, flex_attention)
+    found = flexible(*inputs, AttentionScores(0.25, window, softcap, s_aux), cu, flex_attention)
     expected = by_the_formula(*inputs, window or 300, softcap, s_aux, lengths)
     refuse_unlike(found, expected, (*inputs, *([] if s_aux is None else [s_aux])))
 
