@@ -111,8 +111,14 @@ def size_of(model: str) -> ModelSize:
         ) from error
 
 
+def experts(config: Mapping[str, Any]) -> tuple[str, int] | None:
+    """The name and value of the setting that makes a model a mixture of experts, by its config.json; None if none."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return next(((name, count) for name in names if (count := config.get(name) or 1) > 1), None)
+
+
 def _read(model: str, config: Mapping[str, Any]) -> ModelSize:
-    if any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if experts(config) is not None:
         raise UserError(f"`model` is {model!r}, a mixture of experts, whose size is not known from its config")
     try:
         return ModelSize(

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlflow.errors import UserError, require
+from rlflow.models.sizes import experts
 from rlflow.rollout.engine import Completion, EngineHere, Sampling
 from rlflow.rollout.manifest import Piece, WeightSyncError
 from rlflow.rollout.rewind import make_rewindable
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 TESTED = ("0.32.0",)
 CPU_BLOCK = 32  # vLLM's 128 share nothing of a short prompt; see docs/benchmarks.md
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names that configurations use
 # Types of models that vLLM 0.32 serves otherwise than training needs.
 UNSERVED = {
     "cohere2": "sees one token more through its sliding windows in vLLM than in transformers",
@@ -142,10 +142,11 @@ class VLLMEngine(EngineHere):
 
     def check_model(self, config: PretrainedConfig) -> None:
         text = config.get_text_config()
-        found = [f"{name} {value}" for name in EXPERTS if (value := getattr(text, name, None) or 1) > 1]
         reason = UNSERVED.get(text.model_type)
-        if found:
-            reason = f"is a mixture of experts ({found[0]}), whose weights it cannot read back to verify a sync"
+        if (found := experts(text.to_dict())) is not None:
+            reason = (
+                f"is a mixture of experts ({found[0]} {found[1]}), whose weights it cannot read back to verify a sync"
+            )
         if reason is not None:
             raise UserError(
                 f"`rollout` is {type(self).__name__}, and the model, of the type {text.model_type!r}, {reason}; set"
