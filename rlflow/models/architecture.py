@@ -8,6 +8,7 @@ import torch
 
 from rlflow.errors import UserError
 from rlflow.models.context import rotary_embeddings
+from rlflow.models.logprobs import unknown_logit_settings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -61,6 +62,8 @@ def _refusal(config: Any, kind: Any, scores_tokens: bool) -> str | None:
             " would change it for each other; use a model with another one"
         )
     if scores_tokens:
+        if unknown := unknown_logit_settings(config):
+            return f"shapes its logits ({', '.join(unknown)}) in a way that is not known here; use a model without it"
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):  # its layers, without weights

@@ -16,6 +16,14 @@ from torch import Tensor, nn
 CHUNK_ELEMENTS = 2**26
 
 
+# Settings of configurations that shape logits, and the types of models in which their meaning is known.
+LOGIT_SETTINGS = {
+    "logit_scale": {"cohere", "cohere2", "cohere2_moe"},  # multiplies
+    "logits_scaling": {"granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"},  # divides
+    "final_logit_softcapping": {"gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "vaultgemma", "nanochat"},
+}
+
+
 @dataclass(frozen=True)
 class LogitShape:
     """What a model makes of the products of its output layer: z to `cap * tanh(scale * z / cap)`.
@@ -30,11 +38,11 @@ class LogitShape:
 
     @classmethod
     def of(cls, config: Any) -> LogitShape:
-        """That of a transformers configuration, by the names that models give it."""
+        """That of a transformers configuration whose type of model is known, see `unknown_logit_settings`."""
         text = config.get_text_config()
-        scale = getattr(text, "logit_scale", None) or 1.0  # Cohere multiplies by it
-        scale /= getattr(text, "logits_scaling", None) or 1.0  # Granite divides
-        return cls(scale, getattr(text, "final_logit_softcapping", None))  # Gemma
+        known = {name: getattr(text, name, None) for name, types in LOGIT_SETTINGS.items() if text.model_type in types}
+        scale = (known.get("logit_scale") or 1.0) / (known.get("logits_scaling") or 1.0)
+        return cls(scale, known.get("final_logit_softcapping"))
 
     def logits(self, products: Tensor) -> Tensor:
         """Overwrites `products`."""
@@ -49,6 +57,16 @@ class LogitShape:
 
 
 PLAIN = LogitShape()
+
+
+def unknown_logit_settings(config: Any) -> list[str]:
+    """Settings that shape the logits of a model in whose type their meaning is not known, such as `logits_scaling 3.0`.
+
+    HyperCLOVA X multiplies by what Granite divides by.
+    """
+    text = config.get_text_config()
+    unknown = [name for name, types in LOGIT_SETTINGS.items() if text.model_type not in types]
+    return [f"{name} {value}" for name in unknown if (value := getattr(text, name, None)) not in (None, 1.0)]
 
 
 class TokenHead(nn.Module):

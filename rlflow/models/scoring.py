@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.errors import UserError
 from rlflow.models.logprobs import LogitShape, TokenHead
 from rlflow.models.packed import PackedModel, each_row, packed_scores, probe, read, refuse_unlike
 
@@ -17,16 +16,12 @@ class ScoringModel(PackedModel):
     """A causal language model whose output layer gives log-probabilities and entropies in place of logits.
 
     Args:
-        causal_lm: The transformers model.
-
-    Raises:
-        UserError: The output layer has a bias.
+        causal_lm: The transformers model; its output layer has no bias.
     """
 
     def __init__(self, causal_lm: Any) -> None:
         head = causal_lm.get_output_embeddings()
-        if head.bias is not None:
-            raise UserError(f"{type(causal_lm).__name__} has a bias in its output layer; use a model without one")
+        assert head.bias is None  # see `check_architecture`
         causal_lm.set_output_embeddings(TokenHead(head.weight, LogitShape.of(causal_lm.config)))
         super().__init__(causal_lm)
 

@@ -7,6 +7,7 @@ import transformers
 
 from rlflow.errors import UserError
 from rlflow.models.architecture import check_architecture
+from rlflow.models.logprobs import LogitShape
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -26,6 +27,11 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
             "Llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}},
             r"'llama': it has a rotary embedding that changes with the longest sequence",
+        ),
+        (
+            "HyperCLOVAX",
+            {"logits_scaling": 3.0},
+            r"'hyperclovax': it shapes its logits \(logits_scaling 3.0\) in a way",
         ),
         ("Phi", {}, r"'phi': it has a bias in its output layer"),
         ("T5", {}, r"'t5': it is no causal language model"),
@@ -48,3 +54,20 @@ def test_a_model_of_plain_attention_is_taken(name: str) -> None:
 
 def test_a_bias_of_an_output_layer_that_is_replaced_is_no_hindrance() -> None:
     check_architecture(transformers.PhiConfig(**SMALL), "`model`", scores_tokens=False)
+
+
+def test_logits_that_are_shaped_are_no_hindrance_where_none_are_made() -> None:
+    check_architecture(transformers.HyperCLOVAXConfig(**SMALL, logits_scaling=3.0), "`model`", scores_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "shape"),
+    [
+        ("Granite", {"logits_scaling": 4.0}, LogitShape(0.25)),
+        ("Cohere2", {"logit_scale": 0.5}, LogitShape(0.5)),
+        ("Gemma2", {"final_logit_softcapping": 2.0}, LogitShape(1.0, 2.0)),
+        ("HyperCLOVAX", {"logits_scaling": 4.0}, LogitShape()),  # it would multiply, and is refused
+    ],
+)
+def test_a_setting_shapes_logits_where_its_meaning_is_known(name: str, settings: Any, shape: LogitShape) -> None:
+    assert LogitShape.of(getattr(transformers, f"{name}Config")(**SMALL, **settings)) == shape

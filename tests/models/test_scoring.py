@@ -98,7 +98,6 @@ def test_other_architectures_score_as_their_own_forward(tmp_path: Path, name: st
         ("HyperCLOVAX", {"logits_scaling": 3.0}, "differ by"),  # multiplies where Granite divides
         ("Mamba", {}, "differ by"),  # a state that runs from one packed sequence into the next
         ("Bloom", {}, "differ by"),  # attention of its own, with a mask over the whole line
-        ("Phi", {}, "bias in its output layer"),
     ],
 )
 def test_a_model_that_would_be_scored_wrongly_is_refused(tmp_path: Path, name: str, settings: Any, reason: str) -> None:
