@@ -9,7 +9,7 @@ from rlflow.dag.tasks import Exchange, rank_ranges
 from rlflow.data.layout import Layout
 from rlflow.models.logprobs import CHUNK_ELEMENTS
 from rlflow.models.sizes import ModelSize
-from rlflow.workload import Training, Workload
+from rlflow.workload import RoleTraining, Workload
 
 # Activations of a layer for a token, bytes for each number of its width, with 16 bits a number and attention that keeps
 # no scores: Korthikanti et al., arXiv 2205.05198, equation 2 without its last term.
@@ -127,35 +127,35 @@ def memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memor
     )
 
 
-def weight_bytes(size: ModelSize, how: Training) -> float:
+def weight_bytes(size: ModelSize, how: RoleTraining) -> float:
     """Of a role: divided at ZeRO 3."""
     return size.parameters * how.width / (how.ranks if how.stage == 3 else 1)
 
 
-def gradient_bytes(how: Training) -> float:
+def gradient_bytes(how: RoleTraining) -> float:
     """Of a trained role: summed, and divided from ZeRO 2 on; before, those of the weights' dtype beside these sums."""
     if how.stage >= 2:
         return how.trained * how.summed_width / how.ranks
     return how.trained * (how.summed_width + (how.width if how.width < how.summed_width else 0))
 
 
-def reduced_bytes(how: Training) -> float:
+def reduced_bytes(how: RoleTraining) -> float:
     """Of a trained role: the buffer in which gradients are reduced from ZeRO 1 on."""
     return how.bucket * how.summed_width
 
 
-def optimizer_bytes(how: Training) -> float:
+def optimizer_bytes(how: RoleTraining) -> float:
     """Of a trained role: moments and float32 weights, divided from ZeRO 1 on; wherever they lie."""
     return how.trained * how.summed_width * how.moments / (how.ranks if how.stage >= 1 else 1)
 
 
-def logit_bytes(size: ModelSize, how: Training, longest: float = 0) -> float:
+def logit_bytes(size: ModelSize, how: RoleTraining, longest: float = 0) -> float:
     """Of a micro-batch: the chunk of logits that is held at once, and its gradient."""
     tokens = max(how.token_budget, longest) / how.peers
     return 2.0 * FLOAT32 * min(CHUNK_ELEMENTS, tokens * size.vocabulary)
 
 
-def activation_bytes(size: ModelSize, how: Training, longest: float = 0) -> float:
+def activation_bytes(size: ModelSize, how: RoleTraining, longest: float = 0) -> float:
     """Of a micro-batch: of every layer, or with checkpointing every layer's input and one layer's activations.
 
     A row of `longest` tokens may be above the budget, and stands alone then; peers hold their parts of it.
@@ -167,7 +167,7 @@ def activation_bytes(size: ModelSize, how: Training, longest: float = 0) -> floa
     return size.layers * tokens * size.hidden * how.width + layer
 
 
-def gathered_bytes(size: ModelSize, how: Training) -> float:
+def gathered_bytes(size: ModelSize, how: RoleTraining) -> float:
     """Of the largest piece that is whole at once at ZeRO 3: an embedding or a layer."""
     if how.stage < 3:
         return 0.0

@@ -52,7 +52,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Training:
+class RoleTraining:
     """How a role's weights lie and are updated.
 
     Attributes:
@@ -97,7 +97,7 @@ class LoadedRole:
     """
 
     size: ModelSize
-    training: Training
+    training: RoleTraining
     epochs: int
     owner: str | None
     layout: Layout
@@ -235,7 +235,7 @@ def loaded_role(
     copy = divides and (stage > 0 or strategy.dtype != torch.float32)
     return LoadedRole(
         size=size,
-        training=Training(
+        training=RoleTraining(
             stage=stage,
             ranks=len(layout.ranks),
             width=width,

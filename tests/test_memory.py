@@ -32,13 +32,13 @@ from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.single import SingleProcess
-from rlflow.workload import Lengths, Training, engine_here, loaded_role
+from rlflow.workload import Lengths, RoleTraining, engine_here, loaded_role
 from tests.ranks import RankPool
 from tests.strategies.update import backward, trained
 
 # 3,850 parameters, of which 1,000 are the embedding
 SMALL = ModelSize(hidden=10, intermediate=20, layers=2, heads=2, kv_heads=1, vocabulary=100)
-ZERO3 = Training(3, 4, 2, 3850, 3, False, 2, 500)
+ZERO3 = RoleTraining(3, 4, 2, 3850, 3, False, 2, 500)
 
 
 @pytest.mark.parametrize(

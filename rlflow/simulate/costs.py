@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rlflow.models.sizes import ModelSize
 from rlflow.simulate.hardware import Hardware
-from rlflow.workload import Training
+from rlflow.workload import RoleTraining
 
 
 def forward_flops(size: ModelSize, tokens: float, length: float) -> float:
@@ -99,7 +99,7 @@ def decode_seconds(size: ModelSize, width: int, ranks: int, work: Decoding, hard
     return prefill + steps * (max(reading, multiplying) + joined + hardware.decode_overhead) + beside
 
 
-def score_seconds(size: ModelSize, tokens: float, length: float, how: Training, hardware: Hardware) -> float:
+def score_seconds(size: ModelSize, tokens: float, length: float, how: RoleTraining, hardware: Hardware) -> float:
     """Of a rank's forward passes over `tokens`, of which its peers compute their parts.
 
     At ZeRO 3 each micro-batch gathers the weights meanwhile.
@@ -110,7 +110,7 @@ def score_seconds(size: ModelSize, tokens: float, length: float, how: Training, 
     return max(computing, micro_batches * _gathers(size, how, hardware)) + micro_batches * hardware.micro_batch_seconds
 
 
-def train_seconds(size: ModelSize, tokens: float, length: float, how: Training, hardware: Hardware) -> float:
+def train_seconds(size: ModelSize, tokens: float, length: float, how: RoleTraining, hardware: Hardware) -> float:
     """Of a rank's updates over `tokens` in all: a backward pass is two forward passes, and checkpointing one more.
 
     Meanwhile each micro-batch gathers the weights twice at ZeRO 3, and its gradients are reduced from ZeRO 2 on; below,
@@ -166,7 +166,7 @@ def straggling(rows: float, shards: int, variation: float) -> float:
     return 1 + variation * math.sqrt(2 * math.log(shards) / max(rows, 1.0))
 
 
-def _divided_seconds(size: ModelSize, tokens: float, how: Training, hardware: Hardware) -> float:
+def _divided_seconds(size: ModelSize, tokens: float, how: RoleTraining, hardware: Hardware) -> float:
     """Of a pass over sequences that peers divide: four all-to-alls a layer, of queries, keys, values and the result."""
     if how.peers == 1:
         return 0.0
@@ -177,9 +177,9 @@ def _divided_seconds(size: ModelSize, tokens: float, how: Training, hardware: Ha
     return size.layers * moving + rounds * all_to_all_seconds(0, how.peers, hardware)
 
 
-def _gathers(size: ModelSize, how: Training, hardware: Hardware) -> float:
+def _gathers(size: ModelSize, how: RoleTraining, hardware: Hardware) -> float:
     return gather_seconds(size.parameters * how.width, how.ranks, hardware) if how.stage == 3 else 0.0
 
 
-def _micro_batches(tokens: float, how: Training) -> int:
+def _micro_batches(tokens: float, how: RoleTraining) -> int:
     return max(1, math.ceil(tokens / how.token_budget))

@@ -24,14 +24,14 @@ from rlflow.simulate.costs import (
 )
 from rlflow.simulate.hardware import Hardware, read_hardware
 from rlflow.simulate.timeline import Work, scheduled
-from rlflow.workload import Training
+from rlflow.workload import RoleTraining
 
 # Round numbers: 1 GFLOP/s, 1 MB/s of memory, 1 MB/s in a node of 4, 0.5 MB/s between nodes, all of it reached.
 PLAIN = Hardware(1e9, 1e9, 1e6, 1e6, 0.5e6, 4, 1e-3, 2e-3, 1e-4, 1.0, 1.0, 1.0, 1.0, 1e-9, 1e-3, 1e6, 1e-6)
 # Per layer: queries and output 2 x 10 x 10, keys and values 2 x 10 x 5, feed-forward 3 x 10 x 20, norms 20: 920.
 # Two layers, a norm of 10, embeddings 2 x 100 x 10: 1,840 + 10 + 2,000 = 3,850, of which 1,000 are looked up.
 SMALL = ModelSize(hidden=10, intermediate=20, layers=2, heads=2, kv_heads=1, vocabulary=100)
-ZERO3 = Training(3, 4, 2, 3850, 3, False, 2, 500)
+ZERO3 = RoleTraining(3, 4, 2, 3850, 3, False, 2, 500)
 
 
 def test_parameters_are_counted() -> None:
