@@ -27,7 +27,7 @@ class Memory:
         gradients: Of each trained role.
         optimizer: States of each trained role.
         activations: Of a micro-batch of each trained role; one at a time is there.
-        logits: The chunk of `[tokens, vocabulary]` that is held at once, with its gradient.
+        logits: The chunk of `[tokens, vocabulary]`, or `[tokens, labels]`, that is held at once, with its gradient.
         gathered: A layer's weights where they are divided, whole.
         reduced: Gradients on their way to other ranks.
         engine_weights: Of the engine.
@@ -152,7 +152,7 @@ def optimizer_bytes(how: RoleTraining) -> float:
 def logit_bytes(size: ModelSize, how: RoleTraining, longest: float = 0) -> float:
     """Of a micro-batch: the chunk of logits that is held at once, and its gradient."""
     tokens = max(how.token_budget, longest) / how.peers
-    return 2.0 * FLOAT32 * min(CHUNK_ELEMENTS, tokens * size.vocabulary)
+    return 2.0 * FLOAT32 * min(CHUNK_ELEMENTS, tokens * size.outputs)
 
 
 def activation_bytes(size: ModelSize, how: RoleTraining, longest: float = 0) -> float:
@@ -171,9 +171,8 @@ def gathered_bytes(size: ModelSize, how: RoleTraining) -> float:
     """Of the largest piece that is whole at once at ZeRO 3: an embedding or a layer."""
     if how.stage < 3:
         return 0.0
-    embeddings = size.vocabulary * size.hidden
-    layer = (size.parameters - embeddings * (1 if size.tied else 2)) // size.layers
-    return float(max(embeddings, layer) * how.width)
+    layer = (size.parameters - size.embedding - size.output_layer) // size.layers
+    return float(max(size.embedding, layer) * how.width)
 
 
 def _held(workload: Workload, rank: int) -> float:

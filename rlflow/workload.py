@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -224,8 +224,8 @@ def loaded_role(
     """
     handle = models[name]
     optimizer = handle.optimizer
-    if not isinstance(handle, CausalLM):  # an output layer of one label
-        size = replace(size, tied=True)
+    if not isinstance(handle, CausalLM):
+        size = size.with_labels(1)
     trained = 0 if optimizer is None else size.adapters(handle.lora.rank) if handle.lora else size.parameters
     owner = handle.owner if isinstance(handle, WithoutAdapters) else None
     stage = getattr(strategy, "stage", 0)

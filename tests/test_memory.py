@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from transformers import AutoModelForSequenceClassification
 
 from rlflow.data.layout import Layout
 from rlflow.memory import (
@@ -28,6 +29,7 @@ from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.sizes import ModelSize, size_of
 from rlflow.models.tiny import write_tiny_model
+from rlflow.models.value_model import ValueModel
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
@@ -112,6 +114,14 @@ def test_a_role_takes_as_many_bytes_as_computed(stage: int, precision: str, tiny
     for counted, computed in ranks2.run(counted_bytes, tiny, stage, precision):
         # DeepSpeed keeps one of the weights twice, and small ones whole.
         assert counted == pytest.approx(computed, rel=0.1)
+
+
+def test_a_critic_is_as_large_as_a_classifier_of_one_label(tiny: Path) -> None:
+    handle = ValueModel(str(tiny))
+    size = loaded_role("critic", {"critic": handle}, size_of(str(tiny)), SingleProcess(), Layout((0,), 1), 8).size
+    classifier = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1)
+    assert size.parameters == sum(parameter.numel() for parameter in classifier.parameters())
+    assert logit_bytes(size, ZERO3) == 2 * 4 * 500  # with the gradient, float32, a number for each token
 
 
 def test_one_process_keeps_all_in_the_dtype_of_the_weights() -> None:

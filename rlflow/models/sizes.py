@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class ModelSize:
         tied: Whether input and output embedding are one.
         head_dim: Width of a head; None for `hidden / heads`.
         bias: Whether queries, keys and values have one.
+        labels: Outputs of the output layer where they are not the vocabulary; such a layer is never tied.
     """
 
     hidden: int
@@ -36,6 +37,7 @@ class ModelSize:
     tied: bool = False
     head_dim: int | None = None
     bias: bool = False
+    labels: int | None = None
 
     @property
     def head_width(self) -> int:
@@ -48,12 +50,31 @@ class ModelSize:
         queries, keys = self.heads * self.head_width, self.kv_heads * self.head_width
         attention = 2 * self.hidden * queries + 2 * self.hidden * keys + self.bias * (queries + 2 * keys)
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.layers * layer + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return self.layers * layer + self.hidden + self.embedding + self.output_layer
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the input embedding."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that the output layer gives for a token."""
+        return self.vocabulary if self.labels is None else self.labels
+
+    @property
+    def output_layer(self) -> int:
+        """Parameters of the output layer; none where it is the input embedding."""
+        return 0 if self.tied else self.outputs * self.hidden
+
+    def with_labels(self, labels: int) -> ModelSize:
+        """With an output layer of so many labels instead of the vocabulary's."""
+        return replace(self, labels=labels, tied=False)
 
     @property
     def multiplied(self) -> int:
         """Parameters that each token is multiplied with: all but the input embedding, which is looked up."""
-        return self.parameters - (0 if self.tied else self.vocabulary * self.hidden)
+        return self.parameters - (0 if self.tied else self.embedding)
 
     def cache_bytes(self, width: int) -> int:
         """Of one token's keys and values, of `width` bytes each number."""

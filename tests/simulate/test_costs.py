@@ -39,6 +39,13 @@ def test_parameters_are_counted() -> None:
     assert SMALL.cache_bytes(2) == 2 * 2 * 5 * 2  # keys and values, layers, width, bytes
 
 
+def test_a_model_of_one_label_has_an_output_layer_of_its_own() -> None:
+    # Tied or not: 1,000 looked up, 1,850 of layers and norm, and 10 of the output layer, multiplied with them.
+    for size in (SMALL, replace(SMALL, tied=True)):
+        scalar = size.with_labels(1)
+        assert (scalar.parameters, scalar.multiplied, scalar.outputs) == (2860, 1860, 1)
+
+
 @pytest.mark.parametrize(
     ("model", "parameters"),
     [
