@@ -203,13 +203,13 @@ def read_simulate(arguments: Sequence[str]) -> ShownSimulation:
 
 def _foretold(configured: Configured, hardware: str) -> Foretold:
     trainer = configured.trainer
+    on_gpu = trainer.accelerator != "cpu" and torch.cuda.is_available()
     if hardware == HERE:
-        on_gpu = trainer.accelerator != "cpu" and torch.cuda.is_available()
         name, machine = this_machine(trainer.devices, on_gpu)
     else:
         name, machine = hardware, replace(read_hardware(hardware), gpus_per_node=trainer.devices)
     simulation = Simulation(
-        configured.module, configured.data, trainer, trainer.num_nodes, name, machine, "strong", None, None
+        configured.module, configured.data, trainer, trainer.num_nodes, name, machine, "strong", None, None, not on_gpu
     )
     return Foretold(simulation)
 

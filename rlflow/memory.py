@@ -103,7 +103,8 @@ def memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memor
     if workload.follows is not None and ranks[0] in engine.placed:
         followed = workload.roles[workload.follows]
         engine_weights = followed.size.parameters * followed.training.width / engine.ranks
-        cache = engine.memory_share * capacity - engine_weights if engine.cache is None else engine.cache
+        set_cache = engine.memory.cache
+        cache = engine.memory.share * capacity - engine_weights if set_cache is None else set_cache
     longest = workload.lengths.longest_prompt + workload.lengths.longest_response
     reduced = [reduced_bytes(role.training) for role in trained.values()]
     states = {name: optimizer_bytes(role.training) for name, role in trained.items()}
@@ -122,7 +123,9 @@ def memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memor
         cache=cache,
         held=_held(workload, ranks[0]),
         capacity=capacity,
-        asleep={"nothing": 0.0, "weights": engine_weights, "weights and cache": engine_weights + cache}[engine.asleep],
+        asleep={"nothing": 0.0, "weights": engine_weights, "weights and cache": engine_weights + cache}[
+            engine.memory.asleep
+        ],
         host={name: nbytes for name, nbytes in states.items() if name in offloaded},
     )
 
@@ -235,7 +238,8 @@ def does_not_fit(memory: Memory) -> str:
     largest = max(of, key=lambda role: of[role])
     phase, need = ("generating", memory.generating) if generates else ("training", memory.training)
     remedy = (
-        "lower gpu_memory_utilization (on the CPU kv_cache_gib), or raise strategy.init_args.stage"
+        "lower gpu_memory_utilization (on the CPU kv_cache_gib, of TransformersEngine max_batch), or raise"
+        " strategy.init_args.stage"
         if generates
         else "raise the stage, lower token_budget, or set gradient_checkpointing"
     )

@@ -17,9 +17,7 @@ from rlflow.placement import handles
 from rlflow.preparation import Prepared
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.strategies.strategy import TrainingStrategy
-from rlflow.workload import Engine, Lengths, Workload, engine_here, loaded_role
-
-NO_ENGINE = Engine(ranks=1, memory_share=0.0, at_once=0, placed=())
+from rlflow.workload import Lengths, Workload, engine_here, loaded_role
 
 
 def memory_table(
@@ -84,7 +82,7 @@ def run_workload(
         ranks=strategy.world_size,
         roles=roles,
         follows=follows,
-        engine=engine_here(engine, layouts[ROLLOUT], roles[follows], lengths, rows, on_cpu) if follows else NO_ENGINE,
+        engine=engine_here(engine, layouts[ROLLOUT], roles[follows] if follows else None, lengths, rows, on_cpu),
         prompts=data.prompts_per_step,
         group_size=module.group_size,
         lengths=lengths,

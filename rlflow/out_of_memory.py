@@ -16,7 +16,6 @@ from rlflow.errors import UserError, one_line
 from rlflow.memory import in_bytes
 from rlflow.models.handle import ModelHandle
 from rlflow.rollout.engine import RolloutEngine
-from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies.strategy import TrainingStrategy
 
 # What torch, CUDA's libraries and vLLM say of it where their error is of no class of its own, or of another process
@@ -73,50 +72,49 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def to_train(strategy: TrainingStrategy, handle: ModelHandle) -> list[str]:
     """What lowers the memory of a trained role."""
-    found = to_score(strategy)
-    if not handle.gradient_checkpointing:
-        found.insert(1, "set `gradient_checkpointing`")
-    if getattr(strategy, "offload_optimizer", True) is False and strategy.root_device.type != "cpu":
-        found.append("set `strategy.init_args.offload_optimizer`")
-    return found
+    on_cpu = strategy.root_device.type == "cpu"
+    recomputed = [] if handle.gradient_checkpointing else ["set `gradient_checkpointing`"]
+    offloads = on_cpu or not strategy.stage or strategy.offload_optimizer
+    offloaded = [] if offloads else ["set `strategy.init_args.offload_optimizer`"]
+    return [_smaller_batches(strategy), *recomputed, *_divided(strategy), *_shared_gpu(strategy), *offloaded]
 
 
 def to_score(strategy: TrainingStrategy) -> list[str]:
     """What lowers the memory of a role's forward passes."""
-    found = [f"lower `strategy.init_args.token_budget` ({strategy.token_budget})"]
-    stage = getattr(strategy, "stage", None)
-    if stage is None:
-        found.append("take `DeepSpeedStrategy` on more ranks, which divides the weights")
-    elif stage < 3:
-        found.append(f"raise `strategy.init_args.stage` ({stage}) to 3")
-    if strategy.root_device.type == "cuda":
-        found.append("lower `rollout.init_args.gpu_memory_utilization` where an engine shares the GPU")
-    return found
+    return [_smaller_batches(strategy), *_divided(strategy), *_shared_gpu(strategy)]
 
 
 def to_generate(strategy: TrainingStrategy, engine: RolloutEngine | None) -> list[str]:
-    """What lowers the memory of an engine."""
-    if isinstance(engine, TransformersEngine):
-        return [f"lower `rollout.init_args.max_batch` ({engine.max_batch})"]
-    share = "kv_cache_gib" if strategy.root_device.type == "cpu" else "gpu_memory_utilization"
-    return [
-        f"lower `rollout.init_args.{share}` where something else shares the memory, raise it where the cache is short",
-        "lower `max_num_seqs` or `max_model_len` beside it",
-        "raise `tensor_parallel_size`",
-    ]
+    """What lowers the memory of an engine; nothing where there is none."""
+    return [] if engine is None else list(engine.memory_settings(strategy.root_device.type == "cpu"))
 
 
 def to_load(strategy: TrainingStrategy) -> list[str]:
     """What lowers the memory of roles that are loaded."""
-    found = ["take a smaller model, or train adapters (`lora`)", "place roles on ranks of their own (`placement`)"]
-    if strategy.dtype == torch.float32:
-        found.append("set `strategy.init_args.precision: bf16`")
-    return [*to_score(strategy)[1:], *found]
+    fewer = ["take a smaller model, or train adapters (`lora`)", "place roles on ranks of their own (`placement`)"]
+    shorter = ["set `strategy.init_args.precision: bf16`"] if strategy.dtype == torch.float32 else []
+    return [*_divided(strategy), *_shared_gpu(strategy), *fewer, *shorter]
 
 
 def to_hold_rows() -> list[str]:
     """What lowers the memory of the step's values."""
     return ["lower `data.prompts_per_step` or `group_size`", "make less of them at once in a node of your own"]
+
+
+def _smaller_batches(strategy: TrainingStrategy) -> str:
+    return f"lower `strategy.init_args.token_budget` ({strategy.token_budget})"
+
+
+def _divided(strategy: TrainingStrategy) -> list[str]:
+    if strategy.stage is None:
+        return ["take `DeepSpeedStrategy` on more ranks, which divides the weights"]
+    return [f"raise `strategy.init_args.stage` ({strategy.stage}) to 3"] if strategy.stage < 3 else []
+
+
+def _shared_gpu(strategy: TrainingStrategy) -> list[str]:
+    if strategy.root_device.type != "cuda":
+        return []
+    return ["lower `rollout.init_args.gpu_memory_utilization` where an engine shares the GPU"]
 
 
 def _in_use(device: torch.device) -> str:

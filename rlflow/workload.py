@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -17,10 +16,7 @@ from rlflow.data.layout import Layout
 from rlflow.models.causal_lm import CausalLM, WithoutAdapters
 from rlflow.models.handle import ModelHandle
 from rlflow.models.sizes import ModelSize
-from rlflow.rollout.engine import RolloutEngine
-from rlflow.rollout.transformers import TransformersEngine
-from rlflow.rollout.vllm import VLLMEngine
-from rlflow.strategies.deepspeed import BUCKET_ELEMENTS, DeepSpeedStrategy
+from rlflow.rollout.engine import EngineMemory, RolloutEngine
 from rlflow.strategies.strategy import TrainingStrategy
 
 # Bytes of an entry; of columns that are not listed, those of float32.
@@ -109,19 +105,16 @@ class Engine:
 
     Attributes:
         ranks: Of one engine.
-        memory_share: Of a GPU's memory that it takes.
-        at_once: Responses that are generated at once, at most.
         placed: On which ranks engines are.
-        cache: Bytes of keys and values on a rank; None for what the weights leave of the share.
-        asleep: What stays in memory while roles are trained.
+        memory: What each takes of a rank's, beside its weights.
     """
 
     ranks: int
-    memory_share: float
-    at_once: float
     placed: tuple[int, ...]
-    cache: float | None = None
-    asleep: Literal["nothing", "weights", "weights and cache"] = "nothing"
+    memory: EngineMemory
+
+
+NO_ENGINE = Engine(ranks=1, placed=(), memory=EngineMemory(at_once=0))
 
 
 @dataclass(frozen=True)
@@ -228,9 +221,9 @@ def loaded_role(
         size = size.with_labels(1)
     trained = 0 if optimizer is None else size.adapters(handle.lora.rank) if handle.lora else size.parameters
     owner = handle.owner if isinstance(handle, WithoutAdapters) else None
-    stage = getattr(strategy, "stage", 0)
+    stage = strategy.stage or 0
     width = torch.finfo(strategy.dtype).bits // 8
-    divides = isinstance(strategy, DeepSpeedStrategy)
+    divides = strategy.stage is not None
     # DeepSpeed steps a float32 copy of the weights, but for float32 weights at stage 0.
     copy = divides and (stage > 0 or strategy.dtype != torch.float32)
     return LoadedRole(
@@ -244,10 +237,10 @@ def loaded_role(
             checkpointing=handle.gradient_checkpointing,
             updates=handle.epochs * math.ceil(samples / (handle.samples_per_update or samples)),
             token_budget=strategy.token_budget,
-            offloaded=getattr(strategy, "offload_optimizer", False) and not on_cpu,
+            offloaded=strategy.offload_optimizer and not on_cpu,
             peers=layout.copies,
             summed_width=4 if divides else width,
-            bucket=min(BUCKET_ELEMENTS, size.parameters) if divides and stage and trained else 0,
+            bucket=min(strategy.bucket_elements, size.parameters) if stage and trained else 0,
         ),
         epochs=handle.epochs,
         layout=layout,
@@ -256,27 +249,20 @@ def loaded_role(
 
 
 def engine_here(
-    engine: RolloutEngine, placed: Layout, followed: LoadedRole, lengths: Lengths, rows: int, on_cpu: bool
+    engine: RolloutEngine, placed: Layout, followed: LoadedRole | None, lengths: Lengths, rows: int, on_cpu: bool
 ) -> Engine:
-    """What generates, on devices that are here.
+    """What generates, and what it takes.
 
     Args:
         engine: As configured.
         placed: Where engines are.
-        followed: The role whose weights it generates with.
+        followed: The role whose weights it generates with; None where nothing is generated.
         lengths: Of a row.
         rows: Responses of a step.
         on_cpu: Whether it runs on the CPU.
     """
-    ranks = engine.tensor_parallel_size
-    if isinstance(engine, VLLMEngine):
-        share, at_once = engine.gpu_memory_utilization, engine.max_num_seqs
-        if not on_cpu:
-            return Engine(ranks, share, at_once, placed.ranks)
-        return Engine(ranks, share, at_once, placed.ranks, engine.kv_cache_gib * 2**30, "weights and cache")
-    together = math.ceil(rows / placed.shards)
-    if isinstance(engine, TransformersEngine):
-        together = min(together, engine.max_batch)
-    tokens = together * (lengths.longest_prompt + lengths.longest_response)
-    cache = tokens * followed.size.cache_bytes(followed.training.width)
-    return Engine(ranks, 0.0, together, placed.ranks, cache, "weights")
+    if followed is None:
+        return NO_ENGINE
+    row_bytes = (lengths.longest_prompt + lengths.longest_response) * followed.size.cache_bytes(followed.training.width)
+    taken = engine.memory_taken(math.ceil(rows / placed.shards), row_bytes, on_cpu)
+    return Engine(engine.tensor_parallel_size, placed.ranks, taken)

@@ -30,6 +30,7 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.models.sizes import ModelSize, size_of
 from rlflow.models.tiny import write_tiny_model
 from rlflow.models.value_model import ValueModel
+from rlflow.rollout.engine import EngineMemory
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
@@ -142,12 +143,12 @@ def test_engines_keep_what_they_say() -> None:
     followed = SimpleNamespace(size=SMALL, training=ZERO3)
     lengths, placed = Lengths(5, 5, 10, 10), Layout((0, 1), 2)
     on_cpu = engine_here(VLLMEngine(kv_cache_gib=0.5), placed, followed, lengths, 8, on_cpu=True)  # type: ignore[arg-type]
-    assert (on_cpu.cache, on_cpu.asleep) == (2**29, "weights and cache")
+    assert (on_cpu.memory.cache, on_cpu.memory.asleep) == (2**29, "weights and cache")
     on_gpu = engine_here(VLLMEngine(), placed, followed, lengths, 8, on_cpu=False)  # type: ignore[arg-type]
-    assert (on_gpu.cache, on_gpu.memory_share, on_gpu.asleep) == (None, 0.5, "nothing")
+    assert on_gpu.memory == EngineMemory(256, 0.5, None, "nothing")
     plain = engine_here(TransformersEngine(max_batch=3), placed, followed, lengths, 8, on_cpu=True)  # type: ignore[arg-type]
     # Three at once of 20 tokens, two layers of keys and values of width 5, 2 bytes each
-    assert (plain.cache, plain.asleep) == (3 * 20 * 2 * 2 * 5 * 2, "weights")
+    assert (plain.memory.cache, plain.memory.asleep) == (3 * 20 * 2 * 2 * 5 * 2, "weights")
 
 
 def test_the_table_adds_up_and_says_what_is_short() -> None:

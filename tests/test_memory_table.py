@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from rlflow.configuration import read_fit
-from rlflow.memory_table import device_memory
+from rlflow.memory import memories
+from rlflow.memory_table import device_memory, run_workload
+from rlflow.preparation import prepare
 from tests.own_folder import make, write
 
 
@@ -44,6 +46,37 @@ def test_a_run_that_may_not_fit_is_warned_of_and_begins(folder: Path, capfd: pyt
     assert "while training" in short
     assert any(line.startswith("warning: by these figures the run does not fit") for line in lines)
     assert any(line.startswith("step 1/1") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings"), [("TransformersEngine", {"max_batch": 3}), ("VLLMEngine", {"kv_cache_gib": 0.25})]
+)
+def test_what_is_printed_is_what_is_predicted(engine: str, settings: dict[str, object], folder: Path) -> None:
+    write(folder / "my.yaml", {"rollout": {"class_path": f"rlflow.rollout.{engine}", "init_args": settings}})
+    configured = read_fit(["--config", "my.yaml", "--predict"])
+    module, data, trainer = configured.module, configured.data, configured.trainer
+    assert configured.foretold is not None
+    assert trainer.strategy is not None
+    assert trainer.rollout is not None
+    trainer.strategy.parallel_devices = [torch.device("cpu")]  # type: ignore[attr-defined]
+    prepared = prepare(
+        module,
+        data,
+        seed=0,
+        machines=trainer.machines,
+        tensor_parallel_size=1,
+        placement=None,
+        max_staleness=0,
+        cuts_off=False,
+        packing=True,
+        max_steps=1,
+        max_epochs=None,
+        limit_val_batches=None,
+        scratch=folder,
+    )
+    here = run_workload(module, data, prepared, trainer.strategy, trainer.rollout)
+    total, _ = device_memory(torch.device("cpu"), ranks_here=1)
+    assert memories(here, total) == configured.foretold.simulation.predicted.memories
 
 
 def test_ranks_of_a_machine_share_its_memory() -> None:

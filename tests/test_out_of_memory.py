@@ -14,8 +14,8 @@ import torch
 from rlflow.cli import main
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
-from rlflow.out_of_memory import is_out_of_memory, memory_watched, to_generate, to_train
-from rlflow.rollout.beside import EngineProcessError
+from rlflow.out_of_memory import is_out_of_memory, memory_watched, to_generate, to_load, to_train
+from rlflow.rollout.beside import EngineBeside, EngineProcessError
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
@@ -157,10 +157,22 @@ def test_settings_that_are_as_they_should_be_are_not_named() -> None:
     assert to_train(strategy, checkpointed) == ["lower `strategy.init_args.token_budget` (4096)"]
 
 
+def test_what_loads_is_not_made_smaller_by_smaller_batches() -> None:
+    strategy = DeepSpeedStrategy(stage=1, precision="bf16")
+    strategy.parallel_devices = [torch.device("cpu")]
+    assert to_load(strategy) == [
+        "raise `strategy.init_args.stage` (1) to 3",
+        "take a smaller model, or train adapters (`lora`)",
+        "place roles on ranks of their own (`placement`)",
+    ]
+
+
 def test_an_engine_s_own_settings_are_named() -> None:
     strategy = SingleProcess()
     strategy.parallel_devices = [torch.device("cpu")]
     assert to_generate(strategy, TransformersEngine(max_batch=7)) == ["lower `rollout.init_args.max_batch` (7)"]
     assert "`rollout.init_args.kv_cache_gib`" in to_generate(strategy, VLLMEngine())[0]
+    beside = EngineBeside(TransformersEngine(max_batch=7), index=0, size=1, address="")
+    assert to_generate(strategy, beside) == ["lower `rollout.init_args.max_batch` (7)"]
     strategy.parallel_devices = [torch.device("cuda")]
     assert "`rollout.init_args.gpu_memory_utilization`" in to_generate(strategy, VLLMEngine())[0]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rlflow.errors import UserError
 from rlflow.rollout import engine_process
-from rlflow.rollout.engine import NO_VERSION, Completion, RolloutEngine, Sampling, SyncReport
+from rlflow.rollout.engine import NO_VERSION, Completion, EngineMemory, RolloutEngine, Sampling, SyncReport
 from rlflow.rollout.engine_process import Done, End, Failed, Group, Taken, Weight, Withdrawn
 from rlflow.rollout.manifest import fingerprint
 from rlflow.rollout.shared import share
@@ -62,6 +62,12 @@ class EngineBeside(RolloutEngine):
         self._engine = engine
         self._group = Group(index, size, address, timeout_s)
         self._process: _Process | None = None
+
+    def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
+        return self._engine.memory_taken(rows, row_bytes, on_cpu)
+
+    def memory_settings(self, on_cpu: bool) -> tuple[str, ...]:
+        return self._engine.memory_settings(on_cpu)
 
     def setup(
         self,

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -74,6 +74,23 @@ class SyncReport:
     seconds: float
 
 
+@dataclass(frozen=True)
+class EngineMemory:
+    """What an engine takes of a rank's memory beside its weights.
+
+    Attributes:
+        at_once: Responses that are generated at once, at most.
+        share: Of the device's memory, for weights and cache together; 0 where `cache` is given.
+        cache: Bytes of keys and values on a rank; None for what the weights leave of the share.
+        asleep: What stays in memory while roles are trained.
+    """
+
+    at_once: int
+    share: float = 0.0
+    cache: float | None = None
+    asleep: Literal["nothing", "weights", "weights and cache"] = "nothing"
+
+
 class RolloutEngine(ABC):
     """Generates responses with the weights that it was last given. Constructors only store; `setup` builds.
 
@@ -131,6 +148,24 @@ class RolloutEngine(ABC):
         Raises:
             UserError: It cannot.
         """
+
+    def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
+        """What it takes of a rank's memory, before it is set up: here a cache for all rows, freed afterwards.
+
+        Args:
+            rows: Responses of a step that one engine generates.
+            row_bytes: Of the keys and values of the longest prompt and response.
+            on_cpu: Whether it runs on the CPU.
+        """
+        return EngineMemory(rows, cache=rows * row_bytes, asleep="weights")
+
+    def memory_settings(self, on_cpu: bool) -> tuple[str, ...]:
+        """What to do about its settings so that it takes less memory, with their values.
+
+        Args:
+            on_cpu: Whether it runs on the CPU.
+        """
+        return ("lower `data.prompts_per_step` or `max_response_length`, so that fewer tokens are generated at once",)
 
     @abstractmethod
     def setup(

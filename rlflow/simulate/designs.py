@@ -153,7 +153,7 @@ class _Step:
             prompt=lengths.prompt,
             response=lengths.response * straggling(rows, shards, VARIATION),
             longest=lengths.longest_response,
-            at_once=max(1.0, min(load.engine.at_once, cached / lengths.total)),
+            at_once=max(1.0, min(load.engine.memory.at_once, cached / lengths.total)),
         )
         return decode_seconds(role.size, width, load.engine.ranks, work, self.hardware)
 

@@ -67,6 +67,7 @@ class Simulation:
         scaling: Whether the step's prompts grow with the ranks.
         prompt_tokens: On average; None for half of the longest.
         response_tokens: On average; None for half of the longest.
+        on_cpu: Whether the ranks run on CPUs.
     """
 
     module: RLModule
@@ -78,6 +79,7 @@ class Simulation:
     scaling: Scaling
     prompt_tokens: float | None
     response_tokens: float | None
+    on_cpu: bool = False
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
@@ -122,6 +124,7 @@ class Simulation:
             trainer or self.trainer,
             nodes * self.hardware.gpus_per_node,
             weak=self.scaling == "weak",
+            on_cpu=self.on_cpu,
             prompt_tokens=self.prompt_tokens,
             response_tokens=self.response_tokens,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from rlflow.dag.graph import Graph
@@ -15,11 +14,12 @@ from rlflow.models.sizes import size_of
 from rlflow.module import RLModule
 from rlflow.placement import Machines, followed_role, handles, layouts
 from rlflow.preparation import read_graph
+from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.single import SingleProcess
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.trainer import Trainer
-from rlflow.workload import Engine, Lengths, Workload, loaded_role
+from rlflow.workload import Lengths, Workload, engine_here, loaded_role
 
 
 def read_workload(
@@ -29,6 +29,7 @@ def read_workload(
     ranks: int,
     *,
     weak: bool,
+    on_cpu: bool,
     prompt_tokens: float | None,
     response_tokens: float | None,
 ) -> Workload:
@@ -40,6 +41,7 @@ def read_workload(
         trainer: Its strategy, engine and number of ranks.
         ranks: To be simulated.
         weak: Whether the step's prompts and updates grow with the ranks; else they are the config's.
+        on_cpu: Whether the ranks run on CPUs.
         prompt_tokens: Of a prompt on average; None for half of what the config allows.
         response_tokens: Of a response on average; None for half of what the config allows.
 
@@ -47,8 +49,8 @@ def read_workload(
         UserError: The sizes do not divide, a length is beyond the config's, or a model's size is unknown.
     """
     graph = read_graph(module)
-    engine = trainer.rollout
-    tensor_parallel_size = 1 if engine is None else engine.tensor_parallel_size
+    engine = trainer.rollout or TransformersEngine()
+    tensor_parallel_size = engine.tensor_parallel_size
     share = ranks / (trainer.devices * trainer.num_nodes) if weak else 1.0
     for handle in handles(module).values():
         if handle.samples_per_update is not None:
@@ -67,7 +69,13 @@ def read_workload(
     models = handles(module)
     roles = {
         name: loaded_role(
-            name, models, size_of(models[name].model), _strategy(trainer, world, placed[name]), placed[name], samples
+            name,
+            models,
+            size_of(models[name].model),
+            _strategy(trainer, world, placed[name]),
+            placed[name],
+            samples,
+            on_cpu,
         )
         for name in graph.roles()
         if name != ROLLOUT
@@ -79,21 +87,18 @@ def read_workload(
             f" {followed.heads} attention heads; use a divisor"
         )
     longest = data.max_response_length if ROLLOUT not in graph.roles() else module.max_response_length
+    lengths = _lengths(data.max_prompt_length, longest or module.max_response_length, prompt_tokens, response_tokens)
+    generates = follows if ROLLOUT in graph.roles() else None
     return Workload(
         graph=graph,
         plan=plan(graph, placed, ranks, follows, trainer.max_staleness, trainer.partial_rollout is not None),
         ranks=ranks,
         roles=roles,
-        follows=follows if ROLLOUT in graph.roles() else None,
-        engine=Engine(
-            tensor_parallel_size,
-            getattr(engine, "gpu_memory_utilization", 0.5),
-            getattr(engine, "max_num_seqs", math.inf),
-            placed[ROLLOUT].ranks,
-        ),
+        follows=generates,
+        engine=engine_here(engine, placed[ROLLOUT], roles[generates] if generates else None, lengths, samples, on_cpu),
         prompts=prompts,
         group_size=module.group_size,
-        lengths=_lengths(data.max_prompt_length, longest or module.max_response_length, prompt_tokens, response_tokens),
+        lengths=lengths,
         moves_rows=trainer.balance.mode != "off",
     )
 

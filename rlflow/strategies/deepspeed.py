@@ -51,6 +51,9 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         timeout_s: Seconds after which a collective that a rank does not join fails.
     """
 
+    stage: Literal[0, 1, 2, 3]
+    bucket_elements = BUCKET_ELEMENTS
+
     def __init__(
         self,
         stage: Literal[0, 1, 2, 3] = 2,
@@ -263,7 +266,7 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
     def _config(self, role: Role) -> dict[str, Any]:
         """DeepSpeed's configuration of one role; what it would do on its own (clip at 1.0, print, time) is off."""
         elements = sum(parameter.numel() for parameter in role.model.parameters())
-        bucket = min(BUCKET_ELEMENTS, elements)  # its buffers are allocated in full
+        bucket = min(self.bucket_elements, elements)  # its buffers are allocated in full
         zero: dict[str, Any] = {
             "stage": self.stage,
             "overlap_comm": self.overlap_comm,

@@ -64,6 +64,9 @@ class TrainingStrategy(Strategy):
     token_budget: int
     packing: bool
     timeout: timedelta | None = None  # of collectives
+    stage: int | None = None  # of ZeRO, with sums in float32; None where nothing is divided
+    offload_optimizer: bool = False  # to the CPU's memory
+    bucket_elements: int = 0  # gradients that are reduced at once, at most, from ZeRO 1 on
     world_size: int
     global_rank: int
     local_rank: int
