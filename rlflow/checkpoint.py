@@ -106,9 +106,6 @@ def write(
         kept: Rows of later steps by the name to write them under: a filter's surplus, and steps that are under way.
         logged: What this rank logged of steps that are under way, JSON-able.
         keep: Checkpoints, this one included.
-
-    Raises:
-        UserError: A weight, or what the optimizer keeps of it, is not finite. What was written before stays.
     """
     name = f"step-{progress.step:08d}"
     draft = folder / f"{name}.draft"
@@ -124,9 +121,6 @@ def write(
             for kind, tensor in tensors.items()
             if ranks[number % len(ranks)] == rank
         }
-        for key, tensor in share.items():
-            if not tensor.isfinite().all():
-                raise UserError(not_finite(role, key, progress.step))
         save_file(share, draft / f"{role}-{rank:05d}-of-{world_size:05d}.safetensors")
         if strategy.leads(role):
             record = {"updates": strategy.updates_done(role), "untrained": strategy.untrained_record(role)}
@@ -149,14 +143,6 @@ def write(
                 shutil.rmtree(other)
     strategy.barrier()
     return folder / name
-
-
-def not_finite(role: str, weight: str, step: int) -> str:
-    """What a user reads of weights that are not saved."""
-    return (
-        f"the weights of `{role}` are infinite or NaN after step {step}, {weight!r} the first of them, so they were not"
-        " saved; what was saved before is still there. Lower the learning rate, or look for NaN in rewards and loss"
-    )
 
 
 def read_logged(folder: Path, rank: int, world_size: int) -> list[Any]:

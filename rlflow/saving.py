@@ -93,12 +93,17 @@ class Saving:
         self._module_before = _as_json(self._module.state_dict())
 
     def save_if_due(self, done: int, folder: RunFolder, controller: Controller) -> None:
-        """Write models and a checkpoint after `done` steps, if they are to be written then; called by all ranks."""
+        """Write models and a checkpoint after `done` steps, if they are to be written then; called by all ranks.
+
+        Raises:
+            UserError: A weight, or what the optimizer keeps of it, is not finite; nothing was written.
+        """
         every = self._trainer.save_every_n_steps
         ends = self._trainer.should_stop or done == self._prepared.steps
         if every is None or self._trainer.fast_dev_run or (done % every and not ends):
             return
-        self.save_models(folder, done)
+        self._require_finite(done, states=True)
+        self._write_models(folder)
         progress = Progress(
             step=done,
             version=controller.version_after(done),
@@ -122,7 +127,10 @@ class Saving:
         Raises:
             UserError: A weight is not finite; nothing was written.
         """
-        self._require_finite(done)
+        self._require_finite(done, states=False)
+        self._write_models(folder)
+
+    def _write_models(self, folder: RunFolder) -> None:
         for role in self._roles:
             target = folder.model if role == self._prepared.lead else folder.model_of(role)
             if self._strategy.holds(role):
@@ -130,13 +138,20 @@ class Saving:
             if self._strategy.leads(role):
                 self._prepared.tokenizer.save_pretrained(target)
 
-    def _require_finite(self, done: int) -> None:
-        """Ranks that do not hold a role learn of it from those that do, so all end alike."""
-        here = {role: self._strategy.first_not_finite(role) for role in self._roles if self._strategy.holds(role)}
+    def _require_finite(self, done: int, states: bool) -> None:
+        """Look before anything is written; ranks learn from one another what they found, so all end alike.
+
+        Args:
+            done: Steps, for the message.
+            states: Whether what a checkpoint holds is looked at too.
+        """
+        here = {
+            role: self._strategy.first_not_finite(role, states) for role in self._roles if self._strategy.holds(role)
+        }
         for message in self._transport.all_gather_ragged(to_message(json.dumps(here).encode())):
-            for role, weight in json.loads(from_message(message)).items():
-                if weight is not None:
-                    raise UserError(checkpoint.not_finite(role, weight, done))
+            for role, found in json.loads(from_message(message)).items():
+                if found is not None:
+                    raise UserError(_not_finite(role, *found, done))
 
     def _module_state(self) -> dict[str, Any]:
         """Each entry as the ranks have it that changed it: those that run the node that it belongs to."""
@@ -176,6 +191,16 @@ class Saving:
                     " algorithm is trained; continue with the algorithm that wrote it, and set `partial_rollout` as it"
                     " was, or to the longest response to let all end in one step"
                 )
+
+
+def _not_finite(role: str, name: str, kind: str, step: int) -> str:
+    """What a user reads of tensors that are not saved."""
+    weights = f"the weights of `{role}`"
+    what = f"{weights} are" if kind == "weight" else f"{kind!r}, which the optimizer keeps of {weights}, is"
+    return (
+        f"{what} infinite or NaN after step {step}, of {name!r} first, so nothing was saved; what was saved before is"
+        " still there. Lower the learning rate, or look for NaN in rewards and loss"
+    )
 
 
 def _as_json(state: dict[str, Any]) -> dict[str, Any]:

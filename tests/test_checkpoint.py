@@ -143,35 +143,47 @@ def test_a_checkpoint_holds_no_pickle_and_every_rank_wrote_a_part(
 
 
 class Spoils(Callback):
-    """Makes a weight NaN on one rank, after a step."""
+    """Makes an entry NaN on one rank, after a step: of the first weight, or of what the optimizer keeps of it."""
 
-    def __init__(self, rank: int, after: int) -> None:
-        self.rank, self.after = rank, after
+    def __init__(self, rank: int, after: int, kind: str = "weight") -> None:
+        self.rank, self.after, self.kind = rank, after, kind
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         strategy = trainer.strategy
         assert strategy is not None
-        if step == self.after and strategy.global_rank == self.rank:
-            weight = strategy._roles["actor"].model.trained()[0].parameter
+        if step != self.after or strategy.global_rank != self.rank:
+            return
+        role = strategy._roles["actor"]
+        if self.kind == "weight":
+            weight = role.model.trained()[0].parameter
             getattr(weight, "ds_tensor", weight).data[-1] = torch.nan
+        else:
+            assert role.optimizer is not None
+            next(iter(role.optimizer.state.values()))[self.kind][0] = torch.nan
 
 
 def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.parametrize("kind", ["weight", "exp_avg"])
 @pytest.mark.parametrize("strategy", [ZERO2, ZERO3])
-def test_weights_that_one_rank_has_infinite_or_nan_are_not_saved_and_the_last_good_ones_stay(
-    strategy: Callable[[], TrainingStrategy], model: Path, tmp_path: Path, ranks2: RankPool
+def test_what_one_rank_has_infinite_or_nan_is_not_saved_and_the_last_good_files_stay(
+    strategy: Callable[[], TrainingStrategy], kind: str, model: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     settings = {"max_steps": 2, "save_every_n_steps": 1, "callbacks": [StopAfter(1)]}
     run = Fit(grpo(model), sums(8, 2), tmp_path / "run", strategy, settings=settings)
     ranks2.run(fit, run)
     good = {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")}
-    again = {**settings, "callbacks": [Spoils(1, after=2)], "ckpt_path": "last"}
-    for result in ranks2.run(failing_fit, replace(run, settings=again)):
-        assert result.error.startswith("the weights of `actor` are infinite or NaN after step 2, 'model.embed_tokens")
-        assert "so they were not saved; what was saved before is still there" in result.error
+    again = {**settings, "callbacks": [Spoils(1, 2, kind)], "ckpt_path": "last"}
+    first, second = (result.error for result in ranks2.run(failing_fit, replace(run, settings=again)))
+    assert first == second
+    what = {
+        "weight": "the weights of `actor` are infinite or NaN after step 2, of 'model.embed_tokens",
+        "exp_avg": "'exp_avg', which the optimizer keeps of the weights of `actor`, is infinite or NaN after step 2, of",
+    }
+    assert first.startswith(what[kind])
+    assert "first, so nothing was saved; what was saved before is still there" in first
     assert {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")} == good
 
 

@@ -195,16 +195,29 @@ class TrainingStrategy(Strategy):
         if self.leads(name):
             model.save_pretrained(folder, state)
 
-    def first_not_finite(self, name: str) -> str | None:
-        """The first weight that `save` would write with an infinite or NaN entry; None if all are finite.
+    def first_not_finite(self, name: str, states: bool) -> tuple[str, str] | None:
+        """The first tensor with an infinite or NaN entry: whose it is, and `weight` or such as `exp_avg`; None if none.
 
-        Every rank of the role gets the same.
+        Every rank of the role calls it. Ranks that have copies of a tensor each look at their own.
+
+        Args:
+            name: A trained role.
+            states: Look at all of `training_state` too, and not only at what `save` would write.
         """
-        finite: dict[str, Tensor] = {}  # 0-dim, looked at once
+        finite: dict[tuple[str, str], Tensor] = {}  # 0-dim, looked at once
         for bucket in self._full(self._roles[name].model.saved(), SAVE_BUCKET_BYTES):
-            finite |= {key: weight.isfinite().all() for key, weight in bucket}
+            finite |= {(key, "weight"): self._is_finite(weight) for key, weight in bucket}
+        for key, tensors in self.training_state(name) if states else ():
+            for kind, tensor in tensors.items():
+                so_far = finite.get((key, kind))
+                here = self._is_finite(tensor)
+                finite[key, kind] = here if so_far is None else here & so_far
         of_all = torch.stack(list(finite.values())).tolist()
-        return next((key for key, is_finite in zip(finite, of_all, strict=True) if not is_finite), None)
+        return next((found for found, is_finite in zip(finite, of_all, strict=True) if not is_finite), None)
+
+    def _is_finite(self, tensor: Tensor) -> Tensor:
+        """0-dim, on this rank's device, wherever an optimizer keeps its states."""
+        return tensor.isfinite().all().to(self.root_device)
 
     def updates_done(self, name: str) -> int:
         """Updates that the role has made."""
