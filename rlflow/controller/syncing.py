@@ -65,8 +65,6 @@ class WeightSync:
         buckets = self._gathered() if self._trains else self._received()
         report = None
         if self._engine is not None:
-            # What training has freed its allocator keeps, and the engine takes its memory from what the GPU has left.
-            torch.cuda.empty_cache()
             self._engine.wake_up()
             report = self._engine.update_weights(buckets, version)
         for _ in buckets:  # gathering is a collective of the role's ranks

@@ -85,7 +85,7 @@ class EngineBeside(RolloutEngine):
                 f"`{type(self._engine).__name__}` is defined in the script that was started, which an engine's own"
                 " process does not run; put the class into a module that can be imported"
             )
-        self._dtype = dtype
+        self._dtype, self._device = dtype, device
         self._process = _Process(rank, self._group, local_rank)
         self._process.send((self._engine, self._group), "start")
         place = {"rank": self._group.index, "world_size": self._group.size, "local_rank": local_rank}
@@ -119,6 +119,8 @@ class EngineBeside(RolloutEngine):
         self._call("sleep", "sleep")
 
     def wake_up(self) -> None:
+        if self._device.type != "cpu":  # what this process has freed its allocator keeps from the other
+            torch.cuda.empty_cache()
         self._call("wake_up", "wake up")
 
     def close(self) -> None:

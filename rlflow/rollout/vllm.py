@@ -233,6 +233,8 @@ class VLLMEngine(EngineHere):
 
     def wake_up(self) -> None:
         if self._device.type != "cpu":
+            # What training has freed its allocator keeps, and vLLM takes its memory from what the GPU has left.
+            torch.cuda.empty_cache()
             self._llm.wake_up()
 
     def close(self) -> None:

@@ -112,6 +112,17 @@ def test_sleep_gives_the_version_up_on_both_sides(engine: RolloutEngine, model: 
         engine.generate(PROMPTS, SEEDS, SAMPLING, version)
 
 
+@pytest.mark.parametrize(("device", "expected"), [("cuda", ["empty cache"]), ("cpu", [])])
+def test_training_frees_its_cache_before_an_engine_in_another_process_takes_memory_of_a_gpu(
+    device: str, expected: list[str], engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("empty cache"))
+    monkeypatch.setattr(engine, "_device", torch.device(device))
+    engine.wake_up()
+    assert seen == expected
+
+
 def test_a_prompt_beyond_the_context_is_refused_in_the_same_words(engine: RolloutEngine, model: Any) -> None:
     version = next(VERSIONS)
     engine.update_weights(buckets(model), version)

@@ -103,6 +103,28 @@ def test_sleep_gives_the_version_up(engine: RolloutEngine, model: Any) -> None:
         engine.generate(PROMPTS, SEEDS, Sampling(4), version)
 
 
+class Sleeper:
+    """Stands for vLLM on a GPU: notes when it takes its memory back."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    def wake_up(self) -> None:
+        self.seen.append("wake up")
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", ["empty cache", "wake up"]), ("cpu", [])])
+def test_training_frees_its_cache_before_the_engine_takes_memory_of_a_gpu(
+    device: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("empty cache"))
+    engine = VLLMEngine()
+    engine._device, engine._llm = torch.device(device), Sleeper(seen)
+    engine.wake_up()
+    assert seen == expected
+
+
 def test_without_packing_the_tied_head_again_the_sync_fails(
     engine: RolloutEngine, model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
