@@ -20,10 +20,12 @@ _formed: dict[_Key, ProcessGroup | None] = {}
 def process_group(ranks: tuple[int, ...], timeout: timedelta | None) -> ProcessGroup | None:
     """The group of `ranks`; None where this rank is not one of them.
 
-    A collective of all ranks of the job, unless the group is of all ranks or there already; of one rank too, for NCCL
-    may split groups from that of all ranks, which all of them have to join. Not left to the first use of each group:
-    torch names groups made by their members alone (`use_local_synchronization`) after how many groups each member has,
-    and so hangs where the counts differ.
+    Called by all ranks of the job in the same order, for groups of one rank too: torch names a group after how many
+    calls of `new_group` the process has made before, and engines such as vLLM form groups of all ranks, whose names
+    have to be alike on all of them. Groups that their members make alone (`use_local_synchronization`) are named after
+    how many groups each member has, and hang where those counts differ. The price is a call of every rank for each
+    group, and an object on its members, which connect when they first use it: nothing is split from the group of all
+    ranks, which is bound to no device. On the CPU alone gloo connects at once, see `connect_when_used`.
 
     Args:
         ranks: Ascending.

@@ -154,8 +154,8 @@ def whole(rows: Responses) -> TokenRows:
         pieces += [prompt, response[:length]]
     prompts = Ragged(torch.cat(pieces), here.prompt_ids.lengths + here.lengths)
     found = TokenRows(prompts, torch.zeros_like(here.lengths)[:, None], torch.ones_like(here.lengths))
-    on_device: TokenRows = to_device(found, rows.lengths.device)
-    return on_device
+    there: TokenRows = to_device(found, rows.lengths.device)
+    return there
 
 
 def token_counts(rows: Responses) -> Tensor:
