@@ -11,6 +11,8 @@ from rlflow.errors import UserError
 
 DRIVERS = {12: "525", 13: "580"}  # the oldest NVIDIA driver of each major version of CUDA; it runs all of its minors
 
+FLASH_ATTENTION = (8, 0)  # the lowest compute capability that torch's kernel of packed rows is for
+
 
 def require_accelerator(accelerator: str) -> None:
     """Refuse what torch cannot run on: a driver that is older than its CUDA, with which `auto` would mean the CPU.
@@ -25,9 +27,11 @@ def require_accelerator(accelerator: str) -> None:
         return
     driver, built_for = cuda_of_driver(), torch.version.cuda
     if driver is not None and built_for is not None and driver[0] < int(built_for.split(".")[0]):
+        major = int(built_for.split(".")[0])
+        needs = f"which needs driver {DRIVERS[major]} or newer" if major in DRIVERS else "which needs a newer one"
         raise UserError(
             f"the NVIDIA driver of this machine is one for CUDA {driver[0]}.{driver[1]}, and torch {torch.__version__}"
-            f" was built for CUDA {built_for}, which needs driver {DRIVERS[int(built_for.split('.')[0])]} or newer;"
+            f" was built for CUDA {built_for}, {needs};"
             " install a newer driver, or set `trainer.accelerator: cpu`"
         )
     if accelerator == "cuda" and not torch.cuda.is_available():
@@ -38,21 +42,24 @@ def require_accelerator(accelerator: str) -> None:
 
 
 def cuda_of_driver() -> tuple[int, int] | None:
-    """The newest CUDA that the installed NVIDIA driver runs, such as (13, 0); None without a driver."""
+    """The newest CUDA that the installed NVIDIA driver runs, such as (13, 0); None without a driver that says so."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
     version = ctypes.c_int()
-    library.cuDriverGetVersion(ctypes.byref(version))  # needs no GPU to be set up
+    if library.cuDriverGetVersion(ctypes.byref(version)) != 0:  # needs no GPU to be set up
+        return None
     return version.value // 1000, version.value % 1000 // 10
 
 
-def require_known_gpu(device: torch.device) -> None:
+def require_known_gpu(device: torch.device, dtype: torch.dtype, packing: bool) -> None:
     """Refuse a GPU for which torch's build, and vLLM's, which is for the same GPUs, has no kernels.
 
     Args:
         device: Of this rank.
+        dtype: Of forward passes.
+        packing: Whether they are without padding, by flash attention where `dtype` has 16 bits.
 
     Raises:
         UserError: It is such a GPU.
@@ -65,6 +72,13 @@ def require_known_gpu(device: torch.device) -> None:
             f"{device} is a {torch.cuda.get_device_name(device)} of compute capability {capability[0]}.{capability[1]},"
             f" and torch {torch.__version__} was built for {' '.join(known)}; install builds that know this GPU, or"
             " choose another by CUDA_VISIBLE_DEVICES"
+        )
+    if packing and dtype in (torch.bfloat16, torch.float16) and capability < FLASH_ATTENTION:
+        raise UserError(
+            f"{device} is a {torch.cuda.get_device_name(device)} of compute capability {capability[0]}.{capability[1]},"
+            f" and rows are packed in {str(dtype).removeprefix('torch.')}, by flash attention, which needs"
+            f" {FLASH_ATTENTION[0]}.{FLASH_ATTENTION[1]}; set `strategy.init_args.packing: false`, or"
+            " `strategy.init_args.precision: fp32`"
         )
 
 

@@ -180,7 +180,7 @@ def test_what_one_rank_has_infinite_or_nan_is_not_saved_and_the_last_good_files_
     assert first == second
     what = {
         "weight": "the weights of `actor` are infinite or NaN after step 2, of 'model.embed_tokens",
-        "exp_avg": "'exp_avg', which the optimizer keeps of the weights of `actor`, is infinite or NaN after step 2, of",
+        "exp_avg": "'exp_avg', which the optimizer keeps of the weights of `actor`, is infinite or NaN after step 2",
     }
     assert first.startswith(what[kind])
     assert "first, so nothing was saved; what was saved before is still there" in first

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,17 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the CUDA of torch's build, and that of the installed driver."""
 
     class Library:
-        installed = 0
+        installed, code = 0, 0
 
-        def cuDriverGetVersion(self, version: Any) -> None:
+        def cuDriverGetVersion(self, version: Any) -> int:
             version._obj.value = self.installed
+            return self.code
 
-    def install(built_for: str | None, installed: int | None) -> None:
+    def install(built_for: str | None, installed: int | None, code: int = 0) -> None:
         def load(name: str) -> Library:
             if name != "libcuda.so.1" or installed is None:
                 raise OSError(name)
-            Library.installed = installed
+            Library.installed, Library.code = installed, code
             return Library()
 
         monkeypatch.setattr(torch.version, "cuda", built_for)
@@ -59,6 +61,17 @@ def test_a_driver_that_is_older_than_torch_s_cuda_is_refused(accelerator: str, d
     driver("13.0", 12040)
     with pytest.raises(UserError, match=r"driver of this machine is one for CUDA 12\.4, .* CUDA 13\.0, .* driver 580 "):
         require_accelerator(accelerator)
+
+
+def test_of_a_cuda_yet_to_come_no_driver_is_named(driver: Any) -> None:
+    driver("14.1", 13000)
+    with pytest.raises(UserError, match=r"CUDA 13\.0, .* for CUDA 14\.1, which needs a newer one; install a newer"):
+        require_accelerator("auto")
+
+
+def test_a_driver_that_does_not_tell_its_cuda_is_none(driver: Any) -> None:
+    driver("13.0", 0, code=999)
+    require_accelerator("auto")
 
 
 @pytest.mark.parametrize(
@@ -111,8 +124,30 @@ def test_a_gpu_that_the_build_does_not_know_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     with pytest.raises(UserError, match=r"cuda:0 is a Tesla V100 of compute capability 7\.0, and .* built for sm_75 "):
-        require_known_gpu(GPU)
-    require_known_gpu(CPU)
+        require_known_gpu(GPU, torch.float32, packing=False)
+    require_known_gpu(CPU, torch.float32, packing=False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "packing", "refused"),
+    [
+        ((7, 5), torch.bfloat16, True, True),
+        ((7, 5), torch.float16, True, True),
+        ((7, 5), torch.bfloat16, False, False),
+        ((7, 5), torch.float32, True, False),
+        ((8, 0), torch.bfloat16, True, False),
+    ],
+)
+def test_rows_packed_in_half_precision_are_refused_on_a_gpu_without_flash_attention(
+    capability: tuple[int, int], dtype: torch.dtype, packing: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: BUILT_FOR)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    says = r"Tesla T4 of .* 7\.5, and rows are packed in b?float16, .* needs 8\.0; .*packing: false`, or"
+    with pytest.raises(UserError, match=says) if refused else nullcontext():
+        require_known_gpu(GPU, dtype, packing)
 
 
 def test_vllm_for_the_cpu_is_refused_on_a_gpu() -> None:
