@@ -53,13 +53,13 @@ def cuda_of_driver() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
-def require_known_gpu(device: torch.device, dtype: torch.dtype, packing: bool) -> None:
+def require_known_gpu(device: torch.device, dtype: torch.dtype) -> None:
     """Refuse a GPU for which torch's build, and vLLM's, which is for the same GPUs, has no kernels.
 
     Args:
         device: Of this rank.
-        dtype: Of forward passes.
-        packing: Whether they are without padding, by flash attention where `dtype` has 16 bits.
+        dtype: Of forward passes; packed ones of 16 bits are by flash attention, and every model is tried by one when it
+            is loaded, with `packing: false` too.
 
     Raises:
         UserError: It is such a GPU.
@@ -73,11 +73,11 @@ def require_known_gpu(device: torch.device, dtype: torch.dtype, packing: bool) -
             f" and torch {torch.__version__} was built for {' '.join(known)}; install builds that know this GPU, or"
             " choose another by CUDA_VISIBLE_DEVICES"
         )
-    if packing and dtype in (torch.bfloat16, torch.float16) and capability < FLASH_ATTENTION:
+    if dtype in (torch.bfloat16, torch.float16) and capability < FLASH_ATTENTION:
         raise UserError(
             f"{device} is a {torch.cuda.get_device_name(device)} of compute capability {capability[0]}.{capability[1]},"
             f" and rows are packed in {str(dtype).removeprefix('torch.')}, by flash attention, which needs"
-            f" {FLASH_ATTENTION[0]}.{FLASH_ATTENTION[1]}; set `strategy.init_args.packing: false`, or"
+            f" {FLASH_ATTENTION[0]}.{FLASH_ATTENTION[1]}; set"
             " `strategy.init_args.precision: fp32`"
         )
 

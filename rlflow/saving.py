@@ -151,7 +151,8 @@ class Saving:
         for message in self._transport.all_gather_ragged(to_message(json.dumps(here).encode())):
             for role, found in json.loads(from_message(message)).items():
                 if found is not None:
-                    raise UserError(_not_finite(role, *found, done))
+                    name, kind = found
+                    raise UserError(_not_finite(role, name, kind, done))
 
     def _module_state(self) -> dict[str, Any]:
         """Each entry as the ranks have it that changed it: those that run the node that it belongs to."""

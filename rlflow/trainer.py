@@ -228,7 +228,7 @@ class Trainer:
             fabric = Fabric(
                 accelerator=self.accelerator, devices=self.devices, num_nodes=self.num_nodes, strategy=strategy
             )
-            require_known_gpu(strategy.root_device, strategy.dtype, strategy.packing)
+            require_known_gpu(strategy.root_device, strategy.dtype)
             if prepared.generates:
                 _check_engine(engine, module, prepared, strategy)
             results: dict[str, Any] = fabric.launch(run)

@@ -124,30 +124,29 @@ def test_a_gpu_that_the_build_does_not_know_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     with pytest.raises(UserError, match=r"cuda:0 is a Tesla V100 of compute capability 7\.0, and .* built for sm_75 "):
-        require_known_gpu(GPU, torch.float32, packing=False)
-    require_known_gpu(CPU, torch.float32, packing=False)
+        require_known_gpu(GPU, torch.float32)
+    require_known_gpu(CPU, torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "packing", "refused"),
+    ("capability", "dtype", "refused"),
     [
-        ((7, 5), torch.bfloat16, True, True),
-        ((7, 5), torch.float16, True, True),
-        ((7, 5), torch.bfloat16, False, False),
-        ((7, 5), torch.float32, True, False),
-        ((8, 0), torch.bfloat16, True, False),
+        ((7, 5), torch.bfloat16, True),
+        ((7, 5), torch.float16, True),
+        ((7, 5), torch.float32, False),
+        ((8, 0), torch.bfloat16, False),
     ],
 )
 def test_rows_packed_in_half_precision_are_refused_on_a_gpu_without_flash_attention(
-    capability: tuple[int, int], dtype: torch.dtype, packing: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], dtype: torch.dtype, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: BUILT_FOR)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    says = r"Tesla T4 of .* 7\.5, and rows are packed in b?float16, .* needs 8\.0; .*packing: false`, or"
+    says = r"Tesla T4 of .* 7\.5, and rows are packed in b?float16, .* needs 8\.0; .*precision: fp32`"
     with pytest.raises(UserError, match=says) if refused else nullcontext():
-        require_known_gpu(GPU, dtype, packing)
+        require_known_gpu(GPU, dtype)
 
 
 def test_vllm_for_the_cpu_is_refused_on_a_gpu() -> None:
