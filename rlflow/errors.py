@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
 
@@ -28,6 +29,26 @@ def require(module: str, what: str, *extras: str) -> None:
     if find_spec(module) is None:
         names = " or ".join(f"'rlflow-llm[{extra}]'" for extra in extras)
         raise UserError(f"{what} needs {module}, which is not installed; pip install {names}")
+
+
+@contextmanager
+def importable(module: str, what: str) -> Iterator[None]:
+    """Around the import of a library that is installed: say in one line if it fails.
+
+    Args:
+        module: Of the library.
+        what: Needs it.
+
+    Raises:
+        UserError: It does.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(
+            f"{what} needs {module}, which is installed and cannot be imported ({one_line(error)}); install it anew,"
+            " in a version that fits the other packages"
+        ) from error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

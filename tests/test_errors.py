@@ -46,6 +46,26 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(
         use()
 
 
+@pytest.mark.parametrize(
+    ("module", "use", "what"),
+    [
+        ("peft", require_peft, "`lora`"),
+        ("wandb", lambda: WandbLogger(mode="offline").start(Path("unused")), "WandbLogger"),
+        ("deepspeed", lambda: DeepSpeedStrategy()._join(), "DeepSpeedStrategy"),
+    ],
+    ids=["peft", "wandb", "deepspeed"],
+)
+def test_a_library_that_cannot_be_imported_is_told_with_the_reason(
+    module: str, use: Callable[[], object], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{module}.py").write_text("raise ImportError('cannot import name \\'x\\'')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UserError, match=rf"^{what} needs {module}, which is installed .* \(cannot import name 'x'\); "):
+        use()
+
+
 def test_an_older_python_is_told_in_one_line() -> None:
     # The interpreter at hand stands for an older one; the file is read as it is.
     code = f"import sys; sys.version_info = (3, 10, 2); exec(open({str(PACKAGE / 'minimum_python.py')!r}).read())"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from rlflow.errors import UserError, require
+from rlflow.errors import UserError, importable, require
 from rlflow.loggers.logger import Logger
 
 
@@ -41,8 +41,9 @@ class WandbLogger(Logger):
 
     def start(self, folder: Path, first_step: int = 0) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its own crash reports; read when it is imported
-        import wandb
-        from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
+        with importable("wandb", "WandbLogger"):
+            import wandb
+            from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
         self._logger = LightningWandbLogger(
             name=self.name or folder.name,

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rlflow.errors import UserError, one_line, require
+from rlflow.errors import UserError, importable, one_line, require
 from rlflow.models.tiny import resolve_model
 from rlflow.rollout.manifest import fingerprint
 
@@ -89,12 +89,14 @@ class Weight:
 
 
 def require_peft() -> None:
-    """Refuse adapters where peft is missing.
+    """Refuse adapters where peft is missing, or is there and cannot be imported.
 
     Raises:
-        UserError: It is.
+        UserError: It is so.
     """
     require("peft", "`lora`", "lora")
+    with importable("peft", "`lora`"):
+        import peft  # noqa: F401 - later it would fail after weights are loaded
 
 
 def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:

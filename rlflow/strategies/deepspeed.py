@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlflow.data.layout import Layout
 from rlflow.data.process_groups import connect_when_used
-from rlflow.errors import UserError, require
+from rlflow.errors import UserError, importable, require
 from rlflow.models.attention import Heads, check_sequence_parallel, packed_attention
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.packed import PackedModel
@@ -167,7 +167,8 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         Raises:
             UserError: This process has used DeepSpeed on another kind of device before.
         """
-        import deepspeed
+        with importable("deepspeed", "DeepSpeedStrategy"):
+            import deepspeed
 
         deepspeed.utils.logging.logger.setLevel(logging.WARNING)
         if (used := deepspeed.get_accelerator().device_name()) != self.root_device.type:
