@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from rlflow.errors import UserError, importable, one_line, require
+from rlflow.models.fingerprint import fingerprint
 from rlflow.models.tiny import resolve_model
-from rlflow.rollout.manifest import fingerprint
 
 ADAPTER = "default"  # peft's name of a model's only one
 PEFT_PREFIX = "base_model.model."

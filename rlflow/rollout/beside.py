@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlflow.errors import UserError
+from rlflow.models.fingerprint import fingerprint
 from rlflow.rollout import engine_process
 from rlflow.rollout.engine import NO_VERSION, Completion, EngineMemory, RolloutEngine, Sampling, SyncReport
 from rlflow.rollout.engine_process import Done, End, Failed, Group, Taken, Weight, Withdrawn
-from rlflow.rollout.manifest import fingerprint
 from rlflow.rollout.shared import share
 
 POLL_S = 0.2

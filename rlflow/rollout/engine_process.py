@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlflow.errors import UserError
+from rlflow.models.fingerprint import fingerprint
 from rlflow.rollout.engine import RolloutEngine
-from rlflow.rollout.manifest import WeightSyncError, fingerprint
+from rlflow.rollout.manifest import WeightSyncError
 from rlflow.rollout.shared import mapped
 
 POLL_S = 0.2
