@@ -5,7 +5,6 @@ import torch
 
 from rlflow.rollout.manifest import Manifest, Piece, WeightSyncError
 
-
 PIECES = (
     Piece("a", "ab", 2),
     Piece("b", "ab", 3, start=3, row=2),  # the second half of b's six rows
