@@ -86,7 +86,8 @@ def test_a_user_s_own_algorithm_trains_from_the_folder_of_its_config(
 def test_a_run_says_nothing_on_the_terminal_but_its_own_lines(ends: dict[str, Ended]) -> None:
     assert ends["runs"].errors == ""
     first_words = [line.split()[0] for line in ends["runs"].output.splitlines()]
-    assert first_words == ["ranks", "per", "actor:", "step", "step", "steps", "left"], ends["runs"].output
+    memory = ["memory", "actor", "training", "engine"]
+    assert first_words == ["ranks", "per", "actor:", *memory, "step", "step", "steps", "left"], ends["runs"].output
 
 
 def test_a_reward_that_raises_on_one_rank_ends_the_run_in_one_line(ends: dict[str, Ended]) -> None:

@@ -15,6 +15,7 @@ RANKS = {  # others: 1
     "grpo_apart": 2,
     "grpo_one_step_off": 3,
     "grpo_partial_rollout": 2,
+    "grpo_word_problems": 2,
     "ppo_apart": 4,
     "ppo_one_step_off": 4,
     "grpo_math_8gpu": 8,

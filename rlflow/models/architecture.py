@@ -67,7 +67,8 @@ def _refusal(config: Any, kind: Any, scores_tokens: bool) -> str | None:
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):  # its layers, without weights
-            head = AutoModelForCausalLM.from_config(config).get_output_embeddings()  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        head = model.get_output_embeddings()
         if head.bias is not None:
             return "has a bias in its output layer, which tokens are scored without here; use a model without one"
     return None
