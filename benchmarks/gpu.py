@@ -7,7 +7,8 @@
 Each case runs in a process of its own, so that one that fails or hangs takes no other with it.
 
 - Gradients of fixed rows by DeepSpeed in float32 and bf16, at ZeRO 2 and 3, against plain torch in float64 on the CPU;
-  those of three micro-batches against those of one; the same with the optimizer's states in CPU memory.
+  those of three micro-batches against those of one; the same with the optimizer's states in CPU memory, and with two
+  GPUs of rows that two ranks share.
 - Each engine, given weights of the CPU three times, against the logprobs that float32 on the CPU gives its tokens;
   asleep and awake between them, with the memory that sleep frees.
 - Whole runs of GRPO: engines and training on the same ranks at ZeRO 2 and 3, in float32 and bf16; with two GPUs also
@@ -45,6 +46,8 @@ CASES = [
     Case("gradients-zero3-bf16", check_gradients, {"stage": 3, "precision": "bf16"}),
     Case("gradients-zero2-offload", check_gradients, {"stage": 2, "offload": True}, needs_cuda=True),
     Case("gradients-zero3-offload", check_gradients, {"stage": 3, "offload": True}, needs_cuda=True),
+    Case("gradients-zero2-two-ranks", check_gradients, {"stage": 2}, devices=2),
+    Case("gradients-zero3-two-ranks", check_gradients, {"stage": 3}, devices=2),
     Case("engine-vllm", check_engine, {"engine": "vllm"}),
     Case("engine-vllm-bf16", check_engine, {"engine": "vllm", "precision": "bf16"}),
     Case("engine-transformers", check_engine, {"engine": "transformers"}),

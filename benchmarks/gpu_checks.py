@@ -58,29 +58,39 @@ def check_gradients(
 ) -> Found:
     """Gradients of the same rows at once and in three micro-batches, against float64 on the CPU in one piece."""
     model = small_model(folder)
-    exact = SingleProcess("fp64")
-    expected, expected_norm = _gradients(exact, "cpu", model, parts=1)
-    values, limits = {}, {}
-    # A process has one group and one DeepSpeed; roles have different names.
+    expected, expected_norm = _gradients(SingleProcess("fp64"), "cpu", 1, model, [1])[1]
     strategy = DeepSpeedStrategy(stage, precision, offload_optimizer=offload)  # type: ignore[arg-type]
-    for parts in (1, 3):
-        found, norm = _gradients(strategy, device, model, parts)
+    values, limits = {}, {}
+    for parts, (found, norm) in _gradients(strategy, device, devices, model, [1, 3]).items():
         values[f"gradient_error_{parts}"] = _distance(found, expected)
         values[f"norm_error_{parts}"] = abs(norm - expected_norm) / expected_norm
         limits[f"gradient_error_{parts}"] = limits[f"norm_error_{parts}"] = GRADIENT_LIMIT[precision]
     return {"values": values, "limits": limits}
 
 
-def _gradients(strategy: TrainingStrategy, device: str, model: Path, parts: int) -> tuple[dict[str, Tensor], float]:
-    """Of one update, as float64 on the CPU; and the norm that the update says it has."""
-    if not strategy._roles:
-        Fabric(accelerator=device, devices=1, strategy=strategy).launch()
+def _gradients(
+    strategy: TrainingStrategy, device: str, devices: int, model: Path, all_parts: list[int]
+) -> dict[int, tuple[dict[str, Tensor], float]]:
+    """Of one update by number of micro-batches, as float64 on the CPU; and the norm that the update says it has.
+
+    A process has one group and one DeepSpeed, so all are of one strategy, and roles have different names.
+    """
+    fabric = Fabric(accelerator=device, devices=devices, strategy=strategy)
+    found: dict[int, tuple[dict[str, Tensor], float]] = fabric.launch(
+        lambda _: {parts: _update(strategy, model, parts, devices) for parts in all_parts}
+    )
+    return found
+
+
+def _update(strategy: TrainingStrategy, model: Path, parts: int, devices: int) -> tuple[dict[str, Tensor], float]:
+    """This rank's share of the rows, every `devices`-th one, in so many micro-batches."""
     name = f"actor{parts}"
     handle = CausalLM(str(model), optimizer=Optimizer("sgd", lr=0.1, gradient_clipping=0.0))
     strategy.setup_role(name, handle, model)
     tokens = int(_rows(range(ROWS), torch.device("cpu")).lengths.sum())
+    here = range(strategy.global_rank if devices > 1 else 0, ROWS, devices)
     for part in range(parts):
-        rows = _rows(range(part * ROWS // parts, (part + 1) * ROWS // parts), strategy.root_device)
+        rows = _rows(here[part * len(here) // parts : (part + 1) * len(here) // parts], strategy.root_device)
         with handle.training():
             loss = -(handle.logprobs(rows) * torch.linspace(0.5, 1.5, LONGEST, device=strategy.root_device)).sum()
         strategy.backward(name, loss / tokens, last=part == parts - 1)
@@ -119,11 +129,13 @@ def check_engine(folder: Path, device: str, devices: int, *, engine: str, precis
     built: RolloutEngine = TransformersEngine()
     if engine == "vllm":
         built = VLLMEngine(kv_cache_gib=0.25, gpu_memory_utilization=0.3, max_model_len=256)
+    free = _free(device)
     built.setup(str(path), dtype=dtype, device=on, rank=0, world_size=1, local_rank=0, seed=0)
+    taken = free - _free(device)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prompts = [list(range(40 + number, 48 + 5 * number)) for number in range(8)]
     values: dict[str, float] = {}
-    gaps, stale = [], []
+    gaps, stale, freed = [], [], []
     for version in range(SYNCS):
         before = {name: weight.clone() for name, weight in model.state_dict().items()}
         _perturb(model, version, dtype)
@@ -136,15 +148,22 @@ def check_engine(folder: Path, device: str, devices: int, *, engine: str, precis
         stale.append(_gap(model, rows))
         model.load_state_dict(after)
         values[f"verified_tensors_{version}"] = report.tensors
-        free = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
+        free = _free(device)
         built.sleep()
-        if device == "cuda":
-            values[f"freed_by_sleep_gib_{version}"] = (torch.cuda.mem_get_info()[0] - free) / 2**30
+        freed.append(_free(device) - free)
         built.wake_up()
     built.close()
     values |= {"logprob_gap": max(gaps), "gap_to_stale_weights": min(stale)}
     limits = {"logprob_gap": min(LOGPROB_LIMIT[precision], min(stale) / 4)}  # a sync that did nothing would show
+    if device == "cuda" and engine == "vllm":  # the others keep their memory
+        values |= {"gib_taken": taken / 2**30, "share_kept_asleep": 1 - min(freed) / taken}
+        limits["share_kept_asleep"] = 0.5
     return {"values": values, "limits": limits}
+
+
+def _free(device: str) -> int:
+    """Bytes of the GPU that nobody has; 0 on the CPU."""
+    return int(torch.cuda.mem_get_info()[0]) if device == "cuda" else 0
 
 
 def _perturb(model: Any, seed: int, dtype: torch.dtype) -> None:
