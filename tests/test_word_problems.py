@@ -18,7 +18,7 @@ from rlflow.models.tiny import tiny_tokenizer
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 300
 STEPS = 5
-PREFILL_BUDGET = 1024  # tokens; each step has 8 times as many in its prompts
+PREFILL_BUDGET = 1024  # tokens; the 8 prompts of a rank have about 1,800, and 8 responses each
 
 
 def run(folder: Path, *command: str) -> None:
@@ -35,7 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the problems were written, and a few steps of the config run."""
     folder = tmp_path_factory.mktemp("own")
     run(folder, str(ROOT / "benchmarks/word_problems.py"), "write")
-    changes = [f"--trainer.max_steps={STEPS}", f"--rollout.init_args.max_num_batched_tokens={PREFILL_BUDGET}"]
+    changes = [f"--trainer.max_steps={STEPS}", "--data.prompts_per_step=16"]
+    changes += [f"--rollout.init_args.max_num_batched_tokens={PREFILL_BUDGET}"]
     config = str(ROOT / "configs/grpo_word_problems.yaml")
     run(folder, "-m", "rlflow.cli", "fit", "--config", config, *changes)
     return folder
