@@ -86,7 +86,11 @@ def described(model: ScoringModel) -> dict[str, Any]:
     for cls in found:
         if "torch" in cls.__module__ or "transformers" in cls.__module__:
             held = {"bases": cls.__bases__, "order": cls.__mro__, **vars(cls)}
-            described |= {f"{cls.__module__}.{cls.__qualname__}.{name}": value for name, value in held.items()}
+            described |= {
+                f"{cls.__module__}.{cls.__qualname__}.{name}": value
+                for name, value in held.items()
+                if not name.endswith("_cached_value")  # answers that transformers' classes remember
+            }
     return described
 
 
