@@ -1,29 +1,26 @@
-"""Prints the sockets that a rank of a gloo group holds open: python tests/data/connections.py RANKS [when-used]"""
+"""Prints the sockets that a rank of a gloo group holds: python tests/data/connections.py RANKS [when-used]
+
+The ranks are threads of one process, which nothing has to be forked for.
+"""
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
+import threading
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from rlflow.data.process_groups import connect_when_used
 
+TIMEOUT = datetime.timedelta(seconds=60)
 
-def rank(index: int, ranks: int, port: int) -> None:
-    """Join the group, reduce a number over all ranks, and print what rank 0 then holds."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=index, world_size=ranks)
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total == ranks
-    if index == 0:
-        print(sum(is_socket(number) for number in os.listdir("/proc/self/fd")))
-    dist.barrier()
-    dist.destroy_process_group()
+
+def sockets() -> int:
+    """Those that this process holds."""
+    return sum(is_socket(number) for number in os.listdir("/proc/self/fd"))
 
 
 def is_socket(number: str) -> bool:
@@ -34,8 +31,23 @@ def is_socket(number: str) -> bool:
 
 
 if __name__ == "__main__":
-    size = int(sys.argv[1])
+    ranks = int(sys.argv[1])
     if "when-used" in sys.argv:
         connect_when_used()
-    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.start_processes(rank, (size, meeting.port), size, start_method="fork")
+    store, groups = dist.HashStore(), {}
+
+    def join(rank: int) -> None:
+        """Join the group, and reduce a number over all ranks."""
+        groups[rank] = dist.ProcessGroupGloo(store, rank, ranks, TIMEOUT)
+        total = torch.ones(1)
+        groups[rank].allreduce([total]).wait()
+        assert total == ranks
+
+    before = sockets()
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(groups) == ranks
+    print((sockets() - before) // ranks)
