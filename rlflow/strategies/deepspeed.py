@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.precision import DeepSpeedPrecision
@@ -28,9 +28,6 @@ from rlflow.strategies.groups import Groups, RoleGroups
 from rlflow.strategies.launcher import RankLauncher
 from rlflow.strategies.sequence import peers_of
 from rlflow.strategies.strategy import Role, TrainingStrategy, clip_and_step
-
-if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BUCKET_ELEMENTS = 200_000_000  # of gradients reduced, or weights gathered, at once
@@ -78,7 +75,9 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         self.stage = stage
         self.offload_optimizer = offload_optimizer
         self.overlap_comm = overlap_comm
-        self._engines: dict[str, DeepSpeedEngine] = {}
+        # DeepSpeed's engines. Not named in a type: jsonargparse would import deepspeed when it reads a config, before a
+        # device is chosen, which DeepSpeed then takes for all.
+        self._engines: dict[str, Any] = {}
         self._groups = Groups(timedelta(seconds=timeout_s))
         # Fabric's own imports deepspeed, which then takes a device before one is chosen.
         DDPStrategy.__init__(self, precision=DeepSpeedPrecision("32-true" if precision == "fp32" else "bf16-true"))
@@ -202,7 +201,7 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         )
         model.divide(ulysses.forward, peers, self.root_device)
 
-    def _engine(self, name: str) -> DeepSpeedEngine:
+    def _engine(self, name: str) -> Any:
         """The role's engine, about to be used."""
         _turn_to(self._engines[name].mpu)
         return self._engines[name]
