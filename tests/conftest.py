@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from rlflow.strategies.launcher import PLACE
 from tests.ranks import RankPool, return_freed_memory
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # the ranks of tests import deepspeed before a strategy has a device
@@ -26,6 +27,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         of_device = item.path.parent.name == "device"  # whose ranks take long to start
         group = "device" if of_device else "ranks" if shares_ranks else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_place_in_a_job() -> Iterator[None]:
+    """A run that finds one believes that its other ranks are started by somebody else, and waits for them."""
+    before = {name: os.environ[name] for name in PLACE if name in os.environ}
+    yield
+    after = {name: os.environ[name] for name in PLACE if name in os.environ}
+    for name in after.keys() - before.keys():
+        del os.environ[name]
+    assert after == before
 
 
 @pytest.fixture(scope="module", autouse=True)

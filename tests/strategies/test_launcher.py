@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
 
-from rlflow.strategies.launcher import _say
+from rlflow.strategies.launcher import PLACE, RankLauncher, _say
 
 SCRIPT = Path(__file__).with_name("ranks_script.py")
 HAPPENINGS = [
@@ -119,3 +120,17 @@ def test_a_rank_may_finish_after_rank_0(endings: dict[str, Ending]) -> None:
     ending = endings["rank 1 ends after rank 0"]
     assert (ending.code, ending.errors) == (0, "")
     assert "rank 1 is done" in ending.output
+
+
+def test_a_run_leaves_no_place_in_a_job_that_a_later_one_would_take_for_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    before = {name: os.environ.get(name) for name in PLACE}
+
+    def joins() -> str:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        return "done"
+
+    assert RankLauncher(LightningEnvironment(), num_processes=1, num_nodes=1).launch(joins) == "done"
+    assert {name: os.environ.get(name) for name in PLACE} == before
