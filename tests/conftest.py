@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from rlflow.strategies.launcher import PLACE
+from rlflow.environment import PLACE
 from tests.ranks import RankPool, return_freed_memory
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # the ranks of tests import deepspeed before a strategy has a device

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from rlflow.errors import UserError
-from rlflow.models.fingerprint import fingerprint
 from rlflow.rollout import engine_process
 from rlflow.rollout.engine import NO_VERSION, Completion, EngineMemory, RolloutEngine, Sampling, SyncReport
-from rlflow.rollout.engine_process import Done, End, Failed, Group, Taken, Weight, Withdrawn
+from rlflow.rollout.engine_process import Done, End, Failed, Group, Taken, Weight, Withdrawn, fingerprints
+from rlflow.rollout.manifest import Piece
 from rlflow.rollout.shared import share
 
 POLL_S = 0.2
@@ -41,7 +42,10 @@ class EngineProcessError(RuntimeError):
 
 
 class EngineBeside(RolloutEngine):
-    """Does what `engine` does, in another process of the same machine, with weights that reach it by shared memory.
+    """Does what `engine` does, in another process of the same machine.
+
+    Weights reach it by memory that both processes map, on a GPU by the GPU's (CUDA IPC): of each tensor only the slices
+    that this rank's part of the engine holds.
 
     Every call raises what the engine raises: `UserError` and `WeightSyncError` with their text, anything else, a death
     and a timeout as `EngineProcessError`. The process ends with this one, however this one ends.
@@ -62,6 +66,7 @@ class EngineBeside(RolloutEngine):
         self._engine = engine
         self._group = Group(index, size, address, timeout_s)
         self._process: _Process | None = None
+        self._pieces: dict[str, list[Piece]] = {}
 
     def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
         return self._engine.memory_taken(rows, row_bytes, on_cpu)
@@ -91,6 +96,9 @@ class EngineBeside(RolloutEngine):
         place = {"rank": self._group.index, "world_size": self._group.size, "local_rank": local_rank}
         try:
             self._call("setup", "set up its engine", model_path, dtype=dtype, device=device, seed=seed, **place)
+            self._pieces = {}
+            for piece in self._call("pieces", "say which weights it holds"):
+                self._pieces.setdefault(piece.name, []).append(piece)
         except BaseException:
             self._process.end(0.0)
             raise
@@ -141,7 +149,7 @@ class EngineBeside(RolloutEngine):
         loading = False
         while True:
             try:
-                weight = _shared(weights, self._dtype)
+                weight = self._shared(weights)
             except BaseException:
                 if not loading or isinstance(process.receive(doing), Taken):
                     process.send(Withdrawn(), doing)
@@ -150,7 +158,7 @@ class EngineBeside(RolloutEngine):
             if loading:
                 answer = process.receive(doing)
                 if not isinstance(answer, Taken):  # it failed, or wants no more
-                    if weight is not None:
+                    if weight is not None and weight[1] is not None:
                         os.close(weight[1])
                     return answer
             if weight is None:
@@ -158,6 +166,21 @@ class EngineBeside(RolloutEngine):
                 return process.receive(doing)
             process.send(weight[0], doing, descriptor=weight[1])
             loading = True
+
+    def _shared(self, weights: Iterator[tuple[str, Tensor]]) -> tuple[Weight, int | None] | None:
+        """The next weight in the engine's dtype, its pieces in memory that both processes map; None after the last."""
+        named = next(weights, None)
+        if named is None:
+            return None
+        name, tensor = named[0], named[1].detach().to(self._dtype)
+        pieces = tuple(self._pieces.get(name, ()))
+        found = fingerprints(tensor, pieces)
+        if tensor.is_cuda:
+            # A copy, for the engine may keep it for longer than the trainer does; its memory is freed when both let go.
+            on_gpu = reduce_tensor(tensor.clone())
+            return Weight(name, tuple(tensor.shape), self._dtype, pieces, found, on_gpu), None
+        parts = [piece.sent for piece in pieces]
+        return Weight(name, tuple(tensor.shape), self._dtype, pieces, found), share(tensor, parts)
 
     def _call(self, method: str, doing: str, *arguments: Any, **keywords: Any) -> Any:
         process = self._running()
@@ -178,15 +201,6 @@ class EngineBeside(RolloutEngine):
     def _running(self) -> _Process:
         assert self._process is not None, "the engine was not set up, or was closed"
         return self._process
-
-
-def _shared(weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> tuple[Weight, int] | None:
-    """The next weight in shared memory, in the engine's dtype; None after the last."""
-    named = next(weights, None)
-    if named is None:
-        return None
-    name, tensor = named[0], named[1].detach().to(dtype)
-    return Weight(name, tuple(tensor.shape), dtype, int(fingerprint(tensor))), share(tensor)
 
 
 def free_address() -> str:

@@ -205,6 +205,10 @@ class RolloutEngine(ABC):
             UserError: They do not fit; names the settings.
         """
 
+    def pieces(self) -> Sequence[Piece]:
+        """The slices of the trainer's tensors that this rank's part of the engine holds; none where that is unknown."""
+        return ()
+
     @abstractmethod
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
@@ -264,6 +268,9 @@ class EngineHere(RolloutEngine):
                 f" {self._context} tokens; lower `data.max_prompt_length` or `max_response_length`, or"
                 f" {self._to_hold_more}"
             )
+
+    def pieces(self) -> Sequence[Piece]:
+        return self._pieces
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int

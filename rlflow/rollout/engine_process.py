@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
@@ -22,7 +22,7 @@ from torch import Tensor
 from rlflow.errors import UserError
 from rlflow.models.fingerprint import fingerprint
 from rlflow.rollout.engine import RolloutEngine
-from rlflow.rollout.manifest import WeightSyncError
+from rlflow.rollout.manifest import Piece, WeightSyncError
 from rlflow.rollout.shared import mapped
 
 POLL_S = 0.2
@@ -48,19 +48,23 @@ class Group:
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor on its way; a file descriptor of shared memory follows.
+    """A tensor on its way; a file descriptor of shared memory follows, unless it lies in a GPU's.
 
     Attributes:
         name: The trainer's.
         shape: Of the tensor.
         dtype: Of the tensor.
-        fingerprint: Of the tensor, before it was copied.
+        pieces: Slices that alone have the tensor's values; none where all of it has.
+        fingerprints: Of the pieces, or of the whole, before they were copied.
+        on_gpu: What opens the memory of a GPU that both processes use: a function and its arguments.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    fingerprint: int
+    pieces: tuple[Piece, ...]
+    fingerprints: tuple[int, ...]
+    on_gpu: tuple[Callable[..., Tensor], tuple[Any, ...]] | None = None
 
 
 class End:
@@ -172,11 +176,24 @@ class _Service:
         while not isinstance(weight := self._connection.recv(), End):
             if isinstance(weight, Withdrawn):
                 raise WeightSyncError("the trainer withdrew its weights")
-            descriptor = recv_handle(self._connection)
-            tensor = mapped(descriptor, weight.shape, weight.dtype)
-            os.close(descriptor)
-            if int(fingerprint(tensor)) != weight.fingerprint:
+            tensor = self._opened(weight)
+            if fingerprints(tensor, weight.pieces) != weight.fingerprints:
                 raise WeightSyncError(f"`{weight.name}` reached the engine's process with other values than were sent")
             yield [(weight.name, tensor)]
             del tensor
             self._connection.send(Taken())
+
+    def _opened(self, weight: Weight) -> Tensor:
+        if weight.on_gpu is not None:
+            rebuild, arguments = weight.on_gpu
+            return rebuild(*arguments)
+        descriptor = recv_handle(self._connection)
+        tensor = mapped(descriptor, weight.shape, weight.dtype)
+        os.close(descriptor)
+        return tensor
+
+
+def fingerprints(tensor: Tensor, pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """Of each piece, or of the whole where there are none."""
+    parts = [piece.sent(tensor) for piece in pieces] or [tensor]
+    return tuple(torch.stack([fingerprint(part) for part in parts]).tolist())

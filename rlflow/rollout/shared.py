@@ -5,20 +5,27 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 
-def share(tensor: Tensor) -> int:
+def share(tensor: Tensor, parts: Sequence[Callable[[Tensor], Tensor]] = ()) -> int:
     """A file descriptor of memory that holds a copy of `tensor`; to be closed once the other process has it.
 
     The memory is counted as that of the processes that map it, and does not need room in `/dev/shm`.
+
+    Args:
+        tensor: To be copied.
+        parts: Give views of a tensor, of which alone the copy has the values; what is in none of them reads as 0, and
+            takes no memory unless it shares a page with one. None for the whole.
     """
     descriptor = os.memfd_create("rlflow-weight")
     os.ftruncate(descriptor, tensor.nbytes)
-    mapped(descriptor, tensor.shape, tensor.dtype).copy_(tensor)
+    there = mapped(descriptor, tensor.shape, tensor.dtype)
+    for part in parts or (Tensor.detach,):
+        part(there).copy_(part(tensor))
     return descriptor
 
 

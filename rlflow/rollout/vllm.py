@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlflow.environment import place_kept
 from rlflow.errors import UserError, require
 from rlflow.models.sizes import experts
 from rlflow.rollout.engine import Completion, EngineHere, EngineMemory, Sampling
@@ -190,16 +191,17 @@ class VLLMEngine(EngineHere):
         vllm = _import_vllm(self.allow_untested)
         # Ranks join the process group that training has made; without one vLLM makes its own.
         self._own_group = not dist.is_initialized()
-        if not self._own_group:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))  # what the external launcher reads
         on_cpu = device.type == "cpu"
         if on_cpu:
             self._check_block()
         shares_memory = on_cpu and self.tensor_parallel_size > 1
         memory = _shared_memory_named() if shares_memory else nullcontext()
-        with _process_state_kept(device), _model_classes_kept(), memory:
+        with _process_state_kept(device), _model_classes_kept(), place_kept(), memory:
+            if not self._own_group:
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))  # what the external launcher reads
             self._llm = vllm.LLM(
                 model_path,
+                load_format="dummy",  # the first sync brings the weights, and nothing is generated before
                 trust_remote_code=False,
                 tensor_parallel_size=self.tensor_parallel_size,
                 distributed_executor_backend="uni" if self._own_group else "external_launcher",

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,13 @@ from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessS
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
 from rlflow import status
+from rlflow.environment import place_kept
 from rlflow.errors import UserError
 from rlflow.status import FOLDER_VARIABLE, PARENT_VARIABLE, SUPERVISED_VARIABLE, Status
 
 POLL_S = 0.2
 GRACE_S = 2.0  # how long rank 0 may still take to fail in its own words after another rank has died
 END_S = 60.0  # how long the other ranks may outlive a rank 0 that is done
-# This process's place in a job, which Fabric sets for torch and DeepSpeed.
-PLACE = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 TOLD = 2  # the exit code of a rank that has said on the terminal what its user can mend
 
 
@@ -41,7 +40,7 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start the other ranks, then call the function; its result is rank 0's."""
-        with _place_kept():
+        with place_kept():
             return self._launch(function, *args, **kwargs)
 
     def _launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -69,19 +68,6 @@ class RankLauncher(_SubprocessScriptLauncher):
             {first + 1 + index: process for index, process in enumerate(self.procs)}, first, terminal, folder
         )
         return watch.over(function, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _place_kept() -> Iterator[None]:
-    """Leave this process's place in the job as it was: the next run from here would find a job whose ranks somebody
-    else starts, and wait for them."""
-    before = {name: os.environ[name] for name in PLACE if name in os.environ}
-    try:
-        yield
-    finally:
-        for name in PLACE:
-            os.environ.pop(name, None)
-        os.environ.update(before)
 
 
 def _to_its_end(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

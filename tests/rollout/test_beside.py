@@ -180,10 +180,10 @@ def test_a_sync_that_fails_leaves_no_version_and_the_next_succeeds(
 def test_a_weight_that_changes_on_its_way_is_named(
     engine: RolloutEngine, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def share_changed(tensor: Tensor) -> int:
+    def share_changed(tensor: Tensor, parts: Any) -> int:
         changed = tensor.clone()
         changed.view(-1)[-1] += 1e-6
-        return share(changed)
+        return share(changed, parts)
 
     monkeypatch.setattr(rlflow.rollout.beside, "share", share_changed)
     with pytest.raises(WeightSyncError, match=r"^`model\.embed_tokens\.weight` reached .* with other values"):

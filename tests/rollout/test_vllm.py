@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,11 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[RolloutEngine]:
-    engine = setup(VLLMEngine(kv_cache_gib=0.25), folder)
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
+    """It was started without weights, which its first sync brings."""
+    empty = tmp_path_factory.mktemp("empty") / "model"
+    shutil.copytree(folder, empty, ignore=shutil.ignore_patterns("*.safetensors"))
+    engine = setup(VLLMEngine(kv_cache_gib=0.25), empty)
     yield engine
     engine.close()
     assert not dist.is_initialized()
