@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import rlflow.rollout.vllm
+import rlflow.rollout.vllm.engine
 from rlflow import Trainer
 from rlflow.algorithms import SFT
 from rlflow.devices import require_accelerator, require_known_gpu, runs_on
@@ -158,7 +158,7 @@ def test_vllm_for_the_cpu_is_refused_on_a_gpu() -> None:
 def test_vllm_for_cuda_is_refused_on_the_cpu_before_weights_are_loaded(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rlflow.rollout.vllm, "version", {"vllm": "0.32.0"}.__getitem__)
+    monkeypatch.setattr(rlflow.rollout.vllm.engine, "version", {"vllm": "0.32.0"}.__getitem__)
     VLLMEngine().check_device(GPU)
     unloadable = shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     trainer = Trainer(str(tmp_path / "run"), max_steps=1, accelerator="cpu", rollout=VLLMEngine())

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import rlflow.rollout.vllm
+import rlflow.rollout.vllm.engine
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import Completion, EngineBeside, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
 from rlflow.rollout.rewind import RewindableGenerator
@@ -141,7 +141,7 @@ def test_requests_that_were_preempted_get_the_same_responses(folder: Path) -> No
 
 def test_vllm_still_needs_random_numbers_that_it_can_take_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When this fails, rlflow/rollout/rewind.py can go."""
-    monkeypatch.setattr(rlflow.rollout.vllm, "make_rewindable", lambda runner: None)
+    monkeypatch.setattr(rlflow.rollout.vllm.engine, "make_rewindable", lambda runner: None)
     with pytest.raises(RuntimeError, match="CPU Generator does not use offset"):
         answers(vllm(IN_PARTS), folder)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import rlflow.rollout.vllm
+import rlflow.rollout.vllm.engine
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine, VLLMEngine, WeightSyncError
 from tests.rollout.test_parts import check_parts
@@ -132,7 +132,7 @@ def test_training_frees_its_cache_before_the_engine_takes_memory_of_a_gpu(
 def test_without_packing_the_tied_head_again_the_sync_fails(
     engine: RolloutEngine, model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rlflow.rollout.vllm, "_pack_heads_again", lambda model: None)
+    monkeypatch.setattr(rlflow.rollout.vllm.engine, "pack_heads_again", lambda model: None)
     perturb(model, seed=2)
     if folder.name == "untied":  # sent by its own name, so vLLM packs it
         _sync(engine, model)
