@@ -1,4 +1,4 @@
-"""Metrics of one step: sums and counts of this rank, made one number each by one collective."""
+"""Metrics of one step: sums and counts of this rank, made one number each of all ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from rlflow.data.message import from_message, to_message
 from rlflow.data.transport import Transport
 
 Kind = Literal["mean", "sum", "largest", "worked"]
+_Entries = Mapping[tuple[Kind, str], tuple[float, float]]  # value and count of each; a count of 0: there is none
 
 
 @dataclass
@@ -138,8 +139,11 @@ class Metrics:
     def reduce(self, transport: Transport, worked: float | None = None) -> dict[str, float]:
         """The step's metrics over all ranks, the same on each, sorted by name; starts afresh.
 
-        One collective of one tensor; a step in which a rank logs a name for the first time takes three more. Sums are
-        taken in the order of ranks, so two runs give the same bytes. A mean over no entry is left out.
+        Two reductions of tensors whose size does not depend on the number of ranks, but for one number of each: first
+        the largest of every metric, which for a total says how finely it is counted; then the totals, as whole numbers,
+        so no order of adding shows in them and two runs give the same bytes. A step in which a rank logs a name for the
+        first time takes three collectives more. A mean over no entry is left out, and a total of what is not finite is
+        NaN.
 
         Args:
             transport: To the other ranks.
@@ -148,31 +152,65 @@ class Metrics:
         here = self._steps.pop(self.step, _Logged())
         here.bring_over()
         mine = here.entries(worked)
-        table = self._gathered(mine, transport)
-        if not bool(table[:, -1, 0].all()):
+        largest = self._largest(mine, transport)
+        if largest[-1, 0]:
             self._learn_names(mine, transport)
-            table = self._gathered(mine, transport)
-        values, counts = table[:, :-1].unbind(-1)  # [ranks, names]
-        total, count = (sum(of_ranks, torch.zeros_like(of_ranks[0])).tolist() for of_ranks in (values, counts))
-        largest = values.where(counts > 0, -math.inf).amax(0).tolist()
+            largest = self._largest(mine, transport)
+        totals, seconds = self._totals(mine, largest[:-1], transport, worked)
         reduced: dict[str, float] = {}
-        for i, (kind, name) in enumerate(self._known):
+        rows = zip(self._known, totals.tolist(), largest[:, 0].tolist(), strict=False)
+        for (kind, name), (total, count), most in rows:
             if kind == "worked":
-                reduced |= straggler(values[counts[:, i] > 0, i].tolist()) if count[i] else {}
-            elif count[i]:
-                reduced[name] = {"mean": total[i] / count[i], "sum": total[i], "largest": largest[i]}[kind]
+                reduced |= straggler(seconds.tolist()) if count else {}
+            elif count:
+                reduced[name] = {"mean": total / count, "sum": total, "largest": most}[kind]
         return dict(sorted(reduced.items()))
 
-    def _gathered(self, mine: Mapping[tuple[Kind, str], tuple[float, float]], transport: Transport) -> Tensor:
-        """`[ranks, names + 1, 2]` float64: value and count of each known name; at last whether a rank has no others."""
-        rows = [mine.get(name, (0.0, 0.0)) for name in self._known]
-        all_known = float(mine.keys() <= set(self._known))
-        return torch.stack(transport.all_gather(torch.tensor([*rows, (all_known, 0.0)], dtype=torch.float64)))
+    def _table(self, mine: _Entries) -> Tensor:
+        """`[names, 2]` float64: this rank's value and count of each name that all know."""
+        return torch.tensor([mine.get(name, (0.0, 0.0)) for name in self._known], dtype=torch.float64).view(-1, 2)
 
-    def _learn_names(self, mine: Iterable[tuple[Kind, str]], transport: Transport) -> None:
+    def _largest(self, mine: _Entries, transport: Transport) -> Tensor:
+        """`[names + 1, 2]` float64: over all ranks the largest value, or size of a total, and count.
+
+        In the last row stands whether a rank has names that are not known to all.
+        """
+        table = self._table(mine)
+        are_largest = torch.tensor([kind == "largest" for kind, _ in self._known], dtype=torch.bool)
+        values = torch.where(table[:, 1] > 0, table[:, 0], -math.inf)
+        unknown = float(not mine.keys() <= set(self._known))
+        last = torch.tensor([[unknown, 0.0]], dtype=torch.float64)
+        rows = torch.stack([torch.where(are_largest, values, table[:, 0].abs()), table[:, 1]], dim=1)
+        return transport.all_reduce(torch.cat([rows.where(~rows.isnan(), math.inf), last]), "max")
+
+    def _totals(
+        self, mine: _Entries, largest: Tensor, transport: Transport, worked: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Totals of values and counts over all ranks, `[names, 2]` float64, and seconds that each worked, `[ranks]`.
+
+        Args:
+            mine: Of this rank.
+            largest: `[names, 2]`, over all ranks.
+            transport: To the other ranks.
+            worked: See `reduce`.
+        """
+        finite = largest.isfinite()
+        # So fine that the totals just fit into 63 bits: beyond what a float64 holds, for up to 512 ranks.
+        bits = 62 - (transport.world_size - 1).bit_length()
+        exponents = torch.frexp(largest.where(finite, 1.0)).exponent.clamp(min=-900)
+        unit = torch.exp2(exponents.double() - bits)
+        counted = torch.where(finite, self._table(mine) / unit, 0.0).round().long()
+        nanoseconds = torch.zeros(transport.world_size, dtype=torch.int64)
+        nanoseconds[transport.rank] = round((worked or 0.0) * 1e9)
+        totals = transport.all_reduce(torch.cat([counted.flatten(), nanoseconds]), "sum")
+        counted, nanoseconds = totals.split([largest.numel(), transport.world_size])
+        return torch.where(finite, counted.view(-1, 2) * unit, math.nan), nanoseconds / 1e9
+
+    def _learn_names(self, mine: _Entries, transport: Transport) -> None:
         """Know what every rank logged; a collective of all ranks."""
-        of_ranks = transport.all_gather_ragged(to_message(json.dumps([*mine]).encode()))
-        names = {(kind, name) for each in of_ranks for kind, name in json.loads(from_message(each))}
+        news = [*(mine.keys() - set(self._known))]
+        messages = {from_message(each) for each in transport.all_gather_ragged(to_message(json.dumps(news).encode()))}
+        names = {(kind, name) for message in messages for kind, name in json.loads(message)}
         self._known = sorted(names.union(self._known))
 
 

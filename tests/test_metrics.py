@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -86,9 +88,54 @@ class _Waits:
         raise AssertionError(name)
 
 
-def test_metrics_are_one_tensor_and_one_collective_once_their_names_are_known(ranks2: RankPool) -> None:
-    # at first: one gather that says that names are new, two of the names and their lengths, and one of the numbers
-    assert ranks2.run(_collectives_of_a_step) == [[4, 1, 1]] * 2
+def test_metrics_are_two_reductions_once_their_names_are_known(ranks2: RankPool) -> None:
+    # at first: one that says that names are new, two of the names and their lengths, and the two of the numbers
+    assert ranks2.run(_collectives_of_a_step) == [[5, 2, 2]] * 2
+
+
+def _sent_by_a_step_of(names: int) -> int:
+    """Bytes that this rank gathers from all, of a step whose names are known."""
+    transport, metrics = Transport(), Metrics()
+    for _ in range(2):
+        for name in range(names):
+            metrics.mean(f"mean/{name}", 1.0, 1.0)
+        transport.metadata_bytes = 0
+        metrics.reduce(transport, worked=1.0)
+    return transport.metadata_bytes
+
+
+def test_nothing_is_gathered_from_all_ranks_once_names_are_known(ranks3: RankPool) -> None:
+    assert ranks3.run(_sent_by_a_step_of, 5) == [0, 0, 0]
+
+
+# Added one after the other, 0.1, 0.2 and 0.3 give 0.6000000000000001 or 0.6; 1e16 swallows 1 twice, or keeps 2.
+UNEVEN = [0.1, 0.2, 0.3], [1.0, 1.0, 1e16], [-1.5, math.inf, 2.0]
+
+
+def _totals_of(order: tuple[int, ...]) -> list[float]:
+    """Totals where rank `r` logs the values at `order[r]`; beside them, a number of names that differs."""
+    transport, metrics = Transport(), Metrics()
+    for name, values in enumerate(UNEVEN):
+        metrics.sum(f"sum/{name}", values[order[transport.rank]])
+    for name in range(order[0]):
+        metrics.number(f"other/{name}", 1.0)
+    reduced = metrics.reduce(transport)
+    return [reduced[f"sum/{name}"] for name in range(len(UNEVEN))]
+
+
+def test_a_total_does_not_depend_on_the_order_in_which_ranks_add_theirs(ranks3: RankPool) -> None:
+    found = [totals for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)) for totals in ranks3.run(_totals_of, order)]
+    assert all(totals[:2] == [math.fsum(values) for values in UNEVEN[:2]] for totals in found)
+    assert all(math.isnan(totals[2]) for totals in found)
+
+
+def _worked_of_three() -> dict[str, float]:
+    transport, metrics = Transport(), Metrics()
+    return metrics.reduce(transport, worked=[2.0, 5.0, 1.0][transport.rank])
+
+
+def test_every_rank_knows_the_straggler_of_all(ranks3: RankPool) -> None:
+    assert ranks3.run(_worked_of_three) == [{"time/straggler_rank": 1.0, "time/straggler_share": 1.5}] * 3
 
 
 def test_a_mean_takes_its_total_and_its_count_from_different_devices() -> None:
