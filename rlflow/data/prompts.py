@@ -122,7 +122,7 @@ class Encoder:
         """
         if not rows:
             return []
-        values = [source[row] for row in rows]
+        values = source.read(rows)
         places = [source.where(row) for row in rows]
         prompts = [self._prompt(value, place) for value, place in zip(values, places, strict=True)]
         # A template writes its own special tokens; before a plain prompt stand those that the tokenizer puts there.

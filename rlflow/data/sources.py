@@ -5,15 +5,23 @@ Nothing is opened before the first row is asked for. A row holds what JSON can c
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 from abc import ABC, abstractmethod
 from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate, groupby
 from pathlib import Path
+from threading import Lock
 from typing import Any, cast
 
 from rlflow.errors import UserError, did_you_mean, one_line
+
+HELD_BYTES = 256 * 2**20  # of a Parquet dataset's row groups, as Arrow; one is held however large it is
 
 
 class Source(ABC):
@@ -30,9 +38,17 @@ class Source(ABC):
     @abstractmethod
     def __getitem__(self, row: int) -> dict[str, Any]: ...
 
+    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """The given rows, in that order."""
+        return [self[row] for row in rows]
+
     def where(self, row: int) -> str:
         """The place of a row as errors name it."""
         return f"{self.name}, row {row}"
+
+    def digest(self) -> str | None:
+        """Of all that rows are made of; where it is equal, they are. None where that costs as much as reading them."""
+        return None
 
 
 class JSONL(Source):
@@ -71,6 +87,10 @@ class JSONL(Source):
     def where(self, row: int) -> str:
         return f"{self.path}, line {self._lines[1][row]}"
 
+    def digest(self) -> str | None:
+        """Of the file's bytes."""
+        return digest_of_files(_existing(self.path), [_existing(self.path)])
+
     @cached_property
     def _content(self) -> mmap.mmap:
         with _existing(self.path).open("rb") as file:
@@ -93,7 +113,7 @@ class JSONL(Source):
 
 
 class Parquet(Source):
-    """A Parquet file, or a folder of them. Its pages are compressed, so it is held in memory, as Arrow.
+    """A Parquet file, or a folder of them, read by row groups: those last read are held, as Arrow, up to `HELD_BYTES`.
 
     Args:
         path: The file or folder.
@@ -107,21 +127,76 @@ class Parquet(Source):
         return self.path
 
     def __len__(self) -> int:
-        return int(self._table.num_rows)
+        return self._groups.ends[-1] if self._groups.ends else 0
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return cast(dict[str, Any], self._table.slice(row, 1).to_pylist()[0])
+        return self.read([row])[0]
+
+    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """The given rows in that order; each row group is read once, however its rows are mixed with others."""
+        found: dict[int, dict[str, Any]] = {}
+        groups = self._groups
+        for group, of_group in groupby(sorted(set(rows)), key=groups.group_of):
+            table, first = groups.read(group), groups.start(group)
+            for row in of_group:
+                found[row] = table.slice(row - first, 1).to_pylist()[0]
+        return [found[row] for row in rows]
+
+    def digest(self) -> str | None:
+        """Of the files' bytes and their places in the folder."""
+        path = _existing(self.path, folder=True)
+        return digest_of_files(path, sorted(path.rglob("*")) if path.is_dir() else [path])
 
     @cached_property
-    def _table(self) -> Any:
+    def _groups(self) -> _RowGroups:
         import pyarrow
-        from pyarrow import parquet
 
         path = _existing(self.path, folder=True)
         try:
-            return parquet.read_table(path).combine_chunks()
+            return _RowGroups(path)
         except pyarrow.ArrowInvalid as error:
             raise UserError(f"{self.path} is not Parquet ({one_line(error)}); check `path`") from error
+
+
+class _RowGroups:
+    """The row groups of all files, in the order in which Arrow reads them whole.
+
+    Args:
+        path: The file or folder.
+
+    Attributes:
+        ends: The row after the last of each group, counted over all.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from pyarrow import parquet
+
+        dataset = parquet.ParquetDataset(path)
+        self._schema = dataset.schema
+        self._groups = [group for file in dataset.fragments for group in file.split_by_row_group()]
+        self.ends = [*accumulate(group.row_groups[0].num_rows for group in self._groups)]
+        self._held: OrderedDict[int, Any] = OrderedDict()
+        self._lock = Lock()  # the next step's rows are read while others are
+
+    def group_of(self, row: int) -> int:
+        """The group in which a row lies."""
+        if not 0 <= row < self.ends[-1]:
+            raise IndexError(row)
+        return bisect_right(self.ends, row)
+
+    def start(self, group: int) -> int:
+        """The first row of a group."""
+        return self.ends[group - 1] if group else 0
+
+    def read(self, group: int) -> Any:
+        """A group's rows as a table."""
+        with self._lock:
+            if group not in self._held:
+                self._held[group] = self._groups[group].to_table(schema=self._schema).combine_chunks()
+            self._held.move_to_end(group)
+            while len(self._held) > 1 and sum(table.nbytes for table in self._held.values()) > HELD_BYTES:
+                self._held.popitem(last=False)
+            return self._held[group]
 
 
 class HuggingFace(Source):
@@ -148,6 +223,11 @@ class HuggingFace(Source):
     def __getitem__(self, row: int) -> dict[str, Any]:
         return cast(dict[str, Any], self._dataset[row])
 
+    def digest(self) -> str | None:
+        """The fingerprint that `datasets` keeps: of the files, or of what was saved."""
+        fingerprint: str = self._dataset._fingerprint
+        return fingerprint
+
     @cached_property
     def _dataset(self) -> Any:
         import datasets
@@ -169,6 +249,17 @@ class HuggingFace(Source):
                 f"{self.name} with subset {self.subset} cannot be loaded ({one_line(error)});"
                 " check `path`, `subset` and `split`"
             ) from error
+
+
+def digest_of_files(folder: Path, files: Sequence[Path]) -> str:
+    """Of the files' bytes, and of where they lie in `folder`."""
+    digest = hashlib.sha256()
+    for path in files:
+        if path.is_file():
+            digest.update(f"{path.relative_to(folder)}\n{path.stat().st_size}\n".encode())
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _existing(path: str, folder: bool = False) -> Path:

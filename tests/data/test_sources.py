@@ -6,6 +6,7 @@ import datetime
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow
@@ -60,6 +61,78 @@ def test_rows_are_read_as_they_were_written_in_any_order(written, tmp_path: Path
 
     assert len(source) == 5
     assert [source[row] for row in (3, 0, 4, 1, 2, 3)] == [ROWS[row] for row in (3, 0, 4, 1, 2, 3)]
+
+
+def parts(folder: Path) -> Path:
+    """Rows in two files of a folder that names a column, in groups of 2, 2, 1 and 2, 1 rows."""
+    for number, rows in enumerate((ROWS, ROWS[:3])):
+        (folder / f"part={number}").mkdir(parents=True)
+        path = folder / f"part={number}" / "data.parquet"
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
+    return folder
+
+
+def test_row_groups_have_the_rows_of_the_whole_in_their_order(tmp_path: Path) -> None:
+    source = Parquet(str(parts(tmp_path / "parts")))
+    whole = parquet.read_table(tmp_path / "parts").to_pylist()
+    mixed = [7, 0, 5, 1, 4, 0]
+
+    assert len(source) == len(whole) == 8
+    assert [source[row] for row in range(8)] == whole
+    assert source.read(mixed) == [whole[row] for row in mixed]
+
+
+def test_a_row_group_is_read_once_for_all_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlflow.data.sources.HELD_BYTES", 1)
+    source = Parquet(str(parts(tmp_path / "parts")))
+    read = _counted_groups(source)
+
+    source.read([7, 0, 5, 1, 6, 0])  # 0 and 1 lie in the first group, 5 and 6 in the fourth, 7 in the last
+    assert read == [0, 3, 4]
+
+
+def test_no_more_row_groups_are_held_than_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Parquet(str(parts(tmp_path / "parts")))
+    read = _counted_groups(source)
+
+    for held_bytes, expected in ((2**20, [0, 4]), (1, [0, 4, 0, 4])):
+        source._groups._held.clear()
+        read.clear()
+        monkeypatch.setattr("rlflow.data.sources.HELD_BYTES", held_bytes)
+        for row in (0, 7, 1, 7):
+            source[row]
+        assert read == expected
+
+
+def _counted_groups(source: Parquet) -> list[int]:
+    """The numbers of the groups that are read from now on."""
+    read: list[int] = []
+    groups = source._groups
+
+    class Counted:
+        def __init__(self, number: int, group: Any) -> None:
+            self.number, self.group = number, group
+
+        def to_table(self, schema: Any) -> Any:
+            read.append(self.number)
+            return self.group.to_table(schema=schema)
+
+    groups._groups = [Counted(number, group) for number, group in enumerate(groups._groups)]
+    return read
+
+
+@pytest.mark.parametrize("written", [jsonl, parquet_file, saved_split])
+def test_a_digest_is_of_the_rows_and_not_of_their_place(written, tmp_path: Path) -> None:
+    digests = []
+    for name, rows in (("one", ROWS), ("same", ROWS), ("other", [*ROWS[:-1], {**ROWS[-1], "answer": "9"}])):
+        (tmp_path / name).mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tests.data.test_sources.ROWS", rows)
+            digests.append(written(tmp_path / name).digest())
+
+    if written is not saved_split:  # of which every saving has a fingerprint of its own
+        assert digests[0] == digests[1]
+    assert digests[2] not in digests[:2]
 
 
 @pytest.mark.parametrize("kind", [JSONL, Parquet])
