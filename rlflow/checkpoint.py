@@ -3,11 +3,11 @@
     checkpoint/step-00000020/
       state.json                      step, policy version, what the run was started with, callbacks, module, all files
       actor.json                      updates done, and what the role's state belongs to
-      actor-00000-of-00002.safetensors    what rank 0 wrote: `<Hugging Face name>/weight`, `.../exp_avg`, ...
+      actor-00000-of-00002.safetensors    rank 0's ranges of `<Hugging Face name>/weight`, `.../exp_avg`, ...
       actor-00001-of-00002.safetensors
       surplus*, under-way*, step-*    groups beyond a step's, cut off, and generated ahead, see `rlflow.data.surplus`
 
-Every rank of a role writes a share of its parameters, each of them whole, so any ranks at any ZeRO stage read it.
+Every rank of a role writes the ranges of flattened tensors that it holds, and any ranks at any ZeRO stage read theirs.
 What is drawn (rows, mini-batches, samples) is a function of (seed, step, draw), so no generator's state is kept.
 """
 
@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,8 +30,9 @@ from rlflow.data.kept import Kept
 from rlflow.data.layout import Layout
 from rlflow.data.surplus import write_kept
 from rlflow.errors import UserError
+from rlflow.models.part import Part
 
-FORMAT = 5
+FORMAT = 6
 STATE = "state.json"
 _NAME = re.compile(r"step-\d{8}")
 
@@ -44,9 +46,9 @@ class Trained(Protocol):
 
     def leads(self, name: str) -> bool: ...
 
-    def training_state(self, name: str) -> Iterable[tuple[str, dict[str, Tensor]]]: ...
+    def state_parts(self, name: str) -> Iterable[tuple[str, torch.Size, dict[str, Part]]]: ...
 
-    def load_training_state(self, name: str, stored: Mapping[str, dict[str, Tensor]], updates_done: int) -> None: ...
+    def load_state_parts(self, name: str, stored: Stored, updates_done: int) -> None: ...
 
     def untrained_record(self, name: str) -> dict[str, Any]: ...
 
@@ -114,14 +116,13 @@ def write(
         draft.mkdir(parents=True)
     strategy.barrier()
     for role in filter(strategy.holds, roles):
-        ranks = strategy.layout(role).ranks
-        share = {
-            f"{parameter}/{kind}": tensor.detach().cpu().contiguous().clone()
-            for number, (parameter, tensors) in enumerate(strategy.training_state(role))
-            for kind, tensor in tensors.items()
-            if ranks[number % len(ranks)] == rank
-        }
-        save_file(share, draft / f"{role}-{rank:05d}-of-{world_size:05d}.safetensors")
+        share: dict[str, Tensor] = {}
+        ranges: dict[str, str] = {}
+        for parameter, shape, parts in strategy.state_parts(role):
+            for kind, part in parts.items():
+                share[f"{parameter}/{kind}"] = part.values.detach().cpu().clone()
+                ranges[f"{parameter}/{kind}"] = json.dumps({"start": part.start, "shape": list(shape)})
+        save_file(share, draft / f"{role}-{rank:05d}-of-{world_size:05d}.safetensors", ranges)
         if strategy.leads(role):
             record = {"updates": strategy.updates_done(role), "untrained": strategy.untrained_record(role)}
             (draft / f"{role}.json").write_text(json.dumps(record, indent=2) + "\n")
@@ -231,7 +232,7 @@ def restore(folder: Path, strategy: Trained, roles: Iterable[str]) -> None:
             )
         record = json.loads(path.read_text())
         _require_same(role, found=strategy.untrained_record(role), stored=record["untrained"])
-        strategy.load_training_state(role, Stored(folder, role), record["updates"])
+        strategy.load_state_parts(role, Stored(folder, role), record["updates"])
 
 
 def _require_same(role: str, found: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
@@ -252,29 +253,45 @@ def _require_same(role: str, found: Mapping[str, Any], stored: Mapping[str, Any]
         )
 
 
-class Stored(Mapping[str, dict[str, Tensor]]):
-    """The tensors of one role in a checkpoint by parameter, read when they are asked for."""
+class Stored:
+    """The ranges of one role's tensors in a checkpoint, read when they are asked for."""
 
     def __init__(self, folder: Path, role: str) -> None:
         self._folder, self._role = folder, role
-        self._files: dict[str, dict[str, Path]] = {}  # by parameter, then kind
+        self._shapes: dict[str, torch.Size] = {}
+        self._pieces: dict[str, dict[str, list[tuple[int, int, Path]]]] = {}  # by parameter, then kind
         for path in sorted(folder.glob(f"{role}-*-of-*.safetensors")):
             with safe_open(path, "pt") as file:
-                for key in file.keys():  # noqa: SIM118 - not a mapping
+                for key, text in file.metadata().items():
                     parameter, kind = key.rsplit("/", 1)
-                    self._files.setdefault(parameter, {})[kind] = path
+                    found = json.loads(text)
+                    self._shapes[parameter] = torch.Size(found["shape"])
+                    (length,) = file.get_slice(key).get_shape()
+                    pieces = self._pieces.setdefault(parameter, {}).setdefault(kind, [])
+                    pieces.append((found["start"], length, path))
 
-    def __getitem__(self, parameter: str) -> dict[str, Tensor]:
-        if parameter not in self._files:
-            raise UserError(f"{self._folder} has no `{parameter}` of role `{self._role}`; is it of another model?")
-        tensors = {}
-        for kind, path in self._files[parameter].items():
-            with safe_open(path, "pt") as file:
-                tensors[kind] = file.get_tensor(f"{parameter}/{kind}")
-        return tensors
+    def require(self, shapes: dict[str, torch.Size], kinds: Iterable[str]) -> None:
+        """See `StoredState.require`."""
+        for parameter, shape in shapes.items():
+            if parameter not in self._shapes:
+                raise UserError(f"{self._folder} has no `{parameter}` of role `{self._role}`; is it of another model?")
+            if self._shapes[parameter] != shape:
+                raise UserError(
+                    f"`{parameter}` of role `{self._role}` is {list(self._shapes[parameter])} in {self._folder} and"
+                    f" {list(shape)} in this run; continue with the same `model`"
+                )
+            if (stored := {*self._pieces[parameter]}) != {*kinds}:
+                raise UserError(
+                    f"role `{self._role}`: stored are {', '.join(sorted(stored))} of a weight, but this optimizer keeps"
+                    f" {', '.join(kinds)}; continue with the same `optimizer`"
+                )
 
-    def __iter__(self) -> Any:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
+    def read(self, parameter: str, kind: str, start: int, length: int) -> Tensor:
+        """See `StoredState.read`."""
+        found: list[Tensor] = []
+        for first, count, path in sorted(self._pieces[parameter][kind], key=lambda piece: piece[0]):
+            low, high = max(start, first), min(start + length, first + count)
+            if low < high:
+                with safe_open(path, "pt") as file:
+                    found.append(file.get_slice(f"{parameter}/{kind}")[low - first : high - first])
+        return torch.cat(found) if found else torch.empty(0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -24,9 +24,11 @@ from rlflow.errors import UserError, importable, require
 from rlflow.models.attention import Heads, check_sequence_parallel, packed_attention
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.packed import PackedModel
+from rlflow.models.part import Part
 from rlflow.strategies.groups import Groups, RoleGroups
 from rlflow.strategies.launcher import RankLauncher
 from rlflow.strategies.sequence import peers_of
+from rlflow.strategies.state import WEIGHT
 from rlflow.strategies.strategy import Role, TrainingStrategy, clip_and_step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -223,8 +225,13 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         gathered: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(parameters)
         return gathered
 
-    def _full_numel(self, parameter: torch.nn.Parameter) -> int:
-        return super()._full_numel(parameter) if self.stage < 3 else parameter.ds_numel  # type: ignore[attr-defined]
+    def _full_shape(self, parameter: torch.nn.Parameter) -> torch.Size:
+        return super()._full_shape(parameter) if self.stage < 3 else parameter.ds_shape  # type: ignore[attr-defined]
+
+    def _part_of(self, parameter: torch.nn.Parameter) -> Part:
+        if self.stage < 3:
+            return super()._part_of(parameter)
+        return _own_part(parameter, parameter.ds_tensor)  # type: ignore[attr-defined]
 
     def _gradient(self, parameter: torch.nn.Parameter) -> Tensor:
         from deepspeed.utils import safe_get_full_grad
@@ -232,36 +239,67 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         gradient: Tensor = safe_get_full_grad(parameter)
         return gradient
 
-    def _state_of(self, role: Role, parameter: torch.nn.Parameter, kinds: list[str]) -> dict[str, Tensor]:
-        if self.stage == 0 and self.dtype == torch.float32:
-            return super()._state_of(role, parameter, kinds)
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    def _copies(self, name: str) -> tuple[int, int]:
+        ranks = self.layout(name).ranks
+        return (ranks.index(self.global_rank), len(ranks)) if self.stage == 0 else (0, 1)
 
-        weight = safe_get_full_fp32_param(parameter)
-        return {"weight": weight} | {kind: safe_get_full_optimizer_state(parameter, kind) for kind in kinds}
+    def _state_parts_of(self, name: str, parameter: torch.nn.Parameter, kinds: list[str]) -> dict[str, Part]:
+        if self.stage == 0:
+            pairs = self._masters(name)
+            master = next((master for weight, master in pairs if weight is parameter), parameter)
+            return super()._state_parts_of(name, master, kinds)
+        if self.stage == 3:
+            from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
-    def _set_state_of(self, role: Role, parameter: torch.nn.Parameter, tensors: dict[str, Tensor]) -> None:
-        if self.stage == 0 and self.dtype == torch.float32:
-            super()._set_state_of(role, parameter, tensors)
+            held = {WEIGHT: safe_get_local_fp32_param(parameter)}
+            held |= {kind: safe_get_local_optimizer_state(parameter, kind) for kind in kinds}
+            return {kind: _own_part(parameter, tensor) for kind, tensor in held.items()}
+        # DeepSpeed's functions for this stage gather, so its map from weights to its flat masters is read.
+        fragment = parameter._hp_mapping  # type: ignore[attr-defined]
+        if fragment is None:  # all of it is on other ranks
+            return {kind: Part(0, torch.empty(0)) for kind in (WEIGHT, *kinds)}
+        start = fragment.lp_fragment_address.start
+        return {WEIGHT: Part(start, fragment.hp_fragment)} | {
+            kind: Part(start, fragment.get_optim_state_fragment(kind)) for kind in kinds
+        }
+
+    def _set_state_parts(
+        self, name: str, parameter: torch.nn.Parameter, kinds: list[str], read: Callable[[str, int, int], Tensor]
+    ) -> None:
+        if self.stage < 3:
+            super()._set_state_parts(name, parameter, kinds, read)
             return
-        import deepspeed
-        from deepspeed import utils
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
-        for kind, tensor in tensors.items():
-            # At ZeRO-3 part by part: DeepSpeed would look for the last rank's part of a tensor that ranks do not divide
-            # beyond its end.
-            if self.stage == 3 and kind == "weight":
-                utils.safe_set_local_fp32_param(parameter, _part(parameter, tensor))
-            elif self.stage == 3:
-                utils.safe_set_local_optimizer_state(parameter, _part(parameter, tensor), kind)
-            elif kind == "weight":
-                utils.safe_set_full_fp32_param(parameter, tensor)
+        # Parts are equally long: what is too short ends with 0. What is offloaded lies elsewhere, so each is set whole.
+        own = self._part_of(parameter)
+        padded: Any = parameter.ds_tensor  # type: ignore[attr-defined]
+        padding = (0, padded.numel() - own.values.numel())
+        for kind in (WEIGHT, *kinds):
+            values = torch.nn.functional.pad(read(kind, own.start, own.values.numel()), padding)
+            if kind == WEIGHT:
+                safe_set_local_fp32_param(parameter, values)
+                padded.data.copy_(values)
             else:
-                utils.safe_set_full_optimizer_state(parameter, tensor, kind)
-        # What forward passes read is a copy of its own.
-        whole = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0) if self.stage == 3 else nullcontext()
-        with whole, torch.no_grad():
-            parameter.copy_(tensors["weight"])
+                safe_set_local_optimizer_state(parameter, values, kind)
+
+    def _renew_copies(self, name: str) -> None:
+        optimizer = self._engine(name).optimizer
+        if self.stage == 0:
+            for weight, master in self._masters(name):
+                weight.data.copy_(master)
+        elif self.stage < 3:
+            optimizer.update_lp_params()
+        else:  # those that ranks keep whole
+            optimizer.checkpoint_event_prologue()
+            optimizer.checkpoint_event_epilogue()
+
+    def _masters(self, name: str) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+        """At stage 0, each parameter that is a copy of a float32 one, with that."""
+        if self.dtype == torch.bfloat16:
+            optimizer = self._engine(name).optimizer
+            for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+                yield from zip(weights, masters, strict=True)
 
     def _config(self, role: Role) -> dict[str, Any]:
         """DeepSpeed's configuration of one role; what it would do on its own (clip at 1.0, print, time) is off."""
@@ -293,11 +331,11 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         }
 
 
-def _part(parameter: Any, whole: Tensor) -> Tensor:
-    """This rank's part of a tensor as ZeRO-3 divides it: parts are equally long, what is too short ends with 0."""
-    size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank(parameter.ds_process_group)
-    own = whole.flatten()[rank * size : (rank + 1) * size]
-    return torch.nn.functional.pad(own, (0, size - own.numel()))
+def _own_part(parameter: Any, padded: Tensor) -> Part:
+    """This rank's part of a tensor as ZeRO-3 divides it, without the padding that makes all equally long."""
+    start = padded.numel() * torch.distributed.get_rank(parameter.ds_process_group)
+    length = min(padded.numel(), max(0, parameter.ds_numel - start))
+    return Part(min(start, parameter.ds_numel), padded.detach()[:length])
 
 
 def _turn_to(groups: RoleGroups) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.lora import Weight
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
+from rlflow.models.part import Part
+from rlflow.strategies.state import WEIGHT, StoredState, share_of
 
 SAVE_BUCKET_BYTES = 256 * 2**20
 
@@ -198,22 +201,24 @@ class TrainingStrategy(Strategy):
     def first_not_finite(self, name: str, states: bool) -> tuple[str, str] | None:
         """The first tensor with an infinite or NaN entry: whose it is, and `weight` or such as `exp_avg`; None if none.
 
-        Every rank of the role calls it. Ranks that have copies of a tensor each look at their own.
+        Every rank of the role calls it, looks at what it holds itself, and learns the same.
 
         Args:
             name: A trained role.
-            states: Look at all of `training_state` too, and not only at what `save` would write.
+            states: Look at all of `state_parts` too, and not only at what `save` would write.
         """
         finite: dict[tuple[str, str], Tensor] = {}  # 0-dim, looked at once
-        for bucket in self._full(self._roles[name].model.saved(), SAVE_BUCKET_BYTES):
-            finite |= {(key, "weight"): self._is_finite(weight) for key, weight in bucket}
-        for key, tensors in self.training_state(name) if states else ():
-            for kind, tensor in tensors.items():
-                so_far = finite.get((key, kind))
-                here = self._is_finite(tensor)
-                finite[key, kind] = here if so_far is None else here & so_far
+        for weight in self._roles[name].model.saved():
+            parts = [self._part_of(parameter) for parameter in weight.parameters]
+            finite[weight.name, WEIGHT] = torch.stack([self._is_finite(part.values) for part in parts]).all()
+        for key, _, kept in self.state_parts(name) if states else ():
+            for kind, part in kept.items():
+                here = self._is_finite(part.values)
+                finite[key, kind] = here & finite[key, kind] if (key, kind) in finite else here
         of_all = torch.stack(list(finite.values())).tolist()
-        return next((found for found, is_finite in zip(finite, of_all, strict=True) if not is_finite), None)
+        first = of_all.index(False) if False in of_all else len(of_all)
+        place = len(of_all) - self.agree(name, len(of_all) - first)
+        return None if place == len(of_all) else list(finite)[place]
 
     def _is_finite(self, tensor: Tensor) -> Tensor:
         """0-dim, on this rank's device, wherever an optimizer keeps its states."""
@@ -223,22 +228,27 @@ class TrainingStrategy(Strategy):
         """Updates that the role has made."""
         return self._roles[name].done
 
-    def training_state(self, name: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """For each trained parameter, by name: its float32 `weight` and what the optimizer keeps of it, in full.
+    def state_parts(self, name: str) -> Iterator[tuple[str, torch.Size, dict[str, Part]]]:
+        """Each trained parameter by name: its full shape, and this rank's part of its float32 weight and of the rest.
 
-        Every rank of the role iterates to the end and sees all. Tensors are to be copied before the next is asked for.
+        The rest is what the optimizer keeps of it, such as `exp_avg`. Nothing is gathered. The parts of the role's
+        ranks together are each element once; views, to be copied before the next update.
         """
-        role = self._roles[name]
-        kinds = _kept_by(role)
-        for weight in role.model.trained():
-            yield weight.name, self._state_of(role, weight.parameter, kinds)
+        kinds = _kept_by(self._roles[name])
+        place, count = self._copies(name)
+        for weight in self._roles[name].model.trained():
+            held = self._state_parts_of(name, weight.parameter, kinds)
+            shares = {kind: share_of(part, place, count) for kind, part in held.items()}
+            yield weight.name, self._full_shape(weight.parameter), shares
 
     def untrained_record(self, name: str) -> dict[str, Any]:
         """What the state belongs to and does not hold, to be compared when training goes on."""
         return self._roles[name].model.untrained_record()
 
-    def load_training_state(self, name: str, stored: Mapping[str, dict[str, Tensor]], updates_done: int) -> None:
-        """Go on from a state that `training_state` gave, on any number of ranks.
+    def load_state_parts(self, name: str, stored: StoredState, updates_done: int) -> None:
+        """Go on from a state that `state_parts` gave, on any number of ranks and by any strategy.
+
+        Every rank of the role calls it, and reads only the ranges that it holds.
 
         Args:
             name: A trained role.
@@ -246,19 +256,16 @@ class TrainingStrategy(Strategy):
             updates_done: When it was taken.
 
         Raises:
-            UserError: The optimizer keeps other things than those stored.
+            UserError: It is of another model, or the optimizer keeps other things than those stored.
         """
         role = self._roles[name]
+        trained = role.model.trained()
         self._make_optimizer_state(name, role)
         kinds = _kept_by(role)
-        for weight in role.model.trained():
-            tensors = stored[weight.name]
-            if {*tensors} != {"weight", *kinds}:
-                raise UserError(
-                    f"role `{name}`: stored are {', '.join(sorted(tensors))} of a weight, but this optimizer keeps"
-                    f" {', '.join(kinds) or 'nothing'} beside it; continue with the same `optimizer`"
-                )
-            self._set_state_of(role, weight.parameter, tensors)
+        stored.require({weight.name: self._full_shape(weight.parameter) for weight in trained}, [WEIGHT, *kinds])
+        for weight in trained:
+            self._set_state_parts(name, weight.parameter, kinds, partial(stored.read, weight.name))
+        self._renew_copies(name)
         assert role.optimizer is not None
         for state in role.optimizer.state.values():
             if "step" in state:
@@ -275,17 +282,27 @@ class TrainingStrategy(Strategy):
             group["lr"] = 0.0
         self._update(name, role)
 
-    def _state_of(self, role: Role, parameter: torch.nn.Parameter, kinds: list[str]) -> dict[str, Tensor]:
-        assert role.optimizer is not None
-        return {"weight": parameter.detach()} | {kind: role.optimizer.state[parameter][kind] for kind in kinds}
+    def _state_parts_of(self, name: str, parameter: torch.nn.Parameter, kinds: list[str]) -> dict[str, Part]:
+        """All that this rank holds of a parameter's float32 `weight`, and of the `kinds` that the optimizer keeps."""
+        optimizer = self._roles[name].optimizer
+        assert optimizer is not None
+        held = {WEIGHT: parameter.detach()} | {kind: optimizer.state[parameter][kind] for kind in kinds}
+        return {kind: Part(0, tensor.view(-1)) for kind, tensor in held.items()}
 
-    def _set_state_of(self, role: Role, parameter: torch.nn.Parameter, tensors: dict[str, Tensor]) -> None:
-        assert role.optimizer is not None
-        with torch.no_grad():
-            parameter.copy_(tensors["weight"])
-            for kind, tensor in tensors.items():
-                if kind != "weight":
-                    role.optimizer.state[parameter][kind].copy_(tensor)
+    @torch.no_grad()
+    def _set_state_parts(
+        self, name: str, parameter: torch.nn.Parameter, kinds: list[str], read: Callable[[str, int, int], Tensor]
+    ) -> None:
+        """Read, by `read(kind, start, length)`, what `_state_parts_of` gives."""
+        for kind, part in self._state_parts_of(name, parameter, kinds).items():
+            part.values.copy_(read(kind, part.start, part.values.numel()))
+
+    def _renew_copies(self, name: str) -> None:
+        """Let forward passes read the weights that were set, where these are copies of them; called by all ranks."""
+
+    def _copies(self, name: str) -> tuple[int, int]:
+        """This rank's place among those that hold the same parts of the role's state, and how many they are."""
+        return 0, 1
 
     @abstractmethod
     def _wrap(self, name: str, role: Role) -> torch.nn.Module:
@@ -308,7 +325,7 @@ class TrainingStrategy(Strategy):
         bucket: list[Weight] = []
         filled = 0
         for weight in weights:
-            size = self._full_numel(weight.parameter) * weight.parameter.element_size()
+            size = self._full_shape(weight.parameter).numel() * weight.parameter.element_size()
             if bucket and filled + size > limit:
                 yield bucket
                 bucket, filled = [], 0
@@ -320,8 +337,12 @@ class TrainingStrategy(Strategy):
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def _full_numel(self, parameter: torch.nn.Parameter) -> int:
-        return parameter.numel()
+    def _full_shape(self, parameter: torch.nn.Parameter) -> torch.Size:
+        return parameter.shape
+
+    def _part_of(self, parameter: torch.nn.Parameter) -> Part:
+        """What this rank holds of a parameter that forward passes read."""
+        return Part(0, parameter.detach().view(-1))
 
     def _gradient(self, parameter: torch.nn.Parameter) -> Tensor:
         assert parameter.grad is not None

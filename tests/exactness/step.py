@@ -129,7 +129,7 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
         before = gradients.setdefault(name, [])
         before.append({key: value.clone() for key, value in strategy.gradients(name).items()})
         if "lora" in case.more and name not in adapters:
-            adapters[name] = {key: state["weight"].clone() for key, state in strategy.training_state(name)}
+            adapters[name] = trained_weights(strategy, name)
         return update(name)
 
     strategy.step = step  # type: ignore[method-assign]
@@ -142,6 +142,12 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
         )
         for role, of_updates in gradients.items()
     }
+
+
+def trained_weights(strategy: TrainingStrategy, name: str) -> dict[str, Tensor]:
+    """What the role's optimizer changes, in full."""
+    trained = strategy._roles[name].model.trained()
+    return {key: weight.clone() for bucket in strategy._full(trained, 2**20) for key, weight in bucket}
 
 
 def _module(recording: Recording, case: Case) -> RLModule:
