@@ -4,9 +4,9 @@
     python benchmarks/large_models.py --ways zero3 fsdp
 
 Two ranks train, a third one has the engine. For each phase stands the growth of the busiest training rank's peak
-resident memory (`VmHWM`, mapped files included) over what was resident before the model was built, when a tiny model had
-been through all phases; and this growth divided by that of ZeRO-0, which divides nothing. Buckets are as large as a
-layer. Wanted is at most 0.62 at ZeRO-3 and with FSDP2. The last line is JSON.
+resident memory (`VmHWM`, mapped files included) over what was resident before the model was built, when a tiny model
+had been through all phases; and this growth divided by that of ZeRO-0, which divides nothing. Buckets are as large as
+a layer. Wanted is at most 0.62 at ZeRO-3 and with FSDP2. The last line is JSON.
 """
 
 from __future__ import annotations
