@@ -40,6 +40,7 @@ setup(
         "PyYAML>=6",
         "rich>=13",
         "safetensors>=0.6",
+        "accelerate>=1.10",  # by which transformers builds a model without memory
     ],
     extras_require={
         "vllm": [VLLM],

@@ -89,8 +89,8 @@ class CausalLM(ModelHandle):
             raise UserError(f"{self.model!r} has no adapters to leave out; set `lora`, or load the model once more")
         return WithoutAdapters(self)
 
-    def _read(self, path: Path, dtype: torch.dtype, device: torch.device) -> ScoringModel:
-        return ScoringModel.load(path, dtype, device, self.gradient_checkpointing)
+    def _read(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool) -> ScoringModel:
+        return ScoringModel.load(path, dtype, device, self.gradient_checkpointing, empty)
 
 
 class WithoutAdapters(CausalLM):

@@ -124,9 +124,19 @@ class ModelHandle(ABC):
         self._forward: nn.Module | None = None
         self._training = False
 
-    def load(self, path: Path, dtype: torch.dtype, device: torch.device) -> PackedModel:
-        """Read the weights. A strategy calls it, makes the model trainable its own way, and attaches the result."""
-        model = self._read(path, dtype, device).requires_grad_(self.trainable)
+    def load(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool = False) -> PackedModel:
+        """Build the model, with its adapters. A strategy calls it, and attaches what it makes of the result.
+
+        Args:
+            path: A folder in Hugging Face form, or a Hugging Face name.
+            dtype: Of the parameters.
+            device: Where they are.
+            empty: Read no weights: parameters are on the device `meta` and take no memory; `Filling` reads them.
+
+        Raises:
+            UserError: There is no such model, weights are missing, or adapters cannot be given to it.
+        """
+        model = self._read(path, dtype, device, empty).requires_grad_(self.trainable)
         if self.lora is not None:
             model.add_adapters(self.lora, self.model)
         return model
@@ -164,7 +174,7 @@ class ModelHandle(ABC):
             self._forward.eval()
 
     @abstractmethod
-    def _read(self, path: Path, dtype: torch.dtype, device: torch.device) -> PackedModel: ...
+    def _read(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool) -> PackedModel: ...
 
     def _scores(self, rows: Responses, *arguments: object) -> tuple[Tensor, ...]:
         """What the model says of each response token of `rows`, `[B, T]` each, 0 where padded.

@@ -88,6 +88,10 @@ class TokenHead(nn.Module):
         """`[N, H]` hidden states and `[N]` targets to `[N]` log-probabilities and `[N]` entropies."""
         return token_logprobs(hidden, self.weight, targets, temperature, shape=self.shape)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., H]` hidden states to the products `[..., V]` of the layer that this replaces."""
+        return nn.functional.linear(hidden, self.weight)
+
 
 def token_logprobs(
     hidden: Tensor,

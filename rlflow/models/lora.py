@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +103,7 @@ def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:
     """Freeze a transformers model and give its layers adapters, the same on every rank and for every number of ranks.
 
     Args:
-        model: Changed in place.
+        model: Changed in place. On the device `meta`, adapters are there too, and get `first_values` later.
         lora: The settings.
         head: Name of an output layer that is trained as a whole; None without.
 
@@ -118,19 +118,31 @@ def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:
         inject_adapter_in_model(_peft_config(lora), model)
     except ValueError as error:
         raise UserError(f"`lora.targets` is {lora.targets!r}: {str(error).splitlines()[0]}") from error
-    seed = torch.initial_seed()
     for name, layer in _layers(model):
         if not {ADAPTER} <= layer.lora_A.keys():
             raise UserError(f"`lora.targets` is {lora.targets!r}, and {name!r} is no linear layer; name linear ones")
-        # As peft draws it, but a function of the run's seed and the layer's name.
-        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-        weight = layer.lora_A[ADAPTER].weight
-        drawn = nn.init.kaiming_uniform_(torch.empty(weight.shape), a=5**0.5, generator=generator)
-        with torch.no_grad():
-            weight.copy_(drawn)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name) and not parameter.is_meta:
+                parameter.copy_(first_values(name, parameter.shape))
     if head is not None:
         getattr(model, head).requires_grad_(True)
+
+
+def first_values(name: str, shape: torch.Size) -> Tensor:
+    """What a new adapter's parameter starts with, on the CPU: as peft draws it, but by the run's seed and the layer.
+
+    Args:
+        name: Of the parameter in its transformers model.
+        shape: Of the whole parameter.
+    """
+    found = PARAMETER.search(name)
+    assert found is not None, name
+    if found[1] == "lora_B":
+        return torch.zeros(shape)
+    digest = hashlib.blake2b(f"{torch.initial_seed()}/{name[: found.start()]}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    return nn.init.kaiming_uniform_(torch.empty(shape), a=5**0.5, generator=generator)
 
 
 def adapter_of(model: nn.Module) -> dict[str, Any]:
@@ -161,11 +173,15 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def digest_of(model: nn.Module) -> str:
-    """16 hexadecimal digits that differ when a weight of the model does; its adapters do not count."""
-    named = {plain_name(name): each for name, each in model.named_parameters() if not is_adapter(name)}
-    fingerprints = torch.stack([fingerprint(parameter.detach()) for parameter in named.values()]).tolist()
-    lines = (f"{name} {number}" for name, number in zip(named, fingerprints, strict=True))
+def digest_of(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """16 hexadecimal digits that differ when a weight of a model does.
+
+    Args:
+        weights: By Hugging Face name, without adapters; each is looked at before the next is asked for.
+    """
+    fingerprints = {name: fingerprint(weight) for name, weight in weights}
+    numbers = torch.stack(list(fingerprints.values())).tolist()
+    lines = (f"{name} {number}" for name, number in zip(fingerprints, numbers, strict=True))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

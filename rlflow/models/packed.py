@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 from rlflow.data.batch import Ragged, TokenRows
 from rlflow.errors import UserError
 from rlflow.models.attention import PACKED_ATTENTION, Attention, register_packed_attention
+from rlflow.models.empty import finish
 from rlflow.models.linear import use_onednn
-from rlflow.models.lora import LoRA, Weight, adapter_of, add_adapters, digest_of, is_adapter, plain_name, save_adapter
-from rlflow.models.packing import Peers, pack
+from rlflow.models.lora import LoRA, Weight, adapter_of, add_adapters, is_adapter, plain_name, save_adapter
+from rlflow.models.packing import ALONE, Peers, pack
+from rlflow.models.weight_files import WeightFiles
 
 
 class PackedModel(nn.Module):
@@ -29,6 +32,7 @@ class PackedModel(nn.Module):
     """
 
     head: str | None = None  # name of an output layer that adapters leave to be trained as a whole
+    new_head = False  # the files have none, and it starts with zeros
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -39,7 +43,7 @@ class PackedModel(nn.Module):
         self.divided: Attention | None = None  # attends over a line that ranks divide among them
         self.lora: LoRA | None = None
         self.base = ""  # what adapters belong to
-        self._base_digest = ""
+        self.base_digest = ""  # `digest_of` it; set by who can see all of its weights
 
     def add_adapters(self, lora: LoRA, base: str) -> None:
         """Freeze the model but for new adapters, and for an output layer of its own kind.
@@ -48,34 +52,82 @@ class PackedModel(nn.Module):
             lora: Their settings.
             base: The model's name, for those who load the adapters.
         """
-        self.lora, self.base, self._base_digest = lora, base, digest_of(self.model)
+        self.lora, self.base = lora, base
         add_adapters(self.model, lora, self.head)
 
-    @torch.no_grad()
-    def divide(self, attention: Attention, peers: Peers, device: torch.device) -> None:
-        """Read parts of lines from now on, and check that scores stay what they are; called by all peers.
+    def divide(self, attention: Attention) -> None:
+        """Read parts of lines from now on.
 
         Args:
             attention: Called as `packed_attention` is, with this rank's part of the line.
-            peers: Who has the other parts.
-            device: Of the model.
+        """
+        self.divided = attention
+
+    @torch.no_grad()
+    def check(self, forward: nn.Module, device: torch.device, peers: Peers = ALONE) -> None:
+        """Refuse a model that is scored otherwise than by its own forward; called by all ranks that hold it.
+
+        Args:
+            forward: This module, or what training runs it through; the ranks make equally many passes.
+            device: Of the inputs.
+            peers: Who has the other parts of lines, where they are divided.
 
         Raises:
-            UserError: A layer looks at other tokens than by attention, so it needs the whole line.
+            UserError: The packed forward gives other scores, or that of divided lines does: a layer looks at other
+                tokens than by attention, and needs the whole line.
         """
-        line = pack(probe(self.model.config.get_text_config().vocab_size))
-        expected: Tensor = self(*line.to(device).arguments())[0]
+        forward.eval()
+        rows = probe(self.model.config.get_text_config().vocab_size)
+        with self._as_transformers_has_it():
+            expected = each_row(rows, lambda tokens, prompt: self.own_scores(forward, tokens.to(device), prompt))
+        line, attention, self.divided = pack(rows), self.divided, None
+        whole: Tensor = forward(*line.to(device).arguments())[0]
         self.divided = attention
+        dtype, name = self.model.dtype, type(self.model).__name__
+        refuse_unlike(whole, expected, dtype, name)
+        if attention is None:
+            return
         parts = line.divide(peers.size)
-        values = self(*parts[peers.rank].to(device).arguments())
+        values = forward(*parts[peers.rank].to(device).arguments())
         found, *_ = peers.gather(values, [len(part.scored) for part in parts])
-        ways = "forwards of whole sequences and of divided ones"
-        refuse_unlike(found, expected, self.model.dtype, type(self.model).__name__, ways)
+        refuse_unlike(found, whole, dtype, name, "forwards of whole sequences and of divided ones")
+
+    @contextmanager
+    def _as_transformers_has_it(self) -> Iterator[None]:
+        """Within it, this module, wrapped or not, takes `input_ids` to the logits of the model's own forward.
+
+        What wraps it has its hooks at the modules that hold weights, so these are called, and do something else.
+        """
+        head = self.output_layer
+        self.model.set_attn_implementation("eager")
+        self.forward, head.forward = self._own_logits, head.logits
+        try:
+            yield
+        finally:
+            del self.forward, head.forward
+            self.model.set_attn_implementation(PACKED_ATTENTION)
+
+    def _own_logits(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
+        return logits
+
+    @abstractmethod
+    def own_scores(self, forward: nn.Module, tokens: Tensor, prompt: int) -> Tensor:
+        """`[response]`, what the model's own forward says of one row, `prompt` tokens of which are its prompt."""
+
+    @property
+    @abstractmethod
+    def output_layer(self) -> Any:
+        """What takes hidden states to scores; its `logits` are those of the layer that it replaced."""
 
     @staticmethod
     def hf_name(name: str) -> str:
         """The Hugging Face name of a parameter of this module; of an adapter's, the name in peft's files."""
         return plain_name(name.removeprefix("model."))
+
+    def own_weights(self) -> list[Weight]:
+        """The weights of the model without its adapters; tied ones come once."""
+        return [Weight(weight.name, weight.parameter) for weight in self.weights()]
 
     def weights(self) -> list[Weight]:
         """What the forward computes with, each adapter merged into its weight; tied weights come once."""
@@ -103,7 +155,7 @@ class PackedModel(nn.Module):
             "rank": self.lora.rank,
             "alpha": self.lora.alpha,
             "targets": targets,
-            "base": self._base_digest,
+            "base": self.base_digest,
         }
 
     def saved(self) -> list[Weight]:
@@ -146,21 +198,30 @@ class PackedModel(nn.Module):
         return states.flatten(0, 1)[scored]
 
 
-def read(kind: Any, path: Path, dtype: torch.dtype, may_lack: tuple[str, ...] = (), **settings: Any) -> Any:
+def read(
+    kind: Any, path: Path, dtype: torch.dtype, empty: bool, may_lack: tuple[str, ...] = (), **settings: Any
+) -> tuple[Any, bool]:
     """A transformers model in evaluation mode, without dropout, with eager attention: transformers' own reference.
 
     Args:
         kind: The class that reads it, `AutoModelForCausalLM` say.
         path: Folder or Hugging Face name.
         dtype: Of the parameters.
+        empty: Leave parameters without memory, on the device `meta`, for `Filling`; buffers are on the CPU.
         may_lack: Weights that may be missing; they are random numbers then.
         settings: More of its configuration.
+
+    Returns:
+        The model, and whether some of `may_lack` are missing.
 
     Raises:
         UserError: There is no such model, or weights are missing.
     """
     from safetensors import SafetensorError
 
+    files = WeightFiles(path) if empty else None
+    if empty:
+        settings |= {"device_map": "meta", "use_safetensors": True}
     if dtype == torch.float64:
         settings["experts_implementation"] = "eager"  # torch's grouped products know no float64
     try:
@@ -182,7 +243,9 @@ def read(kind: Any, path: Path, dtype: torch.dtype, may_lack: tuple[str, ...] = 
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return model.eval(), set(report["missing_keys"])
+    if files is not None:
+        finish(model, files)
+    return model.eval(), bool(report["missing_keys"])
 
 
 def probe(vocabulary: int) -> TokenRows:
@@ -200,13 +263,6 @@ def each_row(rows: TokenRows, score: Callable[[Tensor, int], Tensor]) -> Tensor:
     for prompt, response, length in zip(rows.prompt_ids.rows(), rows.response_ids, rows.lengths, strict=True):
         found.append(score(torch.cat([prompt, response[:length]]), len(prompt)))
     return torch.cat(found)
-
-
-@torch.no_grad()
-def packed_scores(model: PackedModel, rows: TokenRows, device: torch.device) -> Tensor:
-    """`[R]`: the first of what the model's packed forward gives."""
-    scores: Tensor = model(*pack(rows).to(device).arguments())[0]
-    return scores
 
 
 def refuse_unlike(

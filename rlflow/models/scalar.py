@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from rlflow.errors import UserError
-from rlflow.models.packed import PackedModel, each_row, packed_scores, probe, read, refuse_unlike
+from rlflow.models.packed import PackedModel, read
+from rlflow.models.packing import ALONE, Peers
 
 HEAD = "score"  # transformers' name of the output layer of decoders
 
@@ -36,8 +37,9 @@ class ScalarModel(PackedModel):
         device: torch.device,
         gradient_checkpointing: bool = False,
         new_head: bool = False,
+        empty: bool = False,
     ) -> ScalarModel:
-        """Read a model, and check that it scores as its own forward does. It is in evaluation mode, without dropout.
+        """Read a model; `check` says whether it is scored rightly. It is in evaluation mode, without dropout.
 
         Args:
             path: Folder or Hugging Face name.
@@ -45,15 +47,16 @@ class ScalarModel(PackedModel):
             device: Where they are.
             gradient_checkpointing: Keep each layer's input only, and compute the rest again in the backward pass.
             new_head: Give a causal language model an output layer of zeros; without it such a model is refused.
+            empty: See `ModelHandle.load`.
 
         Raises:
-            UserError: There is no such model, it has no output layer, or it cannot be scored rightly here.
+            UserError: There is no such model, or it has no output layer.
         """
         from transformers import AutoModelForSequenceClassification
 
         weights = (f"{HEAD}.weight", f"{HEAD}.bias")
         with torch.random.fork_rng(devices=[]):  # transformers draws what is missing
-            classifier, missing = read(AutoModelForSequenceClassification, path, dtype, weights, num_labels=1)
+            classifier, missing = read(AutoModelForSequenceClassification, path, dtype, empty, weights, num_labels=1)
         if not isinstance(getattr(classifier, HEAD, None), nn.Linear):
             raise UserError(f"{type(classifier).__name__} has no output layer `{HEAD}`; use a decoder's model")
         if missing and not new_head:
@@ -61,24 +64,42 @@ class ScalarModel(PackedModel):
                 f"the model {str(path)!r} has no output layer `{HEAD}` to score with, as a causal language model has"
                 " none, and it is frozen; give a reward model with one label, or train one"
             )
-        if missing:
-            # Random for the check: an output layer of zeros would hide every difference.
-            getattr(classifier, HEAD).weight.data.normal_(generator=torch.Generator().manual_seed(0))
-        classifier.to(device)
-        rows = probe(classifier.config.get_text_config().vocab_size)
-        expected = each_row(rows, lambda tokens, prompt: _own_scores(classifier, tokens.to(device), prompt))
-        model = cls(classifier)
-        refuse_unlike(packed_scores(model, rows, device), expected, dtype, type(classifier).__name__)
-        if missing:
-            getattr(classifier, HEAD).zero()
+        if not empty:
+            classifier.to(device)
         if gradient_checkpointing:
             classifier.gradient_checkpointing_enable({"use_reentrant": False})
+        model = cls(classifier)
+        model.new_head = missing
+        if missing and not empty:
+            model.output_layer.zero()
         return model
 
     @property
     def decoder(self) -> Any:
         """See `PackedModel.decoder`."""
         return self.model.base_model
+
+    @property
+    def output_layer(self) -> Any:
+        """See `PackedModel.output_layer`."""
+        return getattr(self.model, HEAD)
+
+    def check(self, forward: nn.Module, device: torch.device, peers: Peers = ALONE) -> None:
+        """See `PackedModel.check`; the zeros of a new output layer would hide every difference, so it has others."""
+        self.output_layer.random = self.new_head
+        try:
+            super().check(forward, device, peers)
+        finally:
+            self.output_layer.random = False
+
+    def own_scores(self, forward: nn.Module, tokens: Tensor, prompt: int) -> Tensor:
+        """Numbers at the token before each token after the prompt; see `PackedModel.own_scores`."""
+        config = self.model.config.get_text_config()
+        pad, config.pad_token_id = config.pad_token_id, None  # it reads the last token that is not padding: the last
+        found = [forward(tokens[None, :end])[0, 0] for end in range(prompt, len(tokens))]
+        config.pad_token_id = pad
+        scores = torch.stack(found)
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     def forward(
         self,
@@ -91,7 +112,7 @@ class ScalarModel(PackedModel):
     ) -> tuple[Tensor]:
         """`[R]` numbers at the scored tokens of a `ModelInput`; `targets` are not read."""
         hidden = self.hidden(input_ids, position_ids, cu_seqlens, max_seqlen, scored)
-        return (getattr(self.model, HEAD)(hidden),)
+        return (self.output_layer(hidden),)
 
 
 class ScalarHead(nn.Module):
@@ -108,27 +129,26 @@ class ScalarHead(nn.Module):
         super().__init__()
         self.weight = weight
         self.bias = bias
+        self.random = False  # compute with seeded random numbers in place of the weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[N, H]` hidden states to `[N]` numbers."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
-        return nn.functional.linear(hidden.to(dtype), self.weight.to(dtype), bias)[:, 0]
+        return nn.functional.linear(hidden.to(dtype), self._weight().to(dtype), bias)[:, 0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., H]` hidden states to the numbers `[..., 1]` of the layer that this replaces."""
+        return nn.functional.linear(hidden, self._weight(), self.bias)
+
+    def _weight(self) -> Tensor:
+        if not self.random:
+            return self.weight
+        drawn = torch.randn(self.weight.shape, generator=torch.Generator().manual_seed(0))
+        return drawn.to(self.weight)
 
     @torch.no_grad()
     def zero(self) -> None:
         """Say 0 of everything."""
         for parameter in self.parameters():
             parameter.zero_()
-
-
-def _own_scores(classifier: Any, tokens: Tensor, prompt: int) -> Tensor:
-    """`[response]` numbers at the token before each token after the prompt, by the model's own forward."""
-    config = classifier.config.get_text_config()
-    pad, config.pad_token_id = config.pad_token_id, None  # it reads the last token that is not padding: here, the last
-    found = [
-        classifier(input_ids=tokens[None, :end], use_cache=False).logits[0, 0] for end in range(prompt, len(tokens))
-    ]
-    config.pad_token_id = pad
-    scores = torch.stack(found)
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))

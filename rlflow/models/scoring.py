@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlflow.models.logprobs import LogitShape, TokenHead
-from rlflow.models.packed import PackedModel, each_row, packed_scores, probe, read, refuse_unlike
+from rlflow.models.packed import PackedModel, read
 
 
 class ScoringModel(PackedModel):
@@ -27,35 +27,49 @@ class ScoringModel(PackedModel):
 
     @classmethod
     def load(
-        cls, path: Path, dtype: torch.dtype, device: torch.device, gradient_checkpointing: bool = False
+        cls,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        gradient_checkpointing: bool = False,
+        empty: bool = False,
     ) -> ScoringModel:
-        """Read a model, and check that it scores as its own forward does. It is in evaluation mode, without dropout.
+        """Read a model; `check` says whether it is scored rightly. It is in evaluation mode, without dropout.
 
         Args:
             path: Folder or Hugging Face name.
             dtype: Of the parameters.
             device: Where they are.
             gradient_checkpointing: Keep each layer's input only, and compute the rest again in the backward pass.
+            empty: See `ModelHandle.load`.
 
         Raises:
-            UserError: There is no such model, or it cannot be scored rightly here.
+            UserError: There is no such model.
         """
         from transformers import AutoModelForCausalLM
 
-        causal_lm, _ = read(AutoModelForCausalLM, path, dtype)
-        causal_lm.to(device)
-        rows = probe(causal_lm.config.vocab_size)
-        expected = each_row(rows, lambda tokens, prompt: _own_logprobs(causal_lm, tokens.to(device), prompt))
-        model = cls(causal_lm)
-        refuse_unlike(packed_scores(model, rows, device), expected, dtype, type(causal_lm).__name__)
+        causal_lm, _ = read(AutoModelForCausalLM, path, dtype, empty)
+        if not empty:
+            causal_lm.to(device)
         if gradient_checkpointing:
             causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-        return model
+        return cls(causal_lm)
 
     @property
     def decoder(self) -> Any:
         """See `PackedModel.decoder`."""
         return self.model.get_decoder()
+
+    @property
+    def output_layer(self) -> Any:
+        """See `PackedModel.output_layer`."""
+        return self.model.get_output_embeddings()
+
+    def own_scores(self, forward: nn.Module, tokens: Tensor, prompt: int) -> Tensor:
+        """Log-probabilities of the tokens after the prompt; see `PackedModel.own_scores`."""
+        logits: Tensor = forward(tokens[None])[0, prompt - 1 : -1]
+        logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        return logprobs.gather(1, tokens[prompt:, None])[:, 0]
 
     def forward(
         self,
@@ -69,13 +83,5 @@ class ScoringModel(PackedModel):
     ) -> tuple[Tensor, Tensor]:
         """`[R]` log-probabilities and `[R]` entropies of the scored tokens of a `ModelInput`."""
         hidden = self.hidden(input_ids, position_ids, cu_seqlens, max_seqlen, scored)
-        scores: tuple[Tensor, Tensor] = self.model.get_output_embeddings()(hidden, targets, temperature)
+        scores: tuple[Tensor, Tensor] = self.output_layer(hidden, targets, temperature)
         return scores
-
-
-def _own_logprobs(causal_lm: Any, tokens: Tensor, prompt: int) -> Tensor:
-    """`[response]` log-probabilities of the tokens after the prompt, by the model's own forward."""
-    logits = causal_lm(input_ids=tokens[None], use_cache=False).logits[0, prompt - 1 : -1]
-    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    of_tokens: Tensor = logprobs.gather(1, tokens[prompt:, None])[:, 0]
-    return of_tokens

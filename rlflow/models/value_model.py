@@ -44,5 +44,5 @@ class ValueModel(ModelHandle):
         """See `ModelHandle.score_nothing`."""
         return self._scores(no_rows())[0].sum()
 
-    def _read(self, path: Path, dtype: torch.dtype, device: torch.device) -> ScalarModel:
-        return ScalarModel.load(path, dtype, device, self.gradient_checkpointing, new_head=self.trainable)
+    def _read(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool) -> ScalarModel:
+        return ScalarModel.load(path, dtype, device, self.gradient_checkpointing, self.trainable, empty)

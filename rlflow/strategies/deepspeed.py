@@ -23,6 +23,7 @@ from rlflow.data.process_groups import connect_when_used
 from rlflow.errors import UserError, importable, require
 from rlflow.models.attention import Heads, check_sequence_parallel, packed_attention
 from rlflow.models.handle import ForwardPlan
+from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.part import Part
 from rlflow.strategies.groups import Groups, RoleGroups
@@ -75,6 +76,7 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         self._configure(DTYPES[precision], token_budget, packing)
         self.timeout = timedelta(seconds=timeout_s)
         self.stage = stage
+        self.divides_weights = stage == 3
         self.offload_optimizer = offload_optimizer
         self.overlap_comm = overlap_comm
         # DeepSpeed's engines. Not named in a type: jsonargparse would import deepspeed when it reads a config, before a
@@ -144,6 +146,27 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
             plan = replace(plan, agree=lambda count: self.agree(name, count))
         return plan
 
+    def _materialize(self, name: str, model: PackedModel) -> None:
+        """See `TrainingStrategy._materialize`: DeepSpeed divides one parameter after another."""
+        import deepspeed
+
+        self._join()
+        groups = self._groups.of(self.layout(name))
+        _turn_to(groups)
+        settings = {"data_parallel_group": groups.all, "mpu": groups}
+        divider = deepspeed.zero.Init(config_dict_or_path=self._config(model, None), **settings)
+        made: dict[torch.nn.Parameter, Any] = {}
+        for module in model.modules():
+            for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if parameter not in made:
+                    whole = torch.empty(parameter.shape, dtype=self.dtype, device=self.root_device)
+                    made[parameter] = divided = torch.nn.Parameter(whole, parameter.requires_grad)
+                    divider._convert_to_deepspeed_param(divided)  # as `Init(module=...)` without a broadcast
+                    divided.partition()  # type: ignore[attr-defined]
+                    divided.ds_tensor.zero_()  # type: ignore[attr-defined]
+                    del whole
+                setattr(module, key, made[parameter])
+
     def _wrap(self, name: str, role: Role) -> torch.nn.Module:
         if self.layout(name).copies > 1:
             self._divide(name, role.model)
@@ -156,7 +179,11 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         _turn_to(groups)
         engine: torch.nn.Module
         engine, *_ = deepspeed.initialize(
-            config=self._config(role), model=role.model, optimizer=role.optimizer, mpu=groups, dist_init_required=False
+            config=self._config(role.model, role.handle.optimizer),
+            model=role.model,
+            optimizer=role.optimizer,
+            mpu=groups,
+            dist_init_required=False,
         )
         engine.register_forward_pre_hook(lambda *_: _turn_to(groups))
         self._engines[name] = engine
@@ -201,7 +228,7 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
             process_group=self._groups.of(layout).peers,
             seq_length_is_variable=True,
         )
-        model.divide(ulysses.forward, peers, self.root_device)
+        model.divide(ulysses.forward)
 
     def _engine(self, name: str) -> Any:
         """The role's engine, about to be used."""
@@ -226,7 +253,8 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         return gathered
 
     def _full_shape(self, parameter: torch.nn.Parameter) -> torch.Size:
-        return super()._full_shape(parameter) if self.stage < 3 else parameter.ds_shape  # type: ignore[attr-defined]
+        shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)  # before it is divided it has none
+        return shape
 
     def _part_of(self, parameter: torch.nn.Parameter) -> Part:
         if self.stage < 3:
@@ -301,12 +329,13 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
             for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
                 yield from zip(weights, masters, strict=True)
 
-    def _config(self, role: Role) -> dict[str, Any]:
+    def _config(self, model: PackedModel, optimizer: Optimizer | None) -> dict[str, Any]:
         """DeepSpeed's configuration of one role; what it would do on its own (clip at 1.0, print, time) is off."""
-        elements = sum(parameter.numel() for parameter in role.model.parameters())
+        elements = sum(self._full_shape(parameter).numel() for parameter in model.parameters())
         bucket = min(self.bucket_elements, elements)  # its buffers are allocated in full
         zero: dict[str, Any] = {
             "stage": self.stage,
+            "memory_efficient_linear": False,  # it would replace torch's function in the whole process, for good
             "overlap_comm": self.overlap_comm,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
@@ -318,7 +347,7 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         return {
             "train_micro_batch_size_per_gpu": 1,  # asked for, used for nothing
             "gradient_accumulation_steps": 1,  # the boundary is set by hand in `backward`
-            "gradient_clipping": role.settings.gradient_clipping if role.optimizer is not None else 0.0,
+            "gradient_clipping": 0.0 if optimizer is None else optimizer.gradient_clipping,
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,

@@ -20,8 +20,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rlflow.data.layout import Layout
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import WithoutAdapters
+from rlflow.models.filling import Filling
 from rlflow.models.handle import ForwardPlan, ModelHandle
-from rlflow.models.lora import Weight
+from rlflow.models.lora import Weight, digest_of
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.part import Part
@@ -59,8 +60,9 @@ class TrainingStrategy(Strategy):
     """A Fabric strategy that holds the roles of this rank by name.
 
     A subclass says how a role is wrapped (`_wrap`), how gradients come about (`backward`) and how they are applied
-    (`_update`). A method that takes a role's name is called by all ranks of the role and by no others, in the same
-    order. A role is on all ranks, each with rows of its own, unless `form_groups` was told otherwise.
+    (`_update`); one that `divides_weights` also what a rank holds of each (`_materialize`, `_part_of`). A method that
+    takes a role's name is called by all ranks of the role and by no others, in the same order. A role is on all ranks,
+    each with rows of its own, unless `form_groups` was told otherwise.
     """
 
     dtype: torch.dtype
@@ -69,6 +71,7 @@ class TrainingStrategy(Strategy):
     timeout: timedelta | None = None  # of collectives
     stage: int | None = None  # of ZeRO, with sums in float32; None where nothing is divided
     offload_optimizer: bool = False  # to the CPU's memory
+    divides_weights: bool = False  # no rank ever holds a whole model
     bucket_elements: int = 0  # gradients that are reduced at once, at most, from ZeRO 1 on
     world_size: int
     global_rank: int
@@ -115,7 +118,7 @@ class TrainingStrategy(Strategy):
             updates: Updates in the whole run, for schedules that end.
 
         Raises:
-            UserError: The schedule needs `updates` and there are none.
+            UserError: The schedule needs `updates` and there are none, or the model cannot be loaded or scored rightly.
         """
         if isinstance(handle, WithoutAdapters):
             handle.attach_to_owner()
@@ -126,11 +129,20 @@ class TrainingStrategy(Strategy):
                 f"`{name}` has the schedule `{settings.schedule}`, which ends with the run, and nobody knows how many "
                 "updates this run makes. Set `trainer.max_steps`, or the schedule `constant`."
             )
-        model = handle.load(path, self.dtype, self.root_device)
+        model = handle.load(path, self.dtype, self.root_device, empty=self.divides_weights)
+        if self.divides_weights:
+            filling = Filling(model, path)
+            self._materialize(name, model)
+            filling.fill(self._part_of, self.root_device)
         trained = [weight.parameter for weight in model.trained()]
         optimizer = settings.kind(trained, **settings.keywords) if settings is not None else None
         role = self._roles[name] = Role(handle, model, optimizer, updates)
-        handle.attach(self._wrap(name, role), self._forward_plan(name))
+        forward, plan = self._wrap(name, role), self._forward_plan(name)
+        model.check(forward, self.root_device, plan.peers)
+        if handle.lora is not None:
+            buckets = self._full(model.own_weights(), SAVE_BUCKET_BYTES)
+            model.base_digest = digest_of(each for bucket in buckets for each in bucket)
+        handle.attach(forward, plan)
 
     @abstractmethod
     def backward(self, name: str, loss: Tensor, last: bool) -> None:  # type: ignore[override]
@@ -303,6 +315,14 @@ class TrainingStrategy(Strategy):
     def _copies(self, name: str) -> tuple[int, int]:
         """This rank's place among those that hold the same parts of the role's state, and how many they are."""
         return 0, 1
+
+    def _materialize(self, name: str, model: PackedModel) -> None:
+        """Give each parameter, which is on the device `meta`, memory for this rank's part of it.
+
+        Tied parameters stay tied. Buffers may be made anew, for they are set afterwards. Only called where weights are
+        divided, by all ranks of the role.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def _wrap(self, name: str, role: Role) -> torch.nn.Module:

@@ -15,13 +15,15 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "GPTNeoX"])
 def test_other_plain_architectures_score_as_their_own_forward(tmp_path: Path, name: str) -> None:
-    ScalarModel.load(write(tmp_path, name), torch.float32, CPU, new_head=True)  # raises where they differ
+    model = ScalarModel.load(write(tmp_path, name), torch.float32, CPU, new_head=True)
+    model.check(model, CPU)  # raises where they differ
 
 
 def test_a_model_that_would_be_scored_wrongly_is_refused_though_its_output_layer_is_new(tmp_path: Path) -> None:
     folder = write(tmp_path, "Bloom")  # attention of its own, with a mask over the whole line
+    model = ScalarModel.load(folder, torch.float32, CPU, new_head=True)
     with pytest.raises(UserError, match=r"Bloom.*differ by"):
-        ScalarModel.load(folder, torch.float32, CPU, new_head=True)
+        model.check(model, CPU)
 
 
 def test_what_is_saved_is_what_transformers_loads(classifier: Path, tmp_path: Path) -> None:

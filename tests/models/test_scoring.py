@@ -89,7 +89,8 @@ def test_checkpointing_computes_layers_again_and_changes_no_gradient(tiny: Path,
     ],
 )
 def test_other_architectures_score_as_their_own_forward(tmp_path: Path, name: str, settings: Any) -> None:
-    ScoringModel.load(write(tmp_path, name, **settings), torch.float32, CPU)  # raises where they differ
+    model = ScoringModel.load(write(tmp_path, name, **settings), torch.float32, CPU)
+    model.check(model, CPU)  # raises where they differ
 
 
 @pytest.mark.parametrize(
@@ -101,9 +102,9 @@ def test_other_architectures_score_as_their_own_forward(tmp_path: Path, name: st
     ],
 )
 def test_a_model_that_would_be_scored_wrongly_is_refused(tmp_path: Path, name: str, settings: Any, reason: str) -> None:
-    folder = write(tmp_path, name, **settings)
+    model = ScoringModel.load(write(tmp_path, name, **settings), torch.float32, CPU)
     with pytest.raises(UserError, match=f"{name}.*{reason}"):
-        ScoringModel.load(folder, torch.float32, CPU)
+        model.check(model, CPU)
 
 
 def test_a_model_that_scores_divided_lines_otherwise_is_refused(tiny: Path) -> None:
@@ -112,9 +113,10 @@ def test_a_model_that_scores_divided_lines_otherwise_is_refused(tiny: Path) -> N
     ) -> tuple[Tensor, None]:
         return packed_attention(module, query, key, value, mask, scaling=others["scaling"])  # sees all sequences
 
-    model = ScoringModel.load(tiny, torch.float32, torch.device("cpu"))
+    model = ScoringModel.load(tiny, torch.float32, CPU)
+    model.divide(across)
     with pytest.raises(UserError, match="forwards of whole sequences and of divided ones differ by"):
-        model.divide(across, Peers(), torch.device("cpu"))
+        model.check(model, CPU, Peers())
 
 
 def test_dropout_is_off_even_in_training(tmp_path: Path, rows: Batch) -> None:

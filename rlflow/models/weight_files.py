@@ -1,0 +1,126 @@
+"""The safetensors files of a model, read by ranges: what a rank does not need stays on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import UserError, one_line
+from rlflow.models.part import Part
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CHUNK_BYTES = 32 * 2**20  # read at once, at most, or one row of a tensor
+
+
+class WeightFiles:
+    """The tensors that a model's files hold, by name.
+
+    Args:
+        path: A folder in Hugging Face form, or a Hugging Face name.
+
+    Raises:
+        UserError: They are not safetensors, or one is missing or broken.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tensors: dict[str, Any] = {}  # safetensors' views, which have read nothing
+        for file in self._files():
+            with self._readable(file):
+                # By `pread`: pages of a mapped file would count as this process's memory.
+                opened = _open(file)
+                self._tensors |= {name: (file, opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return list(self._tensors)
+
+    def shape(self, name: str) -> torch.Size:
+        """Of a tensor."""
+        return torch.Size(self._tensors[name][1].get_shape())
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor in the dtype of the file, on the CPU."""
+        file, tensor = self._tensors[name]
+        with self._readable(file):
+            values: Tensor = tensor[...]
+        return values
+
+    def read(self, name: str, part: Part) -> None:
+        """Read the range of a tensor that a part is into it, in the part's dtype, by no more than a chunk at once."""
+        shape = self.shape(name)
+        start, end = part.start, part.start + part.values.numel()
+        if not shape:
+            part.values.copy_(self.whole(name).reshape(1)[start:end])
+            return
+        file, tensor = self._tensors[name]
+        row = max(1, prod(shape[1:]))
+        rows = max(1, CHUNK_BYTES // (8 * row))
+        while start < end:
+            first = start // row
+            last = min(first + rows, -(-end // row))
+            with self._readable(file):
+                values = tensor[first:last].reshape(-1)
+            values = values[start - first * row : end - first * row]
+            part.values.narrow(0, start - part.start, len(values)).copy_(values)
+            start += len(values)
+
+    def _files(self) -> Iterator[Path]:
+        single = self._file(SINGLE)
+        if single is not None:
+            yield single
+            return
+        index = self._file(INDEX)
+        if index is None:
+            raise UserError(
+                f"`model` {str(self._path)!r} has no weights in safetensors, of which each rank reads its part; load it"
+                " with transformers and write it anew by `save_pretrained`, or use a strategy that loads models whole"
+            )
+        with self._readable(index):
+            named = json.loads(index.read_text())["weight_map"]
+        for name in sorted(set(named.values())):
+            file = self._file(name)
+            if file is None:
+                raise UserError(
+                    f"`model` {str(self._path)!r} lacks {name!r}, which its {INDEX} names; copy the model once more"
+                )
+            yield file
+
+    def _file(self, name: str) -> Path | None:
+        """A file of the model, wherever transformers keeps it; None if there is none."""
+        if self._path.is_dir():
+            file = self._path / name
+            return file if file.is_file() else None
+        from transformers.utils.hub import cached_file
+
+        try:
+            found = cached_file(str(self._path), name, _raise_exceptions_for_missing_entries=False)
+        except OSError as error:
+            raise UserError(f"`model` {str(self._path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+        return None if found is None else Path(found)
+
+    @contextmanager
+    def _readable(self, file: Path) -> Iterator[None]:
+        from safetensors import SafetensorError
+
+        try:
+            yield
+        except (OSError, KeyError, SafetensorError, ValueError) as error:
+            raise UserError(
+                f"`model` {str(self._path)!r} cannot be loaded: {file.name} is cut short or broken ({one_line(error)});"
+                " copy the model once more"
+            ) from error
+
+
+def _open(file: Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(file, framework="pt", backend="pread")

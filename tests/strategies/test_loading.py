@@ -1,0 +1,72 @@
+"""A model that is divided from the first byte holds, bit for bit, what it holds where it is loaded whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from rlflow.data.layout import Layout
+from rlflow.models.causal_lm import CausalLM
+from rlflow.models.handle import ModelHandle
+from rlflow.models.lora import LoRA
+from rlflow.models.reward_model import RewardModel
+from rlflow.models.tiny import write_tiny_model
+from rlflow.models.value_model import ValueModel
+from tests.ranks import RankPool
+from tests.strategies.loading import load
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def written(folder: Path, tie: bool = True, dtype: torch.dtype = torch.float32) -> Path:
+    """A model none of whose weights has as many elements as 2 ranks divide, or 3."""
+    sizes = {"hidden_size": 36, "intermediate_size": 29, "layers": 1, "heads": 2, "kv_heads": 1}
+    return write_tiny_model(folder, tie=tie, dtype=dtype, **sizes)  # type: ignore[arg-type]
+
+
+def alike(ranks: RankPool, handle: ModelHandle, folder: Path, precision: str, layout: Layout | None = None) -> None:
+    whole = ranks.run(load, handle, folder, 0, precision, layout)
+    divided = ranks.run(load, handle, folder, 3, precision, layout)
+    assert any(found is not None for found in whole)
+    for rank, (expected, found) in enumerate(zip(whole, divided, strict=True)):
+        assert (expected is None) == (found is None), rank
+        if expected is None:
+            continue
+        for of_whole, of_divided in zip(expected[:2], found[:2], strict=True):
+            assert of_whole.keys() == of_divided.keys()
+            for name, tensor in of_whole.items():
+                assert of_divided[name].dtype == tensor.dtype, name
+                assert torch.equal(of_divided[name], tensor), name
+        assert expected[2] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("tie", "stored", "precision", "trainable"),
+    [(True, "fp32", "fp32", True), (False, "bf16", "fp32", True), (True, "fp32", "bf16", False)],
+)
+def test_a_language_model(
+    tmp_path: Path, ranks2: RankPool, tie: bool, stored: str, precision: str, trainable: bool
+) -> None:
+    folder = written(tmp_path / "model", tie, DTYPES[stored])
+    alike(ranks2, CausalLM(str(folder), trainable=trainable), folder, precision)
+
+
+def test_a_critic_with_a_new_output_layer_on_two_ranks_of_three(tmp_path: Path, ranks3: RankPool) -> None:
+    folder = written(tmp_path / "model")
+    alike(ranks3, ValueModel(str(folder)), folder, "fp32", Layout((1, 2), 2))
+
+
+def test_a_frozen_reward_model(tmp_path: Path, ranks2: RankPool) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(written(tmp_path / "model"), num_labels=1)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))
+    folder = tmp_path / "classifier"
+    model.save_pretrained(folder)
+    alike(ranks2, RewardModel(str(folder), trainable=False), folder, "fp32")
+
+
+def test_adapters_and_the_digest_of_their_base(tmp_path: Path, ranks2: RankPool) -> None:
+    folder = written(tmp_path / "model")
+    alike(ranks2, CausalLM(str(folder), lora=LoRA(rank=3)), folder, "bf16")
