@@ -4,40 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins.precision import DeepSpeedPrecision
-from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeedStrategy
-from lightning.fabric.utilities.distributed import _init_dist_connection
 from torch import Tensor
 
-from rlflow.data.layout import Layout
-from rlflow.data.process_groups import connect_when_used
 from rlflow.errors import UserError, importable, require
-from rlflow.models.attention import Heads, check_sequence_parallel, packed_attention
-from rlflow.models.handle import ForwardPlan
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.part import Part
-from rlflow.strategies.groups import Groups, RoleGroups
-from rlflow.strategies.launcher import RankLauncher
-from rlflow.strategies.sequence import peers_of
+from rlflow.strategies.distributed import DistributedStrategy
+from rlflow.strategies.groups import RoleGroups
 from rlflow.strategies.state import WEIGHT
-from rlflow.strategies.strategy import Role, TrainingStrategy, clip_and_step
+from rlflow.strategies.strategy import Role, clip_and_step
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BUCKET_ELEMENTS = 200_000_000  # of gradients reduced, or weights gathered, at once
 PERSISTENT_ELEMENTS = 10_000  # ZeRO-3 keeps smaller parameters whole on every rank: norms and biases
 
 
-class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
+class DeepSpeedStrategy(DistributedStrategy):
     """Data-parallel training with ZeRO; gradients are those of the global loss at every stage and rank count.
 
     Args:
@@ -52,6 +40,7 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
     """
 
     stage: Literal[0, 1, 2, 3]
+    can_offload = True
     bucket_elements = BUCKET_ELEMENTS
 
     def __init__(
@@ -67,14 +56,9 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         require("deepspeed", "DeepSpeedStrategy", "deepspeed")
         if stage not in (0, 1, 2, 3):
             raise UserError(f"`stage` is {stage}; ZeRO has the stages 0, 1, 2 and 3.")
-        if precision not in DTYPES:
-            raise UserError(f"`precision` is {precision!r}; DeepSpeed trains in fp32 or bf16 (fp64: SingleProcess).")
         if offload_optimizer and stage == 0:
             raise UserError("`offload_optimizer` needs ZeRO, and `stage` is 0. Use stage 1, 2 or 3.")
-        if timeout_s <= 0:
-            raise UserError(f"`timeout_s` is {timeout_s}; it is a number of seconds above 0.")
-        self._configure(DTYPES[precision], token_budget, packing)
-        self.timeout = timedelta(seconds=timeout_s)
+        self._configure_ranks(precision, token_budget, packing, timeout_s)
         self.stage = stage
         self.divides_weights = stage == 3
         self.offload_optimizer = offload_optimizer
@@ -82,15 +66,6 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         # DeepSpeed's engines. Not named in a type: jsonargparse would import deepspeed when it reads a config, before a
         # device is chosen, which DeepSpeed then takes for all.
         self._engines: dict[str, Any] = {}
-        self._groups = Groups(timedelta(seconds=timeout_s))
-        # Fabric's own imports deepspeed, which then takes a device before one is chosen.
-        DDPStrategy.__init__(self, precision=DeepSpeedPrecision("32-true" if precision == "fp32" else "bf16-true"))
-
-    def form_groups(self, layouts: Mapping[str, Layout]) -> None:
-        """See `TrainingStrategy.form_groups`."""
-        super().form_groups(layouts)
-        for layout in layouts.values():
-            self._groups.form(layout)
 
     def backward(self, name: str, loss: Tensor, last: bool) -> None:  # type: ignore[override]
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
@@ -99,52 +74,15 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         # DeepSpeed averages over the role's ranks; this sums. Copies of a shard each add a part of its gradient.
         engine.backward(loss * len(self.layout(name).ranks), scale_wrt_gas=False)
 
-    def agree(self, name: str, count: int) -> int:
-        """The largest `count` over the ranks of the role."""
-        largest = torch.tensor(count)
-        group = self._groups.of(self.layout(name)).all
-        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
-        return int(largest)
-
     def setup_environment(self) -> None:
-        """Join the process group; Fabric's own refuses the CPU."""
+        """Join the process group."""
         if self.root_device.type == "cuda" and self.root_device.index != self.local_rank:
             raise UserError(
                 f"`trainer.devices` gives GPU {self.root_device.index} to local rank {self.local_rank}, and DeepSpeed "
                 "takes GPUs from 0 on. Choose them with the environment variable CUDA_VISIBLE_DEVICES."
             )
         os.environ["DS_ACCELERATOR"] = self.root_device.type  # DeepSpeed reads it when it is imported, once for all
-        DDPStrategy.setup_environment(self)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks; on a GPU it is named, for the process group is bound to none."""
-        torch.distributed.barrier(device_ids=self._determine_ddp_device_ids())
-
-    def _setup_distributed(self) -> None:
-        for announcer in ("lightning.fabric", "lightning.pytorch"):  # of every rank, on the terminal
-            logging.getLogger(announcer).setLevel(logging.WARNING)
-        # Without a `device_id`, unlike Fabric: bound to a device, torch would split each further group from that of all
-        # ranks while it is formed, at once and by NCCL, thousands of them in a large job.
-        self._set_world_ranks()
-        assert self.cluster_environment is not None
-        backend = "gloo"
-        if self.root_device.type == "cuda":
-            backend = "cpu:gloo,cuda:nccl"
-            connect_when_used()
-        _init_dist_connection(self.cluster_environment, backend, timeout=self.timeout)
-        self._process_group_backend = backend
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def _forward_plan(self, name: str) -> ForwardPlan:
-        plan = super()._forward_plan(name)
-        if self.layout(name).copies > 1:
-            plan = replace(plan, peers=peers_of(self._groups.of(self.layout(name)).peers))
-        if self.stage == 3:  # a forward pass gathers weights, so ranks make equally many
-            plan = replace(plan, agree=lambda count: self.agree(name, count))
-        return plan
+        super().setup_environment()
 
     def _materialize(self, name: str, model: PackedModel) -> None:
         """See `TrainingStrategy._materialize`: DeepSpeed divides one parameter after another."""
@@ -168,8 +106,7 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
                 setattr(module, key, made[parameter])
 
     def _wrap(self, name: str, role: Role) -> torch.nn.Module:
-        if self.layout(name).copies > 1:
-            self._divide(name, role.model)
+        self._divide(name, role.model)
         if role.optimizer is None and self.stage < 3:
             return role.model
         import deepspeed
@@ -206,29 +143,8 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
             )
         # It is for inference alone, and would be compiled first: a minute, or without end where a compile was killed.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        self._set_node_environment_variables()  # which it reads
         deepspeed.init_distributed(self._process_group_backend)
         _keep_within_role()
-
-    def _divide(self, name: str, model: PackedModel) -> None:
-        """Let the peers of each shard divide its lines: Ulysses around the packed attention."""
-        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-
-        self._join()
-        config, layout = model.model.config, self.layout(name)
-        check_sequence_parallel(config, layout.copies, name, self.packing)
-        heads, peers = Heads.of(config), self._forward_plan(name).peers
-        ulysses = UlyssesSPAttentionHF(
-            partial(packed_attention, share=peers.rank),
-            batch_size=1,
-            attn_head_count=heads.count,
-            attn_head_size=heads.width,
-            kv_head_count=heads.shared,
-            num_hidden_layers=heads.layers,
-            process_group=self._groups.of(layout).peers,
-            seq_length_is_variable=True,
-        )
-        model.divide(ulysses.forward)
 
     def _engine(self, name: str) -> Any:
         """The role's engine, about to be used."""
@@ -256,7 +172,7 @@ class DeepSpeedStrategy(TrainingStrategy, FabricDeepSpeedStrategy):
         shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)  # before it is divided it has none
         return shape
 
-    def _part_of(self, parameter: torch.nn.Parameter) -> Part:
+    def _part_of(self, parameter: Tensor) -> Part:
         if self.stage < 3:
             return super()._part_of(parameter)
         return _own_part(parameter, parameter.ds_tensor)  # type: ignore[attr-defined]

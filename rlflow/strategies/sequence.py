@@ -1,4 +1,8 @@
-"""Bringing together what the peers of a divided line have computed, differentiably."""
+"""A line that ranks divide among them: attention over the whole of it, and its results brought together.
+
+Both are differentiable. Each rank computes a part of the line, and attends over the whole line with a share of the
+heads: Ulysses, Jacobs et al., arXiv 2309.14509.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,74 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from rlflow.models.attention import Attention, packed_attention
 from rlflow.models.packing import Peers
 
 
 def peers_of(group: ProcessGroup) -> Peers:
     """The ranks of a group as a model's peers."""
     return Peers(dist.get_world_size(group), dist.get_rank(group), partial(_gather, group))
+
+
+def divided_attention(group: ProcessGroup) -> Attention:
+    """`packed_attention` of a line of which each rank of a group has a part, of one length.
+
+    Heads are divided among the ranks; where those of keys and values are fewer than ranks, some ranks have the same.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+    ) -> tuple[Tensor, None]:
+        copies = max(1, size // key.shape[1])
+        key, value = (states.repeat_interleave(copies, 1) for states in (key, value))
+        query, key, value = (_whole_line(states, group, size) for states in (query, key, value))
+        output, _ = packed_attention(module, query, key, value, attention_mask, share=rank, **settings)
+        return _own_part(output, group, size), None
+
+    return attention
+
+
+def _whole_line(states: Tensor, group: ProcessGroup, size: int) -> Tensor:
+    """`[1, heads, l, D]` of this part of the line to `[1, heads / size, size * l, D]` of all of it."""
+    _, heads, length, width = states.shape
+    by_rank = states.view(size, heads // size, length, width).transpose(1, 2)  # of each rank's heads
+    by_part = _exchange(by_rank, group)  # of each part of the line
+    return by_part.reshape(size * length, heads // size, width).transpose(0, 1)[None]
+
+
+def _own_part(output: Tensor, group: ProcessGroup, size: int) -> Tensor:
+    """`[1, size * l, heads / size, D]` of the whole line to `[1, l, heads, D]` of this part of it."""
+    _, length, heads, width = output.shape
+    by_part = output.view(size, length // size, heads, width)
+    by_rank = _exchange(by_part, group)  # of each rank's heads
+    return by_rank.transpose(0, 1).reshape(1, length // size, size * heads, width)
+
+
+def _exchange(values: Tensor, group: ProcessGroup) -> Tensor:
+    """`values[i]` to rank i; of rank i's, what it has for this one, in place i."""
+    apply: Any = _Exchange.apply
+    received: Tensor = apply(values, group)
+    return received
+
+
+class _Exchange(torch.autograd.Function):
+    """The gradient of what was received goes back to who sent it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        sent = values.contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _exchange(grads[0], ctx.group), None
 
 
 def _gather(group: ProcessGroup, values: tuple[Tensor, ...], counts: list[int]) -> tuple[Tensor, ...]:
