@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +76,13 @@ class Weight:
             return [self.parameter]
         return [self.parameter, self.adapter.lora_A[ADAPTER].weight, self.adapter.lora_B[ADAPTER].weight]
 
-    def value(self) -> Tensor:
-        """The parameter itself, or a new tensor with its adapter merged in: added in float32 at least, then rounded."""
-        weight, *factors = (parameter.detach() for parameter in self.parameters)
+    def value(self, whole: Callable[[nn.Parameter], Tensor] = nn.Parameter.detach) -> Tensor:
+        """The parameter itself, or a new tensor with its adapter merged in: added in float32 at least, then rounded.
+
+        Args:
+            whole: Makes a full tensor of a parameter, where ranks divide it.
+        """
+        weight, *factors = map(whole, self.parameters)
         if not factors:
             return weight
         dtype = torch.promote_types(weight.dtype, torch.float32)

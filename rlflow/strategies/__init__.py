@@ -1,7 +1,8 @@
 """How training is spread over ranks."""
 
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
+from rlflow.strategies.fsdp import FSDPStrategy
 from rlflow.strategies.single import SingleProcess
 from rlflow.strategies.strategy import TrainingStrategy
 
-__all__ = ["DeepSpeedStrategy", "SingleProcess", "TrainingStrategy"]
+__all__ = ["DeepSpeedStrategy", "FSDPStrategy", "SingleProcess", "TrainingStrategy"]

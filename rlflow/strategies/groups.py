@@ -84,5 +84,30 @@ class Groups:
         assert mine is not None
         return RoleGroups(everybody, peers, mine)
 
+    def form_copies(self, layout: Layout, width: int) -> None:
+        """Form what `copies` gives; called by all ranks of the job, those outside the layout too."""
+        for ranks in _copies(layout.ranks, width):
+            self._form(ranks)
+
+    def copies(self, layout: Layout, width: int) -> tuple[ProcessGroup, ProcessGroup]:
+        """Those with the same place as this rank in each `width` consecutive ranks, and the `width` that it is among.
+
+        One that was not formed yet is of all ranks, which all ask.
+        """
+        across, among = (ranks for ranks in _copies(layout.ranks, width) if dist.get_rank() in ranks)
+        if across not in self._formed or among not in self._formed:
+            assert len(layout.ranks) == dist.get_world_size(), layout
+            self.form_copies(layout, width)
+        same, divide = self._formed[across], self._formed[among]
+        assert same is not None, layout
+        assert divide is not None, layout
+        return same, divide
+
     def _form(self, ranks: tuple[int, ...]) -> None:
         self._formed[ranks] = process_group(ranks, self._timeout)
+
+
+def _copies(ranks: tuple[int, ...], width: int) -> list[tuple[int, ...]]:
+    """Ranks in rows of `width`: first the columns, then the rows."""
+    rows = [ranks[start : start + width] for start in range(0, len(ranks), width)]
+    return [*zip(*rows, strict=True), *rows]

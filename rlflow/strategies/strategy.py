@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.fabric.strategies.strategy import Strategy
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlflow.data.layout import Layout
@@ -69,7 +70,9 @@ class TrainingStrategy(Strategy):
     token_budget: int
     packing: bool
     timeout: timedelta | None = None  # of collectives
-    stage: int | None = None  # of ZeRO, with sums in float32; None where nothing is divided
+    stage: int | None = None  # of ZeRO, or the one that divides as much; sums in float32; None where nothing is divided
+    holds_masters: bool = False  # trained weights are float32, rounded for forward passes; ZeRO has a copy beside
+    can_offload: bool = False  # whether `offload_optimizer` is a setting
     offload_optimizer: bool = False  # to the CPU's memory
     divides_weights: bool = False  # no rank ever holds a whole model
     bucket_elements: int = 0  # gradients that are reduced at once, at most, from ZeRO 1 on
@@ -97,6 +100,10 @@ class TrainingStrategy(Strategy):
     def layout(self, name: str) -> Layout:
         """Where the role lives, loaded or not."""
         return self._layouts.get(name, Layout(tuple(range(self.world_size)), self.world_size))
+
+    def divided_over(self, layout: Layout) -> int:
+        """Over how many of a role's ranks it is divided; the others have copies."""
+        return len(layout.ranks)
 
     def holds(self, name: str) -> bool:
         """Whether the role lives on this rank too."""
@@ -134,6 +141,8 @@ class TrainingStrategy(Strategy):
             filling = Filling(model, path)
             self._materialize(name, model)
             filling.fill(self._part_of, self.root_device)
+        else:
+            self._shard(name, model)
         trained = [weight.parameter for weight in model.trained()]
         optimizer = settings.kind(trained, **settings.keywords) if settings is not None else None
         role = self._roles[name] = Role(handle, model, optimizer, updates)
@@ -298,8 +307,8 @@ class TrainingStrategy(Strategy):
         """All that this rank holds of a parameter's float32 `weight`, and of the `kinds` that the optimizer keeps."""
         optimizer = self._roles[name].optimizer
         assert optimizer is not None
-        held = {WEIGHT: parameter.detach()} | {kind: optimizer.state[parameter][kind] for kind in kinds}
-        return {kind: Part(0, tensor.view(-1)) for kind, tensor in held.items()}
+        held: dict[str, Tensor] = {WEIGHT: parameter} | {kind: optimizer.state[parameter][kind] for kind in kinds}
+        return {kind: self._part_of(tensor) for kind, tensor in held.items()}
 
     @torch.no_grad()
     def _set_state_parts(
@@ -315,6 +324,9 @@ class TrainingStrategy(Strategy):
     def _copies(self, name: str) -> tuple[int, int]:
         """This rank's place among those that hold the same parts of the role's state, and how many they are."""
         return 0, 1
+
+    def _shard(self, name: str, model: PackedModel) -> None:
+        """Divide a loaded model over the role's ranks, where that is done before its optimizer is made."""
 
     def _materialize(self, name: str, model: PackedModel) -> None:
         """Give each parameter, which is on the device `meta`, memory for this rank's part of it.
@@ -339,13 +351,13 @@ class TrainingStrategy(Strategy):
         """The values of `weights`, gathered bucket by bucket."""
         for bucket in self._buckets(weights, bucket_bytes):
             with self._gathered([parameter for weight in bucket for parameter in weight.parameters]):
-                yield [(weight.name, weight.value()) for weight in bucket]
+                yield [(weight.name, weight.value(self._whole)) for weight in bucket]
 
     def _buckets(self, weights: list[Weight], limit: int) -> Iterator[list[Weight]]:
         bucket: list[Weight] = []
         filled = 0
         for weight in weights:
-            size = self._full_shape(weight.parameter).numel() * weight.parameter.element_size()
+            size = self._full_shape(weight.parameter).numel() * self.dtype.itemsize
             if bucket and filled + size > limit:
                 yield bucket
                 bucket, filled = [], 0
@@ -357,11 +369,15 @@ class TrainingStrategy(Strategy):
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def _whole(self, parameter: torch.nn.Parameter) -> Tensor:
+        """The full tensor that the forward computes with, of a gathered parameter."""
+        return parameter.detach()
+
     def _full_shape(self, parameter: torch.nn.Parameter) -> torch.Size:
         return parameter.shape
 
-    def _part_of(self, parameter: torch.nn.Parameter) -> Part:
-        """What this rank holds of a parameter that forward passes read."""
+    def _part_of(self, parameter: Tensor) -> Part:
+        """What this rank holds of a parameter that forward passes read, or of a tensor that lies as it does."""
         return Part(0, parameter.detach().view(-1))
 
     def _gradient(self, parameter: torch.nn.Parameter) -> Tensor:
@@ -389,10 +405,12 @@ def scheduled(settings: Optimizer, done: int, updates: int | None) -> float:
 
 
 def clip_and_step(role: Role) -> float:
-    """One update of a role whose full gradients lie in `.grad`; skipped if their norm is not finite."""
+    """One update of a role whose gradients lie in `.grad`, full or divided; skipped if their norm is not finite."""
     assert role.optimizer is not None
     parameters = [parameter for parameter in role.model.parameters() if parameter.grad is not None]
     norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
     total = norm.item()
     limit = role.settings.gradient_clipping
     if math.isfinite(total):

@@ -14,7 +14,7 @@ from rlflow.models.handle import ForwardPlan
 from rlflow.models.lora import is_adapter
 from rlflow.strategies.strategy import TrainingStrategy
 from tests.strategies.reference import ROWS, TEMPERATURE
-from tests.strategies.update import all_weights, backward, launch, rows_of
+from tests.strategies.update import Stage, all_weights, backward, launch, rows_of
 
 UPDATES, SYNCS = 10, 100
 
@@ -70,7 +70,7 @@ def adapted_updates(strategy: TrainingStrategy, folder: Path, target: Path) -> A
     )
 
 
-def on_ranks(folder: Path, stage: int, layout: Layout, target: Path) -> Adapted:
+def on_ranks(folder: Path, stage: Stage, layout: Layout, target: Path) -> Adapted:
     """The same by DeepSpeed."""
     strategy = launch(stage)
     strategy.form_groups({"actor": layout, "reference": layout})

@@ -18,13 +18,13 @@ from rlflow.models.reward_model import RewardModel
 from rlflow.models.value_model import ValueModel
 from rlflow.strategies.strategy import TrainingStrategy
 from tests.strategies.reference import TEMPERATURE
-from tests.strategies.update import Outcome, all_weights, backward, launch, rows_of, trained
+from tests.strategies.update import Outcome, Stage, all_weights, backward, launch, rows_of, trained
 
 
 def side_by_side(
     folders: dict[str, Path],
     layouts: dict[str, Layout],
-    stage: int,
+    stage: Stage,
     optimizer: Optimizer,
     target: Path | None = None,
     checkpointing: bool = False,
@@ -59,7 +59,7 @@ def side_by_side(
 
 
 def train_on(
-    model: Path, stage: int, layout: Layout, folder: Path, optimizer: Optimizer, updates: int, resume: bool
+    model: Path, stage: Stage, layout: Layout, folder: Path, optimizer: Optimizer, updates: int, resume: bool
 ) -> dict[str, Tensor] | None:
     """Updates of an actor on some ranks, from the checkpoint in `folder` if told so; then a checkpoint by all ranks."""
     strategy = launch(stage)
@@ -103,14 +103,14 @@ def scalar_updates(strategy: TrainingStrategy, folder: Path) -> tuple[dict[str, 
     return gradients, critic.values(rows), critic.final_values(rows)
 
 
-def scalar_updates_by_two(folder: Path, stage: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def scalar_updates_by_two(folder: Path, stage: Stage) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """The same with two ranks to a sequence."""
     strategy = launch(stage)
     strategy.form_groups({"critic": Layout((0, 1), 1), "judge": Layout((0, 1), 1)})
     return scalar_updates(strategy, folder)
 
 
-def bf16_gradient(folder: Path, stage: int, optimizer: Optimizer) -> dict[str, Tensor]:
+def bf16_gradient(folder: Path, stage: Stage, optimizer: Optimizer) -> dict[str, Tensor]:
     """Of an actor with two ranks to a sequence."""
     strategy, handle = launch(stage, "bf16"), trained(folder, optimizer)
     strategy.form_groups({"actor": Layout((0, 1), 1)})

@@ -18,6 +18,7 @@ from tests.ranks import RankPool
 from tests.strategies.reference import distance, plain_update
 from tests.strategies.update import (
     Outcome,
+    Stage,
     agreed,
     bucket_bytes,
     deepspeed_update,
@@ -29,7 +30,7 @@ from tests.strategies.update import (
     two_roles,
 )
 
-STAGES = (0, 1, 2, 3)
+STAGES: tuple[Stage, ...] = (0, 1, 2, 3, "fsdp")
 CLIP = 0.5  # the reference's gradients are longer
 SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=CLIP)
 
@@ -51,7 +52,7 @@ def outcomes(tiny: Path, ranks1: RankPool, ranks2: RankPool):  # type: ignore[no
     """The reference's update by stage and number of ranks, each run once: what every rank saw."""
 
     @cache
-    def run(stage: int, world_size: int) -> list[Outcome]:
+    def run(stage: Stage, world_size: int) -> list[Outcome]:
         return {1: ranks1, 2: ranks2}[world_size].run(deepspeed_update, tiny, stage, "fp32", SGD)
 
     return run
@@ -84,7 +85,7 @@ class TestOneUpdate:
 @pytest.mark.parametrize("overlap_comm", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradient_and_norm_are_the_reference_s_whether_or_not_they_are_reduced_beside_the_backward_pass(
-    stage: int, overlap_comm: bool, tiny: Path, ranks2: RankPool, reference: Reference
+    stage: Stage, overlap_comm: bool, tiny: Path, ranks2: RankPool, reference: Reference
 ) -> None:
     for overlaps, outcome in ranks2.run(overlapping_update, tiny, stage, overlap_comm, SGD):
         assert overlaps == overlap_comm
@@ -93,7 +94,7 @@ def test_gradient_and_norm_are_the_reference_s_whether_or_not_they_are_reduced_b
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_adamw_with_a_warm_up_and_a_linear_schedule_follows_torch(stage: int, tiny: Path, ranks2: RankPool) -> None:
+def test_adamw_with_a_warm_up_and_a_linear_schedule_follows_torch(stage: Stage, tiny: Path, ranks2: RankPool) -> None:
     # lr 0.01: half of it in the first of two warm-up updates, all in the second and third, 2/3 in the fourth of five
     settings = Optimizer(lr=0.01, eps=1e-3, weight_decay=0.1, warmup_steps=2, schedule="linear", gradient_clipping=CLIP)
     rates = iter([0.005, 0.01, 0.01, 0.01 * 2 / 3])
@@ -109,9 +110,11 @@ def test_adamw_with_a_warm_up_and_a_linear_schedule_follows_torch(stage: int, ti
         assert distance(outcome.weights, weights) < 1e-6
 
 
-@pytest.mark.parametrize(("stage", "precision"), [*((stage, "fp32") for stage in STAGES), (2, "bf16"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [*((stage, "fp32") for stage in STAGES), (2, "bf16"), (3, "bf16"), ("fsdp", "bf16")]
+)
 def test_an_update_that_one_rank_spoils_is_skipped_by_all_and_leaves_no_trace(
-    stage: int, precision: str, tiny: Path, ranks2: RankPool
+    stage: Stage, precision: str, tiny: Path, ranks2: RankPool
 ) -> None:
     expected = ranks2.run(deepspeed_update, tiny, stage, precision, SGD)
     for rank, (kept, norm, second) in enumerate(ranks2.run(spoiled_update, tiny, stage, precision, SGD)):
@@ -121,17 +124,17 @@ def test_an_update_that_one_rank_spoils_is_skipped_by_all_and_leaves_no_trace(
         assert all(torch.equal(second.weights[key], weight) for key, weight in expected[rank].weights.items())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, 3, "fsdp"])
 def test_gradient_checkpointing_changes_no_gradient(
-    stage: int, tiny: Path, ranks2: RankPool, reference: Reference
+    stage: Stage, tiny: Path, ranks2: RankPool, reference: Reference
 ) -> None:
     for outcome in ranks2.run(deepspeed_update, tiny, stage, "fp32", SGD, True):
         assert distance(outcome.gradients[0], reference[0][0]) < 1e-5
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, 3, "fsdp"])
 def test_a_bf16_gradient_is_the_reference_s_up_to_bf16(
-    stage: int, tiny: Path, ranks2: RankPool, reference: Reference
+    stage: Stage, tiny: Path, ranks2: RankPool, reference: Reference
 ) -> None:
     for outcome in ranks2.run(deepspeed_update, tiny, stage, "bf16", SGD):
         assert distance(outcome.gradients[0], reference[0][0]) < 0.03  # bf16 resolves 2 ** -8 = 0.004
@@ -140,7 +143,7 @@ def test_a_bf16_gradient_is_the_reference_s_up_to_bf16(
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_come_full_under_their_names_in_buckets_of_the_size_asked_for(
-    stage: int, untied: Path, ranks2: RankPool
+    stage: Stage, untied: Path, ranks2: RankPool
 ) -> None:
     expected = dict(AutoModelForCausalLM.from_pretrained(untied).named_parameters())
     for sizes, weights in ranks2.run(bucket_bytes, untied, stage, 70_000):
@@ -150,26 +153,26 @@ def test_weights_come_full_under_their_names_in_buckets_of_the_size_asked_for(
         assert any(len(bucket) > 1 for bucket in sizes)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, 3, "fsdp"])
 def test_a_frozen_role_scores_without_an_optimizer_while_ranks_have_unequal_rows(
-    stage: int, tiny: Path, ranks2: RankPool
+    stage: Stage, tiny: Path, ranks2: RankPool
 ) -> None:
     (all_rows, trains), (first_row, _) = ranks2.run(frozen_scores, tiny, stage)
     assert not trains
     torch.testing.assert_close(first_row[0], all_rows[0, :9], rtol=0, atol=1e-5)  # row 0 has 9 response tokens
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3, "fsdp"])
 def test_two_roles_in_one_process_train_as_each_would_alone(
-    stage: int, tiny: Path, untied: Path, ranks2: RankPool
+    stage: Stage, tiny: Path, untied: Path, ranks2: RankPool
 ) -> None:
     for weights in ranks2.run(two_roles, [tiny, untied], stage, SGD):
         for folder, found in zip([tiny, untied], weights, strict=True):
             assert distance(found, plain_update(folder, sgd, CLIP, updates=1)[2]) < 1e-6
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_saved_model_is_the_one_that_was_trained(stage: int, tiny: Path, ranks2: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [2, 3, "fsdp"])
+def test_a_saved_model_is_the_one_that_was_trained(stage: Stage, tiny: Path, ranks2: RankPool, tmp_path: Path) -> None:
     weights, _ = ranks2.run(save_after_update, tiny, stage, SGD, tmp_path / "saved")
     saved = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").named_parameters())
     assert saved.keys() == weights.keys()

@@ -15,6 +15,7 @@ from rlflow.strategies.single import SingleProcess
 from tests.ranks import RankPool
 from tests.strategies.lora import SYNCS, UPDATES, Adapted, adapted_updates, on_ranks
 from tests.strategies.reference import distance
+from tests.strategies.update import Stage
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +32,11 @@ def moved(weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
     return {name: weights[name].double() - tensor.double() for name, tensor in before.items()}
 
 
-@pytest.mark.parametrize(("stage", "shards"), [(0, 2), (1, 2), (2, 2), (3, 2), (2, 1), (3, 1)])
+@pytest.mark.parametrize(
+    ("stage", "shards"), [(0, 2), (1, 2), (2, 2), (3, 2), (2, 1), (3, 1), ("fsdp", 2), ("fsdp", 1)]
+)
 def test_adapters_train_alike_at_every_stage_and_on_divided_sequences(
-    stage: int, shards: int, tiny: Path, alone: Adapted, tmp_path: Path, ranks2: RankPool
+    stage: Stage, shards: int, tiny: Path, alone: Adapted, tmp_path: Path, ranks2: RankPool
 ) -> None:
     assert UPDATES >= 10
     assert float(torch.cat([change.flatten() for change in moved(alone.merged, tiny).values()]).norm()) > 0.1

@@ -17,9 +17,9 @@ from rlflow.strategies.single import SingleProcess
 from tests.ranks import RankPool
 from tests.strategies.reference import TEMPERATURE, distance, plain_update
 from tests.strategies.subsets import bf16_gradient, held_bytes, scalar_updates, scalar_updates_by_two, side_by_side
-from tests.strategies.update import Outcome, rows_of
+from tests.strategies.update import Outcome, Stage, rows_of
 
-STAGES = (0, 1, 2, 3)
+STAGES: tuple[Stage, ...] = (0, 1, 2, 3, "fsdp")
 SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=0.5)
 Reference = tuple[list[dict[str, Tensor]], list[float], dict[str, Tensor]]
 
@@ -52,7 +52,7 @@ def refuse_unlike(outcome: Outcome, folder: Path) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_with_two_ranks_to_a_sequence_a_role_trains_as_in_one_process(
-    stage: int, tiny: Path, untied: Path, ranks2: RankPool
+    stage: Stage, tiny: Path, untied: Path, ranks2: RankPool
 ) -> None:
     # The critic's rows are dealt to the same two ranks, each with sequences of its own.
     layouts = {"actor": Layout((0, 1), 1), "critic": Layout((0, 1), 2), "reference": Layout((0, 1), 1)}
@@ -66,7 +66,7 @@ def test_with_two_ranks_to_a_sequence_a_role_trains_as_in_one_process(
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_data_and_sequence_parallel_sizes_multiply_and_are_each_role_s_own(
-    stage: int, tiny: Path, untied: Path, ranks4: RankPool
+    stage: Stage, tiny: Path, untied: Path, ranks4: RankPool
 ) -> None:
     # Four ranks to a sequence share two heads of keys and values, which are doubled.
     layouts = {"actor": Layout((0, 1, 2, 3), 2), "critic": Layout((0, 1, 2, 3), 1), "reference": Layout((1, 3), 1)}
@@ -75,8 +75,8 @@ def test_data_and_sequence_parallel_sizes_multiply_and_are_each_role_s_own(
         refuse_unlike(seen["critic"], untied)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_critic_and_a_reward_model_train_on_divided_sequences(stage: int, tiny: Path, ranks2: RankPool) -> None:
+@pytest.mark.parametrize("stage", [2, 3, "fsdp"])
+def test_a_critic_and_a_reward_model_train_on_divided_sequences(stage: Stage, tiny: Path, ranks2: RankPool) -> None:
     gradients, values, ends = scalar_updates(alone(), tiny)
     for found in ranks2.run(scalar_updates_by_two, tiny, stage):
         assert distance(found[0], gradients) < 2e-6
@@ -84,8 +84,8 @@ def test_a_critic_and_a_reward_model_train_on_divided_sequences(stage: int, tiny
         torch.testing.assert_close(found[2].double(), ends, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_in_bf16_the_gradient_is_right_up_to_bf16(stage: int, tiny: Path, ranks2: RankPool) -> None:
+@pytest.mark.parametrize("stage", [2, 3, "fsdp"])
+def test_in_bf16_the_gradient_is_right_up_to_bf16(stage: Stage, tiny: Path, ranks2: RankPool) -> None:
     for gradient in ranks2.run(bf16_gradient, tiny, stage, SGD):
         assert distance(gradient, reference(tiny)[0][0]) < 0.03  # bf16 resolves 2 ** -8 = 0.004
 

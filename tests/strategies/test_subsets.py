@@ -16,8 +16,9 @@ from rlflow.models.optimizer import Optimizer
 from tests.ranks import RankPool
 from tests.strategies.reference import distance, plain_update
 from tests.strategies.subsets import side_by_side, train_on
+from tests.strategies.update import Stage
 
-STAGES = (0, 1, 2, 3)
+STAGES: tuple[Stage, ...] = (0, 1, 2, 3, "fsdp")
 SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=0.5)
 MOMENTUM = Optimizer("sgd", lr=0.1, gradient_clipping=0.5, arguments={"momentum": 0.9})
 # The trained ones overlap on one rank, and the first rank trains nothing.
@@ -33,7 +34,7 @@ def reference(folder: Path, updates: int, momentum: float = 0.0) -> Reference:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_roles_on_overlapping_ranks_each_train_as_in_one_process(
-    stage: int, tiny: Path, untied: Path, ranks3: RankPool, tmp_path: Path
+    stage: Stage, tiny: Path, untied: Path, ranks3: RankPool, tmp_path: Path
 ) -> None:
     folders = {"actor": tiny, "critic": untied}
     found = ranks3.run(side_by_side, folders, LAYOUTS, stage, SGD, tmp_path)
@@ -58,10 +59,12 @@ def test_roles_on_overlapping_ranks_each_train_as_in_one_process(
         ((3, 3), Layout((0, 2), 1), Layout((1,), 1)),
         ((3, 0), Layout((2,), 1), Layout((0, 1), 2)),
         ((0, 3), Layout((0, 1, 2), 3), Layout((1, 2), 1)),
+        (("fsdp", 2), Layout((1, 2), 2), Layout((0, 1, 2), 3)),
+        ((3, "fsdp"), Layout((0, 2), 2), Layout((0, 1, 2), 3)),
     ],
 )
 def test_a_checkpoint_of_some_ranks_is_continued_by_others(
-    stages: tuple[int, int],
+    stages: tuple[Stage, Stage],
     before: Layout,
     after: Layout,
     tiny: Path,

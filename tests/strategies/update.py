@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,12 @@ from rlflow.data.batch import Batch, Ragged
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
+from rlflow.strategies.distributed import DistributedStrategy
+from rlflow.strategies.fsdp import FSDPStrategy
 from rlflow.strategies.strategy import TrainingStrategy
 from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS
 
+Stage = Literal[0, 1, 2, 3, "fsdp"]  # of ZeRO, or FSDP
 # by number of shards: the rows of each micro-batch of each shard; with two the first has fewer
 MICRO_BATCHES = {
     1: [[[0], [1, 2], [3, 4, 5, 6]]],
@@ -34,9 +38,15 @@ class Outcome:
     weights: dict[str, Tensor] = field(default_factory=dict)  # after the last
 
 
-def launch(stage: int, precision: str = "fp32", token_budget: int = 4096) -> DeepSpeedStrategy:
-    """A DeepSpeed strategy over the pool's processes."""
-    strategy = DeepSpeedStrategy(stage, precision, token_budget)  # type: ignore[arg-type]
+def strategy_of(stage: Stage, precision: str = "fp32", token_budget: int = 4096, **more: Any) -> DistributedStrategy:
+    """The strategy that a test means by a stage of ZeRO, or by `fsdp`."""
+    settings: dict[str, Any] = {"precision": precision, "token_budget": token_budget, **more}
+    return FSDPStrategy(**settings) if stage == "fsdp" else DeepSpeedStrategy(stage, **settings)
+
+
+def launch(stage: Stage, precision: str = "fp32", token_budget: int = 4096, **more: Any) -> DistributedStrategy:
+    """A strategy over the pool's processes."""
+    strategy = strategy_of(stage, precision, token_budget, **more)
     Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy).launch()
     return strategy
 
@@ -91,13 +101,13 @@ def update(
 
 
 def deepspeed_update(
-    folder: Path, stage: int, precision: str, optimizer: Optimizer, checkpointing: bool = False
+    folder: Path, stage: Stage, precision: str, optimizer: Optimizer, checkpointing: bool = False
 ) -> Outcome:
     """One update by DeepSpeed."""
     return update(launch(stage, precision), folder, optimizer, checkpointing=checkpointing)
 
 
-def overlapping_update(folder: Path, stage: int, overlap_comm: bool, optimizer: Optimizer) -> tuple[bool, Outcome]:
+def overlapping_update(folder: Path, stage: Stage, overlap_comm: bool, optimizer: Optimizer) -> tuple[bool, Outcome]:
     """Whether DeepSpeed reduces gradients beside the backward pass, and one update."""
     strategy = DeepSpeedStrategy(stage, overlap_comm=overlap_comm)  # type: ignore[arg-type]
     Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy).launch()
@@ -105,7 +115,7 @@ def overlapping_update(folder: Path, stage: int, overlap_comm: bool, optimizer: 
     return strategy._engines["actor"].zero_overlap_comm(), outcome
 
 
-def two_roles(folders: list[Path], stage: int, optimizer: Optimizer) -> list[dict[str, Tensor]]:
+def two_roles(folders: list[Path], stage: Stage, optimizer: Optimizer) -> list[dict[str, Tensor]]:
     """Two trained roles side by side, one update each, their passes interleaved; their weights."""
     strategy = launch(stage)
     handles = {f"role{number}": trained(folder, optimizer) for number, folder in enumerate(folders)}
@@ -118,7 +128,7 @@ def two_roles(folders: list[Path], stage: int, optimizer: Optimizer) -> list[dic
     return [all_weights(strategy, name) for name in handles]
 
 
-def spoiled_update(folder: Path, stage: int, precision: str, optimizer: Optimizer) -> tuple[bool, float, Outcome]:
+def spoiled_update(folder: Path, stage: Stage, precision: str, optimizer: Optimizer) -> tuple[bool, float, Outcome]:
     """An update that rank 1 makes NaN, then a good one: whether the first kept the weights, its norm, the second."""
     strategy = launch(stage, precision)
     handle = trained(folder, optimizer)
@@ -132,7 +142,7 @@ def spoiled_update(folder: Path, stage: int, precision: str, optimizer: Optimize
     return all(torch.equal(before[key], after[key]) for key in before), norm, second
 
 
-def frozen_scores(folder: Path, stage: int) -> tuple[Tensor, bool]:
+def frozen_scores(folder: Path, stage: Stage) -> tuple[Tensor, bool]:
     """Logprobs of all rows by a frozen role, and whether any weight wants a gradient."""
     strategy = launch(stage, token_budget=16)  # several forward passes on rank 0, one on rank 1
     handle = CausalLM(str(folder), trainable=False, temperature=TEMPERATURE)
@@ -142,7 +152,7 @@ def frozen_scores(folder: Path, stage: int) -> tuple[Tensor, bool]:
     return scores, wants or strategy._roles["reference"].optimizer is not None
 
 
-def bucket_bytes(folder: Path, stage: int, limit: int) -> tuple[list[list[int]], dict[str, Tensor]]:
+def bucket_bytes(folder: Path, stage: Stage, limit: int) -> tuple[list[list[int]], dict[str, Tensor]]:
     """The sizes of the tensors in each bucket of weights, and the weights."""
     strategy = launch(stage)
     strategy.setup_role("actor", trained(folder, Optimizer()), folder)
@@ -153,7 +163,7 @@ def bucket_bytes(folder: Path, stage: int, limit: int) -> tuple[list[list[int]],
     return sizes, weights
 
 
-def save_after_update(folder: Path, stage: int, optimizer: Optimizer, target: Path) -> dict[str, Tensor]:
+def save_after_update(folder: Path, stage: Stage, optimizer: Optimizer, target: Path) -> dict[str, Tensor]:
     """Write the model after an update; the weights it had."""
     strategy = launch(stage)
     outcome = update(strategy, folder, optimizer)
@@ -161,7 +171,7 @@ def save_after_update(folder: Path, stage: int, optimizer: Optimizer, target: Pa
     return outcome.weights
 
 
-def scheduled_update(folder: Path, stage: int, optimizer: Optimizer) -> Outcome:
+def scheduled_update(folder: Path, stage: Stage, optimizer: Optimizer) -> Outcome:
     """Four of the five updates that the schedule is told of."""
     strategy, handle, outcome = launch(stage), trained(folder, optimizer), Outcome()
     strategy.setup_role("actor", handle, folder, updates=5)
@@ -172,6 +182,6 @@ def scheduled_update(folder: Path, stage: int, optimizer: Optimizer) -> Outcome:
     return outcome
 
 
-def agreed(stage: int) -> int:
+def agreed(stage: Stage) -> int:
     """Rank r says 5 - 2r."""
     return launch(stage).agree("actor", 5 - 2 * dist.get_rank())

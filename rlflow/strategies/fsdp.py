@@ -1,0 +1,145 @@
+"""Torch's FSDP2: the weights of each role, its gradients and its optimizer's states divided over its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rlflow.data.layout import Layout
+from rlflow.errors import UserError
+from rlflow.models.packed import PackedModel
+from rlflow.strategies.distributed import DistributedStrategy
+from rlflow.strategies.strategy import Role, clip_and_step
+
+
+class FSDPStrategy(DistributedStrategy):
+    """Data-parallel training with `fully_shard`; gradients are those of the global loss at every number of ranks.
+
+    Each parameter is divided by rows. A layer is whole while it computes. It needs nothing but torch.
+
+    Args:
+        precision: Of forward passes; `bf16` keeps float32 weights, which are rounded when a layer is gathered, and sums
+            gradients in float32.
+        token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
+        packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
+        within: Consecutive ranks of a role that divide its weights among them, such as those of a machine; other ranks
+            have copies. None for all ranks of the role.
+        timeout_s: Seconds after which a collective that a rank does not join fails.
+    """
+
+    stage: Literal[3] = 3  # what is divided is what ZeRO-3 divides
+
+    def __init__(
+        self,
+        precision: Literal["fp32", "bf16"] = "fp32",
+        token_budget: int = 4096,
+        packing: bool = True,
+        within: int | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if within is not None and within < 1:
+            raise UserError(f"`within` is {within}; give 1 or more ranks, or null for all ranks of a role.")
+        self._configure_ranks(precision, token_budget, packing, timeout_s)
+        self.within = within
+
+    def form_groups(self, layouts: Mapping[str, Layout]) -> None:
+        """See `TrainingStrategy.form_groups`.
+
+        Raises:
+            UserError: `within` does not divide the ranks of a role.
+        """
+        for name, layout in layouts.items():
+            self._refuse_uneven(name, layout)
+        super().form_groups(layouts)
+        for layout in layouts.values():
+            self._groups.form_copies(layout, self._width(layout))
+
+    def backward(self, name: str, loss: Tensor, last: bool) -> None:  # type: ignore[override]
+        """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
+        # Each micro-batch's is summed over the ranks that divide it, so that none ever holds more than its rows; over
+        # their copies it is summed once.
+        model: Any = self._roles[name].model
+        model.set_requires_all_reduce(last)
+        loss.backward()
+
+    def _shard(self, name: str, model: PackedModel) -> None:
+        self._divide(name, model)
+        _refuse_scalars(name, model)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()  # what the optimizer steps
+        mesh = self._mesh(name)
+        policy = MixedPrecisionPolicy(self.dtype, torch.float32, cast_forward_inputs=False)
+        for unit in _units(model):
+            divided = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+            divided.set_force_sum_reduction_for_comms(True)  # FSDP would average over the ranks
+            divided.set_gradient_divide_factor(1.0)
+
+    def _wrap(self, name: str, role: Role) -> nn.Module:
+        return role.model
+
+    def _update(self, name: str, role: Role) -> float:
+        return clip_and_step(role)
+
+    def _whole(self, parameter: nn.Parameter) -> Tensor:
+        return _full(parameter.detach().to(self.dtype))
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        return _full(super()._gradient(parameter))
+
+    def _state_of(self, role: Role, parameter: nn.Parameter, kinds: list[str]) -> dict[str, Tensor]:
+        return {kind: _full(tensor) for kind, tensor in super()._state_of(role, parameter, kinds).items()}
+
+    def _mesh(self, name: str) -> DeviceMesh:
+        """The role's ranks: those of a row divide each parameter, those of a column have the same part."""
+        layout, device = self.layout(name), self.root_device.type
+        self._refuse_uneven(name, layout)
+        width = self._width(layout)
+        if width == len(layout.ranks):
+            return DeviceMesh.from_group(self._groups.of(layout).all, device, mesh_dim_names=("shard",))
+        rows = torch.tensor(layout.ranks).view(-1, width)
+        groups = self._groups.copies(layout, width)
+        return DeviceMesh.from_group(list(groups), device, rows, mesh_dim_names=("replicate", "shard"))
+
+    def _width(self, layout: Layout) -> int:
+        """Ranks that divide the weights of a role among them."""
+        return len(layout.ranks) if self.within is None else min(self.within, len(layout.ranks))
+
+    def _refuse_uneven(self, name: str, layout: Layout) -> None:
+        if len(layout.ranks) % self._width(layout):
+            raise UserError(
+                f"`strategy.within` is {self.within}, and `{name}` lives on {len(layout.ranks)} ranks, which are no"
+                f" multiple of it; give a divisor of {len(layout.ranks)}, or null to divide over all of them"
+            )
+
+
+def _units(model: PackedModel) -> Iterator[nn.Module]:
+    """What is gathered at once, the parts before the whole: each layer, embedding and output layer, then the rest."""
+    layers = set(model.model._no_split_modules or ())  # by which transformers too tells what stays together
+    yield from [module for module in model.modules() if type(module).__name__ in layers]
+    embedding, output = model.model.get_input_embeddings(), model.model.get_output_embeddings()
+    if output is not None and output.weight is not embedding.weight:  # tied, they are one parameter of the rest
+        yield from (embedding, output)
+    yield model
+
+
+def _refuse_scalars(name: str, model: PackedModel) -> None:
+    for key, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise UserError(
+                f"`{name}` has the weight {model.hf_name(key)!r}, a single number, which FSDP cannot divide; use"
+                " `strategy: deepspeed`"
+            )
+
+
+def _full(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole: Tensor = tensor.full_tensor()
+    return whole
