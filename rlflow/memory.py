@@ -131,8 +131,9 @@ def memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memor
 
 
 def weight_bytes(size: ModelSize, how: RoleTraining) -> float:
-    """Of a role: divided at ZeRO 3."""
-    return size.parameters * how.width / (how.ranks if how.stage == 3 else 1)
+    """Of a role: divided at ZeRO 3; those that are trained may be wider than forward passes read them."""
+    nbytes = size.parameters * how.width + how.trained * (how.summed_width - how.width if how.masters else 0)
+    return nbytes / (how.ranks if how.stage == 3 else 1)
 
 
 def gradient_bytes(how: RoleTraining) -> float:

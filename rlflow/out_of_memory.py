@@ -74,8 +74,8 @@ def to_train(strategy: TrainingStrategy, handle: ModelHandle) -> list[str]:
     """What lowers the memory of a trained role."""
     on_cpu = strategy.root_device.type == "cpu"
     recomputed = [] if handle.gradient_checkpointing else ["set `gradient_checkpointing`"]
-    offloads = on_cpu or not strategy.stage or strategy.offload_optimizer
-    offloaded = [] if offloads else ["set `strategy.init_args.offload_optimizer`"]
+    offloads = strategy.can_offload and strategy.stage and not on_cpu and not strategy.offload_optimizer
+    offloaded = ["set `strategy.init_args.offload_optimizer`"] if offloads else []
     return [_smaller_batches(strategy), *recomputed, *_divided(strategy), *_shared_gpu(strategy), *offloaded]
 
 

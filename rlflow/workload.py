@@ -64,6 +64,7 @@ class RoleTraining:
         peers: Ranks that divide each sequence among them.
         summed_width: Bytes of each of the optimizer's numbers, and of a gradient that is summed up.
         bucket: Gradients that are reduced at once.
+        masters: Whether trained weights lie in `summed_width` and are rounded to `width` for forward passes.
     """
 
     stage: int
@@ -78,6 +79,7 @@ class RoleTraining:
     peers: int = 1
     summed_width: int = 4
     bucket: int = 0
+    masters: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,12 +227,12 @@ def loaded_role(
     width = torch.finfo(strategy.dtype).bits // 8
     divides = strategy.stage is not None
     # DeepSpeed steps a float32 copy of the weights, but for float32 weights at stage 0.
-    copy = divides and (stage > 0 or strategy.dtype != torch.float32)
+    copy = divides and not strategy.holds_masters and (stage > 0 or strategy.dtype != torch.float32)
     return LoadedRole(
         size=size,
         training=RoleTraining(
             stage=stage,
-            ranks=len(layout.ranks),
+            ranks=strategy.divided_over(layout),
             width=width,
             trained=trained,
             moments=0 if optimizer is None else 2 * (optimizer.name == "adamw") + copy,
@@ -241,6 +243,7 @@ def loaded_role(
             peers=layout.copies,
             summed_width=4 if divides else width,
             bucket=min(strategy.bucket_elements, size.parameters) if stage and trained else 0,
+            masters=strategy.holds_masters,
         ),
         epochs=handle.epochs,
         layout=layout,

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.fabric import Fabric
 from transformers import AutoModelForSequenceClassification
 
 from rlflow.data.layout import Layout
@@ -37,7 +35,7 @@ from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.single import SingleProcess
 from rlflow.workload import Lengths, RoleTraining, engine_here, loaded_role
 from tests.ranks import RankPool
-from tests.strategies.update import backward, trained
+from tests.strategies.update import Stage, backward, launch, trained
 
 # 3,850 parameters, of which 1,000 are the embedding
 SMALL = ModelSize(hidden=10, intermediate=20, layers=2, heads=2, kv_heads=1, vocabulary=100)
@@ -84,10 +82,9 @@ def storages() -> dict[int, torch.Tensor]:
     return {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
 
 
-def counted_bytes(folder: Path, stage: int, precision: str) -> tuple[int, float]:
+def counted_bytes(folder: Path, stage: Stage, precision: str) -> tuple[int, float]:
     """What two updates' tensors take on this rank before the second step: counted, and as computed."""
-    strategy = DeepSpeedStrategy(stage, precision)  # type: ignore[arg-type]
-    Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy).launch()
+    strategy = launch(stage, precision)
     before = storages()  # kept, so that no address is given anew
     handle = trained(folder, Optimizer())
     strategy.setup_role("actor", handle, folder, 2)
@@ -107,11 +104,13 @@ def counted_bytes(folder: Path, stage: int, precision: str) -> tuple[int, float]
         (0, "fp32"),
         (2, "fp32"),
         (3, "bf16"),
+        ("fsdp", "bf16"),
         pytest.param(2, "bf16", marks=pytest.mark.exact),
         pytest.param(3, "fp32", marks=pytest.mark.exact),
+        pytest.param("fsdp", "fp32", marks=pytest.mark.exact),
     ],
 )
-def test_a_role_takes_as_many_bytes_as_computed(stage: int, precision: str, tiny: Path, ranks2: RankPool) -> None:
+def test_a_role_takes_as_many_bytes_as_computed(stage: Stage, precision: str, tiny: Path, ranks2: RankPool) -> None:
     for counted, computed in ranks2.run(counted_bytes, tiny, stage, precision):
         # DeepSpeed keeps one of the weights twice, and small ones whole.
         assert counted == pytest.approx(computed, rel=0.1)

@@ -33,7 +33,8 @@ class FSDPStrategy(DistributedStrategy):
         timeout_s: Seconds after which a collective that a rank does not join fails.
     """
 
-    stage: Literal[3] = 3  # what is divided is what ZeRO-3 divides
+    stage: Literal[3] = 3
+    holds_masters = True
 
     def __init__(
         self,
@@ -58,7 +59,11 @@ class FSDPStrategy(DistributedStrategy):
             self._refuse_uneven(name, layout)
         super().form_groups(layouts)
         for layout in layouts.values():
-            self._groups.form_copies(layout, self._width(layout))
+            self._groups.form_copies(layout, self.divided_over(layout))
+
+    def divided_over(self, layout: Layout) -> int:
+        """See `TrainingStrategy.divided_over`."""
+        return len(layout.ranks) if self.within is None else min(self.within, len(layout.ranks))
 
     def backward(self, name: str, loss: Tensor, last: bool) -> None:  # type: ignore[override]
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
@@ -100,19 +105,15 @@ class FSDPStrategy(DistributedStrategy):
         """The role's ranks: those of a row divide each parameter, those of a column have the same part."""
         layout, device = self.layout(name), self.root_device.type
         self._refuse_uneven(name, layout)
-        width = self._width(layout)
+        width = self.divided_over(layout)
         if width == len(layout.ranks):
             return DeviceMesh.from_group(self._groups.of(layout).all, device, mesh_dim_names=("shard",))
         rows = torch.tensor(layout.ranks).view(-1, width)
         groups = self._groups.copies(layout, width)
         return DeviceMesh.from_group(list(groups), device, rows, mesh_dim_names=("replicate", "shard"))
 
-    def _width(self, layout: Layout) -> int:
-        """Ranks that divide the weights of a role among them."""
-        return len(layout.ranks) if self.within is None else min(self.within, len(layout.ranks))
-
     def _refuse_uneven(self, name: str, layout: Layout) -> None:
-        if len(layout.ranks) % self._width(layout):
+        if len(layout.ranks) % self.divided_over(layout):
             raise UserError(
                 f"`strategy.within` is {self.within}, and `{name}` lives on {len(layout.ranks)} ranks, which are no"
                 f" multiple of it; give a divisor of {len(layout.ranks)}, or null to divide over all of them"
