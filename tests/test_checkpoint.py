@@ -22,7 +22,7 @@ from rlflow.strategies import TrainingStrategy
 from rlflow.trainer import Trainer
 from tests.controller.runs import ZERO2, ZERO3, Fit, failing_fit, fit, grpo, sums
 from tests.ranks import RankPool
-from tests.strategies.update import all_weights, backward, launch, trained
+from tests.strategies.update import Stage, all_weights, backward, launch, trained
 
 ADAMW = Optimizer("adamw", lr=1e-2, weight_decay=0.1, warmup_steps=2, gradient_clipping=1.0)
 
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_on(
-    model: Path, stage: int, precision: str, folder: Path, resume: bool, updates: int
+    model: Path, stage: Stage, precision: str, folder: Path, resume: bool, updates: int
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Updates of one role, continued from the checkpoint in `folder` or else from the model; then a checkpoint."""
     strategy = launch(stage, precision)
@@ -54,9 +54,11 @@ def train_on(
     return norms, all_weights(strategy, "actor")
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16")])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16"), ("fsdp", "bf16")]
+)
 def test_updates_after_a_checkpoint_are_those_of_a_run_that_never_stopped(
-    stage: int, precision: str, model: Path, tmp_path: Path, ranks2: RankPool
+    stage: Stage, precision: str, model: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     through = ranks2.run(train_on, model, stage, precision, tmp_path / "through", False, 4)
     ranks2.run(train_on, model, stage, precision, tmp_path / "parts", False, 2)
@@ -66,22 +68,23 @@ def test_updates_after_a_checkpoint_are_those_of_a_run_that_never_stopped(
         assert all(torch.equal(weights[name], weights_resumed[name]) for name in weights)
 
 
+@pytest.mark.parametrize("stage", [3, "fsdp"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_tensors_that_three_ranks_do_not_divide_are_continued_at_zero_3_to_the_bit(
-    precision: str, model: Path, tmp_path: Path, ranks3: RankPool
+def test_tensors_that_three_ranks_do_not_divide_are_continued_to_the_bit(
+    stage: Stage, precision: str, model: Path, tmp_path: Path, ranks3: RankPool
 ) -> None:
-    through = ranks3.run(train_on, model, 3, precision, tmp_path / "through", False, 4)
-    ranks3.run(train_on, model, 3, precision, tmp_path / "parts", False, 2)
-    resumed = ranks3.run(train_on, model, 3, precision, tmp_path / "parts", True, 2)
+    through = ranks3.run(train_on, model, stage, precision, tmp_path / "through", False, 4)
+    ranks3.run(train_on, model, stage, precision, tmp_path / "parts", False, 2)
+    resumed = ranks3.run(train_on, model, stage, precision, tmp_path / "parts", True, 2)
     for (norms, weights), (norms_resumed, weights_resumed) in zip(through, resumed, strict=True):
         assert {weight.numel() % 3 for weight in weights.values()} == {0, 1, 2}
         assert norms_resumed == norms[2:]
         assert all(torch.equal(weights[name], weights_resumed[name]) for name in weights)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 0), (0, 1)])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 0), (0, 1), ("fsdp", 3), (2, "fsdp")])
 def test_another_stage_and_number_of_ranks_continue_a_checkpoint(
-    before: int, after: int, model: Path, tmp_path: Path, ranks2: RankPool, ranks1: RankPool
+    before: Stage, after: Stage, model: Path, tmp_path: Path, ranks2: RankPool, ranks1: RankPool
 ) -> None:
     through = ranks2.run(train_on, model, before, "fp32", tmp_path / "through", False, 4)
     ranks2.run(train_on, model, before, "fp32", tmp_path / "parts", False, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from rlflow.data.layout import Layout
 from rlflow.errors import UserError
 from rlflow.models.packed import PackedModel
+from rlflow.models.part import Part
 from rlflow.strategies.distributed import DistributedStrategy
 from rlflow.strategies.strategy import Role, clip_and_step
 
@@ -98,8 +100,18 @@ class FSDPStrategy(DistributedStrategy):
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
         return _full(super()._gradient(parameter))
 
-    def _state_of(self, role: Role, parameter: nn.Parameter, kinds: list[str]) -> dict[str, Tensor]:
-        return {kind: _full(tensor) for kind, tensor in super()._state_of(role, parameter, kinds).items()}
+    def _part_of(self, parameter: Tensor) -> Part:
+        assert isinstance(parameter, DTensor)
+        mesh, (rows, *width) = parameter.device_mesh, parameter.shape
+        # Of n rows and r ranks the first ranks have ceil(n / r) each, and the last what is left, which may be nothing.
+        first = min(-(-rows // mesh.size(-1)) * mesh.get_local_rank("shard"), rows)
+        held: Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
+        return Part(first * math.prod(width), held.view(-1))
+
+    def _copies(self, name: str) -> tuple[int, int]:
+        layout = self.layout(name)
+        width = self.divided_over(layout)
+        return layout.ranks.index(self.global_rank) // width, len(layout.ranks) // width
 
     def _mesh(self, name: str) -> DeviceMesh:
         """The role's ranks: those of a row divide each parameter, those of a column have the same part."""

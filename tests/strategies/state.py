@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies import SingleProcess, TrainingStrategy
-from tests.strategies.update import all_weights, backward, launch, trained
+from tests.strategies.update import Stage, all_weights, backward, launch, trained
 
 State = dict[str, dict[str, Tensor]]  # by parameter, then kind: full tensors
 Pieces = list[tuple[str, torch.Size, str, int, Tensor]]  # parameter, shape, kind, start, values
@@ -31,11 +31,11 @@ class InMemory:
         return self.state[parameter][kind].flatten()[start : start + length]
 
 
-def strategy_of(stage: int | None, precision: str) -> TrainingStrategy:
-    return SingleProcess() if stage is None else launch(stage, precision)  # type: ignore[arg-type]
+def strategy_of(stage: Stage | None, precision: str) -> TrainingStrategy:
+    return SingleProcess() if stage is None else launch(stage, precision)
 
 
-def parts_after(model: Path, stage: int | None, precision: str, updates: int) -> Pieces:
+def parts_after(model: Path, stage: Stage | None, precision: str, updates: int) -> Pieces:
     """This rank's parts after some updates."""
     strategy = strategy_of(stage, precision)
     handle = trained(model, ADAMW)
@@ -55,7 +55,7 @@ def pieces(strategy: TrainingStrategy) -> Pieces:
 
 
 def parts_when_given(
-    model: Path, stage: int | None, precision: str, state: State
+    model: Path, stage: Stage | None, precision: str, state: State
 ) -> tuple[Pieces, dict[str, Tensor], Tensor]:
     """This rank's parts of a state that it was given, the weights that forward passes read, and the next norm."""
     strategy = strategy_of(stage, precision)

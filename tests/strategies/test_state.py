@@ -10,6 +10,7 @@ import torch
 from rlflow.models.tiny import write_tiny_model
 from tests.ranks import RankPool
 from tests.strategies.state import State, parts_after, parts_when_given, put_together
+from tests.strategies.update import Stage
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def same(found: State, expected: State) -> bool:
     return all(torch.equal(found[key][kind], of) for key, kinds in expected.items() for kind, of in kinds.items())
 
 
-def holds_the_state(model: Path, state: State, stage: int, precision: str, ranks: RankPool) -> None:
+def holds_the_state(model: Path, state: State, stage: Stage, precision: str, ranks: RankPool) -> None:
     outcomes = ranks.run(parts_when_given, model, stage, precision, state)
     found = put_together([parts for parts, _, _ in outcomes])
     assert found.keys() == state.keys()
@@ -41,18 +42,18 @@ def holds_the_state(model: Path, state: State, stage: int, precision: str, ranks
         assert torch.equal(norm, outcomes[0][2])
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "fp32"), (3, "bf16"), ("fsdp", "bf16")])
 def test_two_ranks_hold_each_element_of_a_state_once_and_compute_with_it(
-    stage: int, precision: str, model: Path, state: State, ranks2: RankPool
+    stage: Stage, precision: str, model: Path, state: State, ranks2: RankPool
 ) -> None:
     holds_the_state(model, state, stage, precision, ranks2)
 
 
 @pytest.mark.exact
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, "fsdp"])
 def test_at_every_stage_three_ranks_hold_each_element_of_a_state_once(
-    stage: int, precision: str, model: Path, state: State, ranks3: RankPool
+    stage: Stage, precision: str, model: Path, state: State, ranks3: RankPool
 ) -> None:
     holds_the_state(model, state, stage, precision, ranks3)
 
