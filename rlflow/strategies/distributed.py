@@ -102,5 +102,4 @@ class DistributedStrategy(TrainingStrategy, DDPStrategy):
         if layout.copies == 1:
             return
         check_sequence_parallel(model.model.config, layout.copies, name, self.packing)
-        attention = divided_attention(self._groups.of(layout).peers)
-        model.divide(attention, self._forward_plan(name).peers, self.root_device)
+        model.divide(divided_attention(self._groups.of(layout).peers))
