@@ -24,10 +24,10 @@ class Piece:
     Attributes:
         name: The trainer's (Hugging Face) name.
         place: The engine's name; one of its parameters may hold pieces of several tensors.
-        dim: Along which the slice is cut.
-        start: Of the slice in the trainer's tensor.
         length: Of the slice.
-        row: Where a slice of rows begins in the engine's parameter.
+        dim: Along which the slice is cut, of both.
+        start: Of the slice in the trainer's tensor.
+        row: Of the slice in the engine's parameter.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Piece:
 
     def held(self, parameter: Tensor) -> Tensor:
         """The slice in the engine's `parameter`."""
-        return parameter.narrow(0, self.row, self.length) if self.dim == 0 else parameter
+        return parameter.narrow(self.dim, self.row, self.length)
 
 
 class Manifest:

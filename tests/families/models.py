@@ -83,6 +83,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("Olmo2", {}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0], "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
+    "mixtral": (
+        "Mixtral",
+        {"sliding_window": None, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "gpt_oss": (
         "GptOss",
         {
@@ -98,7 +106,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2", {**SLIDING, "tie_word_embeddings": True, "logit_scale": 0.5}),
 }
 
-NOT_IN_VLLM = ("gpt_oss", "glm4", "cohere2")
+NOT_IN_VLLM = ("glm4", "cohere2")
 SHORT = (
     "gemma2",
     "smollm3",

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlflow import CausalLM, LoRA
+from rlflow import CausalLM, LoRA, UserError
 from rlflow.cli import main
 from rlflow.data.layout import Layout
 from rlflow.models.optimizer import Optimizer
@@ -102,6 +102,14 @@ def test_a_trained_model_is_saved_loaded_and_scores_the_same(
     found = packed_logprobs(ScoringModel.load(tmp_path / "saved", torch.float32, CPU))
     torch.testing.assert_close(found.double(), own_logprobs(tmp_path / "saved"), rtol=0, atol=1e-5)
     assert float((found.double() - own_logprobs(folder)).abs().max()) > 1e-3  # it was trained
+
+
+@pytest.mark.parametrize("targets", [("gate_proj", "up_proj"), ("down_proj",), ("gate",), ("q_proj", "experts")])
+def test_adapters_of_experts_and_routers_are_refused(targets: tuple[str, ...], family: Family) -> None:
+    with pytest.raises(
+        UserError, match=r"^`lora\.targets` is \('\w+',.*(is no linear layer; name linear ones|Experts\()$"
+    ):
+        CausalLM(str(family("qwen3_moe")), lora=LoRA(targets=targets)).load(family("qwen3_moe"), torch.float32, CPU)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -97,7 +97,6 @@ def described(model: ScoringModel) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("gpt_oss", r"'gpt_oss', is a mixture of experts \(num_local_experts 4\), whose weights it cannot read back"),
         ("glm4", r"'glm4', has fused layers in vLLM"),
         ("cohere2", r"'cohere2', sees one token more"),
     ],

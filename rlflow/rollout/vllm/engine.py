@@ -22,11 +22,11 @@ from torch import Tensor
 
 from rlflow.environment import place_kept
 from rlflow.errors import UserError, require
-from rlflow.models.sizes import experts
 from rlflow.rollout.engine import Completion, EngineHere, EngineMemory, Sampling
 from rlflow.rollout.manifest import Piece, WeightSyncError
 from rlflow.rollout.rewind import make_rewindable
-from rlflow.rollout.vllm.weights import pack_heads_again, pieces_of, read_back
+from rlflow.rollout.vllm.experts import as_loaded, pack_again, unserved
+from rlflow.rollout.vllm.weights import pack_heads_again, pieces_of, read_back, set_sinks, without_sinks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -159,11 +159,8 @@ class VLLMEngine(EngineHere):
 
     def check_model(self, config: PretrainedConfig) -> None:
         text = config.get_text_config()
-        reason = UNSERVED.get(text.model_type)
-        if (found := experts(text.to_dict())) is not None:
-            reason = (
-                f"is a mixture of experts ({found[0]} {found[1]}), whose weights it cannot read back to verify a sync"
-            )
+        _, of_cpu = _installed()
+        reason = UNSERVED.get(text.model_type) or unserved(text, self.tensor_parallel_size, of_cpu)
         if reason is not None:
             raise UserError(
                 f"`rollout` is {type(self).__name__}, and the model, of the type {text.model_type!r}, {reason}; set"
@@ -223,7 +220,8 @@ class VLLMEngine(EngineHere):
         (self._model,) = self._llm.apply_model(lambda model: model)
         if on_cpu:
             self._llm.collective_rpc(lambda worker: make_rewindable(worker.model_runner))
-        self._pieces = tuple(pieces_of(self._model))
+        self._model_type = self._llm.model_config.hf_text_config.model_type
+        self._pieces = tuple(pieces_of(self._model, self._model_type))
         self._dtype = dtype
         self._device = device
         self._context = self._llm.model_config.max_model_len
@@ -278,15 +276,19 @@ class VLLMEngine(EngineHere):
         ]
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        sinks: dict[str, Tensor] = {}
+        taken = as_loaded(without_sinks(weights, sinks), self._model_type)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": taken})
+        set_sinks(self._model, self._pieces, sinks)
         pack_heads_again(self._model)
+        pack_again(self._model)
         if not self._llm.reset_prefix_cache():
             raise WeightSyncError("vLLM did not reset its prefix cache: requests are still under way")
 
     @torch.no_grad()
     def _held(self) -> Iterator[tuple[Piece, Tensor]]:
         for place, pieces in groupby(self._pieces, lambda piece: piece.place):
-            parameter = read_back(self._model, place, self._dtype)
+            parameter = read_back(self._model, place, self._dtype, self._model_type)
             for piece in pieces:
                 yield piece, piece.held(parameter).to(self._dtype)
 

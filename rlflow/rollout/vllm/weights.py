@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,8 +10,29 @@ from torch import Tensor
 
 from rlflow.errors import UserError
 from rlflow.rollout.manifest import Piece
+from rlflow.rollout.vllm.experts import hf_name, is_experts, pieces_of_experts, read_experts, readable
 
 UNITS = 256  # unit vectors multiplied at once when a packed weight is read back
+
+
+SINKS = "sinks"  # of attention, GPT-OSS's
+
+
+def without_sinks(weights: Iterator[tuple[str, Tensor]], sinks: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """All but attention sinks, which a reload leaves as they were; those are put into `sinks`."""
+    for name, tensor in weights:
+        if name.endswith(f".{SINKS}"):
+            sinks[name] = tensor
+        else:
+            yield name, tensor
+
+
+@torch.no_grad()
+def set_sinks(model: Any, pieces: Iterable[Piece], sinks: dict[str, Tensor]) -> None:
+    """Copy attention sinks to where the model holds them."""
+    for piece in pieces:
+        if piece.name in sinks:
+            model.get_parameter(piece.place).copy_(piece.sent(sinks[piece.name]))
 
 
 def pack_heads_again(model: Any) -> None:
@@ -27,7 +48,7 @@ def pack_heads_again(model: Any) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def pieces_of(model: Any) -> Iterator[Piece]:
+def pieces_of(model: Any, model_type: str) -> Iterator[Piece]:
     """Where each of the engine's parameters comes from, parameter by parameter.
 
     Raises:
@@ -42,13 +63,18 @@ def pieces_of(model: Any) -> Iterator[Piece]:
         for kind, parameter in module.named_parameters(recurse=False):
             place = f"{path}.{kind}"
             _require_readable(module, parameter, place)
-            sources = [f"{parent}.{source}.{kind}".lstrip(".") for source in fused.get(leaf, [leaf])]
+            if is_experts(module):
+                continue
+            called = [f"{parent}.{source}.{kind}".lstrip(".") for source in fused.get(leaf, [leaf])]
+            sources = [hf_name(name, model_type) for name in called]
             sources[0] = names.setdefault(id(parameter), sources[0])
             if isinstance(module, RowParallelLinear) and kind == "weight":
                 columns = module.input_size_per_partition
                 yield Piece(sources[0], place, columns, dim=1, start=module.tp_rank * columns)
             else:
                 yield from _rows(sources, place, _parts(module, parameter))
+        if is_experts(module):
+            yield from pieces_of_experts(module, path, model_type)
 
 
 def _require_readable(module: Any, parameter: Tensor, place: str) -> None:
@@ -56,18 +82,21 @@ def _require_readable(module: Any, parameter: Tensor, place: str) -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
     if isinstance(module, LinearBase | VocabParallelEmbedding):
-        readable = isinstance(module.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+        can_read = isinstance(module.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+    elif is_experts(module):
+        can_read = readable(module)
     else:
-        readable = parameter.dim() == 1  # norms
-    if not readable:
+        can_read = parameter.dim() == 1  # norms and attention sinks
+    if not can_read:
         raise UserError(
             f"`{place}` is held by a {type(module).__name__}, whose weights VLLMEngine cannot read back to verify a "
-            "sync; use a dense model without quantisation, or TransformersEngine"
+            "sync; use a model without quantisation, or TransformersEngine"
         )
 
 
 def _parts(module: Any, parameter: Tensor) -> list[tuple[int, int, int]]:
     """The tensors that the rows of a layer are made of: for each its rows in all, the first one here, the rows here."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
     from vllm.model_executor.layers.linear import (
         ColumnParallelLinear,
         LinearBase,
@@ -91,6 +120,9 @@ def _parts(module: Any, parameter: Tensor) -> list[tuple[int, int, int]]:
         sizes = module.output_sizes if isinstance(module, MergedColumnParallelLinear) else [module.output_size]
         here = [size // module.tp_size for size in sizes]
         return [(size, module.tp_rank * rows, rows) for size, rows in zip(sizes, here, strict=True)]
+    if parameter is getattr(module, SINKS, None):  # of the heads that are here
+        of_rank = len(parameter)
+        return [(of_rank * get_tensor_model_parallel_world_size(), of_rank * get_tensor_model_parallel_rank(), of_rank)]
     rows = module.output_size if isinstance(module, LinearBase) else len(parameter)
     return [(rows, 0, rows)]
 
@@ -106,13 +138,15 @@ def _rows(sources: list[str], place: str, parts: list[tuple[int, int, int]]) -> 
         before += size if len(sources) == 1 else 0
 
 
-def read_back(model: Any, place: str, dtype: torch.dtype) -> Tensor:
-    """The parameter that the engine computes with."""
+def read_back(model: Any, place: str, dtype: torch.dtype, model_type: str) -> Tensor:
+    """The parameter that the engine computes with, of experts in the trainer's layout."""
     from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     path, _, kind = place.rpartition(".")
     module = model.get_submodule(path)
+    if is_experts(module):
+        return read_experts(module, kind, model_type)
     parameter: Tensor = module.get_parameter(kind)
     if kind != "weight" or not parameter.is_cpu:
         return parameter
