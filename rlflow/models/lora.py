@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rlflow.errors import UserError, importable, one_line, require
 from rlflow.models.fingerprint import fingerprint
+from rlflow.models.sizes import experts
 from rlflow.models.tiny import resolve_model
 
 ADAPTER = "default"  # peft's name of a model's only one
@@ -115,15 +116,20 @@ def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:
         UserError: `lora.targets` names no layer, or one that is not linear.
     """
     from peft import inject_adapter_in_model
+    from peft.tuners.lora import ParamWrapper
 
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    config = _peft_config(lora)
+    if lora.targets == "all-linear" and experts(model.config.to_dict()) is not None:
+        # Peft's own would take experts and routers too, which are no linear layers.
+        config.target_modules = [n for n, layer in model.named_modules() if isinstance(layer, nn.Linear) and n != head]
     try:
-        inject_adapter_in_model(_peft_config(lora), model)
+        inject_adapter_in_model(config, model)
     except ValueError as error:
         raise UserError(f"`lora.targets` is {lora.targets!r}: {str(error).splitlines()[0]}") from error
     for name, layer in _layers(model):
-        if not {ADAPTER} <= layer.lora_A.keys():
+        if isinstance(layer, ParamWrapper) or not {ADAPTER} <= layer.lora_A.keys():  # what experts and routers get
             raise UserError(f"`lora.targets` is {lora.targets!r}, and {name!r} is no linear layer; name linear ones")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
