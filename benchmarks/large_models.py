@@ -191,9 +191,7 @@ def _update(strategy: TrainingStrategy, name: str, handle: CausalLM, rank: int) 
 
 def _engine(path: Path) -> TransformersEngine:
     engine = TransformersEngine()
-    engine.setup(
-        str(path), dtype=torch.float32, device=torch.device("cpu"), rank=0, world_size=1, local_rank=0, seed=0
-    )
+    engine.setup(str(path), dtype=torch.float32, device=torch.device("cpu"), rank=0, world_size=1, local_rank=0, seed=0)
     return engine
 
 
