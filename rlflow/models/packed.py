@@ -40,6 +40,7 @@ class PackedModel(nn.Module):
         model.set_attn_implementation(PACKED_ATTENTION)
         use_onednn(model)
         self.model = model
+        self.dtype: torch.dtype = model.dtype  # that it computes in, whatever its parameters are held in
         self.divided: Attention | None = None  # attends over a line that ranks divide among them
         self.lora: LoRA | None = None
         self.base = ""  # what adapters belong to
@@ -83,7 +84,7 @@ class PackedModel(nn.Module):
         line, attention, self.divided = pack(rows), self.divided, None
         whole: Tensor = forward(*line.to(device).arguments())[0]
         self.divided = attention
-        dtype, name = self.model.dtype, type(self.model).__name__
+        dtype, name = self.dtype, type(self.model).__name__
         refuse_unlike(whole, expected, dtype, name)
         if attention is None:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities.distributed import _init_dist_connection
+from torch import Tensor, nn
 
 from rlflow.data.layout import Layout
 from rlflow.data.process_groups import connect_when_used
@@ -92,7 +93,7 @@ class DistributedStrategy(TrainingStrategy, DDPStrategy):
         plan = super()._forward_plan(name)
         if self.layout(name).copies > 1:
             plan = replace(plan, peers=peers_of(self._groups.of(self.layout(name)).peers))
-        if self.stage == 3:  # a forward pass gathers weights, so ranks make equally many
+        if self.divides_weights:  # a forward pass gathers weights, so ranks make equally many
             plan = replace(plan, agree=lambda count: self.agree(name, count))
         return plan
 
@@ -103,3 +104,18 @@ class DistributedStrategy(TrainingStrategy, DDPStrategy):
             return
         check_sequence_parallel(model.model.config, layout.copies, name, self.packing)
         model.divide(divided_attention(self._groups.of(layout).peers))
+
+
+def replace_parameters(model: nn.Module, made_of: Callable[[nn.Parameter], Tensor]) -> None:
+    """Give a model other parameters; those that are tied stay so.
+
+    Args:
+        model: Changed in place.
+        made_of: The new tensor for a parameter.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter not in made:
+                made[parameter] = nn.Parameter(made_of(parameter), parameter.requires_grad)
+            setattr(module, key, made[parameter])

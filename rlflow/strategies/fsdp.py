@@ -16,7 +16,7 @@ from rlflow.data.layout import Layout
 from rlflow.errors import UserError
 from rlflow.models.packed import PackedModel
 from rlflow.models.part import Part
-from rlflow.strategies.distributed import DistributedStrategy
+from rlflow.strategies.distributed import DistributedStrategy, replace_parameters
 from rlflow.strategies.strategy import Role, clip_and_step
 
 
@@ -36,6 +36,7 @@ class FSDPStrategy(DistributedStrategy):
     """
 
     stage: Literal[3] = 3
+    divides_weights = True
     holds_masters = True
 
     def __init__(
@@ -75,20 +76,22 @@ class FSDPStrategy(DistributedStrategy):
         model.set_requires_all_reduce(last)
         loss.backward()
 
-    def _shard(self, name: str, model: PackedModel) -> None:
-        self._divide(name, model)
+    def _materialize(self, name: str, model: PackedModel) -> None:
+        """See `TrainingStrategy._materialize`. What is trained is float32: the optimizer steps it."""
         _refuse_scalars(name, model)
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.data = parameter.data.float()  # what the optimizer steps
+                parameter.data = parameter.data.float()
         mesh = self._mesh(name)
         policy = MixedPrecisionPolicy(self.dtype, torch.float32, cast_forward_inputs=False)
         for unit in _units(model):
             divided = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
             divided.set_force_sum_reduction_for_comms(True)  # FSDP would average over the ranks
             divided.set_gradient_divide_factor(1.0)
+        replace_parameters(model, lambda parameter: torch.empty_like(parameter, device=self.root_device))
 
     def _wrap(self, name: str, role: Role) -> nn.Module:
+        self._divide(name, role.model)
         return role.model
 
     def _update(self, name: str, role: Role) -> float:

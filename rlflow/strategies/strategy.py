@@ -141,8 +141,6 @@ class TrainingStrategy(Strategy):
             filling = Filling(model, path)
             self._materialize(name, model)
             filling.fill(self._part_of, self.root_device)
-        else:
-            self._shard(name, model)
         trained = [weight.parameter for weight in model.trained()]
         optimizer = settings.kind(trained, **settings.keywords) if settings is not None else None
         role = self._roles[name] = Role(handle, model, optimizer, updates)
@@ -324,9 +322,6 @@ class TrainingStrategy(Strategy):
     def _copies(self, name: str) -> tuple[int, int]:
         """This rank's place among those that hold the same parts of the role's state, and how many they are."""
         return 0, 1
-
-    def _shard(self, name: str, model: PackedModel) -> None:
-        """Divide a loaded model over the role's ranks, where that is done before its optimizer is made."""
 
     def _materialize(self, name: str, model: PackedModel) -> None:
         """Give each parameter, which is on the device `meta`, memory for this rank's part of it.

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from rlflow.data.layout import Layout
 from rlflow.models.handle import ModelHandle
-from tests.strategies.update import all_weights, launch
+from tests.strategies.update import Stage, all_weights, launch
 
 
 def load(
-    handle: ModelHandle, folder: Path, stage: int, precision: str, layout: Layout | None = None
+    handle: ModelHandle, folder: Path, stage: Stage, precision: str, layout: Layout | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, object]] | None:
     """Weights, buffers and the record of a role as it is loaded, where it lives."""
     strategy = launch(stage, precision)

@@ -17,6 +17,9 @@ from rlflow.models.tiny import write_tiny_model
 from rlflow.models.value_model import ValueModel
 from tests.ranks import RankPool
 from tests.strategies.loading import load
+from tests.strategies.update import Stage
+
+pytestmark = pytest.mark.parametrize("stage", [3, "fsdp"])
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -27,9 +30,11 @@ def written(folder: Path, tie: bool = True, dtype: torch.dtype = torch.float32) 
     return write_tiny_model(folder, tie=tie, dtype=dtype, **sizes)  # type: ignore[arg-type]
 
 
-def alike(ranks: RankPool, handle: ModelHandle, folder: Path, precision: str, layout: Layout | None = None) -> None:
+def alike(
+    stage: Stage, ranks: RankPool, handle: ModelHandle, folder: Path, precision: str, layout: Layout | None = None
+) -> None:
     whole = ranks.run(load, handle, folder, 0, precision, layout)
-    divided = ranks.run(load, handle, folder, 3, precision, layout)
+    divided = ranks.run(load, handle, folder, stage, precision, layout)
     assert any(found is not None for found in whole)
     for rank, (expected, found) in enumerate(zip(whole, divided, strict=True)):
         assert (expected is None) == (found is None), rank
@@ -48,25 +53,25 @@ def alike(ranks: RankPool, handle: ModelHandle, folder: Path, precision: str, la
     [(True, "fp32", "fp32", True), (False, "bf16", "fp32", True), (True, "fp32", "bf16", False)],
 )
 def test_a_language_model(
-    tmp_path: Path, ranks2: RankPool, tie: bool, stored: str, precision: str, trainable: bool
+    stage: Stage, tmp_path: Path, ranks2: RankPool, tie: bool, stored: str, precision: str, trainable: bool
 ) -> None:
     folder = written(tmp_path / "model", tie, DTYPES[stored])
-    alike(ranks2, CausalLM(str(folder), trainable=trainable), folder, precision)
+    alike(stage, ranks2, CausalLM(str(folder), trainable=trainable), folder, precision)
 
 
-def test_a_critic_with_a_new_output_layer_on_two_ranks_of_three(tmp_path: Path, ranks3: RankPool) -> None:
+def test_a_critic_with_a_new_output_layer_on_two_ranks_of_three(stage: Stage, tmp_path: Path, ranks3: RankPool) -> None:
     folder = written(tmp_path / "model")
-    alike(ranks3, ValueModel(str(folder)), folder, "fp32", Layout((1, 2), 2))
+    alike(stage, ranks3, ValueModel(str(folder)), folder, "fp32", Layout((1, 2), 2))
 
 
-def test_a_frozen_reward_model(tmp_path: Path, ranks2: RankPool) -> None:
+def test_a_frozen_reward_model(stage: Stage, tmp_path: Path, ranks2: RankPool) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(written(tmp_path / "model"), num_labels=1)
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))
     folder = tmp_path / "classifier"
     model.save_pretrained(folder)
-    alike(ranks2, RewardModel(str(folder), trainable=False), folder, "fp32")
+    alike(stage, ranks2, RewardModel(str(folder), trainable=False), folder, "fp32")
 
 
-def test_adapters_and_the_digest_of_their_base(tmp_path: Path, ranks2: RankPool) -> None:
+def test_adapters_and_the_digest_of_their_base(stage: Stage, tmp_path: Path, ranks2: RankPool) -> None:
     folder = written(tmp_path / "model")
-    alike(ranks2, CausalLM(str(folder), lora=LoRA(rank=3)), folder, "bf16")
+    alike(stage, ranks2, CausalLM(str(folder), lora=LoRA(rank=3)), folder, "bf16")
