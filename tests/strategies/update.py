@@ -21,11 +21,12 @@ from rlflow.strategies.strategy import TrainingStrategy
 from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS
 
 Stage = Literal[0, 1, 2, 3, "fsdp"]  # of ZeRO, or FSDP
-# by number of shards: the rows of each micro-batch of each shard; with two the first has fewer
+# by number of shards: the rows of each micro-batch of each shard; with two the first has fewer, with four one has none
 MICRO_BATCHES = {
     1: [[[0], [1, 2], [3, 4, 5, 6]]],
     2: [[[0, 1, 2]], [[3], [4, 5], [6]]],
     3: [[[0, 1], [2]], [[3]], [[4, 5, 6]]],
+    4: [[[0], [1, 2]], [[3]], [[]], [[4, 5], [6]]],
 }
 
 

@@ -1,0 +1,102 @@
+"""What FSDP has of its own: copies of what ranks divide, what a rank holds, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rlflow.data.layout import Layout
+from rlflow.errors import UserError
+from rlflow.models.optimizer import Optimizer
+from rlflow.strategies import FSDPStrategy
+from tests.ranks import RankPool
+from tests.strategies.reference import distance, plain_update
+from tests.strategies.state import pieces, put_together
+from tests.strategies.update import Outcome, launch, rows_of, trained, update
+
+SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=0.5)
+
+
+def in_copies(folder: Path, within: int) -> Outcome:
+    """Two updates of ranks of which `within` divide the weights; one of four has no rows."""
+    return update(launch("fsdp", within=within), folder, SGD, updates=2)
+
+
+@pytest.mark.parametrize("within", [1, 2])
+def test_where_some_ranks_divide_and_others_have_copies_gradients_are_those_of_the_whole_batch(
+    within: int, tiny: Path, ranks4: RankPool
+) -> None:
+    gradients, norms, weights = plain_update(tiny, lambda p: torch.optim.SGD(p, lr=0.1), 0.5, updates=2)
+    for outcome in ranks4.run(in_copies, tiny, within):
+        for found, expected in zip(outcome.gradients, gradients, strict=True):
+            assert distance(found, expected) < 1e-6
+        assert outcome.norms == pytest.approx(norms, rel=1e-6)
+        assert distance(outcome.weights, weights) < 1e-7
+
+
+def copied_state(folder: Path) -> list[tuple[str, torch.Size, str, int, torch.Tensor]]:
+    strategy = launch("fsdp", within=2)
+    update(strategy, folder, Optimizer())
+    return pieces(strategy)
+
+
+def test_ranks_with_copies_write_each_element_of_the_state_once(tiny: Path, ranks4: RankPool) -> None:
+    found = ranks4.run(copied_state, tiny)
+    assert {kind for kinds in put_together(found).values() for kind in kinds} == {"weight", "exp_avg", "exp_avg_sq"}
+    written = [sum(values.numel() for *_, values in parts) for parts in found]
+    assert max(written) <= 1.1 * min(written)
+
+
+def held(folder: Path) -> list[float]:
+    """Of this rank, weights and gradients over those of the whole model: after scoring, and between micro-batches."""
+    strategy, handle = launch("fsdp", "bf16"), trained(folder, SGD)
+    strategy.setup_role("actor", handle, folder)
+    handle.logprobs(rows_of([0, 1]))
+    parameters = list(strategy._roles["actor"].model.parameters())
+    shares = [_share(parameters)]
+    with handle.training():
+        loss = handle.logprobs(rows_of([2])).sum()
+    strategy.backward("actor", loss, last=False)
+    gradients = [parameter.grad for parameter in parameters]
+    assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in gradients)
+    return [*shares, _share(parameters), _share(gradients)]
+
+
+def _share(tensors: list[nn.Parameter]) -> float:
+    assert all(isinstance(tensor, DTensor) for tensor in tensors)
+    return sum(tensor.to_local().numel() for tensor in tensors) / sum(tensor.numel() for tensor in tensors)
+
+
+def test_a_rank_holds_its_rows_alone_after_scoring_and_between_micro_batches(tiny: Path, ranks2: RankPool) -> None:
+    for shares in ranks2.run(held, tiny):
+        assert shares == pytest.approx([0.5, 0.5, 0.5], abs=0.01)
+
+
+def uneven_roles(within: int) -> str:
+    strategy = launch("fsdp", within=within)
+    with pytest.raises(UserError) as refused:
+        strategy.form_groups({"actor": Layout((0, 1, 2), 3), "critic": Layout((1,), 1)})
+    return str(refused.value)
+
+
+def test_ranks_that_are_no_multiple_of_those_that_divide_are_refused(ranks3: RankPool) -> None:
+    for said in ranks3.run(uneven_roles, 2):
+        assert said.startswith("`strategy.within` is 2, and `actor` lives on 3 ranks")
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"within": 0}, "`within` is 0"),
+        ({"precision": "fp64"}, "`precision` is 'fp64'"),
+        ({"token_budget": 0}, "`token_budget` is 0"),
+        ({"timeout_s": 0.0}, "`timeout_s` is 0.0"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value(settings: dict[str, object], found: str) -> None:
+    with pytest.raises(UserError, match=found):
+        FSDPStrategy(**settings)  # type: ignore[arg-type]
