@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 
 from rlflow.callbacks.callback import Callback
 from rlflow.complaints import ConfigError, complaint, naming_keys, written
@@ -53,6 +53,26 @@ TOP_LEVEL = {
     "callbacks",
     "seed",
 }  # of Trainer, sections of their own in a config
+STRATEGIES = {
+    "deepspeed": "rlflow.strategies.DeepSpeedStrategy",
+    "fsdp": "rlflow.strategies.FSDPStrategy",
+    "single": "rlflow.strategies.SingleProcess",
+}  # short names
+_as_written = get_loader("yaml")
+
+
+def _load_yaml(text: str) -> Any:
+    """What jsonargparse reads: a config's `strategy` by its short name is one by its class."""
+    tree = _as_written(text)
+    given = tree.get("strategy") if isinstance(tree, dict) else None
+    if isinstance(given, str):
+        tree["strategy"] = STRATEGIES.get(given, given)
+    elif isinstance(given, dict) and given.get("class_path") in STRATEGIES:
+        given["class_path"] = STRATEGIES[given["class_path"]]
+    return tree
+
+
+set_loader("yaml", _load_yaml)
 
 
 @dataclass(frozen=True)
@@ -331,9 +351,23 @@ def _parsed(parser: OneLineParser, arguments: Sequence[str]) -> Namespace:
     if given.get(MODELS):
         sections[MODELS] = yaml.safe_dump(given[MODELS], default_flow_style=True, width=2**31).strip()
     try:
-        return parser.parse_args(_with_sections(arguments, sections))
+        return parser.parse_args(_with_classes(_with_sections(arguments, sections)))
     except ConfigError as error:
         raise error.told_of(given) from error
+
+
+def _with_classes(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the strategy's class for its short name."""
+    before = ["", *arguments]
+    return [_class_of(option, argument) for option, argument in zip(before, arguments, strict=False)]
+
+
+def _class_of(option: str, argument: str) -> str:
+    of_strategy = ("--strategy", "--strategy.class_path")
+    if option in of_strategy:
+        return STRATEGIES.get(argument, argument)
+    name, equals, value = argument.partition("=")
+    return f"{name}={STRATEGIES.get(value, value)}" if equals and name in of_strategy else argument
 
 
 def _with_sections(arguments: Sequence[str], sections: Mapping[str, str]) -> list[str]:

@@ -11,6 +11,7 @@ import yaml
 from rlflow import algorithms
 from rlflow.cli import main
 from rlflow.configuration import read_fit
+from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
 from tests.own_folder import make, write
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -142,3 +143,31 @@ def test_what_cannot_be_compared_is_refused_in_one_line(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+@pytest.mark.parametrize(
+    ("written", "options", "expected"),
+    [
+        ("fsdp", (), FSDPStrategy()),
+        ("single", (), SingleProcess()),
+        ("{class_path: fsdp, init_args: {within: 4}}", (), FSDPStrategy(within=4)),
+        ("deepspeed", ("--strategy.stage", "3"), DeepSpeedStrategy(3)),
+        ("deepspeed", ("--strategy", "fsdp", "--strategy.init_args.within", "2"), FSDPStrategy(within=2)),
+        ("deepspeed", ("--strategy=fsdp", "--strategy.precision=bf16"), FSDPStrategy("bf16")),
+        ("{class_path: rlflow.strategies.DeepSpeedStrategy}", ("--strategy.class_path", "fsdp"), FSDPStrategy()),
+    ],
+)
+def test_a_strategy_has_a_short_name(
+    written: str, options: tuple[str, ...], expected: TrainingStrategy, folder: Path
+) -> None:
+    (folder / "more.yaml").write_text(f"strategy: {written}\n")
+    found = read_fit(["--config", "my.yaml", "--config", "more.yaml", *options]).trainer.strategy
+    assert type(found) is type(expected)
+    for name in ("dtype", "stage", "within"):
+        assert getattr(found, name, None) == getattr(expected, name, None)
+
+
+def test_a_config_with_a_short_name_is_printed_with_the_class(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "my.yaml", "--strategy", "fsdp", "--print_config"])
+    assert yaml.safe_load(capsys.readouterr().out)["strategy"]["class_path"] == "rlflow.strategies.FSDPStrategy"
