@@ -15,7 +15,7 @@ from rlflow.errors import UserError
 from rlflow.loggers.logger import Logger
 from rlflow.models.context import cached_bytes, positions
 from rlflow.module import RLModule
-from rlflow.placement import Machines, Placed
+from rlflow.placement import Machines, Placed, handles
 from rlflow.preparation import Prepared, load_config, prepare
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.rollout.transformers import TransformersEngine
@@ -225,6 +225,7 @@ class Trainer:
                 scratch=Path(scratch),
             )
             _keep_apart(prepared.paths, folder)
+            strategy.check_roles(handles(module), prepared.layouts)
             fabric = Fabric(
                 accelerator=self.accelerator, devices=self.devices, num_nodes=self.num_nodes, strategy=strategy
             )

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from rlflow.errors import UserError
 
@@ -20,8 +21,9 @@ class Optimizer:
     """How a model is trained.
 
     Attributes:
-        name: `adamw`, `sgd`, or the path of a class, `torch.optim.Adam` say. ZeRO hands it flat pieces of the weights:
-            one that looks at their shapes, such as Adafactor, is right at stage 0 and in `SingleProcess` only.
+        name: `adamw`, `sgd`, or the path of a class, `torch.optim.Adam` say. Where ranks
+            divide its states it sees pieces of the weights, so one that looks at their shapes, such as Adafactor or
+            Muon, is for ZeRO 0 and `SingleProcess` only.
         lr: The highest learning rate, reached after the warm-up.
         betas: Of AdamW.
         eps: Of AdamW.
@@ -79,6 +81,33 @@ class Optimizer:
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
             raise UserError(f"`optimizer.name` is {self.name!r}, which is no torch.optim.Optimizer; name one")
         return found
+
+    def check_divides(self) -> None:
+        """Refuse a class that steps a weight otherwise than its pieces, for ranks that have pieces of it.
+
+        Two steps tell, of a small matrix and of its halves, with the same gradients.
+
+        Raises:
+            UserError: It does.
+        """
+        generator = torch.Generator().manual_seed(0)
+        before, *gradients = torch.randn(3, 4, 6, dtype=torch.float64, generator=generator)
+        whole = self._moved(before, gradients)
+        halves = [self._moved(before[rows], [each[rows] for each in gradients]) for rows in (slice(2), slice(2, 4))]
+        if not torch.allclose(torch.cat(halves), whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max())):
+            raise UserError(
+                f"`optimizer.name` is {self.name!r}, which steps a matrix otherwise than its parts, and the ranks of"
+                " this strategy have parts of it; use `adamw` or `sgd`, or ZeRO 0 (`strategy.init_args.stage: 0`)"
+            )
+
+    def _moved(self, before: Tensor, gradients: list[Tensor]) -> Tensor:
+        """By how much a weight moves, with a step by each gradient."""
+        weight = torch.nn.Parameter(before.clone())
+        optimizer = self.kind([weight], **self.keywords)
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.step()
+        return weight.detach() - before
 
     @property
     def keywords(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rlflow.data.layout import Layout
 from rlflow.data.process_groups import connect_when_used
 from rlflow.errors import UserError
 from rlflow.models.attention import check_sequence_parallel
-from rlflow.models.handle import ForwardPlan
+from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.packed import PackedModel
 from rlflow.strategies.groups import Groups
 from rlflow.strategies.launcher import RankLauncher
@@ -45,6 +45,13 @@ class DistributedStrategy(TrainingStrategy, DDPStrategy):
         self.timeout = timedelta(seconds=timeout_s)
         self._groups = Groups(self.timeout)
         DDPStrategy.__init__(self)
+
+    def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
+        """See `TrainingStrategy.check_roles`."""
+        for name in handles.keys() & layouts.keys():
+            optimizer = handles[name].optimizer
+            if self.stage and optimizer is not None:
+                optimizer.check_divides()
 
     def form_groups(self, layouts: Mapping[str, Layout]) -> None:
         """See `TrainingStrategy.form_groups`."""

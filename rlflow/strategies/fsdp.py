@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rlflow.data.layout import Layout
 from rlflow.errors import UserError
+from rlflow.models.handle import ModelHandle
 from rlflow.models.packed import PackedModel
 from rlflow.models.part import Part
 from rlflow.strategies.distributed import DistributedStrategy, replace_parameters
@@ -52,14 +53,19 @@ class FSDPStrategy(DistributedStrategy):
         self._configure_ranks(precision, token_budget, packing, timeout_s)
         self.within = within
 
-    def form_groups(self, layouts: Mapping[str, Layout]) -> None:
-        """See `TrainingStrategy.form_groups`.
+    def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
+        """See `TrainingStrategy.check_roles`."""
+        super().check_roles(handles, layouts)
+        for name in handles.keys() & layouts.keys():
+            ranks, within = len(layouts[name].ranks), self.divided_over(layouts[name])
+            if ranks % within:
+                raise UserError(
+                    f"`strategy.within` is {within}, and `{name}` lives on {ranks} ranks, which are no multiple of it;"
+                    f" give a divisor of {ranks}, or null to divide its weights over all of them"
+                )
 
-        Raises:
-            UserError: `within` does not divide the ranks of a role.
-        """
-        for name, layout in layouts.items():
-            self._refuse_uneven(name, layout)
+    def form_groups(self, layouts: Mapping[str, Layout]) -> None:
+        """See `TrainingStrategy.form_groups`."""
         super().form_groups(layouts)
         for layout in layouts.values():
             self._groups.form_copies(layout, self.divided_over(layout))
@@ -119,20 +125,12 @@ class FSDPStrategy(DistributedStrategy):
     def _mesh(self, name: str) -> DeviceMesh:
         """The role's ranks: those of a row divide each parameter, those of a column have the same part."""
         layout, device = self.layout(name), self.root_device.type
-        self._refuse_uneven(name, layout)
         width = self.divided_over(layout)
         if width == len(layout.ranks):
             return DeviceMesh.from_group(self._groups.of(layout).all, device, mesh_dim_names=("shard",))
         rows = torch.tensor(layout.ranks).view(-1, width)
         groups = self._groups.copies(layout, width)
         return DeviceMesh.from_group(list(groups), device, rows, mesh_dim_names=("replicate", "shard"))
-
-    def _refuse_uneven(self, name: str, layout: Layout) -> None:
-        if len(layout.ranks) % self.divided_over(layout):
-            raise UserError(
-                f"`strategy.within` is {self.within}, and `{name}` lives on {len(layout.ranks)} ranks, which are no"
-                f" multiple of it; give a divisor of {len(layout.ranks)}, or null to divide over all of them"
-            )
 
 
 def _units(model: PackedModel) -> Iterator[nn.Module]:

@@ -108,6 +108,8 @@ class Groups:
 
 
 def _copies(ranks: tuple[int, ...], width: int) -> list[tuple[int, ...]]:
-    """Ranks in rows of `width`: first the columns, then the rows."""
+    """Ranks in rows of `width`: first the columns, then the rows; none where they do not fill their rows."""
+    if len(ranks) % width:
+        return []  # of an engine: it holds no role
     rows = [ranks[start : start + width] for start in range(0, len(ranks), width)]
     return [*zip(*rows, strict=True), *rows]

@@ -89,6 +89,17 @@ class TrainingStrategy(Strategy):
         self._roles: dict[str, Role] = {}
         self._layouts: dict[str, Layout] = {}
 
+    def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
+        """Refuse what cannot be trained this way, before processes start.
+
+        Args:
+            handles: By role.
+            layouts: Where each role lives; there may be others.
+
+        Raises:
+            UserError: Something cannot.
+        """
+
     def form_groups(self, layouts: Mapping[str, Layout]) -> None:
         """Say where roles live; called once, before any role is set up, by all ranks of the job alike.
 

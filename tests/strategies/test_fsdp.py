@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from rlflow.data.layout import Layout
 from rlflow.errors import UserError
+from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
-from rlflow.strategies import FSDPStrategy
+from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, TrainingStrategy
 from tests.ranks import RankPool
 from tests.strategies.reference import distance, plain_update
 from tests.strategies.state import pieces, put_together
@@ -76,16 +77,28 @@ def test_a_rank_holds_its_rows_alone_after_scoring_and_between_micro_batches(tin
         assert shares == pytest.approx([0.5, 0.5, 0.5], abs=0.01)
 
 
-def uneven_roles(within: int) -> str:
-    strategy = launch("fsdp", within=within)
-    with pytest.raises(UserError) as refused:
-        strategy.form_groups({"actor": Layout((0, 1, 2), 3), "critic": Layout((1,), 1)})
-    return str(refused.value)
+def test_ranks_that_are_no_multiple_of_those_that_divide_are_refused() -> None:
+    roles = {"critic": CausalLM("tiny"), "actor": CausalLM("tiny")}
+    layouts = {"critic": Layout((1,), 1), "actor": Layout((0, 1, 2), 3), "rollout": Layout((3, 4, 5), 3)}
+    with pytest.raises(UserError, match=r"`strategy\.within` is 2, and `actor` lives on 3 ranks"):
+        FSDPStrategy(within=2).check_roles(roles, layouts)
+    FSDPStrategy(within=2).check_roles({"critic": roles["critic"]}, layouts)
 
 
-def test_ranks_that_are_no_multiple_of_those_that_divide_are_refused(ranks3: RankPool) -> None:
-    for said in ranks3.run(uneven_roles, 2):
-        assert said.startswith("`strategy.within` is 2, and `actor` lives on 3 ranks")
+@pytest.mark.parametrize("strategy", [FSDPStrategy(), DeepSpeedStrategy(1)])
+@pytest.mark.parametrize("name", ["torch.optim.Adafactor", "torch.optim.Muon"])
+def test_an_optimizer_that_looks_at_whole_matrices_is_refused_where_ranks_divide_them(
+    name: str, strategy: TrainingStrategy
+) -> None:
+    roles = {"actor": CausalLM("tiny", optimizer=Optimizer(name, lr=1e-6))}
+    with pytest.raises(UserError, match=f"`optimizer.name` is '{name}', which steps a matrix otherwise than its parts"):
+        strategy.check_roles(roles, {"actor": Layout((0, 1), 2)})
+    DeepSpeedStrategy(0).check_roles(roles, {"actor": Layout((0, 1), 2)})
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "torch.optim.Adam", "torch.optim.RMSprop"])
+def test_an_optimizer_that_steps_each_number_alone_is_taken(name: str) -> None:
+    FSDPStrategy().check_roles({"actor": CausalLM("tiny", optimizer=Optimizer(name))}, {"actor": Layout((0, 1), 2)})
 
 
 @pytest.mark.parametrize(
