@@ -27,11 +27,11 @@ from rlflow.rollout.engine import RolloutEngine, SyncReport
 from rlflow.rollout.manifest import WeightSyncError
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
-from rlflow.strategies import DeepSpeedStrategy, SingleProcess, TrainingStrategy
+from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
 from tests.data.listed import Listed
 
-ZERO2, ZERO3 = partial(DeepSpeedStrategy, 2), partial(DeepSpeedStrategy, 3)
+ZERO2, ZERO3, FSDP = partial(DeepSpeedStrategy, 2), partial(DeepSpeedStrategy, 3), FSDPStrategy
 SGD = Optimizer("sgd", lr=0.1, gradient_clipping=0.0)
 
 

@@ -16,10 +16,10 @@ from rlflow import Optimizer, UserError
 from rlflow.callbacks import Callback
 from rlflow.placement import handles
 from rlflow.preparation import updates_of_run
-from rlflow.strategies import DeepSpeedStrategy
 from tests.controller.runs import ActorCritic, Fit, StopsAfter, answers, fit, grpo, sums
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.ranks import RankPool
+from tests.strategies.update import strategy_of
 
 LENGTHS = (3, 9, 1, 12, 5, 2, 7, 4)
 ADAMW = Optimizer("adamw", lr=1e-2)
@@ -43,8 +43,8 @@ def test_an_actor_and_a_critic_train_alike_at_every_stage_and_both_are_saved(
     assert alone.steps[0]["critic/value"] == 0  # a new output layer
     assert alone.steps[1]["critic/value"] != 0
     assert difference({k: expected["model"][k] for k in start}, start) > 1e-3
-    for stage in range(4):
-        for result in ranks2.run(fit, run(str(stage), strategy=partial(DeepSpeedStrategy, stage))):
+    for stage in (0, 1, 2, 3, "fsdp"):
+        for result in ranks2.run(fit, run(str(stage), strategy=partial(strategy_of, stage))):
             for metric in ("actor/loss", "critic/loss", "critic/grad_norm", "critic/value", "critic/last_value"):
                 assert result.steps[1][metric] == pytest.approx(alone.steps[1][metric], rel=1e-4), (stage, metric)
         found = saved(tmp_path / str(stage))

@@ -1,4 +1,4 @@
-"""Runs with vLLM and DeepSpeed on two ranks: the same twice, and with the trainer's weights at every step."""
+"""Runs with vLLM, DeepSpeed and FSDP on two ranks: the same twice, and with the trainer's weights at every step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,28 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlflow.rollout.vllm import VLLMEngine
 from tests.controller.new_groups import NewGroup, recording
-from tests.controller.runs import ZERO2, ZERO3, Fit, LeavesOneOut, Result, SkipsASync, failing_fit, fit, grpo, sums
+from tests.controller.runs import (
+    FSDP,
+    ZERO2,
+    ZERO3,
+    Fit,
+    LeavesOneOut,
+    Result,
+    SkipsASync,
+    failing_fit,
+    fit,
+    grpo,
+    sums,
+)
 from tests.ranks import RankPool
+from tests.strategies.update import Stage
 
 STEPS = 6  # syncs before the first update and after each of five
-STRATEGIES = {2: ZERO2, 3: ZERO3}
+STRATEGIES = {2: ZERO2, 3: ZERO3, "fsdp": FSDP}
 TENSORS = 2 + 2 * 12  # embedding, last norm; per layer two norms, q, k, v with biases, o, gate, up, down
 
 
-def _run(policy: Path, folder: Path, engine: VLLMEngine, stage: int) -> Fit:
+def _run(policy: Path, folder: Path, engine: VLLMEngine, stage: Stage) -> Fit:
     module = grpo(policy, kl_coef=0.1, samples_per_update=6)
     settings = {"max_steps": STEPS, "val_check_interval": 3}
     return Fit(module, sums(12, prompts_per_step=3, held_out=5), folder, STRATEGIES[stage], engine, settings)
@@ -38,10 +51,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(policy: Path, folder: Path, ranks2: RankPool) -> dict[tuple[int, int], list[tuple[Result, list[NewGroup]]]]:
-    """What each rank saw by tensor-parallel size and ZeRO stage; the run of (1, 2) was made twice in one folder."""
+def runs(policy: Path, folder: Path, ranks2: RankPool) -> dict[tuple[int, Stage], list[tuple[Result, list[NewGroup]]]]:
+    """What each rank saw by tensor-parallel size and strategy; the run of (1, 2) was made twice in one folder."""
     found = {}
-    for tensor_parallel_size, stage in ((1, 2), (1, 2), (2, 2), (1, 3), (2, 3)):
+    for tensor_parallel_size, stage in ((1, 2), (1, 2), (2, 2), (1, 3), (2, 3), (2, "fsdp")):
         path = folder / f"tp{tensor_parallel_size}-zero{stage}"
         engine = VLLMEngine(tensor_parallel_size, kv_cache_gib=0.25)
         found[tensor_parallel_size, stage] = ranks2.run(_fit, _run(policy, path, engine, stage), timeout_s=200)
@@ -49,7 +62,7 @@ def runs(policy: Path, folder: Path, ranks2: RankPool) -> dict[tuple[int, int], 
 
 
 @pytest.fixture(scope="module")
-def results(runs: Any) -> dict[tuple[int, int], Result]:
+def results(runs: Any) -> dict[tuple[int, Stage], Result]:
     """Rank 0's."""
     return {settings: ranks[0][0] for settings, ranks in runs.items()}
 
@@ -72,24 +85,23 @@ def test_a_run_has_the_same_samples_to_the_byte_when_it_is_run_again(results: An
     assert first == again
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+@pytest.mark.parametrize(("tensor_parallel_size", "stage"), [(1, 2), (1, 3), (2, 2), (2, 3), (2, "fsdp")])
 class TestWeightsInTheEngine:
     def test_vllm_says_what_the_trainer_says_after_every_sync(
-        self, results: dict[tuple[int, int], Result], tensor_parallel_size: int, stage: int
+        self, results: dict[tuple[int, Stage], Result], tensor_parallel_size: int, stage: Stage
     ) -> None:
         gaps = [step["sync/logprob_gap_max"] for step in results[tensor_parallel_size, stage].steps]
         assert len(gaps) == STEPS
         assert max(gaps) < 1e-4
 
     def test_every_step_syncs_and_verifies_every_tensor(
-        self, results: dict[tuple[int, int], Result], tensor_parallel_size: int, stage: int
+        self, results: dict[tuple[int, Stage], Result], tensor_parallel_size: int, stage: Stage
     ) -> None:
         synced = [step["sync/verified_tensors"] for step in results[tensor_parallel_size, stage].steps]
         assert synced == [TENSORS] * STEPS
 
     def test_the_saved_model_is_the_trained_one(
-        self, results: dict[tuple[int, int], Result], folder: Path, tensor_parallel_size: int, stage: int
+        self, results: dict[tuple[int, Stage], Result], folder: Path, tensor_parallel_size: int, stage: Stage
     ) -> None:
         path = folder / f"tp{tensor_parallel_size}-zero{stage}/model"
         saved = dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
@@ -100,7 +112,7 @@ class TestWeightsInTheEngine:
 
 
 def test_ranks_form_the_same_groups_those_of_vllm_and_deepspeed_included(
-    runs: dict[tuple[int, int], list[tuple[Result, list[NewGroup]]]],
+    runs: dict[tuple[int, Stage], list[tuple[Result, list[NewGroup]]]],
 ) -> None:
     for settings, ((_, first), (_, second)) in runs.items():
         assert first == second, settings
@@ -108,7 +120,7 @@ def test_ranks_form_the_same_groups_those_of_vllm_and_deepspeed_included(
 
 
 def test_a_run_with_shared_engines_moves_rows_to_the_ranks_that_score_them(
-    results: dict[tuple[int, int], Result],
+    results: dict[tuple[int, Stage], Result],
 ) -> None:
     # Both peers of an engine hold all of its rows, so its own values go nowhere, and what single ranks make does.
     assert results[2, 2].steps[0]["exchange/bytes"] > 0

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
+from tests.strategies.update import Stage
+
 SMALL, LARGE = 20, 4096  # token budgets: micro-batches of one or two samples, and all samples in one
 RANKS = (1, 2, 4)
 
@@ -15,7 +17,7 @@ class Setting:
     """How a step is run; by the claim under test nothing of it matters.
 
     Attributes:
-        stage: Of ZeRO; None for a single process without DeepSpeed.
+        stage: Of ZeRO, or FSDP; None for a single process without either.
         token_budget: Of a micro-batch.
         packing: Whether forward passes go without padding.
         balance: Whether rows move to even out tokens.
@@ -23,7 +25,7 @@ class Setting:
         precision: Of the weights.
     """
 
-    stage: int | None
+    stage: Stage | None
     token_budget: int = LARGE
     packing: bool = True
     balance: Literal["auto", "off"] = "auto"
@@ -31,7 +33,7 @@ class Setting:
     precision: Literal["fp32", "fp64"] = "fp32"
 
 
-def _choices(stage: int, ranks: int) -> Setting:
+def _choices(stage: Literal[0, 1, 2, 3], ranks: int) -> Setting:
     """Of the other four choices, those that make all pairs meet over all stages and ranks."""
     number = RANKS.index(ranks)
     return Setting(
@@ -43,20 +45,23 @@ def _choices(stage: int, ranks: int) -> Setting:
     )
 
 
-# By the number of ranks. In the cover every two choices of stage, ranks, budget, packing, balance and seed meet.
-COVER = {ranks: [_choices(stage, ranks) for stage in range(4)] for ranks in RANKS}
+STAGES: tuple[Stage, ...] = (0, 1, 2, 3, "fsdp")
+ZERO: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
 
-# Every stage, budget and packing at every number of ranks; the other choices take turns.
+# By the number of ranks. In the cover every two choices of stage, ranks, budget, packing, balance and seed meet.
+COVER = {ranks: [_choices(stage, ranks) for stage in ZERO] for ranks in RANKS}
+
+# Every strategy, stage, budget and packing at every number of ranks; the other choices take turns.
 GRID = {
     ranks: [
         Setting(
             stage,
             (SMALL, LARGE)[large],
             packing=packed == 1,
-            balance="auto" if (stage + large + packed) % 2 == 0 else "off",
-            seed=(stage // 2 + large) % 2,
+            balance="auto" if (number + large + packed) % 2 == 0 else "off",
+            seed=(number // 2 + large) % 2,
         )
-        for stage, large, packed in product(range(4), range(2), range(2))
+        for (number, stage), large, packed in product(enumerate(STAGES), range(2), range(2))
     ]
     for ranks in RANKS
 }

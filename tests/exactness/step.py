@@ -20,11 +20,12 @@ from rlflow.data.sources import JSONL
 from rlflow.preparation import prepare
 from rlflow.rewards import SampleReward
 from rlflow.run import Run
-from rlflow.strategies import DeepSpeedStrategy, SingleProcess, TrainingStrategy
+from rlflow.strategies import SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
 from tests.exactness.cases import OPTIMIZER, Case, settings
 from tests.exactness.recording import Answer, Recorded, Recording
 from tests.exactness.settings import Setting
+from tests.strategies.update import strategy_of
 
 
 @dataclass(frozen=True)
@@ -163,9 +164,4 @@ def _module(recording: Recording, case: Case) -> RLModule:
 def _strategy(setting: Setting) -> TrainingStrategy:
     if setting.stage is None:
         return SingleProcess(setting.precision, setting.token_budget, setting.packing)
-    return DeepSpeedStrategy(
-        setting.stage,  # type: ignore[arg-type]
-        setting.precision,  # type: ignore[arg-type]
-        setting.token_budget,
-        setting.packing,
-    )
+    return strategy_of(setting.stage, setting.precision, setting.token_budget, packing=setting.packing)

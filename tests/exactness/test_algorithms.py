@@ -22,6 +22,7 @@ from tests.exactness.step import Outcome, one_step
 from tests.ranks import RankPool
 from tests.reference.policy_float64 import Objective
 from tests.reference.update import Update
+from tests.strategies.update import Stage
 
 FLOAT32 = 1e-5  # norm of the difference over the norm
 FLOAT64 = 1e-10
@@ -90,6 +91,18 @@ def test_the_step_depends_on_neither_ranks_nor_stage_nor_micro_batches_nor_packi
     check(name, COVER[world_size], ranks, recording, expected, tmp_path)
 
 
+@pytest.mark.parametrize(("name", "world_size"), [("GRPO", 2), ("PPO", 2), ("DPO", 2), ("SFT", 1)])
+def test_the_step_is_the_same_by_fsdp(
+    name: str,
+    world_size: int,
+    recording: Recording,
+    expected: Truth,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    check(name, [Setting("fsdp", SMALL)], request.getfixturevalue(f"ranks{world_size}"), recording, expected, tmp_path)
+
+
 @pytest.mark.exact
 @pytest.mark.parametrize("world_size", RANKS)
 @pytest.mark.parametrize("name", ALL)
@@ -134,9 +147,9 @@ def test_a_step_by_the_policy_that_sampled_is_the_reference(name: str, recording
     assert all(each < FLOAT64 for each in differences(outcomes, truth(case, recording)))
 
 
-@pytest.mark.parametrize(("name", "stage"), [("GRPO", 0), ("DPO", 1), ("PPO", 2), ("GRPO", 3)])
+@pytest.mark.parametrize(("name", "stage"), [("GRPO", 0), ("DPO", 1), ("PPO", 2), ("GRPO", 3), ("GRPO", "fsdp")])
 def test_adapters_move_as_the_gradient_of_their_weights_says(
-    name: str, stage: int, recording: Recording, expected: Truth, tmp_path: Path, ranks2: RankPool
+    name: str, stage: Stage, recording: Recording, expected: Truth, tmp_path: Path, ranks2: RankPool
 ) -> None:
     adapted = replace(CASES[name], more={**CASES[name].more, "lora": LoRA(rank=4, alpha=8.0)})
     full = expected(name)["actor"]

@@ -85,7 +85,14 @@ def test_in_float64_every_update_is_the_reference_s(
     assert all(x < FLOAT64 for x in apart), apart
 
 
-@pytest.mark.parametrize(("world_size", "setting"), [(2, Setting(2, SMALL)), (4, Setting(3, LARGE, packing=False))])
+@pytest.mark.parametrize(
+    ("world_size", "setting"),
+    [
+        (2, Setting(2, SMALL)),
+        (4, Setting(3, LARGE, packing=False)),
+        pytest.param(4, Setting("fsdp", SMALL), marks=pytest.mark.exact),
+    ],
+)
 @pytest.mark.parametrize("name", BASES)
 def test_on_many_ranks_every_update_is_the_reference_s(
     name: str, world_size: int, setting: Setting, recording: Recording, tmp_path: Path, request: pytest.FixtureRequest

@@ -23,7 +23,7 @@ from tests.families.models import ALL
 from tests.ranks import RankPool
 from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS, distance, plain_update
 from tests.strategies.subsets import side_by_side
-from tests.strategies.update import deepspeed_update, rows_of, save_after_update
+from tests.strategies.update import Stage, one_update, rows_of, save_after_update
 
 CPU = torch.device("cpu")
 CLIP = 0.5
@@ -69,11 +69,13 @@ def test_the_packed_forward_and_its_gradient_are_those_of_single_rows(name: str,
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_an_update_on_two_ranks_is_that_of_single_rows(stage: int, name: str, family: Family, ranks2: RankPool) -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3, "fsdp"])
+def test_an_update_on_two_ranks_is_that_of_single_rows(
+    stage: Stage, name: str, family: Family, ranks2: RankPool
+) -> None:
     folder = family(name)
     gradient, weights = reference(folder)
-    for outcome in ranks2.run(deepspeed_update, folder, stage, "fp32", SGD):
+    for outcome in ranks2.run(one_update, folder, stage, "fp32", SGD):
         assert distance(outcome.gradients[0], gradient) < 1e-5
         assert distance(outcome.weights, weights) < 1e-6
 

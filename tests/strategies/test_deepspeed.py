@@ -21,8 +21,8 @@ from tests.strategies.update import (
     Stage,
     agreed,
     bucket_bytes,
-    deepspeed_update,
     frozen_scores,
+    one_update,
     overlapping_update,
     save_after_update,
     scheduled_update,
@@ -53,7 +53,7 @@ def outcomes(tiny: Path, ranks1: RankPool, ranks2: RankPool):  # type: ignore[no
 
     @cache
     def run(stage: Stage, world_size: int) -> list[Outcome]:
-        return {1: ranks1, 2: ranks2}[world_size].run(deepspeed_update, tiny, stage, "fp32", SGD)
+        return {1: ranks1, 2: ranks2}[world_size].run(one_update, tiny, stage, "fp32", SGD)
 
     return run
 
@@ -116,7 +116,7 @@ def test_adamw_with_a_warm_up_and_a_linear_schedule_follows_torch(stage: Stage, 
 def test_an_update_that_one_rank_spoils_is_skipped_by_all_and_leaves_no_trace(
     stage: Stage, precision: str, tiny: Path, ranks2: RankPool
 ) -> None:
-    expected = ranks2.run(deepspeed_update, tiny, stage, precision, SGD)
+    expected = ranks2.run(one_update, tiny, stage, precision, SGD)
     for rank, (kept, norm, second) in enumerate(ranks2.run(spoiled_update, tiny, stage, precision, SGD)):
         assert kept
         assert not math.isfinite(norm)
@@ -128,7 +128,7 @@ def test_an_update_that_one_rank_spoils_is_skipped_by_all_and_leaves_no_trace(
 def test_gradient_checkpointing_changes_no_gradient(
     stage: Stage, tiny: Path, ranks2: RankPool, reference: Reference
 ) -> None:
-    for outcome in ranks2.run(deepspeed_update, tiny, stage, "fp32", SGD, True):
+    for outcome in ranks2.run(one_update, tiny, stage, "fp32", SGD, True):
         assert distance(outcome.gradients[0], reference[0][0]) < 1e-5
 
 
@@ -136,7 +136,7 @@ def test_gradient_checkpointing_changes_no_gradient(
 def test_a_bf16_gradient_is_the_reference_s_up_to_bf16(
     stage: Stage, tiny: Path, ranks2: RankPool, reference: Reference
 ) -> None:
-    for outcome in ranks2.run(deepspeed_update, tiny, stage, "bf16", SGD):
+    for outcome in ranks2.run(one_update, tiny, stage, "bf16", SGD):
         assert distance(outcome.gradients[0], reference[0][0]) < 0.03  # bf16 resolves 2 ** -8 = 0.004
         assert {weight.dtype for weight in outcome.weights.values()} == {torch.bfloat16}
 
@@ -203,5 +203,5 @@ def test_an_optimizer_by_class_path_follows_torch(tiny: Path, ranks2: RankPool) 
     own = {"betas": (0.7, 0.9), "weight_decay": 0.1}
     _, _, weights = plain_update(tiny, lambda p: torch.optim.Adam(p, lr=1e-3, **own), CLIP, updates=1)
     given = Optimizer("torch.optim.Adam", lr=1e-3, gradient_clipping=CLIP, arguments=own)
-    for outcome in ranks2.run(deepspeed_update, tiny, 2, "fp32", given):
+    for outcome in ranks2.run(one_update, tiny, 2, "fp32", given):
         assert distance(outcome.weights, weights) < 1e-5

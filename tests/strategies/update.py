@@ -101,10 +101,10 @@ def update(
     return outcome
 
 
-def deepspeed_update(
+def one_update(
     folder: Path, stage: Stage, precision: str, optimizer: Optimizer, checkpointing: bool = False
 ) -> Outcome:
-    """One update by DeepSpeed."""
+    """One update."""
     return update(launch(stage, precision), folder, optimizer, checkpointing=checkpointing)
 
 
