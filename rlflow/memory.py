@@ -35,7 +35,7 @@ class Memory:
         held: Values of the step.
         capacity: Of the device, for this rank.
         asleep: Of the engine, while roles are trained.
-        host: In the CPU's memory instead: optimizer states of each role that leaves them there.
+        host: In the CPU's memory instead: optimizer states and weights of each role that leaves them there.
     """
 
     ranks: tuple[int, ...]
@@ -109,9 +109,11 @@ def memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memor
     reduced = [reduced_bytes(role.training) for role in trained.values()]
     states = {name: optimizer_bytes(role.training) for name, role in trained.items()}
     offloaded = {name for name, role in trained.items() if role.training.offloaded}
+    weights = {name: weight_bytes(role.size, role.training) for name, role in own.items()}
+    away = {name for name, role in own.items() if role.training.weights_offloaded}
     return Memory(
         ranks=ranks,
-        weights={name: weight_bytes(role.size, role.training) for name, role in own.items()},
+        weights={name: 0.0 if name in away else nbytes for name, nbytes in weights.items()},
         gradients={name: gradient_bytes(role.training) for name, role in trained.items()},
         optimizer={name: 0.0 if name in offloaded else nbytes for name, nbytes in states.items()},
         activations={name: activation_bytes(role.size, role.training, longest) for name, role in trained.items()},
@@ -126,14 +128,22 @@ def memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memor
         asleep={"nothing": 0.0, "weights": engine_weights, "weights and cache": engine_weights + cache}[
             engine.memory.asleep
         ],
-        host={name: nbytes for name, nbytes in states.items() if name in offloaded},
+        host={
+            name: (states[name] if name in offloaded else 0.0) + (nbytes if name in away else 0.0)
+            for name, nbytes in weights.items()
+            if name in offloaded | away
+        },
     )
 
 
 def weight_bytes(size: ModelSize, how: RoleTraining) -> float:
-    """Of a role: divided at ZeRO 3; those that are trained may be wider than forward passes read them."""
-    nbytes = size.parameters * how.width + how.trained * (how.summed_width - how.width if how.masters else 0)
-    return nbytes / (how.ranks if how.stage == 3 else 1)
+    """Of a role: divided at ZeRO 3, and there once more where a node's ranks divide them too.
+
+    Those that are trained may be wider than forward passes read them.
+    """
+    nbytes = size.parameters * how.width
+    masters = how.trained * (how.summed_width - how.width) if how.masters else 0
+    return (nbytes + masters) / (how.ranks if how.stage == 3 else 1) + (nbytes / how.within if how.within else 0)
 
 
 def gradient_bytes(how: RoleTraining) -> float:
@@ -172,11 +182,10 @@ def activation_bytes(size: ModelSize, how: RoleTraining, longest: float = 0) -> 
 
 
 def gathered_bytes(size: ModelSize, how: RoleTraining) -> float:
-    """Of the largest piece that is whole at once at ZeRO 3: an embedding or a layer."""
+    """Of what is whole at once at ZeRO 3: an embedding, a layer, or as much as is kept."""
     if how.stage < 3:
         return 0.0
-    layer = (size.parameters - size.embedding - size.output_layer) // size.layers
-    return float(max(size.embedding, layer) * how.width)
+    return float(min(size.parameters, max(size.largest_layer, how.live)) * how.width)
 
 
 def _held(workload: Workload, rank: int) -> float:
@@ -211,7 +220,7 @@ def memory_lines(memory: Memory, every: bool) -> Iterator[str]:
                 f"activations {in_bytes(memory.activations[role])}",
             ]
         if role in memory.host:
-            parts.append(f"in host memory optimizer {in_bytes(memory.host[role])}")
+            parts.append(f"in host memory {in_bytes(memory.host[role])}")
         yield f"    {role:<10} {', '.join(parts)}"
     yield (
         f"    training   logits {in_bytes(memory.logits)}, gathered {in_bytes(memory.gathered)}, reduced"

@@ -65,6 +65,9 @@ class RoleTraining:
         summed_width: Bytes of each of the optimizer's numbers, and of a gradient that is summed up.
         bucket: Gradients that are reduced at once.
         masters: Whether trained weights lie in `summed_width` and are rounded to `width` for forward passes.
+        live: Weights that may stay whole at ZeRO 3, beyond those of a layer.
+        within: Ranks that divide weights once more among them; 0 where none do.
+        weights_offloaded: Whether weights are in the CPU's memory.
     """
 
     stage: int
@@ -80,6 +83,9 @@ class RoleTraining:
     summed_width: int = 4
     bucket: int = 0
     masters: bool = False
+    live: int = 0
+    within: int = 0
+    weights_offloaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,6 +231,7 @@ def loaded_role(
     owner = handle.owner if isinstance(handle, WithoutAdapters) else None
     stage = strategy.stage or 0
     width = torch.finfo(strategy.dtype).bits // 8
+    within = strategy.partition_within or 0
     divides = strategy.stage is not None
     # DeepSpeed steps a float32 copy of the weights, but for float32 weights at stage 0.
     copy = divides and not strategy.holds_masters and (stage > 0 or strategy.dtype != torch.float32)
@@ -242,8 +249,11 @@ def loaded_role(
             offloaded=strategy.offload_optimizer and not on_cpu,
             peers=layout.copies,
             summed_width=4 if divides else width,
-            bucket=min(strategy.bucket_elements, size.parameters) if stage and trained else 0,
             masters=strategy.holds_masters,
+            bucket=min(strategy.bucket_elements, size.largest_layer) if stage and trained else 0,
+            live=strategy.live_elements or 0,
+            within=within if within < len(layout.ranks) else 0,
+            weights_offloaded=strategy.offload_parameters and not on_cpu,
         ),
         epochs=handle.epochs,
         layout=layout,

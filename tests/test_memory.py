@@ -6,6 +6,7 @@ import gc
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,22 @@ def test_checkpointing_keeps_inputs_of_layers_and_one_layer() -> None:
 def test_zero_3_holds_the_largest_piece_whole() -> None:
     assert gathered_bytes(SMALL, ZERO3) == 1000 * 2  # an embedding; a layer has 925
     assert gathered_bytes(SMALL, replace(ZERO3, stage=2)) == 0
+    assert gathered_bytes(SMALL, replace(ZERO3, live=1500)) == 1500 * 2
+    assert gathered_bytes(SMALL, replace(ZERO3, live=10**9)) == 3850 * 2  # there are no more
+
+
+def test_settings_of_zero_3_say_where_weights_lie_and_how_many_are_on_their_way() -> None:
+    handle, layout = CausalLM("tiny", optimizer=Optimizer()), Layout((0, 1, 2, 3), 4)
+
+    def how(**settings: Any) -> RoleTraining:
+        return loaded_role("actor", {"actor": handle}, SMALL, DeepSpeedStrategy(3, **settings), layout, 8).training
+
+    assert how(bucket_elements=800).bucket == 800
+    assert how().bucket == 1000  # no more than the largest layer, the embedding
+    assert weight_bytes(SMALL, how()) == 3850 * 4 / 4
+    assert weight_bytes(SMALL, how(partition_within=2)) == 3850 * 4 / 4 + 3850 * 4 / 2
+    assert weight_bytes(SMALL, how(partition_within=4)) == 3850 * 4 / 4  # the role has no more ranks
+    assert how(offload_parameters=True).weights_offloaded
 
 
 def test_logits_of_a_small_vocabulary_are_less_than_a_chunk() -> None:
@@ -169,7 +186,7 @@ def test_the_table_adds_up_and_says_what_is_short() -> None:
     first, actor, reference, training, engine, short = memory_lines(memory, every=True)
     assert first == "memory of a rank: 61.0 GB generating, 49.0 GB training, of 40.0 GB"
     assert actor.split(maxsplit=1)[1] == (
-        "weights 10.0 GB, gradients 20.0 GB, optimizer 0 B, activations 5.0 GB, in host memory optimizer 60.0 GB"
+        "weights 10.0 GB, gradients 20.0 GB, optimizer 0 B, activations 5.0 GB, in host memory 60.0 GB"
     )
     assert reference.split(maxsplit=1)[1] == "weights 10.0 GB"
     assert training.endswith("logits 1.0 GB, gathered 0 B, reduced 2.0 GB; values of the step 1.0 GB")

@@ -177,6 +177,17 @@ class PackedModel(nn.Module):
         else:
             save_adapter(folder, self.model, self.lora, self.base, self.head, state_dict)
 
+    def largest_layer(self, numel: Callable[[nn.Parameter], int]) -> int:
+        """Elements of the largest layer, embedding or output layer.
+
+        Args:
+            numel: Elements of a whole parameter.
+        """
+        kinds = set(self.model._no_split_modules or ())  # by which transformers too tells what stays together
+        layers = [{*module.parameters()} for module in self.modules() if type(module).__name__ in kinds]
+        others = {*self.parameters()}.difference(*layers)
+        return max(sum(map(numel, each)) for each in [*layers, *({parameter} for parameter in others)])
+
     @property
     @abstractmethod
     def decoder(self) -> Any:
@@ -230,6 +241,7 @@ def read(
             path,
             dtype=dtype,
             attn_implementation="eager",
+            ignore_mismatched_sizes=True,  # which is said better below
             output_loading_info=True,
             trust_remote_code=False,
             **settings,
@@ -237,6 +249,12 @@ def read(
     except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         raise UserError(f"`model` {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     model, report = loaded
+    if report["mismatched_keys"]:
+        name, found, needed = min(report["mismatched_keys"])
+        raise UserError(
+            f"`model` {str(path)!r} cannot be loaded: {name!r} has the shape {list(found)} in its files, where"
+            f" {list(needed)} is needed; give a model whose config.json fits its weights"
+        )
     missing = set(report["missing_keys"]) - set(may_lack)
     if missing:
         # Transformers would go on with random numbers in their place.

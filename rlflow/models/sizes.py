@@ -67,6 +67,12 @@ class ModelSize:
         """Parameters of the output layer; none where it is the input embedding."""
         return 0 if self.tied else self.outputs * self.hidden
 
+    @property
+    def largest_layer(self) -> int:
+        """Parameters of a layer, or of an embedding where that has more."""
+        layer = (self.parameters - self.embedding - self.output_layer) // self.layers
+        return max(self.embedding, layer)
+
     def with_labels(self, labels: int) -> ModelSize:
         """With an output layer of so many labels instead of the vocabulary's."""
         return replace(self, labels=labels, tied=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rlflow.data.layout import Layout
 from rlflow.errors import UserError, importable, require
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
@@ -21,7 +22,7 @@ from rlflow.strategies.groups import RoleGroups
 from rlflow.strategies.state import WEIGHT
 from rlflow.strategies.strategy import Role, clip_and_step
 
-BUCKET_ELEMENTS = 200_000_000  # of gradients reduced, or weights gathered, at once
+BUCKET_ELEMENTS = 50_000_000  # 200 MB in float32: enough for a network, and no burden where a layer is larger
 PERSISTENT_ELEMENTS = 10_000  # ZeRO-3 keeps smaller parameters whole on every rank: norms and biases
 
 
@@ -33,15 +34,24 @@ class DeepSpeedStrategy(DistributedStrategy):
         precision: Of weights and forward passes; `bf16` keeps float32 master weights and sums gradients in float32.
         token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
-        offload_optimizer: Keep optimizer states in CPU memory and step there (CUDA; stage 1 or more).
+        offload_optimizer: Keep optimizer states in CPU memory and step there (CUDA; stage 1 or more). Off: it takes 12
+            bytes a weight off the GPUs, and each step sends the gradients and weights over PCIe.
+        offload_parameters: Keep weights in CPU memory too, and send each layer to the GPU when it is used (CUDA; stage
+            3). Off: for a model whose weights alone, divided, do not fit.
         overlap_comm: Reduce gradients, and gather weights at stage 3, on a CUDA stream of their own while the backward
-            pass goes on.
+            pass goes on. Off, as it was never compared on a GPU.
+        bucket_elements: Gradients that are reduced at once, and weights that are gathered ahead at stage 3, at most. No
+            bucket is larger than the model's largest layer; it is allocated in full, 4 bytes each.
+        live_elements: Weights that are whole at a time at stage 3, give or take one parameter, so that they need not be
+            gathered again. None for as many as the largest layer has: memory does not grow with the number of layers.
+        partition_within: At stage 3, ranks of a node that divide the weights once more among them, where a role has
+            more: backward passes, and forward passes but the first after an update, gather them within the node. None
+            for no second copy: it takes a model's weights divided by these ranks.
         timeout_s: Seconds after which a collective that a rank does not join fails.
     """
 
     stage: Literal[0, 1, 2, 3]
     can_offload = True
-    bucket_elements = BUCKET_ELEMENTS
 
     def __init__(
         self,
@@ -50,7 +60,11 @@ class DeepSpeedStrategy(DistributedStrategy):
         token_budget: int = 4096,
         packing: bool = True,
         offload_optimizer: bool = False,
+        offload_parameters: bool = False,
         overlap_comm: bool = False,
+        bucket_elements: int = BUCKET_ELEMENTS,
+        live_elements: int | None = None,
+        partition_within: int | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         require("deepspeed", "DeepSpeedStrategy", "deepspeed")
@@ -58,14 +72,35 @@ class DeepSpeedStrategy(DistributedStrategy):
             raise UserError(f"`stage` is {stage}; ZeRO has the stages 0, 1, 2 and 3.")
         if offload_optimizer and stage == 0:
             raise UserError("`offload_optimizer` needs ZeRO, and `stage` is 0. Use stage 1, 2 or 3.")
-        self._configure_ranks(precision, token_budget, packing, timeout_s)
+        if stage != 3:
+            of_divided: dict[str, int | None] = {"live_elements": live_elements, "partition_within": partition_within}
+            for name, value in {"offload_parameters": offload_parameters, **of_divided}.items():
+                if value:
+                    raise UserError(f"`{name}` is {value}, and `stage` is {stage}; only stage 3 divides weights.")
+        if bucket_elements < 1:
+            raise UserError(f"`bucket_elements` is {bucket_elements}; give 1 or more, {BUCKET_ELEMENTS} say.")
+        if live_elements is not None and live_elements < 1:
+            raise UserError(f"`live_elements` is {live_elements}; give 1 or more, or null for those of a layer.")
+        if partition_within is not None and partition_within < 2:
+            raise UserError(f"`partition_within` is {partition_within}; give 2 or more ranks of a node, or null.")
+        self._configure_ranks(precision, token_budget, packing, timeout_s, partition_within)
         self.stage = stage
         self.divides_weights = stage == 3
         self.offload_optimizer = offload_optimizer
+        self.offload_parameters = offload_parameters
         self.overlap_comm = overlap_comm
+        self.bucket_elements = bucket_elements
+        self.live_elements = live_elements
+        self.partition_within = partition_within
         # DeepSpeed's engines. Not named in a type: jsonargparse would import deepspeed when it reads a config, before a
         # device is chosen, which DeepSpeed then takes for all.
         self._engines: dict[str, Any] = {}
+
+    def form_groups(self, layouts: Mapping[str, Layout]) -> None:
+        """See `TrainingStrategy.form_groups`."""
+        for name, layout in layouts.items():
+            self._refuse_across_nodes(name, layout)
+        super().form_groups(layouts)
 
     def backward(self, name: str, loss: Tensor, last: bool) -> None:  # type: ignore[override]
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
@@ -91,8 +126,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._join()
         groups = self._groups.of(self.layout(name))
         _turn_to(groups)
-        settings = {"data_parallel_group": groups.all, "mpu": groups}
-        divider = deepspeed.zero.Init(config_dict_or_path=self._config(model, None), **settings)
+        settings = {"data_parallel_group": groups.all, "mpu": groups, "zero_param_parallel_group": groups.within}
+        divider = deepspeed.zero.Init(config_dict_or_path=self._config(name, model, None), **settings)
         made: dict[torch.nn.Parameter, Any] = {}
         for module in model.modules():
             for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -102,6 +137,7 @@ class DeepSpeedStrategy(DistributedStrategy):
                     divider._convert_to_deepspeed_param(divided)  # as `Init(module=...)` without a broadcast
                     divided.partition()  # type: ignore[attr-defined]
                     divided.ds_tensor.zero_()  # type: ignore[attr-defined]
+                    divided.ds_secondary_tensor = None  # type: ignore[attr-defined] # made when it is first gathered
                     del whole
                 setattr(module, key, made[parameter])
 
@@ -116,7 +152,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         _turn_to(groups)
         engine: torch.nn.Module
         engine, *_ = deepspeed.initialize(
-            config=self._config(role.model, role.handle.optimizer),
+            config=self._config(name, role.model, role.handle.optimizer),
             model=role.model,
             optimizer=role.optimizer,
             mpu=groups,
@@ -245,21 +281,40 @@ class DeepSpeedStrategy(DistributedStrategy):
             for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
                 yield from zip(weights, masters, strict=True)
 
-    def _config(self, model: PackedModel, optimizer: Optimizer | None) -> dict[str, Any]:
+    def _refuse_across_nodes(self, name: str, layout: Layout) -> None:
+        within, ranks = self.partition_within, layout.ranks
+        if within is None or len(ranks) <= within:
+            return
+        nodes = [{rank // self.num_processes for rank in part} for part in self._groups.divided_within(layout)]
+        if len(ranks) % within or any(len(node) > 1 for node in nodes):
+            raise UserError(
+                f"`strategy.partition_within` is {within}, and `{name}` lives on {len(ranks)} ranks,"
+                f" {self.num_processes} to a node, which cannot be taken {within} at a time within nodes; give a number"
+                " that divides its ranks of each node, or null"
+            )
+
+    def _config(self, name: str, model: PackedModel, optimizer: Optimizer | None) -> dict[str, Any]:
         """DeepSpeed's configuration of one role; what it would do on its own (clip at 1.0, print, time) is off."""
-        elements = sum(self._full_shape(parameter).numel() for parameter in model.parameters())
-        bucket = min(self.bucket_elements, elements)  # its buffers are allocated in full
+        layer = model.largest_layer(lambda parameter: self._full_shape(parameter).numel())
+        bucket = -2 * (-min(self.bucket_elements, layer) // 2)  # its buffers are allocated in full; even, for NCCL
+        live = layer if self.live_elements is None else self.live_elements
         zero: dict[str, Any] = {
             "stage": self.stage,
             "memory_efficient_linear": False,  # it would replace torch's function in the whole process, for good
             "overlap_comm": self.overlap_comm,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
-            "stage3_prefetch_bucket_size": bucket // 4,
+            "stage3_prefetch_bucket_size": bucket,
+            "stage3_max_live_parameters": live,
+            "stage3_max_reuse_distance": live,
             "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
         }
         if self.offload_optimizer:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.root_device.type == "cuda"}
+        if self.offload_parameters:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": self.root_device.type == "cuda"}
+        if self.partition_within is not None and len(self.layout(name).ranks) > self.partition_within:
+            zero["zero_hpz_partition_size"] = self.partition_within
         return {
             "train_micro_batch_size_per_gpu": 1,  # asked for, used for nothing
             "gradient_accumulation_steps": 1,  # the boundary is set by hand in `backward`
@@ -284,10 +339,11 @@ def _own_part(parameter: Any, padded: Tensor) -> Part:
 
 
 def _turn_to(groups: RoleGroups) -> None:
-    """Make DeepSpeed speak to the ranks of one role: it has a single place for them, whatever the engine."""
+    """Make DeepSpeed speak to the ranks of one role: it has single places for them, whatever the engine."""
     from deepspeed.utils import groups as current
 
     current.mpu = groups
+    current._ZERO_PARAM_INTRA_PARALLEL_GROUP = groups.within
 
 
 @cache

@@ -34,7 +34,9 @@ class DistributedStrategy(TrainingStrategy, DDPStrategy):
     A subclass says what of a role is divided over its ranks.
     """
 
-    def _configure_ranks(self, precision: str, token_budget: int, packing: bool, timeout_s: float) -> None:
+    def _configure_ranks(
+        self, precision: str, token_budget: int, packing: bool, timeout_s: float, within: int | None = None
+    ) -> None:
         if precision not in DTYPES:
             raise UserError(
                 f"`precision` is {precision!r}; {type(self).__name__} trains in fp32 or bf16 (fp64: SingleProcess)."
@@ -43,7 +45,7 @@ class DistributedStrategy(TrainingStrategy, DDPStrategy):
             raise UserError(f"`timeout_s` is {timeout_s}; it is a number of seconds above 0.")
         self._configure(DTYPES[precision], token_budget, packing)
         self.timeout = timedelta(seconds=timeout_s)
-        self._groups = Groups(self.timeout)
+        self._groups = Groups(self.timeout, within)
         DDPStrategy.__init__(self)
 
     def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:

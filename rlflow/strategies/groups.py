@@ -20,11 +20,13 @@ class RoleGroups:
         all: The role's ranks.
         peers: The ranks that hold copies of this rank's rows.
         alone: This rank, as no layer is divided.
+        within: The ranks that divide weights once more among them; None where none do.
     """
 
     all: ProcessGroup
     peers: ProcessGroup
     alone: ProcessGroup
+    within: ProcessGroup | None = None
 
     def get_data_parallel_group(self) -> ProcessGroup:
         """All ranks."""
@@ -56,10 +58,12 @@ class Groups:
 
     Args:
         timeout: After which a collective fails.
+        within: How many ranks divide weights once more among them, where a role has more; None where none do.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, within: int | None = None) -> None:
         self._timeout = timeout
+        self._within = within
         self._formed: dict[tuple[int, ...], ProcessGroup | None] = {}
 
     def form(self, layout: Layout) -> None:
@@ -69,6 +73,15 @@ class Groups:
             self._form(layout.peers(shard))
         for rank in layout.ranks:
             self._form((rank,))
+        for ranks in self.divided_within(layout):
+            self._form(ranks)
+
+    def divided_within(self, layout: Layout) -> list[tuple[int, ...]]:
+        """The ranks of a layout, by those that divide weights once more among them; none where these are all."""
+        size, ranks = self._within, layout.ranks
+        if size is None or len(ranks) <= size:
+            return []
+        return [ranks[start : start + size] for start in range(0, len(ranks), size)]
 
     def of(self, layout: Layout) -> RoleGroups:
         """The groups of a layout that this rank is in. One that was not formed yet is of all ranks, which all ask."""
@@ -82,7 +95,8 @@ class Groups:
         assert everybody is not None, layout
         assert peers is not None, layout
         assert mine is not None
-        return RoleGroups(everybody, peers, mine)
+        within = next((self._formed[ranks] for ranks in self.divided_within(layout) if rank in ranks), None)
+        return RoleGroups(everybody, peers, mine, within)
 
     def form_copies(self, layout: Layout, width: int) -> None:
         """Form what `copies` gives; called by all ranks of the job, those outside the layout too."""

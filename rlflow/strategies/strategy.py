@@ -75,7 +75,10 @@ class TrainingStrategy(Strategy):
     can_offload: bool = False  # whether `offload_optimizer` is a setting
     offload_optimizer: bool = False  # to the CPU's memory
     divides_weights: bool = False  # no rank ever holds a whole model
+    offload_parameters: bool = False  # weights too
     bucket_elements: int = 0  # gradients that are reduced at once, at most, from ZeRO 1 on
+    live_elements: int | None = None  # weights that are whole at a time, at most, at ZeRO 3; None for a layer's
+    partition_within: int | None = None  # ranks that divide weights once more among them, at ZeRO 3
     world_size: int
     global_rank: int
     local_rank: int

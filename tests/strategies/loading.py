@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
 from torch import Tensor
 
 from rlflow.data.layout import Layout
+from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
-from tests.strategies.update import Stage, all_weights, launch
+from rlflow.models.optimizer import Optimizer
+from rlflow.strategies.deepspeed import DeepSpeedStrategy
+from tests.strategies.update import Stage, all_weights, backward, launch, rows_of, trained
 
 
 def load(
@@ -25,3 +32,54 @@ def load(
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     adapters = {name: weight.clone() for bucket in strategy._full(model.trained(), 1) for name, weight in bucket}
     return all_weights(strategy, "role") | adapters, buffers, strategy.untrained_record("role")
+
+
+def updates_with(
+    folder: Path, stage: Literal[0, 1, 2, 3], optimizer: Optimizer, settings: dict[str, Any], frozen_too: bool = False
+) -> Any:
+    """The weights after two of the reference's updates; of a frozen role too, and whether ranks hold them twice."""
+    strategy = DeepSpeedStrategy(stage, **settings)
+    Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy).launch()
+    layout = Layout(tuple(range(dist.get_world_size())), min(2, dist.get_world_size()))
+    strategy.form_groups({"actor": layout, "reference": layout})
+    handle = trained(folder, optimizer)
+    strategy.setup_role("actor", handle, folder)
+    if frozen_too:
+        frozen = CausalLM(str(folder), trainable=False)
+        strategy.setup_role("reference", frozen, folder)
+        for _ in range(2):
+            frozen.logprobs(rows_of([0, 1]))
+    for _ in range(2):
+        handle.logprobs(rows_of([0, 1]))
+        backward(strategy, "actor", handle)
+        strategy.step("actor")
+    weights = all_weights(strategy, "actor")
+    if not frozen_too:
+        return weights
+    held: list[Any] = list(strategy._roles["reference"].model.parameters())
+    second = all(each.ds_secondary_tensor is not None for each in held)
+    return weights, all_weights(strategy, "reference"), second
+
+
+def live_elements(folder: Path, limit: int | None) -> tuple[int, int]:
+    """The fewest and most elements that are gathered while a layer of a trained model computes, small ones apart."""
+    strategy = DeepSpeedStrategy(3, live_elements=limit)
+    Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy).launch()
+    handle = trained(folder, Optimizer())
+    strategy.setup_role("actor", handle, folder)
+    model = strategy._roles["actor"].model
+    large: list[Any] = [each for each in model.parameters() if not each.ds_persist]  # type: ignore[attr-defined]
+    for _ in range(3):  # until DeepSpeed knows the order in which weights are used
+        backward(strategy, "actor", handle)
+        strategy.step("actor")
+    seen: list[int] = []
+
+    def count(*_: object) -> None:
+        seen.append(sum(each.numel() for each in large))
+
+    for module in model.model.get_decoder().layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(count)
+            module.register_full_backward_pre_hook(count)
+    backward(strategy, "actor", handle)
+    return min(seen), max(seen)

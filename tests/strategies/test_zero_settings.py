@@ -1,0 +1,91 @@
+"""Settings of ZeRO that trade memory for time change no result, or are refused where they cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rlflow.data.layout import Layout
+from rlflow.errors import UserError
+from rlflow.models.optimizer import Optimizer
+from rlflow.strategies.deepspeed import DeepSpeedStrategy
+from tests.ranks import RankPool
+from tests.strategies.loading import live_elements, updates_with
+from tests.strategies.reference import distance, plain_update
+
+SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=0.5)
+
+
+def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Path) -> dict[str, Tensor]:
+    return plain_update(tiny, sgd, 0.5, updates=2)[2]
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        (2, {"bucket_elements": 1001}),
+        (3, {"bucket_elements": 1001, "live_elements": 1}),
+        (3, {"live_elements": 10**9}),
+    ],
+)
+def test_limits_change_no_result(
+    stage: int, settings: dict[str, Any], tiny: Path, ranks2: RankPool, expected: dict[str, Tensor]
+) -> None:
+    for weights in ranks2.run(updates_with, tiny, stage, SGD, settings):
+        assert distance(weights, expected) < 1e-6
+
+
+def test_weights_divided_once_more_within_a_node_train_alike(
+    tiny: Path, ranks4: RankPool, expected: dict[str, Tensor]
+) -> None:
+    for weights, reference, second in ranks4.run(updates_with, tiny, 3, SGD, {"partition_within": 2}, True):
+        assert second
+        assert distance(weights, expected) < 1e-6
+        before = dict(AutoModelForCausalLM.from_pretrained(tiny).named_parameters())
+        assert all(torch.equal(weight, before[name]) for name, weight in reference.items())
+
+
+def test_as_many_weights_are_whole_at_a_time_as_the_largest_layer_has(tiny: Path, ranks2: RankPool) -> None:
+    sizes = [parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(tiny).model.layers[0].parameters()]
+    layer = sum(sizes)
+    for (least, most), (_, most_of_all) in zip(
+        ranks2.run(live_elements, tiny, None), ranks2.run(live_elements, tiny, 10**9), strict=True
+    ):
+        assert 0 < least <= most <= layer + max(sizes)
+        assert most_of_all > 1.5 * layer
+
+
+@pytest.mark.parametrize(
+    ("settings", "refusal"),
+    [
+        ({"stage": 2, "live_elements": 5}, "`live_elements` is 5, and `stage` is 2"),
+        ({"stage": 1, "offload_parameters": True}, "`offload_parameters` is True, and `stage` is 1"),
+        ({"stage": 3, "partition_within": 1}, "`partition_within` is 1; give 2 or more"),
+        ({"stage": 3, "bucket_elements": 0}, "`bucket_elements` is 0; give 1 or more"),
+        ({"stage": 3, "live_elements": -1}, "`live_elements` is -1; give 1 or more"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(settings: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(UserError, match=refusal):
+        DeepSpeedStrategy(**settings)
+
+
+@pytest.mark.parametrize(("ranks", "devices"), [((0, 1, 2), 3), ((1, 2, 3, 4), 8), ((2, 3, 4, 5), 3)])
+def test_ranks_that_cannot_be_taken_within_nodes_are_refused(ranks: tuple[int, ...], devices: int) -> None:
+    strategy = DeepSpeedStrategy(3, partition_within=2)
+    strategy.parallel_devices = [torch.device("cpu")] * devices
+    if ranks == (1, 2, 3, 4) and devices == 8:  # one node: any two of its ranks will do
+        assert strategy._refuse_across_nodes("actor", Layout(ranks, 4)) is None
+        return
+    with pytest.raises(UserError, match=r"`strategy\.partition_within` is 2, and `actor` lives on"):
+        strategy.form_groups({"actor": Layout(ranks, len(ranks))})
