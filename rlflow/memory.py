@@ -9,6 +9,7 @@ from rlflow.dag.tasks import Exchange, rank_ranges
 from rlflow.data.layout import Layout
 from rlflow.models.logprobs import CHUNK_ELEMENTS
 from rlflow.models.sizes import ModelSize
+from rlflow.storage.space import in_bytes as in_bytes
 from rlflow.workload import RoleTraining, Workload
 
 # Activations of a layer for a token, bytes for each number of its width, with 16 bits a number and attention that keeps
@@ -261,11 +262,3 @@ def does_not_fit(memory: Memory) -> str:
 
 def _of_role(memory: Memory, role: str) -> float:
     return sum(of.get(role, 0.0) for of in (memory.weights, memory.gradients, memory.optimizer))
-
-
-def in_bytes(nbytes: float) -> str:
-    """In the unit that is read easily."""
-    for unit, size in {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}.items():
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes:.0f} B"

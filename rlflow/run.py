@@ -97,6 +97,7 @@ class Run:
             keep_freed_memory()
         seed_everything(self._trainer.seed, verbose=False)
         self._meet()
+        self._saving.require_unchanged()
         folder = self._open_folder(self._trainer.run_dir)
         with ExitStack() as stack:
             log = folder.logs / f"rank{self._transport.rank}.log"
@@ -109,6 +110,7 @@ class Run:
             try:
                 self._train(folder, self._build(folder, trace, prompts))
             except BaseException as error:
+                self._saving.abandon()
                 for callback in self._trainer.callbacks:
                     callback.on_exception(self._trainer, error)
                 raise
@@ -234,6 +236,7 @@ class Run:
             if strategy.holds(role):
                 with memory_watched(f"loading `{role}`", partial(to_load, strategy), strategy):
                     strategy.setup_role(role, handles(self._module)[role], path, updates)
+        self._saving.require_space(folder)
         self._set_up_engine()
         limit = trainer.logprob_gap_limit
         gap = LogprobGap(self._metrics, default_gap_limit(strategy.dtype) if limit is None else limit)
@@ -332,6 +335,7 @@ class Run:
             self._log(metrics, done, records=validates or done % trainer.log_every_n_steps == 0)
             controller.save(done)
         controller.close()
+        self._saving.wait()
         saved = trainer.save_every_n_steps is not None and done > self._done  # with the last checkpoint
         if not saved and not trainer.fast_dev_run:
             self._saving.save_models(folder, done)

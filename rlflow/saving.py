@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +22,14 @@ from rlflow.module import RLModule
 from rlflow.preparation import Prepared
 from rlflow.run_folder import RunFolder
 from rlflow.samples import Samples
+from rlflow.storage.disk import Disk
+from rlflow.storage.draft import Draft, Record, not_written
+from rlflow.storage.space import bytes_in, in_bytes, require_space
 from rlflow.strategies.strategy import TrainingStrategy
+
+DEFAULT_TIMEOUT_S = 600.0  # of a strategy without one
+ELSEWHERE = "or give `trainer.run_dir` on another"
+CONTINUE = "and continue with `--trainer.ckpt_path last`: what was saved before is still there"
 
 if TYPE_CHECKING:
     from rlflow.trainer import Trainer
@@ -63,6 +74,10 @@ class Saving:
         self._metrics = metrics
         self._samples = samples
         self._roles = prepared.graph.trained_roles()
+        self._disk = Disk(trainer.async_save)
+        self._pending = False  # whether something was begun that `wait` waits for
+        self._nodes: dict[int, str] = {}  # of each rank
+        self._sizes: dict[str, tuple[int, int]] = {}  # of each role's model and state
         self.resumed: Path | None = None
         self.progress: Progress | None = None
         if trainer.ckpt_path is not None:
@@ -77,6 +92,22 @@ class Saving:
     def done(self) -> int:
         """Steps that were done before this run."""
         return 0 if self.progress is None else self.progress.step
+
+    def require_unchanged(self) -> None:
+        """Read the checkpoint that the run goes on from, each file on one rank; called by all, before roles are loaded.
+
+        Raises:
+            UserError: A file is not what was written.
+        """
+        if self.resumed is None:
+            return
+        here = checkpoint.changed_files(self.resumed, self._transport.rank, self._transport.world_size)
+        changed = sorted(name for names in self._gather(here) for name in names)
+        if changed:
+            raise UserError(
+                f"{self.resumed / changed[0]} is not what was written: its SHA-256 differs from that in"
+                f" {checkpoint.STATE}; give `trainer.ckpt_path` another checkpoint's folder"
+            )
 
     def restore(self, controller: Controller) -> None:
         """Go on where the checkpoint was taken, if there is one; called by all ranks once their roles are loaded."""
@@ -102,8 +133,8 @@ class Saving:
         ends = self._trainer.should_stop or done == self._prepared.steps
         if every is None or self._trainer.fast_dev_run or (done % every and not ends):
             return
+        self.wait()
         self._require_finite(done, states=True)
-        self._write_models(folder)
         progress = Progress(
             step=done,
             version=controller.version_after(done),
@@ -116,10 +147,17 @@ class Saving:
         )
         later = self._metrics.of_later_steps(done - 1)
         logged = {"metrics": later, "samples": self._samples.of_later_steps()} if later else None
-        rank, world_size = self._transport.rank, self._transport.world_size
-        kept = controller.kept(done)
-        keep = self._trainer.keep_checkpoints
-        checkpoint.write(folder.checkpoint, self._strategy, self._roles, progress, rank, world_size, kept, logged, keep)
+        draft = checkpoint.draft_of(folder.checkpoint, done)
+        models = self._open(folder, draft)
+        self._write_models(models)
+        kept, rank = controller.kept(done), self._transport.rank
+        checkpoint.write_share(draft, self._disk, self._strategy, self._roles, self._nodes, rank, kept, logged)
+        self._complete_models(models)
+        if rank == 0:
+            keep, timeout_s = self._trainer.keep_checkpoints, self._timeout_s
+            checkpoint.complete(draft, self._disk, self._roles, progress, self._nodes, timeout_s, keep)
+        if not self._trainer.async_save:
+            self.wait()
 
     def save_models(self, folder: RunFolder, done: int) -> None:
         """Write every trained role in Hugging Face form, as it is after `done` steps; called by all ranks.
@@ -128,15 +166,146 @@ class Saving:
             UserError: A weight is not finite; nothing was written.
         """
         self._require_finite(done, states=False)
-        self._write_models(folder)
+        models = self._open(folder)
+        self._write_models(models)
+        self._complete_models(models)
+        self.wait()
 
-    def _write_models(self, folder: RunFolder) -> None:
-        for role in self._roles:
-            target = folder.model if role == self._prepared.lead else folder.model_of(role)
+    def wait(self) -> None:
+        """Return when all that was begun is written; called by all ranks.
+
+        Raises:
+            UserError: A rank could not write it; what was written before is still there.
+        """
+        if not self._pending:
+            return
+        self._pending = False
+        self._attempt(self._disk.wait)
+
+    def abandon(self) -> None:
+        """As `wait` where the run ends by an error, which is the one to be reported; on this rank alone."""
+        if self._pending and self._trainer.async_save:
+            with contextlib.suppress(Exception):
+                self._disk.wait()
+
+    def require_space(self, folder: RunFolder) -> None:
+        """Look before the first step whether what the run is to save has room; called by all ranks, with roles loaded.
+
+        Raises:
+            UserError: It has not, or a checkpoint cannot hold what an optimizer keeps.
+        """
+        trainer, every = self._trainer, self._trainer.save_every_n_steps
+        if trainer.fast_dev_run:
+            return
+
+        self._sizes = self._sizes_of_roles()
+        model, state = (sum(size) for size in zip(*self._sizes.values(), strict=True))
+        saves = 0 if every is None else -(-(self._prepared.steps - self.done) // every)
+        # A new one is written before an old one is removed.
+        models, checkpoints = min(2, max(1, saves)), min(trainer.keep_checkpoints + 1, saves)
+        what = f"{models} x {in_bytes(model)} of models"
+        if checkpoints:
+            what += f" and {checkpoints} x {in_bytes(state)} of checkpoints at once"
+
+        def look() -> None:
+            if self._transport.rank == 0:
+                there = sum(map(bytes_in, [folder.checkpoint, *(self._target(folder, role) for role in self._roles)]))
+                needed = models * model + checkpoints * state - there
+                require_space(folder.path, needed, f"this run saves up to {what}, which needs", ELSEWHERE)
+
+        self._attempt(look)
+
+    @property
+    def _timeout_s(self) -> float:
+        timeout = self._strategy.timeout
+        return DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
+
+    def _target(self, folder: RunFolder, role: str) -> Path:
+        return folder.model if role == self._prepared.lead else folder.model_of(role)
+
+    def _sizes_of_roles(self) -> dict[str, tuple[int, int]]:
+        """Bytes of each role's model and of its state in a checkpoint, which its first rank tells."""
+        led = [role for role in self._roles if self._strategy.leads(role)]
+        sizes: dict[str, tuple[int, int]] = {}
+        with_states = self._trainer.save_every_n_steps is not None
+
+        def measure() -> None:
+            for role in led:
+                state = self._strategy.state_bytes(role) if with_states else 0
+                sizes[role] = self._strategy.model_bytes(role), state
+
+        self._attempt(measure)
+        return {role: size for here in self._gather(sizes) for role, size in here.items()}
+
+    def _open(self, folder: RunFolder, draft: Draft | None = None) -> dict[str, Draft]:
+        """Begin to write, if there is room: the models of all roles, and the checkpoint if there is one."""
+        models = {role: Draft(self._target(folder, role)) for role in self._roles}
+
+        def open_all() -> None:
+            if self._transport.rank == 0:
+                needed = sum(model + (0 if draft is None else state) for model, state in self._sizes.values())
+                what = f"the {'models' if draft is None else 'models and the checkpoint'} of this run need"
+                require_space(folder.path, needed, what, CONTINUE)
+                for each in [*models.values(), *([] if draft is None else [draft])]:
+                    each.open()
+
+        self._attempt(open_all)
+        self._pending = True
+        return models
+
+    def _write_models(self, models: dict[str, Draft]) -> None:
+        """Let the disk write this rank's shares of them."""
+        rank, nodes = self._transport.rank, self._nodes
+
+        def record(draft: Draft, error: BaseException | None) -> None:
+            why = None if error is None else not_written(error, draft.target, rank, nodes[rank])
+            draft.add(Record(rank, error=why))
+
+        for role, draft in models.items():
             if self._strategy.holds(role):
-                self._strategy.save(role, target)
+                self._strategy.save(role, draft.path, self._disk)
+                if self._strategy.leads(role):
+                    self._disk.do(partial(self._prepared.tokenizer.save_pretrained, draft.path))
+                self._disk.report(partial(record, draft))
+
+    def _complete_models(self, models: dict[str, Draft]) -> None:
+        """Let the disk give them their names when all ranks' shares are there."""
+
+        def complete(draft: Draft, ranks: tuple[int, ...], _: BaseException | None) -> None:
+            try:
+                draft.collect(ranks, self._nodes, self._timeout_s)
+                draft.complete()
+            except BaseException:
+                draft.discard()
+                raise
+
+        for role, draft in models.items():
             if self._strategy.leads(role):
-                self._prepared.tokenizer.save_pretrained(target)
+                self._disk.report(partial(complete, draft, self._strategy.layout(role).ranks))
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Do it on this rank; ranks learn from one another whether they could, so all end alike.
+
+        Raises:
+            UserError: One could not.
+        """
+        rank, node, failed, why = self._transport.rank, socket.gethostname(), None, None
+        try:
+            action()
+        except Exception as error:
+            failed, why = error, not_written(error, self._trainer.run_dir, rank, node)
+        ranks = self._gather({"node": node, "why": why})
+        self._nodes = {number: of["node"] for number, of in enumerate(ranks)}
+        if failed is not None and not isinstance(failed, UserError | OSError):
+            raise failed
+        for of in ranks:
+            if of["why"] is not None:
+                raise UserError(of["why"]) from failed
+
+    def _gather(self, here: Any) -> list[Any]:
+        """What is JSON-able, of every rank."""
+        messages = self._transport.all_gather_ragged(to_message(json.dumps(here).encode()))
+        return [json.loads(from_message(message)) for message in messages]
 
     def _require_finite(self, done: int, states: bool) -> None:
         """Look before anything is written; ranks learn from one another what they found, so all end alike.
@@ -148,17 +317,15 @@ class Saving:
         here = {
             role: self._strategy.first_not_finite(role, states) for role in self._roles if self._strategy.holds(role)
         }
-        for message in self._transport.all_gather_ragged(to_message(json.dumps(here).encode())):
-            for role, found in json.loads(from_message(message)).items():
+        for of_rank in self._gather(here):
+            for role, found in of_rank.items():
                 if found is not None:
                     name, kind = found
                     raise UserError(_not_finite(role, name, kind, done))
 
     def _module_state(self) -> dict[str, Any]:
         """Each entry as the ranks have it that changed it: those that run the node that it belongs to."""
-        here = json.dumps(self._module.state_dict()).encode()
-        gathered = self._transport.all_gather_ragged(to_message(here))
-        states: list[dict[str, Any]] = [json.loads(from_message(each)) for each in gathered]
+        states: list[dict[str, Any]] = self._gather(self._module.state_dict())
         names = dict.fromkeys(name for state in states for name in state)
         of_ranks = {name: [state[name] for state in states if name in state] for name in names}
         before = self._module_before

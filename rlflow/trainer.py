@@ -44,6 +44,8 @@ class Trainer:
         save_every_n_steps: Steps between checkpoints, with one at the end and the model beside them; None for just the
             model at the end.
         keep_checkpoints: The last so many checkpoints stay, 2 at least: if one is damaged, there is another.
+        async_save: Write checkpoints and models beside the steps: a step waits only until they are copied to the CPU's
+            memory.
         ckpt_path: Continue from a checkpoint, to the bit: `last` of `run_dir`, or a checkpoint's folder.
         balance: `auto` moves rows between ranks to even out tokens where it pays, `off` leaves them; or the constants
             by which that is decided.
@@ -78,6 +80,7 @@ class Trainer:
         log_every_n_steps: int = 1,
         save_every_n_steps: int | None = None,
         keep_checkpoints: int = 2,
+        async_save: bool = False,
         ckpt_path: str | None = None,
         balance: Literal["auto", "off"] | Balance = "auto",
         logprob_gap_limit: float | None = None,
@@ -133,6 +136,7 @@ class Trainer:
         self.log_every_n_steps = log_every_n_steps
         self.save_every_n_steps = save_every_n_steps
         self.keep_checkpoints = keep_checkpoints
+        self.async_save = async_save
         self.ckpt_path = ckpt_path
         self.balance = Balance(balance) if isinstance(balance, str) else balance
         self.logprob_gap_limit = logprob_gap_limit

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlflow import checkpoint
@@ -22,6 +21,7 @@ from rlflow.strategies import TrainingStrategy
 from rlflow.trainer import Trainer
 from tests.controller.runs import ZERO2, ZERO3, Fit, failing_fit, fit, grpo, sums
 from tests.ranks import RankPool
+from tests.saved import write_checkpoint
 from tests.strategies.update import Stage, all_weights, backward, launch, trained
 
 ADAMW = Optimizer("adamw", lr=1e-2, weight_decay=0.1, warmup_steps=2, gradient_clipping=1.0)
@@ -48,9 +48,7 @@ def train_on(
     for _ in range(updates):
         backward(strategy, "actor", handle)
         norms.append(strategy.step("actor"))
-    done = strategy.updates_done("actor")
-    progress = checkpoint.Progress(done, done, 0, "rows", done)
-    checkpoint.write(folder / "checkpoint", strategy, ["actor"], progress, dist.get_rank(), dist.get_world_size())
+    write_checkpoint(strategy, folder, strategy.updates_done("actor"))
     return norms, all_weights(strategy, "actor")
 
 
@@ -208,7 +206,8 @@ def test_the_last_checkpoint_is_the_last_complete_one(tmp_path: Path) -> None:
         folder = tmp_path / "checkpoint" / name
         folder.mkdir(parents=True)
         (folder / "actor.json").write_text("12345")
-        stored = {"format": checkpoint.FORMAT, "step": 1, "files": files or {"actor.json": 5}}
+        sizes = {file: {"size": size} for file, size in (files or {"actor.json": 5}).items()}
+        stored = {"format": checkpoint.FORMAT, "step": 1, "files": sizes}
         (folder / "state.json").write_text(json.dumps(stored))
         return folder
 

@@ -39,8 +39,8 @@ def flight_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def write_kept(folder: Path, name: str, kept: Kept, world_size: int) -> None:
-    """Write this rank's part of what is called `name`; called by all ranks that have one."""
+def write_kept(folder: Path, name: str, kept: Kept, world_size: int) -> list[str]:
+    """Write this rank's part of what is called `name`; called by all ranks that have one. The names of its files."""
     tensors: dict[str, Tensor] = {}
     lists: dict[str, list[Any]] = {}
     for value_name, value in kept.values.items():
@@ -55,6 +55,7 @@ def write_kept(folder: Path, name: str, kept: Kept, world_size: int) -> None:
     save_file({key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()}, f"{path}.safetensors")
     devices = {key: tensor.device.type for key, tensor in tensors.items()}
     Path(f"{path}.json").write_text(json.dumps({"lists": lists, "devices": devices}))
+    written = [f"{path.name}.safetensors", f"{path.name}.json"]
     if kept.rank == min(rank for space in kept.spaces.values() for rank in space.home[0].ranks):
         spaces = {of: _space_to_json(space, kept.layouts(of)) for of, space in kept.spaces.items()}
         values = {
@@ -62,6 +63,8 @@ def write_kept(folder: Path, name: str, kept: Kept, world_size: int) -> None:
             for of, value in kept.values.items()
         }
         (folder / f"{name}.json").write_text(json.dumps({"ranks": world_size, "spaces": spaces, "values": values}))
+        written.append(f"{name}.json")
+    return written
 
 
 def read_kept(folder: Path, name: str, like: Kept, device: torch.device) -> Kept | None:

@@ -19,6 +19,7 @@ from rlflow.models.linear import use_onednn
 from rlflow.models.lora import LoRA, Weight, adapter_of, add_adapters, is_adapter, plain_name, save_adapter
 from rlflow.models.packing import ALONE, Peers, pack
 from rlflow.models.weight_files import WeightFiles
+from rlflow.storage.tensors import Entry, write_tensors
 
 
 class PackedModel(nn.Module):
@@ -160,20 +161,39 @@ class PackedModel(nn.Module):
         }
 
     def saved(self) -> list[Weight]:
-        """What `save_pretrained` writes: the adapters where there are any, else all."""
+        """What is written of the model: the adapters where there are any, else all."""
         return self.weights() if self.lora is None else self.trained()
 
+    def in_files(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Weights by name as transformers' files have them: a layer's fused experts one by one, for instance."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        ignored = self.model._keys_to_ignore_on_save or ()
+        kept = {name: tensor for name, tensor in state_dict.items() if name not in ignored}
+        files: dict[str, Tensor] = revert_weight_conversion(self.model, kept)
+        return files
+
+    def save_config(self, folder: Path) -> None:
+        """Write all but the weights in Hugging Face form; the folder is there."""
+        self.model.config.dtype = str(self.model.dtype).removeprefix("torch.")
+        self.model.config.architectures = [type(self.model).__name__]
+        self.model.config.save_pretrained(folder)
+        if self.model.can_generate():
+            self.model.generation_config.save_pretrained(folder)
+
     def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor]) -> None:
-        """Write configuration and weights in Hugging Face form, on whatever rank calls it.
+        """Write configuration and weights in Hugging Face form; of a model with adapters only these, in peft's.
 
         Args:
             folder: Where to write.
             state_dict: Full tensors of `saved` by name.
         """
+        folder.mkdir(parents=True, exist_ok=True)
         if self.lora is None:
-            # Transformers would write on rank 0 of a process group only, and a role may live on others.
-            self.model.should_save_on_this_rank = lambda is_main_process: is_main_process
-            self.model.save_pretrained(folder, state_dict=state_dict)
+            self.save_config(folder)
+            tensors = self.in_files(state_dict)
+            entries = [Entry.of(name, tensor) for name, tensor in tensors.items()]
+            write_tensors(folder / shard_name(0, 1), entries, tensors.values(), {"format": "pt"})
         else:
             save_adapter(folder, self.model, self.lora, self.base, self.head, state_dict)
 
@@ -208,6 +228,11 @@ class PackedModel(nn.Module):
             divided=self.divided,
         ).last_hidden_state
         return states.flatten(0, 1)[scored]
+
+
+def shard_name(number: int, count: int) -> str:
+    """Of a model's file in Hugging Face form, counted from 0."""
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def read(

@@ -25,11 +25,14 @@ from rlflow.models.filling import Filling
 from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.lora import Weight, digest_of
 from rlflow.models.optimizer import Optimizer
-from rlflow.models.packed import PackedModel
+from rlflow.models.packed import PackedModel, shard_name
 from rlflow.models.part import Part
+from rlflow.models.shards import divided, write_index
+from rlflow.storage.disk import Disk
 from rlflow.strategies.state import WEIGHT, StoredState, share_of
 
 SAVE_BUCKET_BYTES = 256 * 2**20
+FLOAT32_BYTES = 4
 
 
 @dataclass
@@ -218,18 +221,68 @@ class TrainingStrategy(Strategy):
         """The full gradient of every trained weight by name, after the last `backward` and before `step`."""
         return {weight.name: self._gradient(weight.parameter) for weight in self._roles[name].model.trained()}
 
-    def save(self, name: str, folder: Path) -> None:
+    def save(self, name: str, folder: Path, disk: Disk) -> None:
         """Write the role's model in Hugging Face form, of a model with adapters only these, in peft's.
 
-        The role's first rank does, and holds one full copy of it in memory meanwhile.
+        Every rank of the role calls it. Weights are gathered bucket by bucket, and each rank writes its share of them
+        to a file of its own; the role's first rank writes the rest, and adapters.
+
+        Args:
+            name: The role.
+            folder: Where to write; it is there.
+            disk: Writes. All is there when its `wait` returns on every rank.
         """
-        model = self._roles[name].model
-        state: dict[str, Tensor] = {}
-        for bucket in self._full(model.saved(), SAVE_BUCKET_BYTES):
+        model, ranks = self._roles[name].model, self.layout(name).ranks
+        weights = model.saved()
+        if model.lora is not None:
+            state: dict[str, Tensor] = {}
+            for bucket in self._full(weights, SAVE_BUCKET_BYTES):
+                if self.leads(name):
+                    state |= {key: weight.to("cpu", copy=True) for key, weight in bucket}
             if self.leads(name):
-                state |= {key: weight.to("cpu", copy=True) for key, weight in bucket}
+                disk.do(partial(model.save_pretrained, folder, state))
+            return
+        shapes = [self._full_shape(weight.parameter) for weight in weights]
+        units = divided(model, weights, shapes, len(ranks))
+        shards = 1 + max(unit.shard for unit in units)
+        own = {key: unit for unit in units for key in unit.names if ranks[unit.shard] == self.global_rank}
+        entries = [entry for unit in dict.fromkeys(own.values()) for entry in unit.entries]
+        stream = disk.write(folder / shard_name(ranks.index(self.global_rank), shards), entries) if entries else None
+        waiting: dict[str, Tensor] = {}  # of a unit whose other weights are still to come
+        try:
+            for bucket in self._full(weights, SAVE_BUCKET_BYTES):
+                for key, weight in bucket:
+                    if key not in own or stream is None:
+                        continue
+                    waiting[key] = weight if own[key].names == (key,) else weight.clone()
+                    if key == own[key].names[-1]:
+                        files = model.in_files(waiting)
+                        for entry in own[key].entries:
+                            stream.put(disk.copy(f"{name}/{entry.key}", files[entry.key]))
+                        waiting = {}
+        finally:
+            if stream is not None:
+                stream.close()
         if self.leads(name):
-            model.save_pretrained(folder, state)
+            disk.do(partial(model.save_config, folder))
+            if shards > 1:
+                disk.do(partial(write_index, folder, units, shards))
+
+    def model_bytes(self, name: str) -> int:
+        """Of what `save` writes."""
+        saved = [weight.parameter for weight in self._roles[name].model.saved()]
+        return sum(self._full_shape(parameter).numel() * parameter.element_size() for parameter in saved)
+
+    def state_bytes(self, name: str) -> int:
+        """Of `state_parts`, of all ranks together.
+
+        Raises:
+            UserError: What the role's optimizer keeps cannot be in a checkpoint.
+        """
+        trained = [weight.parameter for weight in self._roles[name].model.trained()]
+        width = max(FLOAT32_BYTES, self.dtype.itemsize)
+        kinds = 1 + _kinds_kept(self._roles[name], self.root_device)
+        return sum(self._full_shape(parameter).numel() for parameter in trained) * width * kinds
 
     def first_not_finite(self, name: str, states: bool) -> tuple[str, str] | None:
         """The first tensor with an infinite or NaN entry: whose it is, and `weight` or such as `exp_avg`; None if none.
@@ -399,6 +452,24 @@ def _kept_by(role: Role) -> list[str]:
     assert role.optimizer is not None
     kept: dict[str, object] = next(iter(role.optimizer.state.values()), {})
     return sorted(kind for kind, value in kept.items() if isinstance(value, Tensor) and value.dim() > 0)
+
+
+def _kinds_kept(role: Role, device: torch.device) -> int:
+    """How many tensors of a weight's shape the optimizer keeps; before its first update, as it does of a small one."""
+    if kinds := _kept_by(role):
+        return len(kinds)
+    weight = torch.nn.Parameter(torch.zeros(2, 2, device=device))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = role.settings.kind([weight], **role.settings.keywords)
+    optimizer.step()
+    kept = {kind: value for kind, value in optimizer.state[weight].items() if isinstance(value, Tensor) and value.dim()}
+    for kind, value in kept.items():
+        if value.shape != weight.shape:
+            raise UserError(
+                f"`optimizer.name` is {role.settings.name!r}, which keeps `{kind}` of a weight in another shape than"
+                " its own, and a checkpoint cannot hold that; take another, or set `trainer.save_every_n_steps` to null"
+            )
+    return len(kept)
 
 
 def scheduled(settings: Optimizer, done: int, updates: int | None) -> float:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from rlflow import Optimizer
 from rlflow.algorithms import DAPO, PPO, PolicyGradient
 from rlflow.models.tiny import write_tiny_model
 from tests.controller.runs import ZERO2, Fit, OddCharacters, StopsAfter, fit, sums
 from tests.ranks import RankPool
+from tests.saved import load_model
 
 STOP = tuple(range(40, 60))  # ends the responses of a random model after about six tokens
 STEPS, STOPPED = 4, 2
@@ -83,6 +83,6 @@ def goes_on_to_the_bit(
     assert run("parts", STOPPED) == through[:STOPPED]
     assert run("parts", STEPS, ckpt_path="last") == through[STOPPED:]
     for role in roles:
-        expected, found = (load_file(folder / name / role / "model.safetensors") for name in ("through", "parts"))
+        expected, found = (load_model(folder / name / role) for name in ("through", "parts"))
         assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items()), role
     return through

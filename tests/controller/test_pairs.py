@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from rlflow import LoRA, Optimizer, Pairs, PerSample, UserError, node
@@ -26,6 +25,7 @@ from tests.data.listed import Listed
 from tests.ranks import RankPool
 from tests.reference.pairs_float64 import Pair, dpo_update, reward_model_update
 from tests.reference.update import Step, Update
+from tests.saved import load_model
 
 ROWS = [
     {"question": f"{i}+{i}=", "good": "abcdefghijklm"[:good], "bad": "nopqrstuvwxyz"[:bad]}
@@ -69,7 +69,7 @@ def paired() -> list[Pair]:
 
 def off_course(model: Path, expected: Update) -> float:
     """By how much what a run changed in a model differs from what it should have, as a share of that."""
-    found = load_file(model / "model.safetensors")
+    found = load_model(model)
     start = {name: weight + SGD.lr * expected.gradient[name] for name, weight in expected.after_sgd.items()}
     moved = torch.cat([(found[name] - start[name]).flatten() for name in start])
     wanted = torch.cat([(expected.after_sgd[name] - start[name]).flatten() for name in start])

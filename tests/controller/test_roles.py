@@ -19,6 +19,7 @@ from rlflow.preparation import updates_of_run
 from tests.controller.runs import ActorCritic, Fit, StopsAfter, answers, fit, grpo, sums
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.ranks import RankPool
+from tests.saved import load_model
 from tests.strategies.update import strategy_of
 
 LENGTHS = (3, 9, 1, 12, 5, 2, 7, 4)
@@ -27,7 +28,7 @@ ADAMW = Optimizer("adamw", lr=1e-2)
 
 def saved(folder: Path) -> dict[str, dict[str, Tensor]]:
     """The weights of both roles that a run left."""
-    return {name: load_file(folder / name / "model.safetensors") for name in ("model", "model-critic")}
+    return {name: load_model(folder / name) for name in ("model", "model-critic")}
 
 
 def test_an_actor_and_a_critic_train_alike_at_every_stage_and_both_are_saved(

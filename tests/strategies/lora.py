@@ -13,6 +13,7 @@ from rlflow.data.layout import Layout
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.lora import is_adapter
 from rlflow.strategies.strategy import TrainingStrategy
+from tests.saved import save
 from tests.strategies.reference import ROWS, TEMPERATURE
 from tests.strategies.update import Stage, all_weights, backward, launch, rows_of
 
@@ -59,7 +60,7 @@ def adapted_updates(strategy: TrainingStrategy, folder: Path, target: Path) -> A
     for _ in range(SYNCS):
         merged = all_weights(strategy, "actor")
     kept = all(torch.equal(tensor, frozen[name]) for name, tensor in _frozen(strategy).items())
-    strategy.save("actor", target)
+    save(strategy, "actor", target)
     return Adapted(
         gradients,
         merged,

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlflow import checkpoint
@@ -17,6 +16,7 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.models.reward_model import RewardModel
 from rlflow.models.value_model import ValueModel
 from rlflow.strategies.strategy import TrainingStrategy
+from tests.saved import save, write_checkpoint
 from tests.strategies.reference import TEMPERATURE
 from tests.strategies.update import Outcome, Stage, all_weights, backward, launch, rows_of, trained
 
@@ -54,7 +54,7 @@ def side_by_side(
     for name in here:
         seen[name].weights = all_weights(strategy, name)
         if target is not None:
-            strategy.save(name, target / name)
+            save(strategy, name, target / name)
     return seen, scores
 
 
@@ -72,8 +72,7 @@ def train_on(
     for _ in range(updates if strategy.holds("actor") else 0):
         backward(strategy, "actor", handle)
         strategy.step("actor")
-    progress = checkpoint.Progress(updates, updates, 0, "rows", updates)
-    checkpoint.write(folder / "checkpoint", strategy, ["actor"], progress, dist.get_rank(), dist.get_world_size())
+    write_checkpoint(strategy, folder, updates)
     return all_weights(strategy, "actor") if strategy.holds("actor") else None
 
 

@@ -14,6 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 from rlflow.models.tiny import write_tiny_model
+from tests.saved import load_model
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
 
@@ -86,7 +87,7 @@ def test_two_agents_of_torchrun_train_as_two_devices_do(config: Path, tmp_path: 
     finish([start([sys.executable], given("fabric", devices=2, nodes=1))])
 
     before = load_file(config.parent / "policy/model.safetensors")
-    found, expected = (load_file(tmp_path / name / "model/model.safetensors") for name in ("torchrun", "fabric"))
+    found, expected = (load_model(tmp_path / name / "model") for name in ("torchrun", "fabric"))
     assert found.keys() == expected.keys()
     assert all(bool((found[name] == expected[name]).all()) for name in expected)
     assert any(bool((found[name] != before[name]).any()) for name in expected if name in before)

@@ -18,6 +18,7 @@ from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.distributed import DistributedStrategy
 from rlflow.strategies.fsdp import FSDPStrategy
 from rlflow.strategies.strategy import TrainingStrategy
+from tests.saved import save
 from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS
 
 Stage = Literal[0, 1, 2, 3, "fsdp"]  # of ZeRO, or FSDP
@@ -168,7 +169,7 @@ def save_after_update(folder: Path, stage: Stage, optimizer: Optimizer, target: 
     """Write the model after an update; the weights it had."""
     strategy = launch(stage)
     outcome = update(strategy, folder, optimizer)
-    strategy.save("actor", target)
+    save(strategy, "actor", target)
     return outcome.weights
 
 

@@ -1,0 +1,31 @@
+"""Checkpoints that a run continues from to the bit: safetensors by parameter name, and JSON. No pickle.
+
+    checkpoint/step-00000020/
+      state.json                      step, policy version, what the run was started with, callbacks, module; the
+                                      format's number; size, SHA-256 and rank of every file
+      actor.json                      updates done, what the role's state belongs to, each parameter's shape and ranges
+      actor-00000-of-00002.safetensors    rank 0's ranges of `<Hugging Face name>/weight`, `.../exp_avg`, ...
+      actor-00001-of-00002.safetensors
+      surplus*, under-way*, step-*    groups beyond a step's, cut off, and generated ahead, see `rlflow.data.surplus`
+
+Every rank of a role writes the ranges of flattened tensors that it holds, and any ranks at any ZeRO stage read theirs.
+What is drawn (rows, mini-batches, samples) is a function of (seed, step, draw), so no generator's state is kept.
+"""
+
+from rlflow.checkpoint.manifest import FORMAT, STATE, Progress, changed_files, find, read_progress
+from rlflow.checkpoint.reading import restore
+from rlflow.checkpoint.writing import complete, draft_of, read_logged, write_share
+
+__all__ = [
+    "FORMAT",
+    "STATE",
+    "Progress",
+    "changed_files",
+    "complete",
+    "draft_of",
+    "find",
+    "read_logged",
+    "read_progress",
+    "restore",
+    "write_share",
+]

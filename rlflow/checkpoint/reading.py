@@ -1,0 +1,197 @@
+"""A role's state read back, each rank the ranges that it holds."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from rlflow.errors import UserError
+
+
+class Resumed(Protocol):
+    """The strategy, as far as reading needs it."""
+
+    def holds(self, name: str) -> bool: ...
+
+    def load_state_parts(self, name: str, stored: Stored, updates_done: int) -> None: ...
+
+    def untrained_record(self, name: str) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Range:
+    """Consecutive elements of a flattened tensor.
+
+    Attributes:
+        start: The first.
+        length: How many.
+        file: Where they lie, alone under the tensor's name.
+    """
+
+    start: int
+    length: int
+    file: str
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter in a checkpoint.
+
+    Attributes:
+        shape: Of the whole.
+        ranges: That make it up, in order; the same for every kind.
+    """
+
+    shape: tuple[int, ...]
+    ranges: tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class RoleIndex:
+    """Where a role's state lies in a checkpoint.
+
+    Attributes:
+        updates: That it has made.
+        untrained: What the state belongs to and does not hold.
+        kinds: What there is of each parameter: `weight`, and what the optimizer keeps.
+        parameters: By name.
+    """
+
+    updates: int
+    untrained: dict[str, Any]
+    kinds: tuple[str, ...]
+    parameters: dict[str, StoredParameter]
+
+    def write(self, path: Path) -> None:
+        """As JSON, each file's name once."""
+        files = sorted({part.file for stored in self.parameters.values() for part in stored.ranges})
+        number = {name: place for place, name in enumerate(files)}
+        parameters = {
+            name: {
+                "shape": stored.shape,
+                "ranges": [[part.start, part.length, number[part.file]] for part in stored.ranges],
+            }
+            for name, stored in self.parameters.items()
+        }
+        content = {"updates": self.updates, "untrained": self.untrained, "kinds": self.kinds, "files": files}
+        path.write_text(json.dumps({**content, "parameters": parameters}) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> RoleIndex:
+        """What `write` wrote."""
+        stored = json.loads(path.read_text())
+        files = stored["files"]
+        parameters = {
+            name: StoredParameter(
+                tuple(of["shape"]), tuple(Range(start, length, files[file]) for start, length, file in of["ranges"])
+            )
+            for name, of in stored["parameters"].items()
+        }
+        return cls(stored["updates"], stored["untrained"], tuple(stored["kinds"]), parameters)
+
+
+def index_name(role: str) -> str:
+    """Of the file that holds a role's `RoleIndex`."""
+    return f"{role}.json"
+
+
+def restore(folder: Path, strategy: Resumed, roles: Iterable[str]) -> None:
+    """Bring every trained role of this rank to where it stood; called by all ranks.
+
+    Args:
+        folder: Of the checkpoint.
+        strategy: Holds the roles.
+        roles: All trained roles, those that live on other ranks too.
+
+    Raises:
+        UserError: The checkpoint lacks what a role needs, or was made with other adapters or on another model.
+    """
+    for role in filter(strategy.holds, roles):
+        path = folder / index_name(role)
+        if not path.is_file():
+            raise UserError(
+                f"{folder} has no state of `{role}`, which this run trains; continue with the same `module`"
+            )
+        index = RoleIndex.read(path)
+        _require_same(role, found=strategy.untrained_record(role), stored=index.untrained)
+        strategy.load_state_parts(role, Stored(folder, role, index), index.updates)
+
+
+def _require_same(role: str, found: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    """Adapters fit to the model that they were trained on alone, and to none of another shape."""
+    for key in sorted({*found, *stored}):
+        if found.get(key) == stored.get(key):
+            continue
+        if not (found and stored):
+            had, has = ("adapters", "none") if stored else ("no adapters", "some")
+            raise UserError(f"the checkpoint's `{role}` has {had}, this run's {has}; continue with the same `lora`")
+        if key == "base":
+            raise UserError(
+                f"the checkpoint's adapters of `{role}` were trained on other weights than this run's `model` has, or"
+                " in another precision; continue with the same `model` and `strategy.precision`"
+            )
+        raise UserError(
+            f"`lora.{key}` of `{role}` is {found[key]}, but the checkpoint has {stored[key]}; continue with the same"
+        )
+
+
+class Stored:
+    """One role's state in a checkpoint, see `rlflow.strategies.state.StoredState`."""
+
+    def __init__(self, folder: Path, role: str, index: RoleIndex) -> None:
+        self._folder, self._role, self._index = folder, role, index
+        self._files: dict[str, Any] = {}  # open ones
+
+    def require(self, shapes: dict[str, torch.Size], kinds: Iterable[str]) -> None:
+        """Refuse a state of another model or optimizer."""
+        stored, where = self._index.parameters, self._folder / index_name(self._role)
+        for parameter, shape in shapes.items():
+            if parameter not in stored:
+                raise UserError(
+                    f"{where} has no `{parameter}` of role `{self._role}`, which this run trains; continue with the"
+                    " same `model`"
+                )
+            if stored[parameter].shape != tuple(shape):
+                raise UserError(
+                    f"`{parameter}` of role `{self._role}` is {list(stored[parameter].shape)} in {where} and"
+                    f" {list(shape)} in this run; continue with the same `model`"
+                )
+        if more := stored.keys() - shapes.keys():
+            raise UserError(
+                f"{where} has `{min(more)}` of role `{self._role}`, which this run does not train; continue with the"
+                " same `model`"
+            )
+        if {*self._index.kinds} != {*kinds}:
+            raise UserError(
+                f"role `{self._role}`: {where} has {', '.join(self._index.kinds)} of each weight, and this run's"
+                f" optimizer keeps {', '.join(kinds)}; continue with the same `optimizer`"
+            )
+
+    def read(self, parameter: str, kind: str, start: int, length: int) -> Tensor:
+        """`[length]`: a range of the flattened tensor, put together from the files where it lies."""
+        ranges, end = self._index.parameters[parameter].ranges, start + length
+        found: list[Tensor] = []
+        place = max(0, bisect_right(ranges, start, key=lambda part: part.start) - 1)
+        for part in ranges[place:]:
+            if part.start >= end:
+                break
+            low, high = max(start, part.start), min(end, part.start + part.length)
+            if low < high:
+                values = self._open(part.file).get_slice(f"{parameter}/{kind}")
+                found.append(values[low - part.start : high - part.start])
+        whole = found[0] if len(found) == 1 else torch.cat([*found, torch.empty(0)])
+        assert len(whole) == length, (parameter, kind, start, length)
+        return whole
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = safe_open(self._folder / name, "pt")
+        return self._files[name]

@@ -1,0 +1,225 @@
+"""A checkpoint written by all ranks at once, each what it holds, beside the run or while it waits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rlflow.checkpoint.manifest import NAME, Progress, Written, lacks, write_manifest
+from rlflow.checkpoint.reading import Range, RoleIndex, StoredParameter, index_name
+from rlflow.data.kept import Kept
+from rlflow.data.surplus import write_kept
+from rlflow.models.part import Part
+from rlflow.storage.disk import Disk
+from rlflow.storage.draft import Draft, Record, not_written
+from rlflow.storage.tensors import Entry, write_tensors
+
+
+class Saved(Protocol):
+    """The strategy, as far as writing needs it."""
+
+    def holds(self, name: str) -> bool: ...
+
+    def leads(self, name: str) -> bool: ...
+
+    def state_parts(self, name: str) -> Iterable[tuple[str, torch.Size, dict[str, Part]]]: ...
+
+    def untrained_record(self, name: str) -> dict[str, Any]: ...
+
+    def updates_done(self, name: str) -> int: ...
+
+
+class Share:
+    """What one rank writes of a role.
+
+    Args:
+        strategy: Holds it.
+        role: Its name.
+        disk: Writes it; copies it now if the run goes on meanwhile.
+    """
+
+    def __init__(self, strategy: Saved, role: str, disk: Disk) -> None:
+        self._strategy, self.role = strategy, role
+        self._entries: list[Entry] = []
+        self._copies: list[Tensor] | None = [] if disk.asynchronous else None
+        shapes: dict[str, Sequence[int]] = {}
+        ranges: dict[str, tuple[int, int]] = {}
+        kinds: list[str] = []
+        for parameter, shape, parts in strategy.state_parts(role):
+            shapes[parameter], kinds = shape, list(parts)
+            ((start, length),) = {(part.start, part.values.numel()) for part in parts.values()}
+            if length:
+                ranges[parameter] = start, length
+            for key, values in _named(parameter, parts):
+                self._entries.append(Entry.of(key, values))
+                if self._copies is not None:
+                    self._copies.append(disk.copy(f"{role}/{key}", values))
+        self.more: dict[str, Any] = {"ranges": ranges}
+        if strategy.leads(role):
+            self.more |= {
+                "updates": strategy.updates_done(role),
+                "untrained": strategy.untrained_record(role),
+                "kinds": kinds,
+                "shapes": shapes,
+            }
+
+    def write(self, path: Path) -> str:
+        """The file, tensor by tensor; its SHA-256."""
+        return write_tensors(path, self._entries, self._values() if self._copies is None else self._copies)
+
+    def _values(self) -> Iterator[Tensor]:
+        for parameter, _, parts in self._strategy.state_parts(self.role):
+            for _, values in _named(parameter, parts):
+                yield values
+
+
+def _named(parameter: str, parts: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]:
+    for kind, part in parts.items():
+        if part.values.numel():
+            yield f"{parameter}/{kind}", part.values
+
+
+def draft_of(folder: Path, step: int) -> Draft:
+    """A checkpoint of `folder` while it is written."""
+    return Draft(folder / f"step-{step:08d}")
+
+
+def write_share(
+    draft: Draft,
+    disk: Disk,
+    strategy: Saved,
+    roles: Iterable[str],
+    nodes: Mapping[int, str],
+    rank: int,
+    kept: Mapping[str, Kept] | None = None,
+    logged: Mapping[str, Any] | None = None,
+) -> None:
+    """Let `disk` write this rank's files of a checkpoint, and then the record of them; called by all ranks of the job.
+
+    Args:
+        draft: That is open.
+        disk: Writes; the state must stay as it is until it has, unless it is asynchronous.
+        strategy: Holds the roles.
+        roles: All trained roles, those that live on other ranks too.
+        nodes: The machine's name of every rank of the job.
+        rank: This one.
+        kept: Rows of later steps by the name to write them under: a filter's surplus, and steps that are under way.
+        logged: What this rank logged of steps that are under way, JSON-able.
+    """
+    suffix = f"{rank:05d}-of-{len(nodes):05d}"
+    digests: dict[str, str] = {}
+    failed: list[BaseException] = []
+    try:  # small, and of objects that the run goes on to change
+        if logged:
+            (draft.path / f"logged-{suffix}.json").write_text(json.dumps(logged))
+            digests[f"logged-{suffix}.json"] = ""
+        for kept_as, rows in (kept or {}).items():
+            digests |= dict.fromkeys(write_kept(draft.path, kept_as, rows, len(nodes)), "")
+    except OSError as error:
+        failed.append(error)
+    shares = [Share(strategy, role, disk) for role in roles if strategy.holds(role)]
+
+    def write() -> None:
+        if failed:
+            raise failed[0]
+        for share in shares:
+            name = f"{share.role}-{suffix}.safetensors"
+            digests[name] = share.write(draft.path / name)
+
+    def record(error: BaseException | None) -> None:
+        if error is None:
+            more = {share.role: share.more for share in shares}
+            draft.add(Record(rank, draft.file_records(digests), more))
+        else:
+            for name in digests:
+                (draft.path / name).unlink(missing_ok=True)
+            for share in shares:  # what is cut short too: its room is needed to say so
+                (draft.path / f"{share.role}-{suffix}.safetensors").unlink(missing_ok=True)
+            draft.add(Record(rank, error=not_written(error, draft.target, rank, nodes[rank])))
+
+    disk.do(write)
+    disk.report(record)
+
+
+def complete(
+    draft: Draft,
+    disk: Disk,
+    roles: Iterable[str],
+    progress: Progress,
+    nodes: Mapping[int, str],
+    timeout_s: float,
+    keep: int,
+) -> None:
+    """Let `disk` wait for all ranks' files, and give the checkpoint its name; by one rank.
+
+    It gets its name when it is complete, so a run that is killed meanwhile leaves the ones before. Checkpoints of later
+    steps, which a run left that was continued from before them, are removed, and all but the last `keep`.
+
+    Args:
+        draft: That all write.
+        disk: Of this rank.
+        roles: All trained roles.
+        progress: Where the run stands.
+        nodes: The machine's name of every rank of the job.
+        timeout_s: Seconds that others may take longer than this rank.
+        keep: Checkpoints, this one included.
+    """
+
+    def finish(_: BaseException | None) -> None:
+        try:
+            records = draft.collect(nodes, nodes, timeout_s)
+            files = {
+                name: Written(size, digest, record.rank)
+                for record in records
+                for name, (digest, size) in record.files.items()
+            }
+            for role in roles:
+                index_of(role, records, len(nodes)).write(draft.path / index_name(role))
+                ((digest, size),) = draft.file_records({index_name(role): ""}).values()
+                files[index_name(role)] = Written(size, digest, 0)
+            write_manifest(draft.path, progress, files)
+            draft.complete()
+        except BaseException:
+            draft.discard()
+            raise
+        _remove_others(draft.target, keep)
+
+    disk.report(finish)
+
+
+def index_of(role: str, records: Iterable[Record], world_size: int) -> RoleIndex:
+    """Of what ranks wrote of a role."""
+    shares = {record.rank: record.more[role] for record in records if role in record.more}
+    (lead,) = (share for share in shares.values() if "shapes" in share)
+    parameters = {}
+    for name, shape in lead["shapes"].items():
+        ranges = [
+            Range(
+                share["ranges"][name][0], share["ranges"][name][1], f"{role}-{rank:05d}-of-{world_size:05d}.safetensors"
+            )
+            for rank, share in shares.items()
+            if name in share["ranges"]
+        ]
+        ranges.sort(key=lambda part: part.start)
+        parameters[name] = StoredParameter(tuple(shape), tuple(ranges))
+    return RoleIndex(lead["updates"], lead["untrained"], tuple(lead["kinds"]), parameters)
+
+
+def _remove_others(newest: Path, keep: int) -> None:
+    folder = newest.parent
+    earlier = sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.name <= newest.name)
+    stays = [path for path in earlier if lacks(path) is None][-keep:]
+    for other in folder.glob("step-*"):
+        if other not in stays:
+            shutil.rmtree(other)
+
+
+def read_logged(folder: Path, rank: int, world_size: int) -> list[Any]:
+    """What `write_share` was given to be logged, of as many ranks as wrote it, shared out among the ranks of now."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("logged-*.json"))[rank::world_size]]

@@ -1,0 +1,81 @@
+"""Which rank writes which tensors of a model's files in Hugging Face form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlflow.models.lora import Weight
+from rlflow.models.packed import PackedModel, shard_name
+from rlflow.storage.tensors import Entry
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights that are written together.
+
+    Attributes:
+        names: Of the weights.
+        entries: What transformers' files have of them, such as each of a layer's experts.
+        shard: The file, from 0.
+    """
+
+    names: tuple[str, ...]
+    entries: tuple[Entry, ...]
+    shard: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors."""
+        return sum(entry.nbytes for entry in self.entries)
+
+
+def divided(model: PackedModel, weights: Sequence[Weight], shapes: Sequence[torch.Size], shards: int) -> list[Unit]:
+    """Every weight with the file that it goes to, as even as whole weights allow; the same on every rank.
+
+    Where a file's tensor is made of several weights, all go to one file.
+
+    Args:
+        model: Theirs.
+        weights: In the order in which they are gathered.
+        shapes: Of each, in full.
+        shards: Files at most.
+    """
+    empty = {
+        weight.name: torch.empty(shape, dtype=weight.parameter.dtype, device="meta")
+        for weight, shape in zip(weights, shapes, strict=True)
+    }
+    whole = _entries(model, empty)
+    units: list[tuple[tuple[str, ...], tuple[Entry, ...]]]
+    try:
+        units = [((name,), _entries(model, {name: tensor})) for name, tensor in empty.items()]
+    except (KeyError, RuntimeError, ValueError):  # transformers lacks the other weights
+        units = []
+    if {entry for _, entries in units for entry in entries} != {*whole}:
+        units = [(tuple(empty), whole)]
+    filled = [0] * shards  # bytes
+    found = []
+    for names, entries in units:
+        shard = filled.index(min(filled))
+        found.append(Unit(names, entries, shard))
+        filled[shard] += found[-1].nbytes
+    return found
+
+
+def write_index(folder: Path, units: Iterable[Unit], count: int) -> None:
+    """Say which file has which tensor, as transformers does where there are several."""
+    places = {entry.key: shard_name(unit.shard, count) for unit in units for entry in unit.entries}
+    total = sum(unit.nbytes for unit in units)
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _entries(model: PackedModel, state_dict: dict[str, Tensor]) -> tuple[Entry, ...]:
+    return tuple(Entry.of(name, tensor) for name, tensor in model.in_files(state_dict).items())

@@ -1,0 +1,145 @@
+"""Writing beside the run: jobs in a thread of their own, and tensors on their way to them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from queue import Queue
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from rlflow.storage.tensors import Entry, write_tensors
+
+ON_THE_WAY = 2  # tensors that wait to be written, where the run waits for them anyway
+
+
+class Stream:
+    """Tensors from the run to a job that writes them, in their order.
+
+    Args:
+        held: How many may wait; 0 for any number.
+    """
+
+    def __init__(self, held: int) -> None:
+        self._queue: Queue[Tensor | None] = Queue(held)
+        self._closed = False
+
+    def put(self, tensor: Tensor) -> None:
+        """Give the next one; waits while too many do."""
+        self._queue.put(tensor)
+
+    def close(self) -> None:
+        """There are no more."""
+        self._queue.put(None)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while (tensor := self._next()) is not None:
+            yield tensor
+
+    def drain(self) -> None:
+        """Take what is left."""
+        while self._next() is not None:
+            pass
+
+    def _next(self) -> Tensor | None:
+        if self._closed:
+            return None
+        tensor = self._queue.get()
+        self._closed = tensor is None
+        return tensor
+
+
+class Disk:
+    """Does one job after another in a thread; after one that fails, no more until `wait`.
+
+    Args:
+        asynchronous: The run goes on meanwhile, so what is to be written is copied first; the copies' memory is kept
+            for the next time.
+    """
+
+    def __init__(self, asynchronous: bool = False) -> None:
+        self.asynchronous = asynchronous
+        self._jobs: Queue[tuple[Callable[[BaseException | None], object], bool] | None] = Queue()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._copies: dict[str, Tensor] = {}
+
+    def do(self, job: Callable[[], object]) -> None:
+        """Let the thread do a job, unless one before failed."""
+        self._start((lambda error: job(), False))
+
+    def report(self, job: Callable[[BaseException | None], object]) -> None:
+        """As `do`, in any case, with the error of a job before."""
+        self._start((job, True))
+
+    def write(self, path: Path, entries: Sequence[Entry]) -> Stream:
+        """Write a file by `write_tensors`; its tensors are then put into the stream, each a copy."""
+        stream = Stream(0 if self.asynchronous else ON_THE_WAY)
+
+        def job(error: BaseException | None) -> None:
+            try:
+                if error is None:
+                    write_tensors(path, entries, stream, {"format": "pt"})
+            finally:
+                stream.drain()  # so that who gives does not wait
+
+        self.report(job)
+        return stream
+
+    def copy(self, key: str, tensor: Tensor) -> Tensor:
+        """The tensor as it is now, on the CPU.
+
+        Args:
+            key: Of the memory that is used for it again at the next save.
+            tensor: On any device.
+        """
+        if not self.asynchronous:
+            return tensor.detach().to("cpu", copy=True)
+        held = self._copies.get(key)
+        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+            pinned = tensor.device.type == "cuda"
+            held = self._copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        return held.copy_(tensor.detach())
+
+    def wait(self) -> None:
+        """Return when all jobs are done.
+
+        Raises:
+            BaseException: What the first of them that failed raised.
+        """
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> Disk:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.wait()
+
+    def _start(self, job: tuple[Callable[[BaseException | None], object], bool]) -> None:
+        if self._thread is None:
+            # A daemon, so that a run that ends by an error does not wait for a disk that hangs.
+            self._thread = threading.Thread(target=self._work, name="disk", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def _work(self) -> None:
+        while (given := self._jobs.get()) is not None:
+            job, in_any_case = given
+            if self._error is not None and not in_any_case:
+                continue
+            try:
+                job(self._error)
+            except BaseException as error:
+                self._error = self._error or error

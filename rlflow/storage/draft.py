@@ -1,0 +1,139 @@
+"""A folder that several ranks write, each for itself, and that gets its name when all of it is there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlflow.errors import UserError, one_line
+from rlflow.storage.tensors import sha256, sync
+
+PAUSES = (0.01, 1.0)  # seconds between looks at the folder: the first, and the longest
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank wrote.
+
+    Attributes:
+        rank: Its number.
+        files: SHA-256 and size by name.
+        more: What else the one who completes the folder needs; JSON-able.
+        error: Why it is not there; None where it is.
+    """
+
+    rank: int
+    files: dict[str, tuple[str, int]] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+class Draft:
+    """The folder while it is written.
+
+    Args:
+        target: As it will be called.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.path = target.with_name(f"{target.name}.draft")
+
+    def open(self) -> None:
+        """Make it anew; by one rank, before the others write."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True)
+
+    def file_records(self, digests: Mapping[str, str]) -> dict[str, tuple[str, int]]:
+        """Of files by name; those whose digest is empty are read for it, and waited for until they are on the disk."""
+        records = {}
+        for name, digest in digests.items():
+            file = self.path / name
+            if not digest:
+                sync(file)
+            records[name] = digest or sha256(file), file.stat().st_size
+        return records
+
+    def add(self, record: Record) -> None:
+        """Say what this rank wrote; nothing of it is written after."""
+        target = self._record(record.rank)
+        unnamed = target.with_suffix(".part")
+        unnamed.write_text(json.dumps(asdict(record)))
+        unnamed.rename(target)
+
+    def collect(self, ranks: Iterable[int], nodes: Mapping[int, str], timeout_s: float) -> list[Record]:
+        """What all of them wrote; by one rank.
+
+        Args:
+            ranks: Who writes.
+            nodes: Of each rank, its machine's name.
+            timeout_s: Seconds to wait for those that are slower than this one.
+
+        Raises:
+            UserError: One could not write its files, or says nothing in time.
+        """
+        missing, found = set(ranks), {}
+        began, pause = time.monotonic(), PAUSES[0]
+        while True:
+            present = {entry.name for entry in os.scandir(self.path)}
+            for rank in [rank for rank in missing if self._record(rank).name in present]:
+                found[rank] = Record(**json.loads(self._record(rank).read_text()))
+                missing.remove(rank)
+            if not missing:
+                break
+            if time.monotonic() - began > timeout_s:
+                late = ", ".join(f"{rank} on {nodes[rank]}" for rank in sorted(missing))
+                raise UserError(
+                    f"{self.target} is not complete: {timeout_s:g} s after the others, nothing was written by rank"
+                    f" {late}; look at that disk, or raise `strategy.init_args.timeout_s`"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSES[1])
+        records = [found[rank] for rank in sorted(found)]
+        for record in records:
+            if record.error is not None:
+                raise UserError(record.error)
+        for record in records:
+            self._record(record.rank).unlink()
+        return records
+
+    def complete(self) -> None:
+        """Give it its name; what was called so before is gone afterwards."""
+        for path in (*self.path.rglob("*"), self.path):
+            sync(path)
+        before = self.target.with_name(f"{self.target.name}.before")
+        shutil.rmtree(before, ignore_errors=True)
+        if self.target.exists():
+            self.target.rename(before)
+        self.path.rename(self.target)
+        sync(self.target.parent)
+        shutil.rmtree(before, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Remove it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _record(self, rank: int) -> Path:
+        return self.path / f"written-{rank:05d}.json"
+
+
+def not_written(error: BaseException, target: Path, rank: int, node: str) -> str:
+    """What a user reads where a rank could not write."""
+    if isinstance(error, UserError):
+        return str(error)
+    reason = one_line(error)
+    if isinstance(error, OSError):
+        reason = os.strerror(error.errno) if error.errno else reason
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    mend = "free some space there" if full else "look at that disk"
+    return (
+        f"{target} cannot be written by rank {rank} on {node}: {reason}; what was saved before is still there:"
+        f" {mend}, and continue with `--trainer.ckpt_path last`"
+    )

@@ -1,0 +1,44 @@
+"""Room on a disk, looked at before it is needed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from rlflow.errors import UserError
+
+SMALL_FILES = 2**20  # bytes of what is not counted one by one: configurations, JSON, tokenizers
+
+
+def require_space(folder: Path, needed: int, what: str, mend: str) -> None:
+    """Refuse to begin what would not end.
+
+    Args:
+        folder: Where it is to be written; it need not be there yet.
+        needed: Bytes.
+        what: Takes them, for the message.
+        mend: What to do but free some.
+
+    Raises:
+        UserError: Fewer are free.
+    """
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed + SMALL_FILES:
+        raise UserError(
+            f"{folder} has {in_bytes(free)} left on its disk, and {what} {in_bytes(needed + SMALL_FILES)}; free some,"
+            f" {mend}"
+        )
+
+
+def bytes_in(folder: Path) -> int:
+    """Of all files in it; 0 where it is not there."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def in_bytes(nbytes: float) -> str:
+    """In the unit that is read easily."""
+    for unit, size in {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}.items():
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes:.0f} B"

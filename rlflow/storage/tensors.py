@@ -1,0 +1,120 @@
+"""Safetensors files written tensor by tensor: the header is known beforehand, so no file is held in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+BLOCK = 64 * 2**20  # bytes hashed and written at once
+# The names of the format: https://github.com/huggingface/safetensors#format
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file.
+
+    Attributes:
+        key: Its name.
+        shape: Its own.
+        dtype: Of its elements.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, key: str, tensor: Tensor) -> Entry:
+        """What a tensor is under this name."""
+        return cls(key, tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its elements."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_tensors(
+    path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
+) -> str:
+    """Write a safetensors file, and wait until it is on the disk.
+
+    Args:
+        path: The file.
+        entries: All that it will hold.
+        tensors: One for each entry, in their order, on any device; asked for one by one.
+        metadata: Of the file.
+
+    Returns:
+        The file's SHA-256.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for entry in entries:
+        header[entry.key] = {
+            "dtype": NAMES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": [end, end + entry.nbytes],
+        }
+        end += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as file:
+        beginning = len(text).to_bytes(8, "little") + text
+        digest.update(beginning)
+        _write(file.fileno(), memoryview(beginning))
+        for entry, tensor in zip(entries, tensors, strict=True):
+            assert Entry.of(entry.key, tensor) == entry, (entry, tensor.shape, tensor.dtype)
+            values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            for start in range(0, values.numel(), BLOCK):
+                block = values[start : start + BLOCK].numpy().data
+                digest.update(block)
+                _write(file.fileno(), block)
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def sha256(path: Path) -> str:
+    """Of a file, read block by block."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        block = bytearray(BLOCK)
+        while count := file.readinto(block):
+            digest.update(memoryview(block)[:count])
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write(descriptor: int, block: memoryview) -> None:
+    while block:
+        block = block[os.write(descriptor, block) :]
