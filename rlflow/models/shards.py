@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from rlflow.models.lora import Weight
 from rlflow.models.packed import PackedModel, shard_name
 from rlflow.storage.tensors import Entry
 
@@ -37,29 +35,24 @@ class Unit:
         return sum(entry.nbytes for entry in self.entries)
 
 
-def divided(model: PackedModel, weights: Sequence[Weight], shapes: Sequence[torch.Size], shards: int) -> list[Unit]:
+def divided(model: PackedModel, weights: Mapping[str, Tensor], shards: int) -> list[Unit]:
     """Every weight with the file that it goes to, as even as whole weights allow; the same on every rank.
 
     Where a file's tensor is made of several weights, all go to one file.
 
     Args:
         model: Theirs.
-        weights: In the order in which they are gathered.
-        shapes: Of each, in full.
+        weights: Whole, on the device `meta`, by name, in the order in which they are gathered.
         shards: Files at most.
     """
-    empty = {
-        weight.name: torch.empty(shape, dtype=weight.parameter.dtype, device="meta")
-        for weight, shape in zip(weights, shapes, strict=True)
-    }
-    whole = _entries(model, empty)
+    whole = _entries(model, weights)
     units: list[tuple[tuple[str, ...], tuple[Entry, ...]]]
     try:
-        units = [((name,), _entries(model, {name: tensor})) for name, tensor in empty.items()]
+        units = [((name,), _entries(model, {name: tensor})) for name, tensor in weights.items()]
     except (KeyError, RuntimeError, ValueError):  # transformers lacks the other weights
         units = []
     if {entry for _, entries in units for entry in entries} != {*whole}:
-        units = [(tuple(empty), whole)]
+        units = [(tuple(weights), whole)]
     filled = [0] * shards  # bytes
     found = []
     for names, entries in units:
@@ -77,5 +70,5 @@ def write_index(folder: Path, units: Iterable[Unit], count: int) -> None:
     (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _entries(model: PackedModel, state_dict: dict[str, Tensor]) -> tuple[Entry, ...]:
-    return tuple(Entry.of(name, tensor) for name, tensor in model.in_files(state_dict).items())
+def _entries(model: PackedModel, state_dict: Mapping[str, Tensor]) -> tuple[Entry, ...]:
+    return tuple(Entry.of(name, tensor) for name, tensor in model.in_files(dict(state_dict)).items())

@@ -106,6 +106,9 @@ class FSDPStrategy(DistributedStrategy):
     def _whole(self, parameter: nn.Parameter) -> Tensor:
         return _full(parameter.detach().to(self.dtype))
 
+    def _empty(self, parameter: nn.Parameter) -> Tensor:
+        return super()._empty(parameter).to(self.dtype)
+
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
         return _full(super()._gradient(parameter))
 

@@ -242,8 +242,7 @@ class TrainingStrategy(Strategy):
             if self.leads(name):
                 disk.do(partial(model.save_pretrained, folder, state))
             return
-        shapes = [self._full_shape(weight.parameter) for weight in weights]
-        units = divided(model, weights, shapes, len(ranks))
+        units = divided(model, {weight.name: self._empty(weight.parameter) for weight in weights}, len(ranks))
         shards = 1 + max(unit.shard for unit in units)
         own = {key: unit for unit in units for key in unit.names if ranks[unit.shard] == self.global_rank}
         entries = [entry for unit in dict.fromkeys(own.values()) for entry in unit.entries]
@@ -437,6 +436,10 @@ class TrainingStrategy(Strategy):
 
     def _full_shape(self, parameter: torch.nn.Parameter) -> torch.Size:
         return parameter.shape
+
+    def _empty(self, parameter: torch.nn.Parameter) -> Tensor:
+        """As `_whole` gives it, without its values."""
+        return torch.empty(self._full_shape(parameter), dtype=parameter.dtype, device="meta")
 
     def _part_of(self, parameter: Tensor) -> Part:
         """What this rank holds of a parameter that forward passes read, or of a tensor that lies as it does."""
