@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from rlflow.callbacks import Callback
 from rlflow.errors import UserError
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.tiny import write_tiny_model
-from rlflow.strategies import TrainingStrategy
+from rlflow.strategies import SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
 from tests.controller.runs import ZERO2, ZERO3, Fit, failing_fit, fit, grpo, sums
 from tests.ranks import RankPool
@@ -129,18 +131,103 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_metrics_to_the_byte(model:
     assert notes.seen == 4
 
 
-def test_a_checkpoint_holds_no_pickle_and_every_rank_wrote_a_part(
+def test_a_checkpoint_holds_no_pickle_and_its_manifest_says_what_every_rank_wrote(
     model: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     ranks2.run(train_on, model, 2, "fp32", tmp_path, False, 1)
     (folder,) = (tmp_path / "checkpoint").iterdir()
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "actor-00000-of-00002.safetensors",
-        "actor-00001-of-00002.safetensors",
-        "actor.json",
-        "state.json",
-    ]
-    assert json.loads((folder / "state.json").read_text())["step"] == 1
+    names = ["actor-00000-of-00002.safetensors", "actor-00001-of-00002.safetensors", "actor.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [*names, "state.json"]
+    stored = json.loads((folder / "state.json").read_text())
+    assert stored["step"] == 1
+    assert stored["files"] == {
+        name: {
+            "size": (folder / name).stat().st_size,
+            "sha256": hashlib.sha256((folder / name).read_bytes()).hexdigest(),
+            "rank": rank,
+        }
+        for name, rank in zip(names, (0, 1, 0), strict=True)
+    }
+
+
+def refusal(model: Path, optimizer: Optimizer, folder: Path) -> str:
+    """What a role of one process says of a checkpoint that is not its own, and that its weights are as before."""
+    strategy = SingleProcess()
+    strategy.setup_role("actor", trained(model, optimizer), model)
+    before = all_weights(strategy, "actor")
+    with pytest.raises(UserError) as refused:
+        checkpoint.restore(checkpoint.find("last", folder), strategy, ["actor"])
+    assert all(torch.equal(weight, before[name]) for name, weight in all_weights(strategy, "actor").items())
+    return str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def written(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a checkpoint of one process lies."""
+    folder = tmp_path_factory.mktemp("written")
+    strategy = SingleProcess()
+    handle = trained(model, ADAMW)
+    strategy.setup_role("actor", handle, model)
+    backward(strategy, "actor", handle)
+    strategy.step("actor")
+    write_checkpoint(strategy, folder, 1)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        (
+            {"layers": 2},
+            r"actor.json has no `model.layers.1.* of role `actor`, which this run trains; continue",
+        ),
+        (
+            {"intermediate_size": 96},
+            r"mlp.*` of role `actor` is \[384, 128\] in .*actor.json and \[96, 128\] in this",
+        ),
+        ({"tie": False}, r"actor.json has no `lm_head.weight` of role `actor`"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    shape: dict[str, Any], says: str, written: Path, tmp_path: Path
+) -> None:
+    other = write_tiny_model(tmp_path / "other", **{"hidden_size": 128, "layers": 1, **shape})
+    assert re.search(says, refusal(other, ADAMW, written))
+
+
+def test_a_checkpoint_of_more_layers_than_are_trained_is_refused(model: Path, tmp_path: Path) -> None:
+    larger = write_tiny_model(tmp_path / "larger", hidden_size=128, layers=2)
+    strategy = SingleProcess()
+    strategy.setup_role("actor", trained(larger, ADAMW), larger)
+    write_checkpoint(strategy, tmp_path, 1)
+    assert "has `model.layers.1.input_layernorm.weight` of role `actor`, which this run does not train; continue" in (
+        refusal(model, ADAMW, tmp_path)
+    )
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(model: Path, written: Path) -> None:
+    said = refusal(model, Optimizer("sgd", lr=0.1, arguments={"momentum": 0.9}), written)
+    assert (
+        "actor.json has weight, exp_avg, exp_avg_sq of each weight, and this run's optimizer keeps weight, moment"
+        in (said)
+    )
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(json.dumps({"format": 5, "step": 2, "files": {"actor.json": 7}}))
+    assert checkpoint.find(str(tmp_path), tmp_path) == tmp_path
+    with pytest.raises(UserError, match=r"has the checkpoint format 5; this version of rlflow reads format 6"):
+        checkpoint.read_progress(tmp_path, 0, "rows")
+
+
+def test_files_are_read_once_by_ranks_in_equal_shares_to_see_whether_they_changed(tmp_path: Path) -> None:
+    sizes = {"a": 6, "b": 5, "c": 4, "d": 3}
+    files = {name: {"size": size, "sha256": "", "rank": 0} for name, size in sizes.items()}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    (tmp_path / "state.json").write_text(json.dumps({"files": files}))
+    # the largest first, each to the rank with the least so far: a | b, then c to b's, then d to a's
+    assert [checkpoint.changed_files(tmp_path, rank, 2) for rank in range(2)] == [["a", "d"], ["b", "c"]]
 
 
 class Spoils(Callback):

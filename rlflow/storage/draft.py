@@ -84,7 +84,7 @@ class Draft:
         while True:
             present = {entry.name for entry in os.scandir(self.path)}
             for rank in [rank for rank in missing if self._record(rank).name in present]:
-                found[rank] = Record(**json.loads(self._record(rank).read_text()))
+                found[rank] = self._read(rank)
                 missing.remove(rank)
             if not missing:
                 break
@@ -119,6 +119,10 @@ class Draft:
     def discard(self) -> None:
         """Remove it."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def _read(self, rank: int) -> Record:
+        said = json.loads(self._record(rank).read_text())
+        return Record(**{**said, "files": {name: (digest, size) for name, (digest, size) in said["files"].items()}})
 
     def _record(self, rank: int) -> Path:
         return self.path / f"written-{rank:05d}.json"

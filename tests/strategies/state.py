@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlflow import checkpoint
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies import SingleProcess, TrainingStrategy
+from tests.saved import write_checkpoint
 from tests.strategies.update import Stage, all_weights, backward, launch, trained
 
 State = dict[str, dict[str, Tensor]]  # by parameter, then kind: full tensors
@@ -22,22 +24,20 @@ class InMemory:
 
     def __init__(self, state: State) -> None:
         self.state = state
+        self.elements = 0  # that were read
 
     def require(self, shapes: dict[str, torch.Size], kinds: Iterable[str]) -> None:
         assert shapes == {key: of["weight"].shape for key, of in self.state.items()}
         assert {*kinds} == {*next(iter(self.state.values()))}
 
     def read(self, parameter: str, kind: str, start: int, length: int) -> Tensor:
+        self.elements += length
         return self.state[parameter][kind].flatten()[start : start + length]
 
 
-def strategy_of(stage: Stage | None, precision: str) -> TrainingStrategy:
-    return SingleProcess() if stage is None else launch(stage, precision)
-
-
-def parts_after(model: Path, stage: Stage | None, precision: str, updates: int) -> Pieces:
-    """This rank's parts after some updates."""
-    strategy = strategy_of(stage, precision)
+def parts_after(model: Path, updates: int) -> Pieces:
+    """All parts after some updates in this process, without DeepSpeed."""
+    strategy = SingleProcess()
     handle = trained(model, ADAMW)
     strategy.setup_role("actor", handle, model)
     for _ in range(updates):
@@ -58,7 +58,7 @@ def parts_when_given(
     model: Path, stage: Stage | None, precision: str, state: State
 ) -> tuple[Pieces, dict[str, Tensor], Tensor]:
     """This rank's parts of a state that it was given, the weights that forward passes read, and the next norm."""
-    strategy = strategy_of(stage, precision)
+    strategy = launch(stage, precision)
     handle = trained(model, ADAMW)
     strategy.setup_role("actor", handle, model)
     strategy.load_state_parts("actor", InMemory(state), 3)
@@ -67,6 +67,35 @@ def parts_when_given(
     norm = strategy.step("actor")
     assert strategy.updates_done("actor") == 4
     return given, weights, torch.tensor(norm)
+
+
+def elements_read(model: Path, stage: Stage, precision: str, state: State) -> int:
+    """How many this rank reads of a state that it is given."""
+    strategy = launch(stage, precision)
+    strategy.setup_role("actor", trained(model, ADAMW), model)
+    stored = InMemory(state)
+    strategy.load_state_parts("actor", stored, 3)
+    return stored.elements
+
+
+def restored_parts(model: Path, stage: Stage, precision: str, folder: Path) -> Pieces:
+    """This rank's parts after a checkpoint was restored."""
+    strategy = launch(stage, precision)
+    strategy.setup_role("actor", trained(model, ADAMW), model)
+    checkpoint.restore(checkpoint.find("last", folder), strategy, ["actor"])
+    return pieces(strategy)
+
+
+def written_parts(model: Path, stage: Stage, precision: str, folder: Path) -> Pieces:
+    """This rank's parts after two updates, of which a checkpoint is written."""
+    strategy = launch(stage, precision)
+    handle = trained(model, ADAMW)
+    strategy.setup_role("actor", handle, model)
+    for _ in range(2):
+        backward(strategy, "actor", handle)
+        strategy.step("actor")
+    write_checkpoint(strategy, folder, 2)
+    return pieces(strategy)
 
 
 def put_together(ranks: list[Pieces]) -> State:

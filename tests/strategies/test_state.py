@@ -9,7 +9,15 @@ import torch
 
 from rlflow.models.tiny import write_tiny_model
 from tests.ranks import RankPool
-from tests.strategies.state import State, parts_after, parts_when_given, put_together
+from tests.strategies.state import (
+    State,
+    elements_read,
+    parts_after,
+    parts_when_given,
+    put_together,
+    restored_parts,
+    written_parts,
+)
 from tests.strategies.update import Stage
 
 
@@ -22,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def state(model: Path) -> State:
     """Of one process without DeepSpeed, after two updates."""
-    return put_together([parts_after(model, None, "fp32", 2)])
+    return put_together([parts_after(model, updates=2)])
 
 
 def same(found: State, expected: State) -> bool:
@@ -58,8 +66,55 @@ def test_at_every_stage_three_ranks_hold_each_element_of_a_state_once(
     holds_the_state(model, state, stage, precision, ranks3)
 
 
-def test_the_parts_of_ranks_are_as_long_as_one_another(model: Path, state: State, ranks2: RankPool) -> None:
-    first, second = ranks2.run(parts_after, model, 0, "fp32", 1)
+def test_ranks_that_hold_copies_give_half_of_them_each(model: Path, tmp_path: Path, ranks2: RankPool) -> None:
+    first, second = ranks2.run(written_parts, model, 0, "fp32", tmp_path)
     for (key, shape, kind, start, values), (_, _, _, after, rest) in zip(first, second, strict=True):
         half = shape.numel() // 2
         assert (start, len(values), after, len(rest)) == (0, half, half, shape.numel() - half), (key, kind)
+
+
+def test_a_rank_reads_only_what_it_holds(model: Path, state: State, ranks2: RankPool) -> None:
+    every = sum(of.numel() for kinds in state.values() for of in kinds.values())
+    assert sum(ranks2.run(elements_read, model, 3, "bf16", state)) == every
+    assert sum(ranks2.run(elements_read, model, 1, "fp32", state)) == every
+    assert ranks2.run(elements_read, model, 0, "fp32", state) == [every, every]
+
+
+def goes_from_three_ranks(
+    before: Stage, after: Stage, precision: str, model: Path, tmp_path: Path, three: RankPool, others: RankPool
+) -> None:
+    expected = put_together(three.run(written_parts, model, before, precision, tmp_path))
+    assert {of["weight"].numel() % 3 for of in expected.values()} == {0, 1, 2}
+    assert same(put_together(others.run(restored_parts, model, after, precision, tmp_path)), expected)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ranks"),
+    [(3, 0, "ranks1"), (3, 2, "ranks2"), (3, 3, "ranks4"), (3, "fsdp", "ranks2"), ("fsdp", 3, "ranks4")],
+)
+def test_a_checkpoint_of_three_ranks_is_restored_by_one_two_and_four_and_by_another_strategy(
+    before: Stage,
+    after: Stage,
+    ranks: str,
+    model: Path,
+    tmp_path: Path,
+    ranks3: RankPool,
+    request: pytest.FixtureRequest,
+) -> None:
+    goes_from_three_ranks(before, after, "bf16", model, tmp_path, ranks3, request.getfixturevalue(ranks))
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("ranks", ["ranks1", "ranks2", "ranks4"])
+@pytest.mark.parametrize("after", [0, 1, 2, 3, "fsdp"])
+@pytest.mark.parametrize("before", [0, 1, 2, 3, "fsdp"])
+def test_a_checkpoint_of_every_stage_is_restored_at_every_other_and_number_of_ranks(
+    before: Stage,
+    after: Stage,
+    ranks: str,
+    model: Path,
+    tmp_path: Path,
+    ranks3: RankPool,
+    request: pytest.FixtureRequest,
+) -> None:
+    goes_from_three_ranks(before, after, "fp32", model, tmp_path, ranks3, request.getfixturevalue(ranks))

@@ -1,0 +1,48 @@
+"""A folder gets its name when every rank has written its part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlflow.errors import UserError
+from rlflow.storage.draft import Draft, Record
+
+NODES = {0: "first", 1: "second", 2: "second"}
+
+
+def opened(folder: Path) -> Draft:
+    draft = Draft(folder / "model")
+    draft.open()
+    return draft
+
+
+def test_a_rank_that_writes_nothing_is_named_with_its_machine(tmp_path: Path) -> None:
+    draft = opened(tmp_path)
+    draft.add(Record(1))
+    with pytest.raises(UserError, match=r"after the others, nothing was written by rank 0 on first, 2 on second;"):
+        draft.collect(NODES, NODES, timeout_s=0.1)
+
+
+def test_what_one_rank_could_not_write_is_said(tmp_path: Path) -> None:
+    draft = opened(tmp_path)
+    for rank in NODES:
+        draft.add(Record(rank, error="no room" if rank == 2 else None))
+    with pytest.raises(UserError, match="no room"):
+        draft.collect(NODES, NODES, timeout_s=1)
+
+
+def test_the_folder_before_is_there_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/old").write_text("old")
+    draft = opened(tmp_path)
+    (draft.path / "new").write_text("new")
+    draft.add(Record(0, draft.file_records({"new": ""}), {"role": 1}))
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["old"]
+    (record,) = draft.collect([0], NODES, timeout_s=1)
+    # echo -n new | sha256sum
+    assert record.files == {"new": ("11507a0e2f5e69d5dfa40a62a1bd7b6ee57e6bcd85c67c9b8431b36fff21c437", 3)}
+    assert record.more == {"role": 1}
+    draft.complete()
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "new"]
