@@ -17,7 +17,7 @@ class ModelSize:
 
     Attributes:
         hidden: Width.
-        intermediate: Width inside the feed-forward layers.
+        intermediate: Width inside the feed-forward layers, of a mixture of experts inside each expert.
         layers: How many.
         heads: Query heads.
         kv_heads: Key and value heads.
@@ -26,6 +26,10 @@ class ModelSize:
         head_dim: Width of a head; None for `hidden / heads`.
         bias: Whether queries, keys and values have one.
         labels: Outputs of the output layer where they are not the vocabulary; such a layer is never tied.
+        experts: In each layer of a mixture of experts; 0 where there is none.
+        experts_per_token: Of these, those that a token goes to.
+        qk_norm: Whether the queries and keys of a head are normed.
+        sinks: Whether there are attention sinks, and biases of attention's output, of experts and routers: GPT-OSS.
     """
 
     hidden: int
@@ -38,6 +42,10 @@ class ModelSize:
     head_dim: int | None = None
     bias: bool = False
     labels: int | None = None
+    experts: int = 0
+    experts_per_token: int = 0
+    qk_norm: bool = False
+    sinks: bool = False
 
     @property
     def head_width(self) -> int:
@@ -49,8 +57,25 @@ class ModelSize:
         """All of them, embeddings included."""
         queries, keys = self.heads * self.head_width, self.kv_heads * self.head_width
         attention = 2 * self.hidden * queries + 2 * self.hidden * keys + self.bias * (queries + 2 * keys)
-        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        attention += self.qk_norm * 2 * self.head_width + self.sinks * (self.hidden + self.heads)
+        router = self.experts * (self.hidden + self.sinks)
+        layer = attention + (self.experts or 1) * self.expert + router + 2 * self.hidden
         return self.layers * layer + self.hidden + self.embedding + self.output_layer
+
+    @property
+    def expert(self) -> int:
+        """Parameters of one expert of one layer, or of a layer's one feed-forward network."""
+        return 3 * self.hidden * self.intermediate + self.sinks * (2 * self.intermediate + self.hidden)
+
+    @property
+    def active(self) -> int:
+        """Parameters that take part when one token is computed: all but the experts that it does not go to."""
+        return self.touched(1)
+
+    def touched(self, tokens: float) -> int:
+        """Parameters that take part when so many tokens are computed at once, each of which goes to random experts."""
+        missed = self.experts * (1 - self.experts_per_token / self.experts) ** tokens if self.experts else 0.0
+        return self.parameters - round(self.layers * missed * self.expert)
 
     @property
     def embedding(self) -> int:
@@ -79,18 +104,18 @@ class ModelSize:
 
     @property
     def multiplied(self) -> int:
-        """Parameters that each token is multiplied with: all but the input embedding, which is looked up."""
-        return self.parameters - (0 if self.tied else self.embedding)
+        """Parameters that each token is multiplied with: the active, but the input embedding, which is looked up."""
+        return self.active - (0 if self.tied else self.embedding)
 
     def cache_bytes(self, width: int) -> int:
         """Of one token's keys and values, of `width` bytes each number."""
         return 2 * self.layers * self.kv_heads * self.head_width * width
 
     def adapters(self, rank: int) -> int:
-        """Parameters of LoRA adapters on every linear layer but the output."""
+        """Parameters of LoRA adapters on every linear layer but the output; experts and routers have none."""
         queries, keys = self.heads * self.head_width, self.kv_heads * self.head_width
-        ends = 2 * (self.hidden + queries) + 2 * (self.hidden + keys) + 3 * (self.hidden + self.intermediate)
-        return self.layers * rank * ends
+        feed_forward = 0 if self.experts else 3 * (self.hidden + self.intermediate)
+        return self.layers * rank * (2 * (self.hidden + queries) + 2 * (self.hidden + keys) + feed_forward)
 
 
 # From the config.json of each, at huggingface.co.
@@ -103,7 +128,14 @@ KNOWN: dict[str, ModelSize] = {
     "Qwen/Qwen2.5-14B": ModelSize(5120, 13_824, 48, 40, 8, 152_064, bias=True),
     "Qwen/Qwen2.5-32B": ModelSize(5120, 27_648, 64, 40, 8, 152_064, bias=True),
     "Qwen/Qwen2.5-72B": ModelSize(8192, 29_568, 80, 64, 8, 152_064, bias=True),
-    "Qwen/Qwen3-8B": ModelSize(4096, 12_288, 36, 32, 8, 151_936, head_dim=128),
+    "Qwen/Qwen3-8B": ModelSize(4096, 12_288, 36, 32, 8, 151_936, head_dim=128, qk_norm=True),
+    "Qwen/Qwen3-30B-A3B": ModelSize(
+        2048, 768, 48, 32, 4, 151_936, head_dim=128, experts=128, experts_per_token=8, qk_norm=True
+    ),
+    "mistralai/Mixtral-8x7B-v0.1": ModelSize(4096, 14_336, 32, 32, 8, 32_000, experts=8, experts_per_token=2),
+    "openai/gpt-oss-20b": ModelSize(
+        2880, 2880, 24, 64, 8, 201_088, head_dim=64, bias=True, experts=32, experts_per_token=4, sinks=True
+    ),
     "meta-llama/Llama-3.1-8B": ModelSize(4096, 14_336, 32, 32, 8, 128_256),
     "meta-llama/Llama-3.1-70B": ModelSize(8192, 28_672, 80, 64, 8, 128_256),
 }
@@ -144,20 +176,39 @@ def experts(config: Mapping[str, Any]) -> tuple[str, int] | None:
     return next(((name, count) for name in names if (count := config.get(name) or 1) > 1), None)
 
 
+# Types of mixtures of experts whose sizes are known, and what their configs call the width inside an expert.
+EXPERT_WIDTH = {
+    "gpt_oss": "intermediate_size",
+    "mixtral": "intermediate_size",
+    "qwen3_moe": "moe_intermediate_size",
+}
+
+
 def _read(model: str, config: Mapping[str, Any]) -> ModelSize:
-    if experts(config) is not None:
-        raise UserError(f"`model` is {model!r}, a mixture of experts, whose size is not known from its config")
+    kind = config.get("model_type")
+    found = experts(config)
+    dense = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
+    if found is not None and (kind not in EXPERT_WIDTH or dense):
+        raise UserError(
+            f"`model` is {model!r}, a mixture of experts ({found[0]} {found[1]}) of the type {kind!r}"
+            f"{' with layers that have none' if dense else ''}, whose size is not known from its config; known are"
+            f" {', '.join(EXPERT_WIDTH)} with experts in every layer"
+        )
     try:
         return ModelSize(
             hidden=config["hidden_size"],
-            intermediate=config["intermediate_size"],
+            intermediate=config["intermediate_size" if found is None else EXPERT_WIDTH[str(kind)]],
             layers=config["num_hidden_layers"],
             heads=config["num_attention_heads"],
             kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
             vocabulary=config["vocab_size"],
             tied=bool(config.get("tie_word_embeddings", False)),
             head_dim=config.get("head_dim"),
-            bias=bool(config.get("attention_bias", config.get("model_type") == "qwen2")),
+            bias=bool(config.get("attention_bias", kind in ("qwen2", "gpt_oss"))),
+            experts=0 if found is None else found[1],
+            experts_per_token=0 if found is None else config["num_experts_per_tok"],
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
+            sinks=kind == "gpt_oss",
         )
     except KeyError as error:
         raise UserError(

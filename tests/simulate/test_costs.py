@@ -75,7 +75,7 @@ def test_a_folder_whose_config_says_too_little_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"])
 def test_a_mixture_of_experts_is_not_taken_for_a_dense_model(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8, name: 4}))
-    with pytest.raises(UserError, match="a mixture of experts, whose size is not known"):
+    with pytest.raises(UserError, match=r"a mixture of experts .* whose size is not known"):
         size_of(str(tmp_path))
 
 

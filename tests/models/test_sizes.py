@@ -1,0 +1,96 @@
+"""Sizes of mixtures of experts, against what transformers makes of the same configuration, and published numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from rlflow.errors import UserError
+from rlflow.models.sizes import KNOWN, ModelSize, size_of
+from tests.families.models import COMMON, FAMILIES
+
+# Of each config.json what its class does not say by itself.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen/Qwen3-8B": (
+        "Qwen3",
+        {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_key_value_heads": 8},
+    ),
+    "Qwen/Qwen3-30B-A3B": (
+        "Qwen3Moe",
+        {
+            "hidden_size": 2048,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+        },
+    ),
+    "mistralai/Mixtral-8x7B-v0.1": ("Mixtral", {}),
+    "openai/gpt-oss-20b": ("GptOss", {"num_hidden_layers": 24, "num_local_experts": 32}),
+}
+
+
+def parameters(prefix: str, **settings: Any) -> int:
+    """What transformers counts."""
+    with torch.device("meta"):
+        model = getattr(transformers, f"{prefix}ForCausalLM")(getattr(transformers, f"{prefix}Config")(**settings))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_known_size_is_that_of_transformers_model(name: str) -> None:
+    prefix, settings = CONFIGS[name]
+    assert KNOWN[name].parameters == parameters(prefix, **settings)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "mixtral", "gpt_oss"])
+def test_a_size_is_read_from_a_configuration(name: str, tmp_path: Path) -> None:
+    prefix, settings = FAMILIES[name]
+    config = getattr(transformers, f"{prefix}Config")(**COMMON | settings)
+    config.save_pretrained(tmp_path)
+    assert size_of(str(tmp_path)).parameters == parameters(prefix, **COMMON | settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "active", "multiplied"),
+    [
+        # Qwen3 Technical Report, arXiv 2505.09388, table 2: 3.3 of 30.5 thousand million.
+        ("Qwen/Qwen3-30B-A3B", 3.35e9, 3.04e9),
+        # Mixtral of Experts, arXiv 2401.04088: 13 of 47.
+        ("mistralai/Mixtral-8x7B-v0.1", 12.88e9, 12.75e9),
+        # gpt-oss model card, arXiv 2508.10925, table 1: 3.61 of 20.91, without the input embedding.
+        ("openai/gpt-oss-20b", 4.19e9, 3.61e9),
+    ],
+)
+def test_a_token_takes_part_of_a_mixture(name: str, active: float, multiplied: float) -> None:
+    assert KNOWN[name].active == pytest.approx(active, rel=0.003)
+    assert KNOWN[name].multiplied == pytest.approx(multiplied, rel=0.003)
+
+
+def test_many_tokens_take_more_of_a_mixture_than_one() -> None:
+    # One layer, four experts of 3 * 2 * 5 = 30 parameters, two for a token: one token misses 2 of 4, two miss 1.
+    size = ModelSize(2, 5, 1, 1, 1, 10, experts=4, experts_per_token=2)
+    assert [size.parameters - size.touched(tokens) for tokens in (1, 2, 1000)] == [60, 30, 0]
+    assert ModelSize(2, 5, 1, 1, 1, 10).touched(1) == ModelSize(2, 5, 1, 1, 1, 10).parameters
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (
+            {"model_type": "qwen2_moe", "num_experts": 4},
+            r"\(num_experts 4\) of the type 'qwen2_moe', whose size",
+        ),
+        ({"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [0]}, "with layers that have none, whose"),
+    ],
+)
+def test_another_mixture_s_size_is_not_known(config: dict[str, Any], told: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=told):
+        size_of(str(tmp_path))
