@@ -1,4 +1,4 @@
-"""The command line: `rlflow fit`, `validate`, `graph`, `report`, `export`, `simulate`."""
+"""The command line: `rlflow fit`, `validate`, `graph`, `report`, `trace`, `export`, `simulate`."""
 
 from __future__ import annotations
 
@@ -50,6 +50,13 @@ def report(arguments: Sequence[str]) -> None:
     read_report(arguments).show()
 
 
+def trace(arguments: Sequence[str]) -> None:
+    """Join the traces of a run's ranks into one file."""
+    from rlflow.configuration import read_trace
+
+    read_trace(arguments).write()
+
+
 def export(arguments: Sequence[str]) -> None:
     """Write the model of a run that trained adapters, merged or as an adapter."""
     from rlflow.configuration import read_export
@@ -74,6 +81,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "validate": validate,
     "graph": graph,
     "report": report,
+    "trace": trace,
     "export": export,
     "simulate": simulate,
 }

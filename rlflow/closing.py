@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlflow.loggers.trace import TRACE_FILE
 from rlflow.run_folder import RunFolder
 
 
@@ -39,12 +38,10 @@ def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> list[str]:
     seconds = ", ".join(f"{stage} {time:.0f} s" for stage, time in summary["seconds"].items())
     config = "config.yaml, " if folder.config.exists() else ""
     adapter = (folder.model / "adapter_config.json").exists()
-    joined = (folder.traces / TRACE_FILE).exists()
-    traces = f"traces/{TRACE_FILE} (ui.perfetto.dev)" if joined else "traces/ (`rlflow report` joins the ranks')"
     form = "an adapter; `rlflow export` writes the whole model" if adapter else "Hugging Face form"
     return [
         *lines,
         f"steps {summary['steps']}; time {seconds}",
         f"left in {folder.path}/: model/ ({form}), {config}summary.json, metrics.jsonl, metrics.csv,"
-        f" samples.jsonl, curves.png, {traces}, logs/",
+        f" samples.jsonl, curves.png, traces/ (`rlflow trace`), logs/",
     ]

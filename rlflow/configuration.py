@@ -30,7 +30,7 @@ from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
 from rlflow.placement import Placed, followed_role, layouts
 from rlflow.preparation import read_graph as read_module_graph
-from rlflow.report import Report
+from rlflow.report import MergedTrace, Report
 from rlflow.rewards import ExactMatch
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.simulate.command import ShownSimulation
@@ -270,6 +270,21 @@ def read_report(arguments: Sequence[str]) -> Report:
     )
     parsed = parser.parse_args(list(arguments))
     return Report(Path(parsed.run_dir), parsed.step, parsed.steps, None if parsed.draw is None else Path(parsed.draw))
+
+
+def read_trace(arguments: Sequence[str]) -> MergedTrace:
+    """What `rlflow trace` joins."""
+    parser = OneLineParser(
+        prog="rlflow trace", description="Join the traces of a run's ranks, for ui.perfetto.dev.", allow_abbrev=False
+    )
+    parser.add_argument("run_dir", type=str, help="the folder of a run, whether it ended or not")
+    parser.add_argument("--to", type=str | None, default=None, help="the file; else RUN_DIR/traces/trace.json")
+    parser.add_argument("--ranks", type=list[int] | None, default=None, help="such as [0,8]; else all")
+    parser.add_argument("--step", type=int | None, default=None, help="the last step in it; else the run's last")
+    parser.add_argument("--steps", type=int | None, default=None, help="how many, up to that one; else all")
+    parsed = parser.parse_args(list(arguments))
+    to = None if parsed.to is None else Path(parsed.to)
+    return MergedTrace(Path(parsed.run_dir), to, parsed.ranks, parsed.step, parsed.steps)
 
 
 def _read_difference(arguments: Sequence[str]) -> ConfiguredDifference:

@@ -1,18 +1,19 @@
-"""`rlflow report`: where the time of a run's steps went, as a picture, a table and a trace."""
+"""`rlflow report` and `rlflow trace`: where the time of a run's steps went, as a picture and table, or as one trace."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rlflow.dag.tasks import rank_ranges
 from rlflow.errors import UserError
-from rlflow.loggers.trace import FLIGHT, WAIT, merge_traces, read_events
+from rlflow.loggers.trace import FLIGHT, SAVE, WAIT, merge_traces, missing_ranks, read_events, step_windows, window_of
 from rlflow.metrics import straggler
 from rlflow.run_folder import RunFolder
 
@@ -88,32 +89,104 @@ class Report:
             raise UserError(f"`--draw` is {str(self.draw)!r}; end it in one of {', '.join(SUFFIXES)}")
 
     def show(self) -> None:
-        """Print the table, draw the picture, join the ranks' traces.
+        """Print the table, draw the picture. Only events of these steps are held in memory.
 
         Raises:
             UserError: The folder holds no traces, or not those of the step.
         """
-        traces = RunFolder(self.folder).traces
-        if not any(traces.glob("rank*.jsonl")):
-            raise UserError(f"`{self.folder}` has no {traces.name}/rank*.jsonl; give the folder of a run that began")
-        timeline = Timeline(spans(read_events(traces)))
-        told = self._told(timeline)
-        print("\n".join(screen(timeline, told)))
+        traces = traces_of(self.folder)
+        windows = step_windows(traces)
+        told = chosen_steps(self.folder, windows, self.step, self.steps)
+        window = window_of(windows, told)
+        timeline = Timeline(spans(read_events(traces, window=window)))
+        print("\n".join(screen(timeline, told, last=max(windows))))
+        for line in missing_lines(traces):
+            print(line)
         picture = self.draw or self.folder / PICTURE_FILE
         draw(timeline, told, picture)
-        print(f"drew {picture}; all ranks in one trace: {merge_traces(traces)} (ui.perfetto.dev)")
-
-    def _told(self, timeline: Timeline) -> list[int]:
-        known = timeline.steps
-        if not known:
-            raise UserError(f"the traces of `{self.folder}` hold no step: the run ended before its first task did")
-        last = known[-1] if self.step is None else self.step
-        if last not in known:
-            raise UserError(f"`--step` is {last}, and `{self.folder}` has traces of steps {known[0]} to {known[-1]}")
-        return [step for step in known if last - self.steps < step <= last]
+        print(f"drew {picture}")
 
 
-def spans(events: Sequence[dict[str, Any]]) -> list[Span]:
+@dataclass(frozen=True)
+class MergedTrace:
+    """The traces of a run's ranks, to be joined into one.
+
+    Attributes:
+        folder: The run's.
+        to: The file; None for `traces/trace.json` in the folder.
+        ranks: Of which it is made; None for all.
+        step: The last step in it, from 1; None for the run's last.
+        steps: How many, up to that one; None for all.
+    """
+
+    folder: Path
+    to: Path | None = None
+    ranks: Sequence[int] | None = None
+    step: int | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise UserError(f"`--steps` is {self.steps}; give 1 or more")
+
+    def write(self) -> None:
+        """Join them, and print where they are and what is missing.
+
+        Raises:
+            UserError: The folder holds no traces, or not those of a rank or step.
+        """
+        traces = traces_of(self.folder)
+        for rank in self.ranks or ():
+            if not (traces / f"rank{rank}.jsonl").is_file():
+                raise UserError(f"`--ranks` names {rank}, of which there is no {traces}/rank{rank}.jsonl; leave it out")
+        window = None
+        if self.step is not None or self.steps is not None:
+            windows = step_windows(traces)
+            told = chosen_steps(self.folder, windows, self.step, self.steps or len(windows))
+            window = window_of(windows, told)
+        ranks = None if self.ranks is None else frozenset(self.ranks)
+        print(f"wrote {merge_traces(traces, self.to, ranks, window)} (ui.perfetto.dev)")
+        for line in missing_lines(traces):
+            print(line)
+
+
+def traces_of(folder: Path) -> Path:
+    """Where the traces of a run lie.
+
+    Raises:
+        UserError: There are none.
+    """
+    traces = RunFolder(folder).traces
+    if not any(traces.glob("rank*.jsonl")):
+        raise UserError(f"`{folder}` has no {traces.name}/rank*.jsonl; give the folder of a run that began")
+    return traces
+
+
+def missing_lines(traces: Path) -> Iterator[str]:
+    """What to do about ranks whose traces are on other machines."""
+    missing = missing_ranks(traces)
+    if missing:
+        yield (
+            f"without {rank_ranges(tuple(missing))}: each machine writes the traces of its own ranks, so where storage"
+            f" is not shared copy theirs (rank*.jsonl) into {traces}"
+        )
+
+
+def chosen_steps(folder: Path, known: Collection[int], step: int | None, steps: int) -> list[int]:
+    """The last `steps` steps up to `step`, or up to the run's last.
+
+    Raises:
+        UserError: There are none.
+    """
+    if not known:
+        raise UserError(f"the traces of `{folder}` hold no step: the run ended before its first task did")
+    last = max(known) if step is None else step
+    if last not in known:
+        raise UserError(f"`--step` is {last}, and `{folder}` has traces of steps {min(known)} to {max(known)}")
+    return sorted(each for each in known if last - steps < each <= last)
+
+
+def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
     """The spans in a trace's events. A wait is of the step of the task in which it lies, a save of the one before."""
     found: list[Span] = []
     begun: dict[str, float] = {}
@@ -126,14 +199,15 @@ def spans(events: Sequence[dict[str, Any]]) -> list[Span]:
             begun[event["id"]] = start
             continue
         if event["ph"] == "e":
-            found.append(Span(rank, event["name"], category, step, begun.pop(event["id"]), start))
+            if event["id"] in begun:  # else it began before the steps that were read
+                found.append(Span(rank, event["name"], category, step, begun.pop(event["id"]), start))
             continue
         end = start + event["dur"] / 1e6
         if category == WAIT and start < waits_until:
             continue  # a part of a wait
         if category in WAITS:
             waits_until = end
-        if category not in (WAIT, "Save"):
+        if category not in (WAIT, SAVE):
             step = event["args"]["step"] + 1
         name = event["name"] if category == WAIT else _name(event["name"], category)
         found.append(Span(rank, name, category, step, start, end))
@@ -207,11 +281,17 @@ class Timeline:
         return dict(found)
 
 
-def screen(timeline: Timeline, steps: Sequence[int]) -> Iterator[str]:
-    """The report's lines."""
+def screen(timeline: Timeline, steps: Sequence[int], last: int) -> Iterator[str]:
+    """The report's lines.
+
+    Args:
+        timeline: Of these steps at least.
+        steps: That are told of.
+        last: Step of the run.
+    """
     start, end = timeline.window(steps)
     told = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    yield f"{told} of {timeline.steps[-1]}, {len(timeline.ranks)} ranks: {end - start:.3f} s"
+    yield f"{told} of {last}, {len(timeline.ranks)} ranks: {end - start:.3f} s"
     yield ""
     yield f"    {'':<10} {'works':>7} {'waits':>7} {'idle':>7}"
     shares = {rank: timeline.shares(rank, start, end) for rank in timeline.ranks}

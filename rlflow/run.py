@@ -33,7 +33,7 @@ from rlflow.loggers.csv import CSVLogger
 from rlflow.loggers.curves import draw_curves
 from rlflow.loggers.jsonl import JSONLLogger
 from rlflow.loggers.secrets import without_secrets
-from rlflow.loggers.trace import Trace, merge_small_traces
+from rlflow.loggers.trace import Trace
 from rlflow.memory_table import memory_table
 from rlflow.metrics import Metrics
 from rlflow.models.causal_lm import CausalLM
@@ -102,7 +102,7 @@ class Run:
         with ExitStack() as stack:
             log = folder.logs / f"rank{self._transport.rank}.log"
             self._console = stack.enter_context(Console(log, self._prepared.steps, self._done, shows=self._first))
-            trace = self._transport.watch = Trace(folder.traces, self._transport.rank)
+            trace = self._transport.watch = Trace(folder.traces, self._transport.rank, self._transport.world_size)
             stack.callback(trace.close)
             self._start_loggers(folder, stack)
             draws = self._prepared.steps if self._prepared.plan.fill is None else None
@@ -116,7 +116,7 @@ class Run:
                 raise
         if self._engine is not None:
             self._engine.close()
-        self._strategy.barrier()  # the other ranks have written their traces
+        self._strategy.barrier()  # rank 0, which ends last, serves the store by which the others say goodbye
         if self._first and not self._trainer.fast_dev_run:
             self._leave_behind(folder)
         return self._summary
@@ -406,7 +406,6 @@ class Run:
 
     def _leave_behind(self, folder: RunFolder) -> None:
         """The files that sum the run up, and on the terminal where they are."""
-        merge_small_traces(folder.traces)
         draw_curves(folder.path)
         started_from = self._prepared.paths[self._prepared.lead]
         self._summary = folder.write_summary(self._summary, started_from)

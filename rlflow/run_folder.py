@@ -67,7 +67,7 @@ class RunFolder:
 
     @property
     def traces(self) -> Path:
-        """The ranks' task traces, and `trace.json`, all of them in one, where they are not too large."""
+        """The ranks' task traces, and `trace.json`, all of them in one, where `rlflow trace` has joined them."""
         return self.path / "traces"
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ import torch.distributed as dist
 
 from rlflow import PerSample, Rollout, UserError, node
 from rlflow.cli import main
-from rlflow.loggers.trace import TRACE_FILE
+from rlflow.loggers.trace import read_events, step_windows, window_of
 from rlflow.models.tiny import write_tiny_model
-from rlflow.report import Report, Timeline, spans
+from rlflow.report import MergedTrace, Report, Timeline, spans
 from tests.controller.runs import ZERO2, Fit, OddCharacters, RaggedGRPO, fit, sums
 from tests.ranks import RankPool
 
@@ -71,10 +72,58 @@ def test_an_exchange_is_under_way_from_its_issue_to_its_reader(folder: Path) -> 
         assert issue.start <= flight.start <= issue.end <= flight.end
 
 
-def test_the_report_draws_and_joins_the_ranks(folder: Path, printed: list[str]) -> None:
+def test_the_report_draws_and_leaves_the_traces_with_the_ranks(folder: Path, printed: list[str]) -> None:
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert f"drew {folder / 'timeline.png'}" in printed[-1]
-    assert {event["pid"] for event in json.loads((folder / "traces" / TRACE_FILE).read_text())["traceEvents"]} == {0, 1}
+    assert {path.name for path in (folder / "traces").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
+
+
+def test_the_report_of_some_steps_is_made_of_their_events(folder: Path, tmp_path: Path) -> None:
+    windows = step_windows(folder / "traces")
+    every = timeline_of(folder)
+    for step in windows:
+        window = window_of(windows, [step])
+        some = Timeline(spans(read_events(folder / "traces", window=window)))
+        assert some.window([step]) == every.window([step])
+        assert some.worked(step) == pytest.approx(every.worked(step))
+        assert len(some.spans) < len(every.spans)
+
+
+def joined(folder: Path, to: Path, *options: str) -> list[dict[str, Any]]:
+    main(["trace", str(folder), "--to", str(to), *options])
+    events: list[dict[str, Any]] = json.loads(to.read_text())["traceEvents"]
+    return events
+
+
+def test_traces_are_joined_on_demand_of_all_ranks_or_some(folder: Path, tmp_path: Path) -> None:
+    assert {event["pid"] for event in joined(folder, tmp_path / "all.json")} == {0, 1}
+    assert {event["pid"] for event in joined(folder, tmp_path / "one.json", "--ranks", "[1]")} == {1}
+
+
+def test_traces_of_some_steps_are_joined(folder: Path, tmp_path: Path) -> None:
+    steps = {
+        event["args"].get("step")
+        for event in joined(folder, tmp_path / "a.json", "--step", "2", "--steps", "1")
+        if event.get("cat") == "RunNode"
+    }
+    assert steps == {1}
+
+
+def test_a_rank_without_a_trace_cannot_be_joined(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"`--ranks` names 7, of which there is no .*rank7.jsonl; leave it out"):
+        MergedTrace(folder, ranks=[7]).write()
+
+
+def test_ranks_whose_traces_are_on_other_machines_are_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "traces").mkdir()
+    shutil.copy(folder / "traces/rank1.jsonl", tmp_path / "traces")
+    MergedTrace(tmp_path).write()
+    assert "without rank 0: each machine writes the traces of its own ranks" in capsys.readouterr().out
+    shutil.copy(folder / "traces/rank0.jsonl", tmp_path / "traces")
+    MergedTrace(tmp_path).write()
+    assert "without" not in capsys.readouterr().out
 
 
 def test_a_step_can_be_chosen_and_the_picture_s_place(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +133,7 @@ def test_a_step_can_be_chosen_and_the_picture_s_place(folder: Path, capsys: pyte
 
 
 def timeline_of(folder: Path) -> Timeline:
-    return Timeline(spans(json.loads((folder / "traces" / TRACE_FILE).read_text())["traceEvents"]))
+    return Timeline(spans(read_events(folder / "traces")))
 
 
 def event(rank: int, name: str, category: str, start: float, end: float) -> dict[str, Any]:

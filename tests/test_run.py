@@ -57,7 +57,7 @@ def test_the_run_folder_holds_what_the_documents_say(policy: Path, tmp_path: Pat
         "summary.json",
         "logs",
     }
-    assert {path.name for path in (tmp_path / "run/traces").iterdir()} == {"rank0.jsonl", "trace.json"}
+    assert {path.name for path in (tmp_path / "run/traces").iterdir()} == {"rank0.jsonl"}
     assert json.loads((tmp_path / "run/summary.json").read_text()) == summary
     assert (summary["steps"], summary["problems"], list(summary["seconds"])) == (2, 3, ["run"])
     assert {"accuracy_before", "accuracy_after", "greedy_accuracy_before", "greedy_accuracy_after"} < summary.keys()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlflow.loggers.lines import whole_lines
 
 TRACE_FILE = "trace.json"
-MERGED_BYTES = 64 * 2**20  # of the ranks' files together, up to which a run joins them at its end
 WAIT, FLIGHT = "Wait", "Flight"  # categories beside those of tasks
+SAVE = "Save"  # a task that comes after the step whose end it saves
+Window = tuple[float, float]  # from and to, microseconds of the wall clock
 
 
 class Trace:
@@ -23,12 +24,13 @@ class Trace:
     Args:
         folder: Of the run's traces; made if need be.
         rank: Of this process.
+        ranks: Of the run.
 
     Attributes:
         waited_s: Seconds of all waits so far.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, ranks: int = 1) -> None:
         self.waited_s = 0.0
         self._rank = rank
         self._flights = 0
@@ -36,7 +38,7 @@ class Trace:
         self._epoch = time.time() - time.perf_counter()
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"rank{rank}.jsonl").open("w", encoding="utf-8")
-        self._write({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}})
+        self._write({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}", "ranks": ranks}})
 
     def span(self, name: str, category: str, start: float, end: float, **arguments: Any) -> None:
         """Record what took from `start` to `end`.
@@ -72,42 +74,88 @@ class Trace:
         self._file.flush()
 
 
-def merge_traces(folder: Path) -> Path:
-    """Join the files of the ranks in `folder` into its `trace.json`, time 0 being the first span's start.
+def merge_traces(
+    folder: Path, to: Path | None = None, ranks: Collection[int] | None = None, window: Window | None = None
+) -> Path:
+    """Join the files of the ranks in `folder`, time 0 being the first span's start.
 
     Line by line: of many ranks and steps there are more events than memory.
+
+    Args:
+        folder: Of a run's traces.
+        to: The file; `trace.json` in the folder where None.
+        ranks: Of which events are taken; of all where None.
+        window: In which they lie; everywhere where None.
     """
-    merged = folder / TRACE_FILE
+    merged = to or folder / TRACE_FILE
+    merged.parent.mkdir(parents=True, exist_ok=True)
     with merged.open("w", encoding="utf-8") as file:
         file.write('{"traceEvents": [')
-        for number, event in enumerate(_events(folder)):
+        for number, event in enumerate(read_events(folder, ranks, window)):
             file.write((",\n" if number else "") + json.dumps(event))
         file.write("]}")
     return merged
 
 
-def merge_small_traces(folder: Path, most_bytes: int = MERGED_BYTES) -> None:
-    """As `merge_traces`, unless the ranks' files are larger together: no run ends with minutes of joining them."""
-    if sum(file.stat().st_size for file in _files(folder)) <= most_bytes:
-        merge_traces(folder)
+def read_events(
+    folder: Path, ranks: Collection[int] | None = None, window: Window | None = None
+) -> Iterator[dict[str, Any]]:
+    """The events of the ranks in `folder`, rank after rank, in microseconds from the first one's start.
 
-
-def read_events(folder: Path) -> list[dict[str, Any]]:
-    """The events of all ranks in `folder`, rank after rank, in microseconds from the first one's start."""
-    return list(_events(folder))
-
-
-def _events(folder: Path) -> Iterator[dict[str, Any]]:
+    Args:
+        folder: Of a run's traces.
+        ranks: Of which events are read; of all where None.
+        window: In which they lie, as `window_of` gives it; everywhere where None.
+    """
     start = min((event["ts"] for event in _written(folder) if "ts" in event), default=0.0)
+    for event in _written(folder, ranks):
+        if "ts" not in event:
+            yield event
+        elif window is None or (event["ts"] < window[1] and event["ts"] + event.get("dur", 0.0) >= window[0]):
+            yield {**event, "ts": event["ts"] - start}
+
+
+def step_windows(folder: Path) -> dict[int, Window]:
+    """When the tasks of each step, from 1, began and ended on any rank: microseconds of the wall clock, by step."""
+    windows: dict[int, Window] = {}
     for event in _written(folder):
-        yield {**event, "ts": event["ts"] - start} if "ts" in event else event
+        if event.get("cat") in (None, WAIT, FLIGHT):
+            continue
+        step = event["args"]["step"] + (event["cat"] != SAVE)
+        start, end = event["ts"], event["ts"] + event["dur"]
+        first, last = windows.get(step, (start, end))
+        windows[step] = min(first, start), max(last, end)
+    return dict(sorted(windows.items()))
 
 
-def _written(folder: Path) -> Iterator[dict[str, Any]]:
+def window_of(windows: Mapping[int, Window], steps: Sequence[int]) -> Window:
+    """From the beginning of the first of `steps` to the end of the last."""
+    return min(windows[step][0] for step in steps), max(windows[step][1] for step in steps)
+
+
+def missing_ranks(folder: Path) -> list[int]:
+    """Those of the run that have no file in `folder`: theirs are elsewhere where machines share no storage."""
+    here = {_rank(file) for file in _files(folder)}
+    ranks = max((event["args"].get("ranks", 0) for event in map(_header, _files(folder)) if event), default=0)
+    return [rank for rank in range(ranks) if rank not in here]
+
+
+def _header(file: Path) -> dict[str, Any]:
+    line = next(iter(whole_lines(file)), "{}")
+    header: dict[str, Any] = json.loads(line)
+    return header
+
+
+def _written(folder: Path, ranks: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
     """The events as the ranks wrote them, without one that a killed rank left unfinished."""
     for file in _files(folder):
-        yield from map(json.loads, whole_lines(file))
+        if ranks is None or _rank(file) in ranks:
+            yield from map(json.loads, whole_lines(file))
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
+    return sorted(folder.glob("rank*.jsonl"), key=_rank)
+
+
+def _rank(file: Path) -> int:
+    return int(file.stem.removeprefix("rank"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.loggers.trace import TRACE_FILE, Trace, merge_small_traces, merge_traces
+from rlflow.loggers.trace import TRACE_FILE, Trace, merge_traces
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def events(tmp_path: Path) -> list[dict[str, Any]]:
     """The merged events of ranks 0 and 10, rank 10 starting a quarter of a second later."""
     now = time.perf_counter()
     for rank, start in ((0, now), (10, now + 0.25)):
-        trace = Trace(tmp_path / "traces", rank)
+        trace = Trace(tmp_path / "traces", rank, ranks=11)
         trace.span("node rewards", "RunNode", start, start + 0.5, step=3)
         trace.close()
     merged: dict[str, Any] = json.loads(merge_traces(tmp_path / "traces").read_text())
@@ -34,8 +34,8 @@ def test_a_span_has_the_fields_of_a_complete_event(events: list[dict[str, Any]])
 
 def test_each_rank_is_a_process_with_a_name(events: list[dict[str, Any]]) -> None:
     assert [(event["pid"], event["args"]) for event in events if event["ph"] == "M"] == [
-        (0, {"name": "rank 0"}),
-        (10, {"name": "rank 10"}),
+        (0, {"name": "rank 0", "ranks": 11}),
+        (10, {"name": "rank 10", "ranks": 11}),
     ]
 
 
@@ -88,14 +88,6 @@ def test_joining_the_ranks_takes_no_memory_for_their_events(tmp_path: Path) -> N
     tracemalloc.stop()
     assert peak < 2**20
     assert len(json.loads((tmp_path / TRACE_FILE).read_text())["traceEvents"]) == 4 * 2001
-
-
-def test_large_traces_stay_with_their_ranks(tmp_path: Path) -> None:
-    _of_ranks(tmp_path, ranks=2, spans=10)
-    merge_small_traces(tmp_path, most_bytes=1000)
-    assert not (tmp_path / TRACE_FILE).exists()
-    merge_small_traces(tmp_path)
-    assert (tmp_path / TRACE_FILE).exists()
 
 
 def test_a_trace_of_no_event_is_joined_too(tmp_path: Path) -> None:
