@@ -2,8 +2,9 @@
 
     python benchmarks/loading.py
 
-A JSONL file of 40,000 rows of about 1 kB. Each rank makes its loader (which looks once at every row, in chunks, to find
-what is too long) and then reads its rows of three steps; or rank 0 reads the file into a list, and at each step encodes
+A JSONL file of 40,000 rows of about 1 kB. Each rank makes its loader (the ranks look once at every row, each at a share
+of them, to find what is too long; a second time they find what was kept) and then reads its rows of three steps; or
+rank 0 reads the file into a list, and at each step encodes
 the global batch and scatters the parts. Rows are counted as they are asked of the file, bytes as those of their lines;
 memory is the growth of the peak resident size of the busiest rank. The last line printed is JSON.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -23,9 +25,10 @@ import torch.multiprocessing
 
 from benchmarks.exchange import _largest
 from benchmarks.exchange_memory import kilobytes, reset_peak
-from rlflow.data.loader import Loader, collate, share
+from rlflow.data.loader import Loader, collate, scan_together, share
 from rlflow.data.prompts import Encoder, PromptData
 from rlflow.data.sources import JSONL, Source
+from rlflow.data.transport import Transport
 from rlflow.models.tiny import tiny_tokenizer
 
 PROMPTS = 1024  # of a step
@@ -44,7 +47,7 @@ def main() -> None:
             with (Path(folder) / "rows.jsonl").open("w") as file:
                 for row in range(options.rows):
                     file.write(json.dumps({"question": f"{row} " + "abcdefg " * (100 + row % 50)}) + "\n")
-            for way in ("own", "scatter"):
+            for way in ("own", "again", "scatter"):
                 torch.multiprocessing.spawn(_rank, (ranks, way, folder), nprocs=ranks)
                 table.append(json.loads((Path(folder) / "row.json").read_text()))
                 print(", ".join(f"{name} {value}" for name, value in table[-1].items()), flush=True)
@@ -80,14 +83,16 @@ class Held(Source):
 
 def _rank(rank: int, ranks: int, way: str, folder: str) -> None:
     torch.set_num_threads(1)
+    os.environ["RLFLOW_CACHE"] = f"{folder}/cache"
     store = f"file://{folder}/store-{way}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     source, tokenizer = Counted(f"{folder}/rows.jsonl"), tiny_tokenizer()
     data = PromptData(source, prompts_per_step=PROMPTS, max_prompt_length=2048)
     dist.barrier()
     before, began = reset_peak(), time.perf_counter()
-    if way == "own":
-        loader = Loader(source, data, tokenizer, seed=0)
+    if way != "scatter":
+        loader = Loader(source, data, tokenizer, seed=0, ranks=ranks)
+        scan_together([loader], Transport(), keeps=rank == 0)
     else:
         held = Held([source[row] for row in range(len(source))] if rank == 0 else [])
         encode = Encoder(data, tokenizer)
@@ -96,7 +101,7 @@ def _rank(rank: int, ranks: int, way: str, folder: str) -> None:
     read = source.rows, source.bytes
     began = time.perf_counter()
     for step in range(STEPS):
-        if way == "own":
+        if way != "scatter":
             loader.batch(step, rank, ranks)
             continue
         parts = None

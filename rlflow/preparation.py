@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,12 +23,14 @@ from rlflow.errors import UserError
 from rlflow.models.architecture import check_architecture
 from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.causal_lm import CausalLM, WithoutAdapters
-from rlflow.models.context import check_positions
+from rlflow.models.context import cached_bytes, check_positions, positions
 from rlflow.models.lora import require_peft
 from rlflow.models.tiny import resolve_model
 from rlflow.module import RLModule
 from rlflow.placement import Machines, Placed, followed_role, handles, layouts
+from rlflow.rollout.engine import RolloutEngine
 from rlflow.status import refusing_exits
+from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.workflow.binding import bind
 
 if TYPE_CHECKING:
@@ -50,10 +53,10 @@ class Prepared:
             the module.
         train: Loader of the training rows.
         validation: Loader of the held-out rows; None without.
-        steps: Of the run.
+        max_steps: Steps at most.
+        max_epochs: Passes over the training rows at most.
         generates: Whether a rollout engine is needed, for the graph or to validate.
         scores_validation: Whether validation generates responses and scores them.
-        longest_prompt: In tokens.
     """
 
     graph: Graph
@@ -66,10 +69,35 @@ class Prepared:
     stop_token_ids: tuple[int, ...]
     train: Loader
     validation: Loader | None
-    steps: int
+    max_steps: int | None
+    max_epochs: int | None
     generates: bool
     scores_validation: bool
-    longest_prompt: int
+
+    @property
+    def loaders(self) -> tuple[Loader, Loader | None]:
+        """Of the training rows, and of those held out."""
+        return self.train, self.validation
+
+    @property
+    def is_scanned(self) -> bool:
+        """Whether it is known what the rows are; else ranks that have joined find out together."""
+        return all(loader is None or loader.is_scanned for loader in self.loaders)
+
+    @cached_property
+    def steps(self) -> int:
+        """Of the run.
+
+        Raises:
+            UserError: There are fewer rows than one step takes.
+        """
+        by_epochs = self.train.steps_per_epoch * (math.inf if self.max_epochs is None else self.max_epochs)
+        return int(min(by_epochs, math.inf if self.max_steps is None else self.max_steps))
+
+    @property
+    def longest_prompt(self) -> int:
+        """In tokens, of all rows that are kept."""
+        return max(loader.scan.longest_prompt for loader in self.loaders if loader is not None)
 
 
 def read_graph(module: RLModule) -> Graph:
@@ -142,20 +170,17 @@ def prepare(
     lead = follows or graph.trained_roles()[0]
     tokenizer = load_tokenizer(paths[lead])
     _require_same_vocabulary(paths, lead, tokenizer)
-    train = Loader(data.train, data, tokenizer, seed)
+    _require_end(planned, max_steps, max_epochs)
+    ranks = machines.world_size
+    train = Loader(data.train, data, tokenizer, seed, ranks=ranks)
     held_out = None if limit_val_batches is None else limit_val_batches * data.prompts_per_step
     scores_validation = data.validation is not None and follows is not None and module.reward is not None
     if data.validation is not None and not scores_validation and not has_validation_step(module):
         raise UserError(_nothing_to_validate(module, follows))
     if data.validation is not None and has_validation_step(module):
         _require_one_place(module, paths, placed, lead)
-    validation = None if data.validation is None else Loader(data.validation, data, tokenizer, seed, held_out)
+    validation = None if data.validation is None else Loader(data.validation, data, tokenizer, seed, held_out, ranks)
     samples = any(node.kind == "rollout" for node in graph.order)
-    loaders = [train] if validation is None else [train, validation]
-    longest_prompt = max(loader.scan.longest_prompt for loader in loaders)
-    longest_row = max(loader.scan.longest_row for loader in loaders)
-    generates = samples or scores_validation
-    _check_lengths(module, paths, longest_prompt if generates else None, longest_row)
     return Prepared(
         graph=graph,
         plan=planned,
@@ -167,22 +192,37 @@ def prepare(
         stop_token_ids=stop_tokens(paths[lead], tokenizer, module.stop_token_ids),
         train=train,
         validation=validation,
-        steps=_steps(planned, train.steps_per_epoch, max_steps, max_epochs),
-        generates=generates,
+        max_steps=max_steps,
+        max_epochs=max_epochs,
+        generates=samples or scores_validation,
         scores_validation=scores_validation,
-        longest_prompt=longest_prompt,
     )
 
 
-def _check_lengths(module: RLModule, paths: Mapping[str, Path], prompt: int | None, row: int) -> None:
-    """Every model takes the longest row of the data, and the longest prompt with the longest response to it."""
-    response = module.max_response_length
-    for role, path in paths.items():
+def check_rows(prepared: Prepared, module: RLModule, engine: RolloutEngine, strategy: TrainingStrategy) -> None:
+    """Check what the scanned rows decide: that there are enough, and that models and engine take the longest.
+
+    Raises:
+        UserError: Something of this cannot work.
+    """
+    assert prepared.steps
+    prompt, response = prepared.longest_prompt, module.max_response_length
+    longest_row = max(loader.scan.longest_row for loader in prepared.loaders if loader is not None)
+    for role, path in prepared.paths.items():
         config = load_config(path)
-        check_positions(config, row, role, "the longest row of the data")
-        if prompt is not None:
+        check_positions(config, longest_row, role, "the longest row of the data")
+        if prepared.generates:
             of = f"a prompt of {prompt} tokens and a response of up to {response}"
             check_positions(config, prompt + response, role, of)
+    if prepared.generates:
+        config = load_config(prepared.paths[prepared.lead])
+        engine.check_lengths(
+            prompt,
+            response,
+            positions=positions(config),
+            token_bytes=cached_bytes(config, strategy.dtype, engine.tensor_parallel_size),
+            on_cpu=strategy.root_device.type == "cpu",
+        )
 
 
 def _require_one_place(module: RLModule, roles: Collection[str], placed: Mapping[str, Layout], lead: str) -> None:
@@ -362,7 +402,7 @@ def _nothing_to_validate(module: RLModule, follows: str | None) -> str:
     return "`data.validation` is set but the module has no reward to score responses; set `module.reward`"
 
 
-def _steps(planned: Plan, steps_per_epoch: int, max_steps: int | None, max_epochs: int | None) -> int:
+def _require_end(planned: Plan, max_steps: int | None, max_epochs: int | None) -> None:
     if planned.fill is not None and max_epochs is not None:
         who = "`trainer.partial_rollout`"
         if planned.fill.filter_id is not None:
@@ -373,5 +413,3 @@ def _steps(planned: Plan, steps_per_epoch: int, max_steps: int | None, max_epoch
         )
     if max_steps is None and max_epochs is None:
         raise UserError("neither `trainer.max_steps` nor `trainer.max_epochs` is set, so the run has no end; set one")
-    by_epochs = math.inf if max_epochs is None else max_epochs * steps_per_epoch
-    return int(min(by_epochs, math.inf if max_steps is None else max_steps))

@@ -9,14 +9,15 @@ from typing import Any, Literal
 
 from rlflow.callbacks.callback import Callback
 from rlflow.data.balance import Balance
+from rlflow.data.loader import scan_together
 from rlflow.data.prompts import PromptData
+from rlflow.data.transport import Transport
 from rlflow.devices import require_accelerator, require_known_gpu
 from rlflow.errors import UserError
 from rlflow.loggers.logger import Logger
-from rlflow.models.context import cached_bytes, positions
 from rlflow.module import RLModule
 from rlflow.placement import Machines, Placed, handles
-from rlflow.preparation import Prepared, load_config, prepare
+from rlflow.preparation import check_rows, load_config, prepare
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.run import Run
@@ -210,6 +211,10 @@ class Trainer:
 
         def run(_: Fabric) -> dict[str, Any]:
             with refusing_exits():
+                transport = Transport(strategy.root_device, strategy.timeout)
+                scan_together(prepared.loaders, transport, keeps=strategy.local_rank == 0)
+                if not was_scanned:
+                    check_rows(prepared, module, engine, strategy)
                 return start(Run(self, module, data, prepared, strategy, engine))
 
         with tempfile.TemporaryDirectory() as scratch:
@@ -235,23 +240,13 @@ class Trainer:
             )
             require_known_gpu(strategy.root_device, strategy.dtype)
             if prepared.generates:
-                _check_engine(engine, module, prepared, strategy)
+                engine.check_model(load_config(prepared.paths[prepared.lead]))
+                engine.check_device(strategy.root_device)
+            was_scanned = prepared.is_scanned
+            if was_scanned:
+                check_rows(prepared, module, engine, strategy)
             results: dict[str, Any] = fabric.launch(run)
         return results
-
-
-def _check_engine(engine: RolloutEngine, module: RLModule, prepared: Prepared, strategy: TrainingStrategy) -> None:
-    """Refuse a model, a device or lengths that the engine cannot take."""
-    config = load_config(prepared.paths[prepared.lead])
-    engine.check_model(config)
-    engine.check_device(strategy.root_device)
-    engine.check_lengths(
-        prepared.longest_prompt,
-        module.max_response_length,
-        positions=positions(config),
-        token_bytes=cached_bytes(config, strategy.dtype, engine.tensor_parallel_size),
-        on_cpu=strategy.root_device.type == "cpu",
-    )
 
 
 def _keep_apart(models: Mapping[str, Path], folder: Path) -> None:

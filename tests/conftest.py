@@ -14,6 +14,7 @@ from hypothesis import settings
 from rlflow.environment import PLACE
 from tests.ranks import RankPool, return_freed_memory
 
+os.environ["RLFLOW_CACHE"] = ""  # nothing is kept for later runs
 os.environ["DS_ACCELERATOR"] = "cpu"  # the ranks of tests import deepspeed before a strategy has a device
 settings.register_profile("rlflow", deadline=None)  # a busy machine is no fault
 settings.load_profile("rlflow")

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.word_problems import FOLDER, LONGEST, SHORTEST, check
 from rlflow.data import JSONL, PromptData
+from rlflow.data.lengths import count
 from rlflow.data.prompts import Encoder
 from rlflow.data.scan import scan
 from rlflow.models.tiny import tiny_tokenizer
@@ -46,7 +47,7 @@ def test_the_prompts_have_the_lengths_of_real_ones(folder: Path) -> None:
     source = JSONL(str(folder / FOLDER / "problems.jsonl"))
     data = PromptData(source, chat_template=True, max_prompt_length=LONGEST)
     encode = Encoder(data, tiny_tokenizer())
-    found = scan(source, data, encode)
+    found = scan(source, data, count(source, encode, range(len(source))))
     lengths = sorted(len(example.prompt_ids) for example in encode(source, range(len(source))))
     assert len(found.kept) == 200
     assert lengths[0] >= SHORTEST

@@ -12,21 +12,27 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlflow.data.batch import Batch, Pairs, Ragged
+from rlflow.data.lengths import count, count_together, keep_counts, key_of, read_counts
 from rlflow.data.prompts import Encoder, Example, PromptData
-from rlflow.data.scan import scan
+from rlflow.data.scan import Scan, scan
 from rlflow.data.sources import Source
+from rlflow.data.transport import Transport
 from rlflow.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+FEW_ROWS = 2048  # that every rank counts at once, and nobody keeps
 
 
 class Loader:
     """Global batches as a function of (seed, epoch) alone, dealt out in shards of consecutive rows.
 
     Draw `k` takes `prompts_per_step` rows; which ones depends neither on the number of shards nor on the draws before,
-    so a run continues anywhere. A step is one draw, or as many as it takes to fill it. All rows are scanned once at
-    construction, before any is dealt out; after that a rank reads its own.
+    so a run continues anywhere. A step is one draw, or as many as it takes to fill it.
+
+    All rows are scanned once, before any is dealt out: at construction where there are few or a run before has kept
+    their lengths, else by `scan_together`; after that a rank reads its own.
 
     Args:
         source: The rows.
@@ -34,12 +40,10 @@ class Loader:
         tokenizer: Of the model.
         seed: Of the order.
         limit: Only the first so many rows that are kept.
+        ranks: That will scan together; 1 scans at construction.
 
     Raises:
         UserError: The dataset is empty, a row cannot be read, or a row is too long and `data.overlong` is `error`.
-
-    Attributes:
-        scan: What the scan found; printed, it says what was dropped.
     """
 
     def __init__(
@@ -49,15 +53,54 @@ class Loader:
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
         limit: int | None = None,
+        ranks: int = 1,
     ) -> None:
         self._source = source
         self._data = data
         self._encode = Encoder(data, tokenizer)
         self._pad = tokenizer.pad_token_id or 0  # never read: a batch carries its lengths
         self._seed = seed
-        self.scan = scan(source, data, self._encode)
-        self._kept = self.scan.kept[:limit]
+        self._limit = limit
         self._order = lru_cache(maxsize=1)(self._shuffled)
+        self._scan: Scan | None = None
+        rows, self._key = len(source), None
+        if rows > FEW_ROWS:
+            self._key = key_of(source, data, tokenizer)
+        counts = None if self._key is None else read_counts(self._key, rows)
+        if counts is not None:
+            self._use(counts)
+        elif ranks == 1 or self._key is None:
+            self._use(self._count(keeps=True))
+
+    @property
+    def is_scanned(self) -> bool:
+        """Whether it is known what the rows are."""
+        return self._scan is not None
+
+    @property
+    def scan(self) -> Scan:
+        """What the scan found; printed, it says what was dropped."""
+        assert self._scan is not None, "the ranks have not scanned yet"
+        return self._scan
+
+    @property
+    def _kept(self) -> Tensor:
+        return self.scan.kept[: self._limit]
+
+    def _use(self, counts: Tensor) -> None:
+        self._scan = scan(self._source, self._data, counts)
+
+    def _count(self, keeps: bool, transport: Transport | None = None) -> Tensor:
+        """Of all rows, alone or together with all ranks."""
+        rows = len(self._source)
+        if transport is None:
+            counts = count(self._source, self._encode, range(rows))
+        else:
+            mine = share(rows, transport.rank, transport.world_size)
+            counts = count_together(self._source, self._encode, mine, transport)
+        if keeps and self._key is not None:
+            keep_counts(self._key, counts)
+        return counts
 
     @property
     def size(self) -> int:
@@ -113,6 +156,37 @@ class Loader:
     def _read(self, rows: Tensor) -> Batch | Pairs:
         examples = self._encode(self._source, rows.tolist())
         return collate(examples, self._pad) if self._data.rejected is None else collate_pairs(examples)
+
+
+def scan_together(loaders: Sequence[Loader | None], transport: Transport, keeps: bool) -> None:
+    """Scan what some rank has not scanned; a collective of all ranks.
+
+    Each counts a share of the rows, where all see the same data, tokenizer and template; else each counts its own, and
+    it is told afterwards what differs.
+
+    Args:
+        loaders: As many on every rank; None where there is none.
+        transport: To the other ranks.
+        keeps: Whether this rank keeps lengths for later runs; one does of each machine.
+
+    Raises:
+        UserError: As the constructor, on all ranks alike.
+    """
+    states = [(False, None) if loader is None else (not loader.is_scanned, loader._key) for loader in loaders]
+    of_ranks = torch.stack(transport.all_gather(torch.tensor([_words(*state) for state in states])))  # [ranks, L, 5]
+    for loader, of_loader in zip(loaders, of_ranks.unbind(1), strict=True):
+        if loader is None or not of_loader[:, 0].any():
+            continue
+        keys = of_loader[:, 1:]
+        if bool((keys == keys[0]).all()) and bool(keys[0].any()):
+            loader._use(loader._count(keeps, transport))
+        elif not loader.is_scanned:
+            loader._use(loader._count(keeps))
+
+
+def _words(lacks: bool, key: str | None) -> list[int]:
+    digest = bytes.fromhex(key or 64 * "0")
+    return [int(lacks), *(int.from_bytes(digest[at : at + 8], "little", signed=True) for at in range(0, 32, 8))]
 
 
 def share(count: int, shard: int, shards: int) -> range:

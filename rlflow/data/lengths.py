@@ -1,0 +1,146 @@
+"""Tokens of every row of a dataset, counted once: each rank counts a share, and the numbers are kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from array import array
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from rlflow.data.message import from_message, to_message
+from rlflow.data.prompts import Encoder, Example, PromptData
+from rlflow.data.sources import Source
+from rlflow.data.transport import Transport
+from rlflow.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHUNK = 1024  # rows that are encoded together, and so held in memory at once
+CACHE_VARIABLE = "RLFLOW_CACHE"
+VERSION = "1"  # of the numbers of a row, and of how rows are encoded
+PROMPT, RESPONSE, DIGEST = 0, 1, slice(2, 4)  # columns
+
+
+def count(source: Source, encode: Encoder, rows: range) -> Tensor:
+    """`[R, 4]` int32: tokens of each row's prompt and of its longest response, and a digest of its tokens and columns.
+
+    Raises:
+        UserError: A row cannot be read.
+    """
+    numbers = array("i")
+    for start in range(rows.start, rows.stop, CHUNK):
+        chunk = range(start, min(start + CHUNK, rows.stop))
+        for row, example in zip(chunk, encode(source, chunk), strict=True):
+            numbers.extend([len(example.prompt_ids), max(len(example.response_ids), len(example.rejected_ids))])
+            numbers.frombytes(_digest(example, _as_json(example, source, row)))
+    return torch.tensor(numbers, dtype=torch.int32).view(-1, 4)
+
+
+def count_together(source: Source, encode: Encoder, mine: range, transport: Transport) -> Tensor:
+    """`[N, 4]` int32, as of `count` for all rows; a collective of all ranks.
+
+    Args:
+        source: The rows.
+        encode: Their tokens.
+        mine: Rows that this rank counts; the ranks' follow one another.
+        transport: To the other ranks.
+
+    Raises:
+        UserError: A row of some rank cannot be read; on all ranks alike, of the first such row.
+    """
+    counted, wrong = torch.empty(0, 4, dtype=torch.int32), ""
+    try:
+        counted = count(source, encode, mine)
+    except UserError as error:
+        wrong = str(error)
+    for told in transport.all_gather_ragged(to_message(f".{wrong}".encode())):
+        if (first := from_message(told).decode()[1:]) != "":
+            raise UserError(first)
+    return torch.cat([each.view(-1, 4) for each in transport.all_gather_ragged(counted.flatten())])
+
+
+def cache_folder() -> Path | None:
+    """Where counts are kept: in `$RLFLOW_CACHE`, else in the user's cache; None where that variable is empty."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named == "":
+        return None
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named or Path(caches) / "rlflow") / "lengths"
+
+
+def key_of(source: Source, data: PromptData, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """A digest of all that the counts depend on: data, tokenizer and template; None where one of them has none."""
+    of_source = source.digest()
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if of_source is None or backend is None:
+        return None
+    of_tokenizer = [backend.to_str(), tokenizer.chat_template, tokenizer.eos_token_id]
+    columns = [data.prompt, data.response, data.rejected, data.chat_template, data.system_prompt]
+    facts = [VERSION, of_source, of_tokenizer, columns]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def read_counts(key: str, rows: int) -> Tensor | None:
+    """The counts kept under `key`; None where there are none, or where the file is damaged or of another version."""
+    folder = cache_folder()
+    path = None if folder is None else folder / f"{key}.safetensors"
+    if path is None or not path.is_file():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            counts: Tensor = file.get_tensor("counts")
+            sound = file.metadata() == _metadata(counts)
+    except (SafetensorError, OSError):
+        return None
+    return counts if sound and counts.shape == (rows, 4) and counts.dtype == torch.int32 else None
+
+
+def keep_counts(key: str, counts: Tensor) -> None:
+    """Keep counts for later runs; where that cannot be, a line on the terminal says so.
+
+    Whoever reads sees the whole file or none, however many write it at once.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as file:
+            file.write(save({"counts": counts}, _metadata(counts)))
+        os.replace(file.name, folder / f"{key}.safetensors")
+    except OSError as error:
+        print(
+            f"lengths of prompts are not kept for later runs ({one_line(error)}); set {CACHE_VARIABLE} to a folder with"
+            " space, or to nothing",
+            file=sys.stderr,
+        )
+
+
+def _metadata(counts: Tensor) -> dict[str, str]:
+    return {"version": VERSION, "sha256": hashlib.sha256(counts.numpy().tobytes()).hexdigest()}
+
+
+def _digest(example: Example, columns: bytes) -> bytes:
+    """8 bytes."""
+    prompt, response, rejected = example.prompt_ids, example.response_ids, example.rejected_ids
+    tokens = array("q", [len(prompt), len(response), len(columns), *prompt, *response, *rejected])
+    return hashlib.blake2b(tokens.tobytes() + columns, digest_size=8).digest()
+
+
+def _as_json(example: Example, source: Source, row: int) -> bytes:
+    try:
+        return json.dumps(example.row).encode()
+    except TypeError as error:  # a date, bytes, an image
+        raise UserError(
+            f"{source.where(row)}: {error}, so the row cannot travel between ranks; convert or remove that column"
+        ) from error

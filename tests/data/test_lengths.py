@@ -1,0 +1,236 @@
+"""Lengths of prompts are counted once: by all ranks together, and kept for later runs."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tokenizers import pre_tokenizers
+
+from rlflow.data import lengths, loader
+from rlflow.data.lengths import cache_folder, keep_counts, read_counts
+from rlflow.data.loader import Loader, scan_together
+from rlflow.data.prompts import PromptData
+from rlflow.data.transport import Transport
+from rlflow.errors import UserError
+from rlflow.models.tiny import tiny_tokenizer, write_tiny_model
+from rlflow.rollout.transformers import TransformersEngine
+from tests.controller.runs import ZERO2, Fit, failing_fit, grpo
+from tests.data.listed import Listed
+from tests.ranks import RankPool
+
+ROWS = [{"question": "1" * (1 + row % 7), "answer": str(row)} for row in range(11)]
+
+
+class Digested(Listed):
+    """Rows in memory with a digest, as files have."""
+
+    def digest(self) -> str | None:
+        return json.dumps(self.rows)
+
+
+class DigestedEngine(TransformersEngine):
+    """Fails if it is ever given a model."""
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+
+def load(rows: list[dict[str, Any]], ranks: int = 1, tokenizer: Any = None, **settings: Any) -> tuple[Loader, Digested]:
+    source = Digested(rows)
+    given = {"max_prompt_length": 6, "overlong": "drop", **settings}
+    return Loader(source, PromptData(source, **given), tokenizer or tiny_tokenizer(), seed=0, ranks=ranks), source
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the cache; four rows are many."""
+    monkeypatch.setattr(loader, "FEW_ROWS", 4)
+    monkeypatch.setenv("RLFLOW_CACHE", str(tmp_path / "cache"))
+    folder = cache_folder()
+    assert folder is not None
+    return folder
+
+
+def together(rows: list[list[dict[str, Any]]], folder: str) -> tuple[list[int], str, list[int], str]:
+    """What rank `r` knows of its `rows[r]`: kept, digest; the rows that it read; and the error, if there was one."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "FEW_ROWS", 4)
+        patch.setenv("RLFLOW_CACHE", f"{folder}/{rank}")
+        found, source = load(rows[rank], ranks=dist.get_world_size())
+        assert not found.is_scanned
+        try:
+            scan_together([found, None], Transport(), keeps=rank == 0)
+        except UserError as error:
+            return [], "", source.reads, str(error)
+    return found.scan.kept.tolist(), found.scan.digest, source.reads, ""
+
+
+def test_each_rank_counts_its_share_and_knows_what_one_alone_would(ranks3: RankPool, tmp_path: Path) -> None:
+    alone, _ = load(ROWS)
+    of_ranks = ranks3.run(together, [ROWS] * 3, str(tmp_path))
+
+    assert [row for row in range(11) if row % 7 < 6] == alone.scan.kept.tolist()
+    assert [(kept, digest) for kept, digest, _, _ in of_ranks] == 3 * [(alone.scan.kept.tolist(), alone.scan.digest)]
+    assert [reads for _, _, reads, _ in of_ranks] == [[0, 1, 2], [3, 4, 5, 6], [7, 8, 9, 10]]
+
+
+def test_one_rank_of_a_machine_keeps_the_counts(ranks3: RankPool, tmp_path: Path) -> None:
+    ranks3.run(together, [ROWS] * 3, str(tmp_path))
+    assert [path.parent.parent.name for path in tmp_path.rglob("*.*")] == ["0"]
+
+
+def test_a_row_that_one_rank_cannot_read_ends_all_ranks_alike(ranks3: RankPool, tmp_path: Path) -> None:
+    rows = [*ROWS[:5], {"answer": "5"}, *ROWS[6:9], {"answer": "9"}, ROWS[10]]
+    errors = [error for *_, error in ranks3.run(together, [rows] * 3, str(tmp_path))]
+    assert errors == 3 * ["listed, row 5 has no column `question`; columns found: answer."]
+
+
+def test_ranks_with_other_rows_count_their_own_and_the_difference_is_found(ranks3: RankPool, tmp_path: Path) -> None:
+    other = [*ROWS[:-1], {"question": "2", "answer": "10"}]
+    of_ranks = ranks3.run(together, [ROWS, ROWS, other], str(tmp_path))
+    digests = [digest for _, digest, _, _ in of_ranks]
+    assert digests[0] == digests[1] != digests[2] == load(other)[0].scan.digest
+
+
+def _resumes_alone(folder: str) -> list[int]:
+    """Rank 0 has the counts from a run before, the others do not; the rows that each reads."""
+    if dist.get_rank() == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loader, "FEW_ROWS", 4)
+            patch.setenv("RLFLOW_CACHE", f"{folder}/0")
+            load(ROWS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "FEW_ROWS", 4)
+        patch.setenv("RLFLOW_CACHE", f"{folder}/{dist.get_rank()}")
+        found, source = load(ROWS, ranks=3)
+        assert found.is_scanned == (dist.get_rank() == 0)
+        scan_together([found, None], Transport(), keeps=True)
+    assert found.is_scanned
+    return source.reads
+
+
+def test_machines_that_have_no_counts_are_helped_by_those_that_have(ranks3: RankPool, tmp_path: Path) -> None:
+    assert ranks3.run(_resumes_alone, str(tmp_path)) == [[0, 1, 2], [3, 4, 5, 6], [7, 8, 9, 10]]
+
+
+def test_a_later_run_reads_no_row_for_its_lengths(cache: Path) -> None:
+    first, _ = load(ROWS)
+    second, source = load(ROWS, ranks=3)
+
+    assert source.reads == []
+    assert second.scan.kept.tolist() == first.scan.kept.tolist()
+    assert second.scan.digest == first.scan.digest
+
+
+def test_limits_are_no_part_of_what_is_kept(cache: Path) -> None:
+    load(ROWS)
+    found, source = load(ROWS, max_prompt_length=2)
+    assert source.reads == []
+    assert found.scan.kept.tolist() == [0, 1, 7, 8]
+
+
+def test_few_rows_are_counted_at_once_and_not_kept(cache: Path) -> None:
+    assert load(ROWS[:4], ranks=3)[0].is_scanned
+    assert not cache.exists()
+
+
+def _shorter_tokenizer() -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"rows": [*ROWS[:-1], {"question": "2", "answer": "x"}]},
+        {"rows": ROWS, "tokenizer": _shorter_tokenizer()},
+        {"rows": ROWS, "response": "answer"},
+        {"rows": ROWS, "prompt": "answer"},
+    ],
+    ids=["rows", "tokenizer", "response", "prompt"],
+)
+def test_other_data_tokens_or_columns_are_counted_anew(cache: Path, other: dict[str, Any]) -> None:
+    load(ROWS)
+    _, source = load(**other)
+    assert len(source.reads) == len(ROWS)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [_cut, _flip, lambda path: path.write_bytes(b"")], ids=["cut", "flip", "empty"])
+def test_a_damaged_file_is_made_anew(cache: Path, damage: Any) -> None:
+    first, _ = load(ROWS)
+    (path,) = cache.iterdir()
+    damage(path)
+
+    second, source = load(ROWS)
+    assert len(source.reads) == len(ROWS)
+    assert second.scan.digest == first.scan.digest
+    assert load(ROWS)[1].reads == []
+
+
+def test_a_file_of_another_version_is_made_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_counts("key", torch.zeros(3, 4, dtype=torch.int32))
+    assert read_counts("key", 3) is not None
+    monkeypatch.setattr(lengths, "VERSION", "2")
+    assert read_counts("key", 3) is None
+
+
+def test_runs_that_keep_the_same_counts_at_once_never_show_half_a_file(cache: Path) -> None:
+    counts = torch.arange(40_000, dtype=torch.int32).view(-1, 4)
+    keep_counts("key", counts)
+    writers = [threading.Thread(target=lambda: [keep_counts("key", counts) for _ in range(20)]) for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    found = list(_until_ended(writers))
+    assert len(found) > 3
+    assert all(each is not None and torch.equal(each, counts) for each in found)
+    assert [path.name for path in cache.iterdir()] == ["key.safetensors"]
+
+
+def _until_ended(writers: list[threading.Thread]) -> Iterator[torch.Tensor | None]:
+    while any(writer.is_alive() for writer in writers):
+        yield read_counts("key", 10_000)
+
+
+def test_a_cache_that_cannot_be_written_is_told_of_and_ends_nothing(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache.parent.write_text("no folder")
+    assert load(ROWS)[0].is_scanned
+    assert capsys.readouterr().err.startswith("lengths of prompts are not kept for later runs (")
+
+
+def _too_long(run: Fit) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "FEW_ROWS", 4)
+        return failing_fit(run).error
+
+
+def test_prompts_too_long_for_the_model_end_all_ranks_before_a_weight_is_loaded(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    model = write_tiny_model(tmp_path / "policy", hidden_size=64, layers=1, max_position=32)
+    (model / "model.safetensors").unlink()
+    source = Digested([{"question": "1" * (20 + row)} for row in range(6)])
+    run = Fit(grpo(model), PromptData(source, prompts_per_step=2), tmp_path / "run", ZERO2, DigestedEngine())
+    errors = ranks2.run(_too_long, run)
+    assert errors[0] == errors[1]
+    assert "a prompt of 25 tokens and a response of up to 12" in errors[0]
