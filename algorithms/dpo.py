@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlflow import CausalLM, LoRA, Optimizer, Pairs, PerSample, RLModule, UserError, node
+from rlflow import CausalLM, LoRA, MoE, Optimizer, Pairs, PerSample, RLModule, UserError, node
 from rlflow.functional import dpo_loss, preference_accuracy
 
 
@@ -24,6 +24,7 @@ class DPO(RLModule):
         epochs: Passes over a step's pairs.
         samples_per_update: Pairs of one optimizer step; None for all of the step's.
         lora: Low-rank adapters of the actor that are trained in place of all its weights; None for all weights.
+        moe: How routers and experts of a mixture of experts are trained; None for as all weights are.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
     """
 
@@ -34,6 +35,7 @@ class DPO(RLModule):
     epochs: int = 1
     samples_per_update: int | None = None
     lora: LoRA | None = None
+    moe: MoE | None = None
     gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
@@ -47,6 +49,7 @@ class DPO(RLModule):
             epochs=self.epochs,
             samples_per_update=self.samples_per_update,
             lora=self.lora,
+            moe=self.moe,
             gradient_checkpointing=self.gradient_checkpointing,
         )
         if self.lora is not None and self.reference_path is None:

@@ -9,6 +9,7 @@ from rlflow import (
     Batch,
     CausalLM,
     LoRA,
+    MoE,
     Optimizer,
     PerSample,
     PerToken,
@@ -62,6 +63,7 @@ class PolicyGradient(RLModule):
         epochs: Passes over a step's samples.
         samples_per_update: Samples of one optimizer step; None for all of the step's.
         lora: Train low-rank adapters of these settings instead of all weights; the reference is then the model without.
+        moe: How routers and experts of a mixture of experts are trained; None for as all weights are.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
     """
 
@@ -90,6 +92,7 @@ class PolicyGradient(RLModule):
     epochs: int = 1
     samples_per_update: int | None = None
     lora: LoRA | None = None
+    moe: MoE | None = None
     gradient_checkpointing: bool = False
 
     compares_group: ClassVar[bool] = False  # whether advantages are relative to other samples of the prompt
@@ -130,6 +133,7 @@ class PolicyGradient(RLModule):
             samples_per_update=self.samples_per_update,
             gradient_checkpointing=self.gradient_checkpointing,
             lora=self.lora,
+            moe=self.moe,
         )
         if self.lora is not None and self.reference_path is None:
             self.reference = self.actor.without_adapters()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlflow import Batch, CausalLM, LoRA, Optimizer, PerToken, Reward, RLModule, node
+from rlflow import Batch, CausalLM, LoRA, MoE, Optimizer, PerToken, Reward, RLModule, node
 from rlflow.functional import Aggregation
 
 
@@ -19,6 +19,7 @@ class SFT(RLModule):
         loss_aggregation: How per-token losses become one number.
         samples_per_update: Samples of one optimizer step; None for all of the step's.
         lora: Low-rank adapters of the actor that are trained in place of all its weights; None for all weights.
+        moe: How routers and experts of a mixture of experts are trained; None for as all weights are.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
     """
 
@@ -30,6 +31,7 @@ class SFT(RLModule):
     loss_aggregation: Aggregation = "token-mean"
     samples_per_update: int | None = None
     lora: LoRA | None = None
+    moe: MoE | None = None
     gradient_checkpointing: bool = False
 
     def configure_models(self) -> None:
@@ -38,6 +40,7 @@ class SFT(RLModule):
             optimizer=self.optimizer,
             samples_per_update=self.samples_per_update,
             lora=self.lora,
+            moe=self.moe,
             gradient_checkpointing=self.gradient_checkpointing,
         )
 

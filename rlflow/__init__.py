@@ -16,6 +16,7 @@ from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.lora import LoRA
+from rlflow.models.moe import MoE
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.reward_model import RewardModel
 from rlflow.models.value_model import ValueModel
@@ -32,6 +33,7 @@ __all__ = [
     "Callback",
     "CausalLM",
     "LoRA",
+    "MoE",
     "Optimizer",
     "Pairs",
     "PerSample",

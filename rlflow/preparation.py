@@ -24,7 +24,9 @@ from rlflow.models.architecture import check_architecture
 from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.causal_lm import CausalLM, WithoutAdapters
 from rlflow.models.context import cached_bytes, check_positions, positions
+from rlflow.models.handle import ModelHandle
 from rlflow.models.lora import require_peft
+from rlflow.models.moe import check_moe
 from rlflow.models.tiny import resolve_model
 from rlflow.module import RLModule
 from rlflow.placement import Machines, Placed, followed_role, handles, layouts
@@ -167,6 +169,7 @@ def prepare(
         check_architecture(config, _said_by(module, role), isinstance(handles(module)[role], CausalLM))
         if placed[role].copies > 1:
             check_sequence_parallel(config, placed[role].copies, role, packing)
+        _check_moe(handles(module)[role], role, config, follows, cuts_off, packing and placed[role].copies == 1)
     lead = follows or graph.trained_roles()[0]
     tokenizer = load_tokenizer(paths[lead])
     _require_same_vocabulary(paths, lead, tokenizer)
@@ -197,6 +200,31 @@ def prepare(
         generates=samples or scores_validation,
         scores_validation=scores_validation,
     )
+
+
+def _check_moe(
+    handle: ModelHandle, role: str, config: PretrainedConfig, follows: str | None, cuts_off: bool, whole: bool
+) -> None:
+    """Refuse settings of experts that the model, the algorithm or how rows are fed to the model cannot follow."""
+    moe = handle.moe if isinstance(handle, CausalLM) else None
+    if moe is None:
+        return
+    check_moe(config, f"`moe` of `{role}`")
+    if moe.watches and not whole:
+        raise UserError(
+            f"`moe` of `{role}` has `routing_replay` or `router_aux_loss_coef`, which are of whole packed sequences;"
+            " set the strategy's `packing` to true, and do not let ranks divide the role's sequences"
+        )
+    if handle.replays_routing and role != follows:
+        raise UserError(
+            f"`moe.routing_replay` is set for `{role}`, and no rollout engine generates with its weights, whose experts"
+            " could be replayed; leave it out"
+        )
+    if handle.replays_routing and cuts_off:
+        raise UserError(
+            "`moe.routing_replay` and `trainer.partial_rollout` are set; the experts of a response that several"
+            " policies generated are not kept. Leave out one of them"
+        )
 
 
 def check_rows(prepared: Prepared, module: RLModule, engine: RolloutEngine, strategy: TrainingStrategy) -> None:

@@ -241,6 +241,8 @@ class Trainer:
             require_known_gpu(strategy.root_device, strategy.dtype)
             if prepared.generates:
                 engine.check_model(load_config(prepared.paths[prepared.lead]))
+                if handles(module)[prepared.lead].replays_routing:
+                    engine.tell_experts()
                 engine.check_device(strategy.root_device)
             was_scanned = prepared.is_scanned
             if was_scanned:

@@ -91,39 +91,53 @@ class Training:
 
     def _update(self, node: Node, handle: ModelHandle, values: Mapping[str, Any], rows: Tensor, layout: Layout) -> None:
         assert node.role is not None
-        mode, longest = self._module.loss_aggregation, self._module.max_response_length
+        role, mode, longest = node.role, self._module.loss_aggregation, self._module.max_response_length
         mini = self._take(values, rows)
         scored = _scored(mini)
         mask = _mask(scored, per_sample=node.returns == PerSample)
-        total, most = self._agree(int(loss_count(on_host(mask), mode)), len(handle.plan.split(scored)), layout)
+        here = int(loss_count(on_host(mask), mode)), len(handle.plan.split(scored)), _sequences(scored)
+        total, most, sequences = self._agree(*here, layout)
         if total == 0:
             return  # nothing to learn from on any rank
         method = getattr(self._module, node.id)
         loss_here: Tensor | float = 0.0  # float64, on the device
+        balance_here: Tensor | None = None  # as it, of the load of experts
         for part, micro in enumerate(handle.plan.split(scored, at_least=most)):
             with handle.training():
                 loss = method(**self._take(mini, micro))
             counts = rows_at(mask, micro)
             _check_shape(node, loss, counts)
             share = loss_sum(loss, loss_weights(counts, mode, longest)) / total
-            self._strategy.backward(node.role, share, last=part == most - 1)
             loss_here = loss_here + share.detach().double()
-        self._before_update(node.role)
-        self._finish(node.role, loss_here, self._strategy.step(node.role), layout)
+            routed = handle.take_routed()
+            if routed.loss is not None:
+                share = share + routed.loss / sequences
+                balance = routed.loss.detach().double() / sequences
+                balance_here = balance if balance_here is None else balance_here + balance
+            if routed.pairs:
+                self._metrics.mean(f"{role}/routed_otherwise", routed.otherwise, float(routed.pairs))
+            self._strategy.backward(role, share, last=part == most - 1)
+        self._before_update(role)
+        self._finish(role, loss_here, balance_here, self._strategy.step(role), layout)
 
     def _take(self, values: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
         return {name: take_rows(value, self._graph.type_of(name), rows) for name, value in values.items()}
 
-    def _agree(self, count: int, micro_batches: int, layout: Layout) -> tuple[int, int]:
-        """The loss count of the whole mini-batch, and the largest number of micro-batches of a rank of the role."""
-        here = torch.tensor([count, micro_batches])
-        counts, numbers = torch.stack(self._transport.all_gather(here, layout.ranks)).T
-        return int(counts[:: layout.copies].sum()), int(numbers.max())
+    def _agree(self, count: int, micro_batches: int, sequences: int, layout: Layout) -> tuple[int, int, int]:
+        """The loss count of the whole mini-batch, the largest number of micro-batches of a rank, and all sequences."""
+        here = torch.tensor([count, micro_batches, sequences])
+        counts, numbers, of_shards = torch.stack(self._transport.all_gather(here, layout.ranks)).T
+        return int(counts[:: layout.copies].sum()), int(numbers.max()), int(of_shards[:: layout.copies].sum())
 
-    def _finish(self, role: str, loss_here: Tensor | float, grad_norm: float, layout: Layout) -> None:
+    def _finish(
+        self, role: str, loss_here: Tensor | float, balance_here: Tensor | None, grad_norm: float, layout: Layout
+    ) -> None:
         rank = self._transport.rank
         if layout.publishes(rank):  # the shares of all shards add up to one loss an update
-            self._metrics.mean(f"{role}/loss", loss_here, 1.0 if rank == layout.ranks[0] else 0.0)
+            once = 1.0 if rank == layout.ranks[0] else 0.0
+            self._metrics.mean(f"{role}/loss", loss_here, once)
+            if balance_here is not None:
+                self._metrics.mean(f"{role}/router_aux_loss", balance_here, once)
         if math.isfinite(grad_norm):
             self._skipped[role] = 0
             self._metrics.number(f"{role}/grad_norm", grad_norm)
@@ -150,6 +164,11 @@ def _scored(values: Mapping[str, Any]) -> Any:
     """The one value that has a loss mask, or is pairs: the rows that the loss is of. The graph's checks found it."""
     (found,) = [value for value in values.values() if isinstance(value, Pairs) or _has_mask(value)]
     return found
+
+
+def _sequences(scored: Any) -> int:
+    """How many a model reads of these rows; a pair is two."""
+    return 2 * len(scored.prompt_ids) if isinstance(scored, Pairs) else int((on_host(scored.lengths) > 0).sum())
 
 
 def _has_mask(value: Any) -> bool:

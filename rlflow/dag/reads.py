@@ -48,7 +48,15 @@ def fields_read(module: object, node: Node, value: str, annotation: Any, trained
         found |= _SCORED
     if trained and annotation is Rollout:
         found |= _COMPARED
+    if annotation is Rollout and _replays(module, node):
+        found |= {"experts"}
     return found & names
+
+
+def _replays(module: object, node: Node) -> bool:
+    """Whether the node's role trains with the experts that a rollout came with."""
+    handle = getattr(module, node.role) if node.role is not None else None
+    return getattr(handle, "replays_routing", False)
 
 
 @dataclass(frozen=True)

@@ -93,11 +93,13 @@ class TokenRows:
         prompt_ids: Token ids of each row's prompt.
         response_ids: `[B, T]` int64, right-padded.
         lengths: `[B]` int64, response tokens of each row.
+        experts: Those of a `Rollout`; None without.
     """
 
     prompt_ids: Ragged
     response_ids: Tensor
     lengths: Tensor
+    experts: Ragged | None = None
 
     @classmethod
     def padded(cls, prompt_ids: Ragged, response_ids: Ragged) -> TokenRows:
@@ -188,6 +190,9 @@ class Rollout:
         group: `[B]` int64, global id of the prompt that the sample answers.
         version: `[B]` int64, of the policy that generated the sample; of its oldest token where several did.
         versions: `[B, T]` int32, of the policy that generated each token.
+        experts: The experts that the engine chose for each token that it read, `[sum, layers, k]` uint8 (int16 beyond
+            256 experts): of a row its prompt and its response but for the last token, likeliest first. Without entries
+            where no model replays them.
         texts: The decoded responses, special tokens left out.
         rows: The dataset's row of each sample.
     """
@@ -201,6 +206,7 @@ class Rollout:
     group: PerSample
     version: PerSample
     versions: PerToken
+    experts: Ragged
     texts: Annotated[list[str], Cut.JSON, Home]
     rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,8 +13,10 @@ from rlflow.data.batch import PerToken
 from rlflow.errors import UserError
 from rlflow.models.handle import ModelHandle
 from rlflow.models.lora import LoRA, adapters_off
+from rlflow.models.moe import MoE, Routed, Routing, load_balancing_loss, routers, watch_routers
 from rlflow.models.optimizer import Optimizer
-from rlflow.models.packing import Responses, no_rows
+from rlflow.models.packed import PackedModel
+from rlflow.models.packing import ModelInput, Responses, no_rows
 from rlflow.models.scoring import ScoringModel
 
 
@@ -32,6 +35,7 @@ class CausalLM(ModelHandle):
         start_step: The first step that trains it, counted from 0; before, its train nodes are left out.
         gradient_checkpointing: Trade time for memory in the backward pass.
         lora: Train adapters of these settings instead of all weights.
+        moe: How routers and experts of a mixture of experts are trained; None for as all weights are.
     """
 
     def __init__(
@@ -45,13 +49,18 @@ class CausalLM(ModelHandle):
         start_step: int = 0,
         gradient_checkpointing: bool = False,
         lora: LoRA | None = None,
+        moe: MoE | None = None,
     ) -> None:
         if not temperature > 0:
             raise UserError(f"`temperature` is {temperature}; it divides the logits, so give more than 0")
+        if moe is not None and not trainable:
+            raise UserError(f"`moe` is given for {model!r}, which is frozen; set `trainable` or leave it out")
         super().__init__(
             model, trainable, optimizer, epochs, samples_per_update, start_step, gradient_checkpointing, lora
         )
         self.temperature = temperature
+        self.moe = moe
+        self._routed: list[tuple[Routing, ModelInput]] = []  # training forwards that nobody asked of
         self.watch: Callable[[Responses, Tensor], None] = _ignore  # told of all logprobs, with their rows
 
     def score(self, rows: Responses) -> tuple[PerToken, PerToken]:
@@ -88,6 +97,58 @@ class CausalLM(ModelHandle):
         if self.lora is None:
             raise UserError(f"{self.model!r} has no adapters to leave out; set `lora`, or load the model once more")
         return WithoutAdapters(self)
+
+    @property
+    def replays_routing(self) -> bool:
+        """See `ModelHandle.replays_routing`."""
+        return self.trainable and self.moe is not None and self.moe.routing_replay
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """See `ModelHandle.training`."""
+        self._routed.clear()
+        with super().training():
+            yield
+
+    def take_routed(self) -> Routed:
+        """See `ModelHandle.take_routed`."""
+        if self.moe is None or not self._routed:
+            return Routed()
+        seen, self._routed = self._routed, []
+        loss = None
+        if self.moe.router_aux_loss_coef > 0:
+            of_passes = [
+                load_balancing_loss(routing.logits, routing.used, read.sequence_lengths()).sum()
+                * (read.useful_tokens > 0)  # not of the token that stands for no rows
+                for routing, read in seen
+            ]
+            loss = self.moe.router_aux_loss_coef * torch.stack(of_passes).sum()
+        replayed = [routing for routing, _ in seen if routing.chosen is not None]
+        otherwise = torch.stack([routing.otherwise() for routing in replayed]).sum() if replayed else 0
+        return Routed(loss, otherwise, sum(routing.used[..., 0].numel() for routing in replayed))
+
+    def _prepare(self, model: PackedModel) -> None:
+        if self.moe is None:
+            return
+        if self.moe.freeze_router:
+            for router in routers(model):
+                router.requires_grad_(False)
+        if self.moe.watches:
+            watch_routers(model.model)
+
+    def _forward_pass(self, read: ModelInput, *arguments: object) -> tuple[Tensor, ...]:
+        if self.moe is None or not self.moe.watches:
+            return super()._forward_pass(read, *arguments)
+        assert self._forward is not None, "attach comes first"
+        model = next(module for module in self._forward.modules() if isinstance(module, PackedModel))
+        model.routing = Routing(read.experts if self.moe.routing_replay else None)
+        try:
+            values = super()._forward_pass(read, *arguments)
+        finally:
+            routing, model.routing = model.routing, None
+        if self._training:
+            self._routed.append((routing, read))
+        return values
 
     def _read(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool) -> ScoringModel:
         return ScoringModel.load(path, dtype, device, self.gradient_checkpointing, empty)

@@ -15,6 +15,7 @@ from rlflow.data.batch import Pairs
 from rlflow.data.host_copy import on_device
 from rlflow.errors import UserError
 from rlflow.models.lora import LoRA
+from rlflow.models.moe import Routed
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.packing import (
@@ -139,6 +140,7 @@ class ModelHandle(ABC):
         model = self._read(path, dtype, device, empty).requires_grad_(self.trainable)
         if self.lora is not None:
             model.add_adapters(self.lora, self.model)
+        self._prepare(model)
         return model
 
     @abstractmethod
@@ -173,6 +175,18 @@ class ModelHandle(ABC):
             self._training = False
             self._forward.eval()
 
+    @property
+    def replays_routing(self) -> bool:
+        """Whether it is trained with the experts that the rollout engine chose."""
+        return False
+
+    def take_routed(self) -> Routed:
+        """What the forward passes within the last `training` say of experts; asked once."""
+        return Routed()
+
+    def _prepare(self, model: PackedModel) -> None:  # noqa: B027 - most have no such settings
+        """Change a model that was loaded as the handle's settings have it."""
+
     @abstractmethod
     def _read(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool) -> PackedModel: ...
 
@@ -199,8 +213,13 @@ class ModelHandle(ABC):
         peers = self.plan.peers
         parts = self.plan.model_input(rows).divide(peers.size)
         read = parts[peers.rank].to(device)
-        values = peers.gather(self._forward(*read.arguments(), *arguments), [len(part.scored) for part in parts])
+        values = peers.gather(self._forward_pass(read, *arguments), [len(part.scored) for part in parts])
         self.forwarded_tokens += read.input_ids.numel()
         self.useful_tokens += read.useful_tokens
         home = rows.response_ids.device
         return tuple(read.unpack(value).to(home) for value in values)
+
+    def _forward_pass(self, read: ModelInput, *arguments: object) -> tuple[Tensor, ...]:
+        assert self._forward is not None, "attach comes first"
+        values: tuple[Tensor, ...] = self._forward(*read.arguments(), *arguments)
+        return values

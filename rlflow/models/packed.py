@@ -17,6 +17,7 @@ from rlflow.models.attention import PACKED_ATTENTION, Attention, register_packed
 from rlflow.models.empty import finish
 from rlflow.models.linear import use_onednn
 from rlflow.models.lora import LoRA, Weight, adapter_of, add_adapters, is_adapter, plain_name, save_adapter
+from rlflow.models.moe import ROUTING, Routing
 from rlflow.models.packing import ALONE, Peers, pack
 from rlflow.models.weight_files import WeightFiles
 from rlflow.storage.tensors import Entry, write_tensors
@@ -43,6 +44,7 @@ class PackedModel(nn.Module):
         self.model = model
         self.dtype: torch.dtype = model.dtype  # that it computes in, whatever its parameters are held in
         self.divided: Attention | None = None  # attends over a line that ranks divide among them
+        self.routing: Routing | None = None  # of the forward pass that is made
         self.lora: LoRA | None = None
         self.base = ""  # what adapters belong to
         self.base_digest = ""  # `digest_of` it; set by who can see all of its weights
@@ -226,6 +228,7 @@ class PackedModel(nn.Module):
             max_length_q=max_seqlen,
             max_length_k=max_seqlen,
             divided=self.divided,
+            **({} if self.routing is None else {ROUTING: self.routing}),
         ).last_hidden_state
         return states.flatten(0, 1)[scored]
 

@@ -37,7 +37,16 @@ class Responses(Protocol):
 
 def take(rows: Responses, index: Tensor) -> TokenRows:
     """The rows at `index` `[b]` int64, in that order."""
-    return TokenRows(rows.prompt_ids.take(index), rows_at(rows.response_ids, index), rows_at(rows.lengths, index))
+    told = experts_of(rows)
+    experts = None if told is None else told.take(index)
+    rows_there = rows.prompt_ids.take(index), rows_at(rows.response_ids, index), rows_at(rows.lengths, index)
+    return TokenRows(*rows_there, experts)
+
+
+def experts_of(rows: Responses) -> Ragged | None:
+    """The experts that came with the rows; None where none did."""
+    told = getattr(rows, "experts", None)
+    return told if isinstance(told, Ragged) and told.values.dim() == 3 else None
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,7 @@ class ModelInput:
         targets: `[R]` int64, those response tokens, row by row.
         mask: `[B, T]` bool, where those tokens stand in the responses.
         useful_tokens: Tokens in `input_ids` that had to be there.
+        experts: `[N, layers, k]`, those of the line that came with the rows; None without.
     """
 
     input_ids: Tensor
@@ -63,6 +73,7 @@ class ModelInput:
     targets: Tensor
     mask: Tensor
     useful_tokens: int
+    experts: Tensor | None = None
 
     def to(self, device: torch.device) -> ModelInput:
         """The same on another device."""
@@ -72,6 +83,11 @@ class ModelInput:
     def arguments(self) -> tuple[Tensor, Tensor, Tensor | None, int, Tensor, Tensor]:
         """What a `PackedModel` is called with, before arguments of its own."""
         return self.input_ids, self.position_ids, self.cu_seqlens, self.max_seqlen, self.scored, self.targets
+
+    def sequence_lengths(self) -> Tensor:
+        """`[S]` int64, tokens of each sequence of the line."""
+        assert self.cu_seqlens is not None, "only a packed line is of sequences one after another"
+        return self.cu_seqlens.diff().long()
 
     def divide(self, size: int) -> list[ModelInput]:
         """The line in `size` parts of one length, in order; padding at its end is a sequence of its own.
@@ -173,8 +189,10 @@ def pack(rows: Responses) -> ModelInput:
     Raises:
         UserError: A row has a response and no prompt.
     """
+    told = experts_of(rows)
     rows = on_cpu(rows)
     counts = token_counts(rows)
+    assert told is None or torch.equal(on_host(told.lengths), counts), "experts of each token that is read"
     prompts = rows.prompt_ids.lengths
     if bool(((prompts == 0) & (rows.lengths > 0)).any()):
         row = int(((prompts == 0) & (rows.lengths > 0)).nonzero()[0])
@@ -205,6 +223,7 @@ def pack(rows: Responses) -> ModelInput:
         targets=rows.response_ids[mask],
         mask=mask,
         useful_tokens=total,
+        experts=told.values if told is not None and total else None,
     )
 
 

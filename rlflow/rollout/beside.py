@@ -71,6 +71,9 @@ class EngineBeside(RolloutEngine):
     def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
         return self._engine.memory_taken(rows, row_bytes, on_cpu)
 
+    def tell_experts(self) -> None:
+        self._engine.tell_experts()
+
     def memory_settings(self, on_cpu: bool) -> tuple[str, ...]:
         return self._engine.memory_settings(on_cpu)
 

@@ -6,9 +6,10 @@ import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,11 +51,14 @@ class Completion:
         token_ids: The generated tokens, the stop token included.
         logprobs: Of each of them, after temperature; of temperature 1 where sampling was greedy.
         finished: Ended by a stop token, not by the longest allowed length.
+        experts: `[prompt + response - 1, layers, k]` uint8 or int16, which experts each token went to, where the engine
+            was asked to tell.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finished: bool
+    experts: np.ndarray[Any, Any] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,17 @@ class RolloutEngine(ABC):
         Raises:
             UserError: It cannot.
         """
+
+    def tell_experts(self) -> None:
+        """Tell with each response which experts its tokens went to; asked before `setup`, of a mixture of experts.
+
+        Raises:
+            UserError: It cannot.
+        """
+        raise UserError(
+            f"`moe.routing_replay` is set, and `rollout` is {type(self).__name__}, which does not tell what experts it"
+            " chose; set `rollout: rlflow.rollout.TransformersEngine`, or leave `routing_replay` out"
+        )
 
     def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
         """What it takes of a rank's memory, before it is set up: here a cache for all rows, freed afterwards.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from rlflow.data.batch import Batch, Pairs, Ragged, Rollout
@@ -72,6 +73,16 @@ def sample(
         group=groups,
         version=oldest,
         versions=responses.versions,
+        experts=_experts([completions[row] for row in range(len(prompts)) if row in completions], len(prompts)),
         texts=[decode(responses.tokens(row)) for row in range(len(prompts))],
         rows=[batch.rows[i] for i in every_n.tolist()],
     )
+
+
+def _experts(completions: Sequence[Completion], rows: int) -> Ragged:
+    """The `experts` of a `Rollout`; without entries where the engine was not asked to tell them."""
+    told = [completion.experts for completion in completions if completion.experts is not None]
+    if not told:
+        return Ragged(torch.zeros(0, dtype=torch.uint8), torch.zeros(rows, dtype=torch.int64))
+    assert len(told) == rows, "a response that goes on has experts of its last part only"
+    return Ragged(torch.from_numpy(np.concatenate(told)), torch.tensor([len(of_row) for of_row in told]))

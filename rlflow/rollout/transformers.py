@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
 from rlflow.models.context import positions as positions_of
+from rlflow.models.moe import ROUTING, Routing, expert_dtype, watch_routers
 from rlflow.rollout.engine import Completion, EngineHere, EngineMemory, Sampling
 from rlflow.rollout.manifest import Piece
 
@@ -35,6 +37,10 @@ class TransformersEngine(EngineHere):
             )
         self.max_batch = max_batch
         self.max_prefill_tokens = max_prefill_tokens
+        self._tells_experts = False
+
+    def tell_experts(self) -> None:
+        self._tells_experts = True
 
     def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
         return super().memory_taken(min(rows, self.max_batch), row_bytes, on_cpu)
@@ -65,6 +71,9 @@ class TransformersEngine(EngineHere):
                 config, dtype=dtype, trust_remote_code=False, **attention
             )
         self._model.eval()
+        if self._tells_experts:
+            watch_routers(self._model)
+        self._expert_dtype = expert_dtype(config)
         self._dtype = dtype
         self._device = device
         self._context = positions_of(config)
@@ -106,8 +115,12 @@ class TransformersEngine(EngineHere):
         ids, mask = (x.to(self._device) for x in _left_padded(prompts))  # [b, P]
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         cache: Any = None
+        experts: list[list[Tensor]] = [[] for _ in prompts]  # of each row, [tokens, layers, k]
         for step in range(steps):
-            output = self._forward(ids, mask, positions, cache)
+            routings = self._routings(ids)
+            output = self._forward(ids, mask, positions, cache, routings)
+            for row, of_row in zip(rows.tolist(), _experts_of(routings, mask), strict=False):
+                experts[row].append(of_row)
             cache = output.past_key_values
             chosen, chosen_logprobs = _sample(output.logits[:, -1], sampling.temperature, draws[rows, step])  # [b]
             tokens[rows, step] = chosen
@@ -126,31 +139,63 @@ class TransformersEngine(EngineHere):
             ids = chosen[:, None]
             mask = torch.cat((mask, mask.new_ones(len(rows), 1)), dim=1)
             positions = positions[:, -1:] + 1
+        told_experts = [
+            self._told(chosen, len(prompt) + length - 1)
+            for chosen, prompt, length in zip(experts, prompts, lengths.tolist(), strict=True)
+        ]
         return [
-            Completion(tuple(row[:length]), tuple(row_logprobs[:length]), done)
-            for row, row_logprobs, length, done in zip(
-                tokens.tolist(), logprobs.tolist(), lengths.tolist(), finished.tolist(), strict=True
+            Completion(tuple(row[:length]), tuple(row_logprobs[:length]), done, told)
+            for row, row_logprobs, length, done, told in zip(
+                tokens.tolist(), logprobs.tolist(), lengths.tolist(), finished.tolist(), told_experts, strict=True
             )
         ]
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Any:
+    def _told(self, chosen: Sequence[Tensor], tokens: int) -> np.ndarray[Any, Any] | None:
+        """`[tokens, layers, k]`; a row that has ended may have been read on, as long as it was in the batch."""
+        if not chosen:
+            return None
+        experts = torch.cat(list(chosen))[:tokens]
+        assert len(experts) == tokens, (len(experts), tokens)
+        return experts.to("cpu", self._expert_dtype).numpy()
+
+    def _routings(self, ids: Tensor) -> list[Routing]:
+        """For each of the parts in which the new tokens are computed; none where experts are not told."""
+        parts = range(0, ids.shape[1], self._most(ids))
+        return [Routing() for _ in parts] if self._tells_experts else []
+
+    def _most(self, ids: Tensor) -> int:
+        """New tokens of each row that are computed at once."""
+        return self.max_prefill_tokens // len(ids)
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, routings: Sequence[Routing]) -> Any:
         """Logits of the last of the new tokens `[b, N]`, which are computed in parts of `max_prefill_tokens` at most.
 
-        `mask` `[b, M]` is of all tokens, those in the cache included.
+        `mask` `[b, M]` is of all tokens, those in the cache included. `routings` learn the experts of each part.
         """
-        size, width = ids.shape
-        before, most = mask.shape[1] - width, self.max_prefill_tokens // size
-        for start in range(0, width, most):
+        width, most = ids.shape[1], self._most(ids)
+        before = mask.shape[1] - width
+        for number, start in enumerate(range(0, width, most)):
             part = slice(start, start + most)
+            watched = {ROUTING: routings[number]} if routings else {}
             output = self._model(
                 input_ids=ids[:, part],
                 attention_mask=mask[:, : before + start + most],
                 position_ids=positions[:, part],
                 past_key_values=cache,
                 logits_to_keep=1,
+                **watched,
             )
             cache = output.past_key_values
         return output
+
+
+def _experts_of(routings: Sequence[Routing], mask: Tensor) -> list[Tensor]:
+    """Of each row, `[tokens, layers, k]` of its new tokens, padding left out; none where no routing was watched."""
+    if not routings:
+        return []
+    of_parts = [routing.own.unflatten(0, (len(mask), -1)) for routing in routings]  # [b, n, layers, k]
+    new = torch.cat(of_parts, dim=1)
+    return [of_row[there] for of_row, there in zip(new, mask[:, -new.shape[1] :].bool(), strict=True)]
 
 
 def _sample(logits: Tensor, temperature: float, draws: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,6 +49,7 @@ def recorded_rollout(models: Models) -> Rollout:
         group=torch.arange(len(batch.rows) // GROUP).repeat_interleave(GROUP),
         version=torch.zeros_like(batch.lengths),
         versions=torch.zeros_like(batch.response_ids, dtype=torch.int32),
+        experts=Ragged.from_lists([[]] * len(batch.rows)),
         texts=[bytes(ids).decode() for ids in response_ids()],
         rows=batch.rows,
     )

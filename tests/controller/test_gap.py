@@ -48,6 +48,7 @@ def test_rows_that_an_older_policy_generated_are_not_compared() -> None:
         group=torch.tensor([0, 1]),
         version=torch.tensor([2, 3]),
         versions=torch.tensor([[2, 3], [3, 0]], dtype=torch.int32),
+        experts=Ragged.from_lists([[], []]),
         texts=["", ""],
         rows=[{}, {}],
     )

@@ -8,10 +8,12 @@ from typing import Protocol
 import pytest
 from torch import Tensor
 
+from rlflow import MoE
 from rlflow.algorithms import GRPO
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
 from rlflow.dag.planner import plan
+from rlflow.dag.reads import Fields
 from rlflow.dag.tasks import Exchange
 from rlflow.data.batch import Batch, PerSample, PerToken, Ragged, Rollout
 from rlflow.data.layout import Layout
@@ -144,6 +146,17 @@ def test_grpo_sends_the_actor_what_it_scores_compares_and_masks() -> None:
     # neither `finished` nor `group` nor the dataset's rows: those are read where they were made
     assert of_rollout.columns == ("prompt_ids", "response_ids", "loss_mask", "lengths", "logprobs", "version")
     assert "; only prompt_ids, response_ids" in str(of_rollout)
+
+
+def test_experts_are_sent_where_a_model_trains_with_those_that_the_engine_chose() -> None:
+    def fields(moe: MoE | None) -> dict[tuple[str, str], Fields | None]:
+        module = GRPO(model="tiny", reward=ExactMatch(), kl_coef=0.1, moe=moe)
+        return read_graph(module).fields
+
+    replayed = fields(MoE(routing_replay=True))
+    assert "experts" in (replayed["actor_loss", "rollout"] or ())
+    assert "experts" not in (replayed["ref_logprobs", "rollout"] or ())
+    assert not any("experts" in (read or ()) for read in fields(MoE(freeze_router=True)).values())
 
 
 def test_a_stub_and_a_bare_tensor_come_as_a_whole() -> None:

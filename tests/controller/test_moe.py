@@ -1,0 +1,89 @@
+"""Runs with a mixture of experts: balanced, and with the experts that the engine chose, at any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow import MoE
+from rlflow.controller.gap import LARGEST_GAP
+from rlflow.models.optimizer import Optimizer
+from rlflow.rollout import VLLMEngine
+from tests.controller.runs import ZERO2, ZERO3, Fit, Result, failing_fit, fit, grpo, sums
+from tests.controller.test_ranks import difference
+from tests.families.models import write_family
+from tests.ranks import RankPool
+
+FLOAT32 = 1e-6
+REPLAYED = MoE(router_aux_loss_coef=0.5, routing_replay=True)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_family("qwen3_moe", tmp_path_factory.mktemp("models") / "experts")
+
+
+def run(model: Path, folder: Path, moe: MoE | None, strategy: Any = None, **settings: Any) -> Fit:
+    """Two steps of two updates each."""
+    module = grpo(model, moe=moe, samples_per_update=6, optimizer=Optimizer("sgd", lr=0.02, gradient_clipping=0.0))
+    given = {} if strategy is None else {"strategy": strategy}
+    return Fit(module, sums(6, 3), folder, settings={"max_steps": 2, **settings}, **given)
+
+
+def numbers(result: Result, name: str) -> list[float]:
+    return [step[name] for step in result.steps]
+
+
+@pytest.fixture(scope="module")
+def alone(experts: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return fit(run(experts, tmp_path_factory.mktemp("alone"), REPLAYED))
+
+
+def test_a_run_replays_the_experts_of_each_token_and_balances_their_load(
+    alone: Result, experts: Path, tmp_path: Path
+) -> None:
+    assert max(numbers(alone, LARGEST_GAP)) < 1e-5  # as each token has its own experts
+    assert 0 < numbers(alone, "actor/routed_otherwise")[0] < 0.2  # of the second update, after the first
+    assert all(0.5 < loss < 0.5 * 4 for loss in numbers(alone, "actor/router_aux_loss"))  # coef times 1 to E/k
+    without = fit(run(experts, tmp_path, None))
+    assert difference(without.weights, alone.weights) > 100 * FLOAT32
+    assert not {"actor/router_aux_loss", "actor/routed_otherwise"} & without.steps[0].keys()
+
+
+TOGETHER: dict[str, Any] = {}
+APART = {"placement": {"rollout": 0, "actor": 1}}  # every rollout is sent, with its experts
+
+
+@pytest.mark.parametrize(
+    ("strategy", "placement"),
+    [
+        pytest.param(ZERO2, TOGETHER, id="zero2"),
+        pytest.param(ZERO3, TOGETHER, id="zero3", marks=pytest.mark.exact),
+        pytest.param(ZERO2, APART, id="apart"),
+    ],
+)
+def test_it_is_the_same_at_two_ranks(
+    strategy: Any, placement: Any, alone: Result, experts: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    results = ranks2.run(fit, run(experts, tmp_path, REPLAYED, strategy, **placement), timeout_s=200)
+    for result in results:
+        for name in ("actor/router_aux_loss", "actor/routed_otherwise", "actor/loss"):
+            assert numbers(result, name) == pytest.approx(numbers(alone, name), rel=1e-4, abs=1e-6)
+        assert not result.weights or difference(result.weights, alone.weights) < FLOAT32
+    assert results[1].weights
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"engine": VLLMEngine()}, "vLLM tells what experts it chose only by its second model runner"),
+        ({"settings": {"partial_rollout": 4}}, "`moe.routing_replay` and `trainer.partial_rollout` are set"),
+    ],
+)
+def test_replay_that_cannot_be_is_refused_before_the_run(
+    settings: dict[str, Any], told: str, experts: Path, tmp_path: Path
+) -> None:
+    module = grpo(experts, moe=MoE(routing_replay=True))
+    assert told in failing_fit(Fit(module, sums(6, 3), tmp_path, **settings)).error
