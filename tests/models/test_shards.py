@@ -17,7 +17,7 @@ from rlflow.models.scoring import ScoringModel
 from rlflow.models.shards import INDEX, divided, write_index
 from tests.ranks import RankPool
 from tests.saved import load_model
-from tests.strategies.update import save_after_update
+from tests.strategies.update import Stage, save_after_update
 
 CPU = torch.device("cpu")
 SGD = Optimizer(name="sgd", lr=0.1)
@@ -52,7 +52,7 @@ def test_the_tensors_of_all_shards_are_those_that_transformers_writes(name: str,
     expected = load_file(write_by_transformers(name, tmp_path) / "model.safetensors")
     model = ScoringModel.load(tmp_path, torch.float32, CPU)
     weights = model.saved()
-    units = divided(model, weights, [weight.parameter.shape for weight in weights], 3)
+    units = divided(model, {weight.name: weight.parameter.detach().to("meta") for weight in weights}, 3)
     found = {}
     for unit in units:
         parameters = {weight.name: weight.parameter.detach() for weight in weights if weight.name in unit.names}
@@ -70,9 +70,12 @@ def test_the_tensors_of_all_shards_are_those_that_transformers_writes(name: str,
     assert {*index["weight_map"].values()} == {shard_name(shard, 3) for shard in range(3)}
 
 
-def test_ranks_at_zero_3_write_a_mixture_of_experts_that_transformers_loads(tmp_path: Path, ranks3: RankPool) -> None:
+@pytest.mark.parametrize("stage", [3, "fsdp"])
+def test_ranks_write_a_mixture_of_experts_that_transformers_loads(
+    stage: Stage, tmp_path: Path, ranks3: RankPool
+) -> None:
     folder = write_by_transformers("Qwen3Moe", tmp_path / "start")
-    weights, *_ = ranks3.run(save_after_update, folder, 3, SGD, tmp_path / "saved")
+    weights, *_ = ranks3.run(save_after_update, folder, stage, SGD, tmp_path / "saved")
     files = sorted(path.name for path in (tmp_path / "saved").glob("*.safetensors"))
     assert files == [shard_name(shard, 3) for shard in range(3)]
     assert load_model(tmp_path / "saved").keys() == load_file(folder / "model.safetensors").keys()
