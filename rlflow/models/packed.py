@@ -177,7 +177,7 @@ class PackedModel(nn.Module):
 
     def save_config(self, folder: Path) -> None:
         """Write all but the weights in Hugging Face form; the folder is there."""
-        self.model.config.dtype = str(self.model.dtype).removeprefix("torch.")
+        self.model.config.dtype = str(self.dtype).removeprefix("torch.")
         self.model.config.architectures = [type(self.model).__name__]
         self.model.config.save_pretrained(folder)
         if self.model.can_generate():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,17 +35,17 @@ class Unit:
         return sum(entry.nbytes for entry in self.entries)
 
 
-def divided(model: PackedModel, weights: Mapping[str, Tensor], shards: int) -> list[Unit]:
+def divided(model: PackedModel, empty: dict[str, Tensor], shards: int) -> list[Unit]:
     """Every weight with the file that it goes to, as even as whole weights allow; the same on every rank.
 
     Where a file's tensor is made of several weights, all go to one file.
 
     Args:
         model: Theirs.
-        weights: Whole, on the device `meta`, by name, in the order in which they are gathered.
+        empty: Each weight in full, on the device `meta`, in the order in which they are gathered.
         shards: Files at most.
     """
-    whole = _entries(model, weights)
+    whole = _entries(model, empty)
     units: list[tuple[tuple[str, ...], tuple[Entry, ...]]]
     try:
         units = [((name,), _entries(model, {name: tensor})) for name, tensor in weights.items()]

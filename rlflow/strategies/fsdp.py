@@ -56,6 +56,9 @@ class FSDPStrategy(DistributedStrategy):
     def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
         """See `TrainingStrategy.check_roles`."""
         super().check_roles(handles, layouts)
+        most = max((len(layouts[name].ranks) for name in handles.keys() & layouts.keys()), default=0)
+        if self.within is not None and self.within > most:
+            raise UserError(f"`strategy.within` is {self.within}, and roles live on {most} ranks; give {most} or less")
         for name in handles.keys() & layouts.keys():
             ranks, within = len(layouts[name].ranks), self.divided_over(layouts[name])
             if ranks % within:
@@ -106,8 +109,8 @@ class FSDPStrategy(DistributedStrategy):
     def _whole(self, parameter: nn.Parameter) -> Tensor:
         return _full(parameter.detach().to(self.dtype))
 
-    def _empty(self, parameter: nn.Parameter) -> Tensor:
-        return super()._empty(parameter).to(self.dtype)
+    def _empty_whole(self, parameter: nn.Parameter) -> Tensor:
+        return super()._empty_whole(parameter).to(self.dtype)
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
         return _full(super()._gradient(parameter))

@@ -40,7 +40,8 @@ class SingleProcess(TrainingStrategy, SingleDeviceStrategy):
     def parallel_devices(self, devices: list[torch.device]) -> None:
         if len(devices) != 1:
             raise UserError(
-                f"`trainer.devices` is {len(devices)}; SingleProcess runs 1. Use DeepSpeedStrategy for more."
+                f"`trainer.devices` is {len(devices)}; SingleProcess runs 1. For more use `strategy: deepspeed` or"
+                " `strategy: fsdp`."
             )
         self._root_device = devices[0]
 

@@ -242,7 +242,7 @@ class TrainingStrategy(Strategy):
             if self.leads(name):
                 disk.do(partial(model.save_pretrained, folder, state))
             return
-        units = divided(model, {weight.name: self._empty(weight.parameter) for weight in weights}, len(ranks))
+        units = divided(model, {weight.name: self._empty_whole(weight.parameter) for weight in weights}, len(ranks))
         shards = 1 + max(unit.shard for unit in units)
         own = {key: unit for unit in units for key in unit.names if ranks[unit.shard] == self.global_rank}
         entries = [entry for unit in dict.fromkeys(own.values()) for entry in unit.entries]
@@ -269,8 +269,7 @@ class TrainingStrategy(Strategy):
 
     def model_bytes(self, name: str) -> int:
         """Of what `save` writes."""
-        saved = [weight.parameter for weight in self._roles[name].model.saved()]
-        return sum(self._full_shape(parameter).numel() * parameter.element_size() for parameter in saved)
+        return sum(self._empty_whole(weight.parameter).nbytes for weight in self._roles[name].model.saved())
 
     def state_bytes(self, name: str) -> int:
         """Of `state_parts`, of all ranks together.
@@ -418,7 +417,7 @@ class TrainingStrategy(Strategy):
         bucket: list[Weight] = []
         filled = 0
         for weight in weights:
-            size = self._full_shape(weight.parameter).numel() * self.dtype.itemsize
+            size = self._empty_whole(weight.parameter).nbytes
             if bucket and filled + size > limit:
                 yield bucket
                 bucket, filled = [], 0
@@ -433,6 +432,10 @@ class TrainingStrategy(Strategy):
     def _whole(self, parameter: torch.nn.Parameter) -> Tensor:
         """The full tensor that the forward computes with, of a gathered parameter."""
         return parameter.detach()
+
+    def _empty_whole(self, parameter: torch.nn.Parameter) -> Tensor:
+        """On the device `meta`, a tensor of the shape and dtype of `_whole`."""
+        return torch.empty(self._full_shape(parameter), dtype=parameter.dtype, device="meta")
 
     def _full_shape(self, parameter: torch.nn.Parameter) -> torch.Size:
         return parameter.shape

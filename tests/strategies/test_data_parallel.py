@@ -157,10 +157,14 @@ def test_two_roles_in_one_process_train_as_each_would_alone(
             assert distance(found, plain_update(folder, sgd, CLIP, updates=1)[2]) < 1e-6
 
 
-@pytest.mark.parametrize("stage", [2, 3, "fsdp"])
-def test_a_saved_model_is_the_one_that_was_trained(stage: Stage, tiny: Path, ranks2: RankPool, tmp_path: Path) -> None:
-    weights, _ = ranks2.run(save_after_update, tiny, stage, SGD, tmp_path / "saved")
-    saved = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").named_parameters())
+@pytest.mark.parametrize(("stage", "precision"), [(2, "fp32"), (3, "fp32"), ("fsdp", "fp32"), ("fsdp", "bf16")])
+def test_a_saved_model_is_the_one_that_was_trained(
+    stage: Stage, precision: str, tiny: Path, ranks2: RankPool, tmp_path: Path
+) -> None:
+    weights, _ = ranks2.run(save_after_update, tiny, stage, SGD, tmp_path / "saved", precision)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert str(model.dtype) == {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision]
+    saved = dict(model.named_parameters())
     assert saved.keys() == weights.keys()
     assert all(torch.equal(saved[key], weight) for key, weight in weights.items())
 

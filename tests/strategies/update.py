@@ -165,9 +165,11 @@ def bucket_bytes(folder: Path, stage: Stage, limit: int) -> tuple[list[list[int]
     return sizes, weights
 
 
-def save_after_update(folder: Path, stage: Stage, optimizer: Optimizer, target: Path) -> dict[str, Tensor]:
+def save_after_update(
+    folder: Path, stage: Stage, optimizer: Optimizer, target: Path, precision: str = "fp32"
+) -> dict[str, Tensor]:
     """Write the model after an update; the weights it had."""
-    strategy = launch(stage)
+    strategy = launch(stage, precision)
     outcome = update(strategy, folder, optimizer)
     save(strategy, "actor", target)
     return outcome.weights
