@@ -48,11 +48,11 @@ def divided(model: PackedModel, empty: dict[str, Tensor], shards: int) -> list[U
     whole = _entries(model, empty)
     units: list[tuple[tuple[str, ...], tuple[Entry, ...]]]
     try:
-        units = [((name,), _entries(model, {name: tensor})) for name, tensor in weights.items()]
+        units = [((name,), _entries(model, {name: tensor})) for name, tensor in empty.items()]
     except (KeyError, RuntimeError, ValueError):  # transformers lacks the other weights
         units = []
     if {entry for _, entries in units for entry in entries} != {*whole}:
-        units = [(tuple(weights), whole)]
+        units = [(tuple(empty), whole)]
     filled = [0] * shards  # bytes
     found = []
     for names, entries in units:
@@ -70,5 +70,5 @@ def write_index(folder: Path, units: Iterable[Unit], count: int) -> None:
     (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _entries(model: PackedModel, state_dict: Mapping[str, Tensor]) -> tuple[Entry, ...]:
-    return tuple(Entry.of(name, tensor) for name, tensor in model.in_files(dict(state_dict)).items())
+def _entries(model: PackedModel, state_dict: dict[str, Tensor]) -> tuple[Entry, ...]:
+    return tuple(Entry.of(name, tensor) for name, tensor in model.in_files(state_dict).items())

@@ -440,10 +440,6 @@ class TrainingStrategy(Strategy):
     def _full_shape(self, parameter: torch.nn.Parameter) -> torch.Size:
         return parameter.shape
 
-    def _empty(self, parameter: torch.nn.Parameter) -> Tensor:
-        """As `_whole` gives it, without its values."""
-        return torch.empty(self._full_shape(parameter), dtype=parameter.dtype, device="meta")
-
     def _part_of(self, parameter: Tensor) -> Part:
         """What this rank holds of a parameter that forward passes read, or of a tensor that lies as it does."""
         return Part(0, parameter.detach().view(-1))
