@@ -271,6 +271,21 @@ BEFORE_ANY_MODEL: list[tuple[str, dict[str, Any], str]] = [
         {"rollout": {"class_path": "rlflow.rollout.VLLMEngine", "init_args": {"tensor_parallel_size": 3}}},
         "`rollout.init_args.tensor_parallel_size` is 3, which does not divide the 1 ranks",
     ),
+    (
+        "an optimizer of whole matrices where ranks divide them",
+        {"strategy": "fsdp", "module.init_args.optimizer": {"name": "torch.optim.Adafactor"}},
+        "`module.init_args.optimizer.name` is 'torch.optim.Adafactor', which steps a matrix otherwise than its parts",
+    ),
+    (
+        "more ranks to a copy than there are",
+        {"strategy": {"class_path": "fsdp", "init_args": {"within": 2}}},
+        "`strategy.init_args.within` is 2, and roles live on 1 ranks; give 1 or less",
+    ),
+    (
+        "a misspelt short name",
+        {"strategy": "fspd"},
+        '`strategy` names the class fspd, which is not known without its module. Did you mean "fsdp"?',
+    ),
     ("ranks for one process", {"trainer.devices": 2}, "`trainer.devices` is 2; SingleProcess runs 1."),
     (
         "a misspelt class",

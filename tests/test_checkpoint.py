@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rlflow import checkpoint
 from rlflow.callbacks import Callback
@@ -21,7 +22,7 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.models.tiny import write_tiny_model
 from rlflow.strategies import SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
-from tests.controller.runs import ZERO2, ZERO3, Fit, failing_fit, fit, grpo, sums
+from tests.controller.runs import FSDP, ZERO2, ZERO3, Fit, failing_fit, fit, grpo, sums
 from tests.ranks import RankPool
 from tests.saved import write_checkpoint
 from tests.strategies.update import Stage, all_weights, backward, launch, trained
@@ -243,11 +244,11 @@ class Spoils(Callback):
             return
         role = strategy._roles["actor"]
         if self.kind == "weight":
-            weight = role.model.trained()[0].parameter
-            getattr(weight, "ds_tensor", weight).data[-1] = torch.nan
+            strategy._part_of(role.model.trained()[0].parameter).values.data[-1] = torch.nan
         else:
             assert role.optimizer is not None
-            next(iter(role.optimizer.state.values()))[self.kind][0] = torch.nan
+            kept = next(iter(role.optimizer.state.values()))[self.kind]
+            (kept.to_local() if isinstance(kept, DTensor) else kept)[0] = torch.nan
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -255,7 +256,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["weight", "exp_avg"])
-@pytest.mark.parametrize("strategy", [ZERO2, ZERO3])
+@pytest.mark.parametrize("strategy", [ZERO2, ZERO3, FSDP])
 def test_what_one_rank_has_infinite_or_nan_is_not_saved_and_the_last_good_files_stay(
     strategy: Callable[[], TrainingStrategy], kind: str, model: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:

@@ -58,12 +58,12 @@ class FSDPStrategy(DistributedStrategy):
         super().check_roles(handles, layouts)
         most = max((len(layouts[name].ranks) for name in handles.keys() & layouts.keys()), default=0)
         if self.within is not None and self.within > most:
-            raise UserError(f"`strategy.within` is {self.within}, and roles live on {most} ranks; give {most} or less")
+            raise UserError(f"`within` is {self.within}, and roles live on {most} ranks; give {most} or less")
         for name in handles.keys() & layouts.keys():
             ranks, within = len(layouts[name].ranks), self.divided_over(layouts[name])
             if ranks % within:
                 raise UserError(
-                    f"`strategy.within` is {within}, and `{name}` lives on {ranks} ranks, which are no multiple of it;"
+                    f"`within` is {within}, and `{name}` lives on {ranks} ranks, which are no multiple of it;"
                     f" give a divisor of {ranks}, or null to divide its weights over all of them"
                 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,9 +82,9 @@ def test_a_rank_holds_its_rows_alone_after_scoring_and_between_micro_batches(tin
 def test_ranks_that_are_no_multiple_of_those_that_divide_are_refused() -> None:
     roles = {"critic": CausalLM("tiny"), "actor": CausalLM("tiny")}
     layouts = {"critic": Layout((1,), 1), "actor": Layout((0, 1, 2), 3), "rollout": Layout((3, 4, 5), 3)}
-    with pytest.raises(UserError, match=r"`strategy\.within` is 2, and `actor` lives on 3 ranks"):
+    with pytest.raises(UserError, match=r"`within` is 2, and `actor` lives on 3 ranks"):
         FSDPStrategy(within=2).check_roles(roles, layouts)
-    with pytest.raises(UserError, match=r"`strategy\.within` is 4, and roles live on 3 ranks; give 3 or less"):
+    with pytest.raises(UserError, match=r"`within` is 4, and roles live on 3 ranks; give 3 or less"):
         FSDPStrategy(within=4).check_roles(roles, layouts)
     FSDPStrategy(within=3).check_roles(roles, layouts)
 
@@ -115,3 +117,23 @@ def test_an_optimizer_that_steps_each_number_alone_is_taken(name: str) -> None:
 def test_a_wrong_setting_is_named_with_its_value(settings: dict[str, object], found: str) -> None:
     with pytest.raises(UserError, match=found):
         FSDPStrategy(**settings)  # type: ignore[arg-type]
+
+
+WITHOUT_DEEPSPEED = """
+import sys
+from pathlib import Path
+sys.modules["deepspeed"] = None  # an import of it fails
+from rlflow.models.optimizer import Optimizer
+from tests.strategies.update import launch, update
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+print("norm", update(launch("fsdp"), Path(sys.argv[1]), Optimizer()).norms[0] > 0)
+"""
+
+
+@pytest.mark.exact
+def test_it_needs_no_deepspeed(tiny: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DEEPSPEED, str(tiny)], capture_output=True, text=True, check=False
+    )
+    assert "norm True" in run.stdout, run.stderr[-2000:]
