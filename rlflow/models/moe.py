@@ -92,8 +92,7 @@ class Routing:
     def route(self, router: nn.Module, layer: int, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         """What a router's `output` becomes: its logits, the experts' weights and their numbers."""
         logits, weights, own = output
-        if layer not in self._own:  # a checkpointed layer comes again in the backward pass
-            self._own[layer], self._logits[layer] = own, logits
+        self._own[layer], self._logits[layer] = own, logits
         if self.chosen is None:
             return output
         chosen = self.chosen[:, layer].long()

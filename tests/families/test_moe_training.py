@@ -19,7 +19,7 @@ from rlflow.data.batch import Ragged, TokenRows
 from rlflow.errors import UserError
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.moe import check_moe
-from rlflow.rollout import Completion, Sampling, TransformersEngine, VLLMEngine
+from rlflow.rollout import Completion, EngineBeside, Sampling, TransformersEngine, VLLMEngine
 from tests.families.gap import LIMIT, SEEDS, tensors
 from tests.families.moe import COEF, STRATEGIES, moe_update, plain_moe_update
 from tests.ranks import RankPool
@@ -59,7 +59,7 @@ def test_the_gradient_is_that_of_single_rows(
 
 
 @pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=exact), "zero3"])
 def test_a_frozen_router_is_left_as_it_is_and_all_else_learns(
     strategy: str, name: str, family: Family, ranks2: RankPool
 ) -> None:
@@ -130,6 +130,22 @@ def test_the_reference_engine_tells_the_experts_of_every_token_that_it_reads(nam
         assert torch.equal(torch.from_numpy(completion.experts).long(), expected)
 
 
+@pytest.mark.exact
+def test_an_engine_in_a_process_of_its_own_tells_the_same_experts(family: Family) -> None:
+    folder = family("qwen3_moe")
+    _, model = attached(folder)
+    expected = generate(telling(folder), model)
+    beside = EngineBeside(TransformersEngine(), index=0, size=1, address="")
+    beside.tell_experts()
+    setup(beside, folder)
+    found = generate(beside, model)
+    beside.close()
+    for one, other in zip(found, expected, strict=True):
+        assert one.experts is not None
+        assert other.experts is not None
+        assert (one.experts == other.experts).all()
+
+
 def with_near_ties(model: Any, sign: float) -> Any:
     """The model with routers of which three rows are one, but for less than a millionth of either sign."""
     changed = copy.deepcopy(model)
@@ -137,7 +153,7 @@ def with_near_ties(model: Any, sign: float) -> Any:
     with torch.no_grad():
         for name, weight in changed.named_parameters():
             if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
-                weight[:3] = weight[0] + sign * 2e-7 * torch.randn(3, weight.shape[1], generator=noise)
+                weight[:3] = weight[0] + sign * 1e-7 * torch.randn(3, weight.shape[1], generator=noise)
             elif name.endswith("mlp.router.bias"):
                 weight[:3] = weight[0]
     return changed
@@ -163,7 +179,7 @@ def test_replayed_experts_give_the_engine_s_logprobs_where_routers_choose_others
     replayed, routed = gap(MoE(routing_replay=True))
     assert replayed < LIMIT
     assert routed.pairs == 2 * sum(len(completion.experts) for completion in completions)  # type: ignore[arg-type]
-    assert 0.01 < int(routed.otherwise) / routed.pairs < 0.9
+    assert int(routed.otherwise) / routed.pairs > 0.01
     assert gap(None)[0] > 1e-2
 
 
