@@ -31,6 +31,7 @@ class Memory:
         logits: The chunk of `[tokens, vocabulary]`, or `[tokens, labels]`, that is held at once, with its gradient.
         gathered: A layer's weights where they are divided, whole.
         reduced: Gradients on their way to other ranks.
+        stepping: What the optimizer takes while it steps, beside its states.
         engine_weights: Of the engine.
         cache: Keys and values: as many as are set, or as fit beside the weights in the engine's share.
         held: Values of the step.
@@ -52,6 +53,7 @@ class Memory:
     held: float
     capacity: float
     asleep: float = 0.0
+    stepping: float = 0.0
     host: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -67,8 +69,8 @@ class Memory:
     @property
     def training(self) -> float:
         """While it sleeps, or waits."""
-        backward = sum(self.gradients.values()) + max(self.activations.values(), default=0.0) + self.reduced
-        return self.kept + self.held + backward + self.logits + self.gathered + self.asleep
+        backward = max(self.activations.values(), default=0.0) + self.reduced + self.logits + self.gathered
+        return self.kept + self.held + sum(self.gradients.values()) + max(backward, self.stepping) + self.asleep
 
     @property
     def spare(self) -> float:
@@ -107,7 +109,7 @@ def memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memor
         set_cache = engine.memory.cache
         cache = engine.memory.share * capacity - engine_weights if set_cache is None else set_cache
     longest = workload.lengths.longest_prompt + workload.lengths.longest_response
-    reduced = [reduced_bytes(role.training) for role in trained.values()]
+    reduced = [reduced_bytes(role.size, role.training) for role in trained.values()]
     states = {name: optimizer_bytes(role.training) for name, role in trained.items()}
     offloaded = {name for name, role in trained.items() if role.training.offloaded}
     weights = {name: weight_bytes(role.size, role.training) for name, role in own.items()}
@@ -122,6 +124,7 @@ def memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memor
         gathered=max((gathered_bytes(role.size, role.training) for role in own.values()), default=0.0),
         # ZeRO-3 keeps its buffer, the others make it anew for each backward pass
         reduced=(sum if any(role.training.stage == 3 for role in trained.values()) else max)([0.0, *reduced]),
+        stepping=max((stepping_bytes(role.training) for role in trained.values()), default=0.0),
         engine_weights=engine_weights,
         cache=cache,
         held=_held(workload, ranks[0]),
@@ -143,25 +146,40 @@ def weight_bytes(size: ModelSize, how: RoleTraining) -> float:
     Those that are trained may be wider than forward passes read them.
     """
     nbytes = size.parameters * how.width
-    masters = how.trained * (how.summed_width - how.width) if how.masters else 0
-    return (nbytes + masters) / (how.ranks if how.stage == 3 else 1) + (nbytes / how.within if how.within else 0)
+    wider = how.trained * (how.summed_width - how.width) if how.masters else 0
+    return (nbytes + wider) / how.weights_over + (nbytes / how.within if how.within else 0)
 
 
 def gradient_bytes(how: RoleTraining) -> float:
     """Of a trained role: summed, and divided from ZeRO 2 on; before, those of the weights' dtype beside these sums."""
     if how.stage >= 2:
-        return how.trained * how.summed_width / how.ranks
+        return how.trained * how.summed_width / how.gradients_over
     return how.trained * (how.summed_width + (how.width if how.width < how.summed_width else 0))
 
 
-def reduced_bytes(how: RoleTraining) -> float:
-    """Of a trained role: the buffer in which gradients are reduced from ZeRO 1 on."""
-    return how.bucket * how.summed_width
+def reduced_bytes(size: ModelSize, how: RoleTraining) -> float:
+    """Of a trained role, while gradients are reduced: those of a backward pass, the buffer, and a copy on its way.
+
+    FSDP has no buffer and reduces a layer's gradients at once.
+    """
+    if not how.trained or how.ranks == 1:
+        return 0.0
+    if how.stage == 0:  # all of them, flattened
+        return float(how.trained * how.summed_width)
+    if how.masters:
+        layer = min(size.largest_layer, how.trained)
+        return float(layer * (how.width + how.summed_width))
+    return float(how.bucket * (how.width + how.summed_width * (1 if how.stage == 3 else 2)))
 
 
 def optimizer_bytes(how: RoleTraining) -> float:
     """Of a trained role: moments and float32 weights, divided from ZeRO 1 on; wherever they lie."""
-    return how.trained * how.summed_width * how.moments / (how.ranks if how.stage >= 1 else 1)
+    return how.trained * how.summed_width * how.moments / how.states_over
+
+
+def stepping_bytes(how: RoleTraining) -> float:
+    """Of a trained role, while AdamW steps: the root of the second moments."""
+    return how.trained * how.summed_width / how.states_over if how.moments >= 2 and not how.offloaded else 0.0
 
 
 def logit_bytes(size: ModelSize, how: RoleTraining, longest: float = 0) -> float:
@@ -183,10 +201,11 @@ def activation_bytes(size: ModelSize, how: RoleTraining, longest: float = 0) -> 
 
 
 def gathered_bytes(size: ModelSize, how: RoleTraining) -> float:
-    """Of what is whole at once at ZeRO 3: an embedding, a layer, or as much as is kept."""
+    """Of what is whole at once at ZeRO 3: an embedding, a layer, or as much as is kept; with FSDP the next one too."""
     if how.stage < 3:
         return 0.0
-    return float(min(size.parameters, max(size.largest_layer, how.live)) * how.width)
+    pieces = 2 if how.masters else 1
+    return float(min(size.parameters, max(pieces * size.largest_layer, how.live)) * how.width)
 
 
 def _held(workload: Workload, rank: int) -> float:

@@ -52,9 +52,9 @@ class RoleTraining:
     """How a role's weights lie and are updated.
 
     Attributes:
-        stage: Of ZeRO.
-        ranks: Over which it divides.
-        width: Bytes of a weight.
+        stage: What is divided: 0 nothing, 1 optimizer states, 2 and gradients, 3 and weights.
+        ranks: Over which it is divided.
+        width: Bytes of a weight in forward passes.
         trained: Parameters that are trained.
         moments: Numbers that the optimizer keeps of each, a copy of the weight in float32 included.
         checkpointing: Whether activations are computed again.
@@ -63,7 +63,7 @@ class RoleTraining:
         offloaded: Whether the optimizer's states lie in the CPU's memory.
         peers: Ranks that divide each sequence among them.
         summed_width: Bytes of each of the optimizer's numbers, and of a gradient that is summed up.
-        bucket: Gradients that are reduced at once.
+        bucket: Gradients that are reduced at once, in buffers of their own; 0 where each layer's are.
         masters: Whether trained weights lie in `summed_width` and are rounded to `width` for forward passes.
         live: Weights that may stay whole at ZeRO 3, beyond those of a layer.
         within: Ranks that divide weights once more among them; 0 where none do.
@@ -86,6 +86,26 @@ class RoleTraining:
     live: int = 0
     within: int = 0
     weights_offloaded: bool = False
+
+    @property
+    def weights_over(self) -> int:
+        """Ranks that divide the weights; 1 where each has all."""
+        return self.ranks if self.stage == 3 else 1
+
+    @property
+    def gathered_over(self) -> int:
+        """Ranks among which a layer is gathered."""
+        return self.within or self.weights_over
+
+    @property
+    def gradients_over(self) -> int:
+        """Ranks that divide the summed gradients."""
+        return self.ranks if self.stage >= 2 else 1
+
+    @property
+    def states_over(self) -> int:
+        """Ranks that divide the optimizer's states."""
+        return self.ranks if self.stage >= 1 else 1
 
 
 @dataclass(frozen=True)
@@ -235,6 +255,7 @@ def loaded_role(
     divides = strategy.stage is not None
     # DeepSpeed steps a float32 copy of the weights, but for float32 weights at stage 0.
     copy = divides and not strategy.holds_masters and (stage > 0 or strategy.dtype != torch.float32)
+    within = strategy.partition_within or 0
     return LoadedRole(
         size=size,
         training=RoleTraining(

@@ -21,7 +21,6 @@ from rlflow.memory import (
     logit_bytes,
     memory_lines,
     optimizer_bytes,
-    reduced_bytes,
     weight_bytes,
 )
 from rlflow.models.causal_lm import CausalLM
@@ -61,7 +60,8 @@ def test_checkpointing_keeps_inputs_of_layers_and_one_layer() -> None:
 
 
 def test_zero_3_holds_the_largest_piece_whole() -> None:
-    assert gathered_bytes(SMALL, ZERO3) == 1000 * 2  # an embedding; a layer has 925
+    assert gathered_bytes(SMALL, replace(ZERO3, live=10)) == 1000 * 2  # an embedding; a layer has 920
+    assert gathered_bytes(SMALL, replace(ZERO3, live=2500)) == 2500 * 2  # or as many as may stay
     assert gathered_bytes(SMALL, replace(ZERO3, stage=2)) == 0
     assert gathered_bytes(SMALL, replace(ZERO3, live=1500)) == 1500 * 2
     assert gathered_bytes(SMALL, replace(ZERO3, live=10**9)) == 3850 * 2  # there are no more
@@ -79,6 +79,15 @@ def test_settings_of_zero_3_say_where_weights_lie_and_how_many_are_on_their_way(
     assert weight_bytes(SMALL, how(partition_within=2)) == 3850 * 4 / 4 + 3850 * 4 / 2
     assert weight_bytes(SMALL, how(partition_within=4)) == 3850 * 4 / 4  # the role has no more ranks
     assert how(offload_parameters=True).weights_offloaded
+
+
+def test_fsdp_holds_a_layer_and_the_next_one_whole() -> None:
+    assert gathered_bytes(SMALL, replace(ZERO3, masters=True)) == 2 * 1000 * 2
+
+
+def test_a_second_copy_of_weights_within_a_node_is_counted() -> None:
+    # 2 bytes each, divided over 8 ranks, and again over 4
+    assert weight_bytes(SMALL, replace(ZERO3, ranks=8, within=4)) == 3850 * 2 / 8 + 3850 * 2 / 4
 
 
 def test_logits_of_a_small_vocabulary_are_less_than_a_chunk() -> None:
@@ -111,7 +120,7 @@ def counted_bytes(folder: Path, stage: Stage, precision: str) -> tuple[int, floa
     new = [tensor.untyped_storage().nbytes() for address, tensor in storages().items() if address not in before]
     role = loaded_role("actor", {"actor": handle}, size_of(str(folder)), strategy, Layout((0, 1), 2), 8)
     how = role.training
-    buffers = reduced_bytes(how) if stage == 3 else 0.0  # the others are gone after the backward pass
+    buffers = how.bucket * how.summed_width if stage == 3 else 0.0  # the others are gone after the backward pass
     return sum(new), weight_bytes(role.size, how) + gradient_bytes(how) + optimizer_bytes(how) + buffers
 
 

@@ -124,9 +124,10 @@ def train_seconds(size: ModelSize, tokens: float, length: float, how: RoleTraini
     reducing = gather_seconds(how.trained * how.width, how.ranks, hardware)
     moving = 2 * micro_batches * _gathers(size, how, hardware)
     moving += reducing * (micro_batches if how.stage >= 2 else how.updates)
-    own = how.trained / (how.ranks if how.stage >= 1 else 1)
+    own = how.trained / how.states_over
     touched = own * 2 * (how.width + 4 + 4 * how.moments)
-    stepping = touched / (hardware.memory_bandwidth * hardware.memory_efficiency) + (reducing if how.stage < 3 else 0)
+    whole = how.weights_over == 1
+    stepping = touched / (hardware.memory_bandwidth * hardware.memory_efficiency) + (reducing if whole else 0)
     beside = passes * micro_batches * hardware.micro_batch_seconds + how.updates * hardware.update_seconds
     return max(computing, moving) + how.updates * stepping + beside
 
@@ -178,7 +179,7 @@ def _divided_seconds(size: ModelSize, tokens: float, how: RoleTraining, hardware
 
 
 def _gathers(size: ModelSize, how: RoleTraining, hardware: Hardware) -> float:
-    return gather_seconds(size.parameters * how.width, how.ranks, hardware) if how.stage == 3 else 0.0
+    return gather_seconds(size.parameters * how.width, how.gathered_over, hardware)
 
 
 def _micro_batches(tokens: float, how: RoleTraining) -> int:

@@ -95,7 +95,7 @@ class _Step:
                 role.size,
                 role.training.width,
                 role.training.ranks,
-                role.training.stage == 3,
+                role.training.weights_over > 1,
                 self.hardware,
                 crossing=len(elsewhere) + 1 if elsewhere else 0,
             )

@@ -30,6 +30,7 @@ class Hardware:
         node_bandwidth: Between GPUs of a node.
         network_bandwidth: Between nodes.
         gpus_per_node: GPUs of a node.
+        storage_bandwidth: Of a node, from and to the storage on which models and checkpoints lie.
         node_latency: Of a collective's hop in a node.
         network_latency: Of a collective's hop between nodes.
         message_seconds: Of each message of an all-to-all.
@@ -74,6 +75,7 @@ class Hardware:
     sync_seconds: float = 0.0
     exchange_row_seconds: float = 0.0
     step_seconds: float = 0.0
+    storage_bandwidth: float = 4e9
     sharing: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rlflow.memory import in_bytes, memory_lines
 from rlflow.simulate.designs import DESIGNS, MEANING
 from rlflow.simulate.simulation import Predicted, Simulation
+from rlflow.simulate.storage import phase_lines
 from rlflow.simulate.timeline import Timeline
 
 
@@ -31,6 +32,7 @@ def screen(simulation: Simulation) -> Iterator[str]:
     yield from _alternatives(simulation)
     for memory in predicted.memories:
         yield from memory_lines(memory, every=len(predicted.memories) == 1)
+    yield from phase_lines(simulation.phases, predicted.memory.capacity)
     yield ""
     yield from _designs(simulation)
 

@@ -15,6 +15,7 @@ from rlflow.module import RLModule
 from rlflow.placement import Placed
 from rlflow.simulate.designs import DESIGNS, Design, works
 from rlflow.simulate.hardware import Hardware
+from rlflow.simulate.storage import Phase, run_phases
 from rlflow.simulate.timeline import Timeline, scheduled
 from rlflow.simulate.workload import read_workload
 from rlflow.trainer import Trainer
@@ -89,6 +90,11 @@ class Simulation:
     def predicted(self) -> Predicted:
         """At the size asked for."""
         return predict(self._workload(self.nodes), self.hardware)
+
+    @cached_property
+    def phases(self) -> list[Phase]:
+        """Around the steps."""
+        return run_phases(self.predicted.workload, self.hardware, self.trainer.sync_bucket_bytes)
 
     @cached_property
     def growth(self) -> dict[int, Predicted]:

@@ -194,9 +194,9 @@ def test_a_file_of_another_version_is_made_anew(cache: Path, monkeypatch: pytest
 
 
 def test_runs_that_keep_the_same_counts_at_once_never_show_half_a_file(cache: Path) -> None:
-    counts = torch.arange(40_000, dtype=torch.int32).view(-1, 4)
+    counts = torch.arange(2_000_000, dtype=torch.int32).view(-1, 4)
     keep_counts("key", counts)
-    writers = [threading.Thread(target=lambda: [keep_counts("key", counts) for _ in range(20)]) for _ in range(3)]
+    writers = [threading.Thread(target=lambda: [keep_counts("key", counts) for _ in range(6)]) for _ in range(3)]
     for writer in writers:
         writer.start()
     found = list(_until_ended(writers))
@@ -207,7 +207,7 @@ def test_runs_that_keep_the_same_counts_at_once_never_show_half_a_file(cache: Pa
 
 def _until_ended(writers: list[threading.Thread]) -> Iterator[torch.Tensor | None]:
     while any(writer.is_alive() for writer in writers):
-        yield read_counts("key", 10_000)
+        yield read_counts("key", 500_000)
 
 
 def test_a_cache_that_cannot_be_written_is_told_of_and_ends_nothing(
