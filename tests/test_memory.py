@@ -21,6 +21,7 @@ from rlflow.memory import (
     logit_bytes,
     memory_lines,
     optimizer_bytes,
+    reduced_bytes,
     weight_bytes,
 )
 from rlflow.models.causal_lm import CausalLM
@@ -79,6 +80,10 @@ def test_settings_of_zero_3_say_where_weights_lie_and_how_many_are_on_their_way(
     assert weight_bytes(SMALL, how(partition_within=2)) == 3850 * 4 / 4 + 3850 * 4 / 2
     assert weight_bytes(SMALL, how(partition_within=4)) == 3850 * 4 / 4  # the role has no more ranks
     assert how(offload_parameters=True).weights_offloaded
+
+
+def test_zero_0_flattens_all_gradients_to_sum_them() -> None:
+    assert reduced_bytes(SMALL, replace(ZERO3, stage=0)) == 3850 * 4
 
 
 def test_fsdp_holds_a_layer_and_the_next_one_whole() -> None:
