@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,18 @@ def test_it_is_the_same_at_two_ranks(
             assert numbers(result, name) == pytest.approx(numbers(alone, name), rel=1e-4, abs=1e-6)
         assert not result.weights or difference(result.weights, alone.weights) < FLOAT32
     assert results[1].weights
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize(("strategy", "parallel"), [(ZERO2, 1), (ZERO3, 2)])
+def test_vllm_follows_a_mixture_that_is_trained(
+    strategy: Any, parallel: int, experts: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    given = run(experts, tmp_path, MoE(router_aux_loss_coef=0.5), strategy)
+    engine = VLLMEngine(parallel, kv_cache_gib=0.25)
+    for result in ranks2.run(fit, replace(given, engine=engine), timeout_s=400):
+        assert max(numbers(result, LARGEST_GAP)) < 1e-5
+        assert numbers(result, "sync/verified_tensors") == [25.0, 25.0]
 
 
 @pytest.mark.parametrize(
