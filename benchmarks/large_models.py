@@ -37,15 +37,19 @@ from rlflow.data.layout import Layout
 from rlflow.data.transport import Transport
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import TransformersEngine
+from rlflow.storage.disk import Disk
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, TrainingStrategy
 
 ROLE = "actor"
+JOBS = ("load", "train", "resume")  # each in processes of its own
 TRAINS, ENGINE = (0, 1), 2
-SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "layers": 9, "heads": 16, "kv_heads": 16}
+SIZES = {"hidden_size": 512, "intermediate_size": 1408, "layers": 36, "heads": 8, "kv_heads": 8}
 TINY = {"hidden_size": 128, "intermediate_size": 192, "layers": 2}
-LAYER = 4 * 1024**2 + 3 * 1024 * 2816  # elements of the largest layer
+LAYER = 4 * 512**2 + 3 * 512 * 1408  # elements of the largest layer
 ROWS, TOKENS = 2, 32
 WANTED = 0.62
+# What is freed goes back to the system at once, or the peak would be of what glibc keeps for the next use.
+FREED = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ def main() -> None:
     options = parser.parse_args()
     ways = list(dict.fromkeys(["zero0", *options.ways]))
     table: dict[str, dict[str, float]] = {}
+    os.environ |= FREED
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = write_tiny_model(folder / "model", **SIZES)  # type: ignore[arg-type]
@@ -78,12 +83,12 @@ def main() -> None:
         size = (model / "model.safetensors").stat().st_size / 1e6
         for way in ways:
             table[way] = {}
-            for resumes in (False, True):
+            for job in JOBS:
                 run = folder / way
-                arguments = (way, resumes, str(model), str(tiny), str(run))
+                arguments = (way, job, str(model), str(tiny), str(run))
                 torch.multiprocessing.spawn(_rank, arguments, nprocs=3)
                 for rank in TRAINS:
-                    found = json.loads((run / f"found-{resumes}-{rank}.json").read_text())
+                    found = json.loads((run / f"found-{job}-{rank}.json").read_text())
                     for phase, grown in found.items():
                         table[way][phase] = max(table[way].get(phase, 0.0), grown)
             ratios = {phase: grown / table["zero0"][phase] for phase, grown in table[way].items()}
@@ -105,17 +110,17 @@ def main() -> None:
     )
 
 
-def _rank(rank: int, way: str, resumes: bool, model: str, tiny: str, run: str) -> None:
+def _rank(rank: int, way: str, job: str, model: str, tiny: str, run: str) -> None:
     torch.set_num_threads(1)
     Path(run).mkdir(parents=True, exist_ok=True)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="3")
-    dist.init_process_group("gloo", init_method=f"file://{run}/store-{resumes}", rank=rank, world_size=3)
+    dist.init_process_group("gloo", init_method=f"file://{run}/store-{job}", rank=rank, world_size=3)
     strategy = WAYS[way].make()
     Fabric(accelerator="cpu", devices=3, strategy=strategy).launch()
     strategy.form_groups({ROLE: Layout(TRAINS, len(TRAINS)), "warm": Layout(TRAINS, len(TRAINS))})
     transport = Transport("cpu")
     for name, path in (("warm", tiny), (ROLE, model)):
-        _all_phases(_Phases(name == ROLE), strategy, transport, name, Path(path), Path(run) / name, resumes)
+        _all_phases(_Phases(name == ROLE), strategy, transport, name, Path(path), Path(run) / name, job)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -147,19 +152,19 @@ def _all_phases(
     name: str,
     path: Path,
     run: Path,
-    resumes: bool,
+    job: str,
 ) -> None:
     rank = transport.rank
     trains = rank in TRAINS
-    handle = CausalLM(str(path), optimizer=Optimizer(lr=1e-4))
+    handle = CausalLM(str(path), job != "load", Optimizer(lr=1e-4) if job != "load" else None)
     if trains:
-        with phases.phase("loading"):
+        with phases.phase("loading" if job == "load" else "setup"):
             strategy.setup_role(name, handle, path)
-    if resumes:
+    if job == "resume":
         found = checkpoint.find("last", run)
         with phases.phase("resuming"):
             checkpoint.restore(found, strategy, [name])
-    else:
+    elif job == "train":
         if trains:
             with phases.phase("step"):
                 for _ in range(2):
@@ -169,13 +174,10 @@ def _all_phases(
         engine = _engine(path) if rank == ENGINE else None
         with phases.phase("sync"):
             WeightSync(task, strategy, engine, transport, 4 * LAYER).run(1)
-        progress = checkpoint.Progress(2, 2, 0, "rows", 2)
         with phases.phase("saving"):
-            if trains:
-                strategy.save(name, run / "model")
-            checkpoint.write(run / "checkpoint", strategy, [name], progress, rank, transport.world_size)
+            _save(strategy, name, run, rank)
     if phases.measures and trains:
-        (run.parent / f"found-{resumes}-{rank}.json").write_text(json.dumps(phases.grown))
+        (run.parent / f"found-{job}-{rank}.json").write_text(json.dumps(phases.grown))
 
 
 def _update(strategy: TrainingStrategy, name: str, handle: CausalLM, rank: int) -> None:
@@ -187,6 +189,24 @@ def _update(strategy: TrainingStrategy, name: str, handle: CausalLM, rank: int) 
         loss = -handle.logprobs(rows).sum() / (ROWS * TOKENS * len(TRAINS))
     strategy.backward(name, loss, last=True)
     strategy.step(name)
+
+
+def _save(strategy: TrainingStrategy, name: str, run: Path, rank: int) -> None:
+    """The model, then a checkpoint."""
+    draft, nodes = checkpoint.draft_of(run / "checkpoint", 2), dict.fromkeys(range(3), "here")
+    if rank == 0:
+        (run / "model").mkdir(parents=True)
+        draft.open()
+    strategy.barrier()
+    with Disk() as disk:
+        if strategy.holds(name):
+            strategy.save(name, run / "model", disk)
+        disk.wait()
+        checkpoint.write_share(draft, disk, strategy, [name], nodes, rank)
+        if rank == 0:
+            progress = checkpoint.Progress(2, 2, 0, "rows", 2)
+            checkpoint.complete(draft, disk, [name], progress, nodes, timeout_s=300, keep=2)
+    strategy.barrier()
 
 
 def _engine(path: Path) -> TransformersEngine:

@@ -304,6 +304,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             "overlap_comm": self.overlap_comm,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
+            "sub_group_size": bucket,  # stepped at once, with temporary copies of this size
             "stage3_prefetch_bucket_size": bucket,
             "stage3_max_live_parameters": live,
             "stage3_max_reuse_distance": live,
