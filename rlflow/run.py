@@ -23,7 +23,7 @@ from rlflow.controller.validation import has_validation_step, run_validation_ste
 from rlflow.dag.node import ROLLOUT
 from rlflow.dag.tasks import SyncWeights
 from rlflow.data.layout import Layout
-from rlflow.data.memory import keep_freed_memory
+from rlflow.data.memory import keep_freed_memory, return_freed_memory
 from rlflow.data.prefetch import Prefetch
 from rlflow.data.prompts import PromptData
 from rlflow.data.transport import Transport
@@ -94,7 +94,7 @@ class Run:
         """Train to the end; the run's summary."""
         report(self._transport.rank, AT_FIRST)
         if self._strategy.root_device.type == "cpu":
-            keep_freed_memory()
+            return_freed_memory() if self._strategy.divides_weights else keep_freed_memory()
         seed_everything(self._trainer.seed, verbose=False)
         self._meet()
         self._saving.require_unchanged()

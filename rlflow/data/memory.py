@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import sys
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # M_TRIM_THRESHOLD and so on of glibc's malloc.h
 _NEVER = 2**31 - 1
+_LARGE = 128 * 2**10  # bytes
 
 
 def keep_freed_memory() -> bool:
@@ -17,7 +18,22 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether the allocator took it: it is glibc's. Elsewhere nothing changes.
     """
+    return _set(_TRIM_THRESHOLD, _NEVER) and _set(_MMAP_MAX, 0)
+
+
+def return_freed_memory() -> bool:
+    """Let this process hand back what is large as soon as it frees it: the weights of a layer that were gathered, say.
+
+    Else the allocator comes to keep as much as a whole model, of which no more than a layer was ever there at a time.
+
+    Returns:
+        Whether the allocator took it: it is glibc's. Elsewhere nothing changes.
+    """
+    return _set(_MMAP_THRESHOLD, _LARGE)
+
+
+def _set(option: int, value: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(_TRIM_THRESHOLD, _NEVER)) and bool(mallopt(_MMAP_MAX, 0))
+    return mallopt is not None and bool(mallopt(option, value))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import threading
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +14,8 @@ from lightning.fabric import Fabric
 from torch import Tensor
 
 from rlflow.data.layout import Layout
+from rlflow.data.memory import return_freed_memory
+from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import Optimizer
@@ -32,6 +37,15 @@ def load(
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     adapters = {name: weight.clone() for bucket in strategy._full(model.trained(), 1) for name, weight in bucket}
     return all_weights(strategy, "role") | adapters, buffers, strategy.untrained_record("role")
+
+
+def refused(handle: ModelHandle, folder: Path, stage: Stage) -> str:
+    """What a strategy says of a model that it refuses."""
+    try:
+        launch(stage).setup_role("role", handle, folder)
+    except UserError as refusal:
+        return str(refusal)
+    return "nothing"
 
 
 def updates_with(
@@ -83,3 +97,31 @@ def live_elements(folder: Path, limit: int | None) -> tuple[int, int]:
             module.register_full_backward_pre_hook(count)
     backward(strategy, "actor", handle)
     return min(seen), max(seen)
+
+
+def growth_while_loading(small: Path, large: Path, stage: Stage) -> tuple[int, int]:
+    """Bytes by which this process's own memory grows at most while a frozen model is loaded, and of the whole model."""
+    strategy = launch(stage)
+    strategy.setup_role("small", CausalLM(str(small), trainable=False), small)  # all that is imported and kept for good
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    assert return_freed_memory()  # as runs do
+    before, done, seen = _own_bytes(), threading.Event(), [0]
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            seen.append(_own_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    strategy.setup_role("large", CausalLM(str(large), trainable=False), large)
+    done.set()
+    watcher.join()
+    model = strategy._roles["large"].model
+    return max(seen) - before, sum(strategy._full_numel(each) * each.element_size() for each in model.parameters())
+
+
+def _own_bytes() -> int:
+    """Memory of this process that no file is behind."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024

@@ -15,11 +15,12 @@ from rlflow.models.lora import LoRA
 from rlflow.models.reward_model import RewardModel
 from rlflow.models.tiny import write_tiny_model
 from rlflow.models.value_model import ValueModel
+from tests.models.test_scoring import write
 from tests.ranks import RankPool
-from tests.strategies.loading import load
+from tests.strategies.loading import growth_while_loading, load, refused
 from tests.strategies.update import Stage
 
-pytestmark = pytest.mark.parametrize("stage", [3, "fsdp"])
+DIVIDED = pytest.mark.parametrize("stage", [3, "fsdp"])
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -52,6 +53,7 @@ def alike(
     ("tie", "stored", "precision", "trainable"),
     [(True, "fp32", "fp32", True), (False, "bf16", "fp32", True), (True, "fp32", "bf16", False)],
 )
+@DIVIDED
 def test_a_language_model(
     stage: Stage, tmp_path: Path, ranks2: RankPool, tie: bool, stored: str, precision: str, trainable: bool
 ) -> None:
@@ -59,11 +61,13 @@ def test_a_language_model(
     alike(stage, ranks2, CausalLM(str(folder), trainable=trainable), folder, precision)
 
 
+@DIVIDED
 def test_a_critic_with_a_new_output_layer_on_two_ranks_of_three(stage: Stage, tmp_path: Path, ranks3: RankPool) -> None:
     folder = written(tmp_path / "model")
     alike(stage, ranks3, ValueModel(str(folder)), folder, "fp32", Layout((1, 2), 2))
 
 
+@DIVIDED
 def test_a_frozen_reward_model(stage: Stage, tmp_path: Path, ranks2: RankPool) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(written(tmp_path / "model"), num_labels=1)
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))
@@ -72,6 +76,27 @@ def test_a_frozen_reward_model(stage: Stage, tmp_path: Path, ranks2: RankPool) -
     alike(stage, ranks2, RewardModel(str(folder), trainable=False), folder, "fp32")
 
 
+@DIVIDED
 def test_adapters_and_the_digest_of_their_base(stage: Stage, tmp_path: Path, ranks2: RankPool) -> None:
     folder = written(tmp_path / "model")
     alike(stage, ranks2, CausalLM(str(folder), lora=LoRA(rank=3)), folder, "bf16")
+
+
+@pytest.mark.parametrize("stage", [0, 3, "fsdp"])
+def test_a_model_that_would_be_scored_wrongly_is_refused(tmp_path: Path, ranks2: RankPool, stage: Stage) -> None:
+    folder = write(tmp_path, "HyperCLOVAX", logits_scaling=3.0)  # multiplies where Granite divides
+    for refusal in ranks2.run(refused, CausalLM(str(folder), trainable=False), folder, stage):
+        assert "its own forward and the packed one differ by" in refusal
+
+
+@pytest.mark.exact
+def test_no_rank_ever_holds_more_than_its_part_and_a_layer(tmp_path: Path) -> None:
+    small = write_tiny_model(tmp_path / "small")
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "layers": 24, "dtype": torch.bfloat16}
+    large = write_tiny_model(tmp_path / "large", **sizes)  # type: ignore[arg-type]
+    with RankPool(2) as ranks:
+        divided, whole = (ranks.run(growth_while_loading, small, large, stage) for stage in (3, 0))
+    for growth, of_model in divided:
+        assert of_model > 290e6  # in float32; the file has half
+        assert growth < 0.7 * of_model  # two copies of a layer while it is gathered, and some MB of modules
+    assert all(growth > 0.95 * of_model for growth, of_model in whole)
