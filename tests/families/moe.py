@@ -19,7 +19,7 @@ from rlflow.data.batch import Ragged, TokenRows
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.moe import MoE
 from rlflow.models.optimizer import Optimizer
-from rlflow.strategies import DeepSpeedStrategy, TrainingStrategy
+from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, TrainingStrategy
 from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS
 from tests.strategies.update import MICRO_BATCHES, Outcome, all_weights, rows_of
 
@@ -31,6 +31,7 @@ SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=0.0)
 STRATEGIES: dict[str, Callable[[], TrainingStrategy]] = {
     "zero2": lambda: DeepSpeedStrategy(2),
     "zero3": lambda: DeepSpeedStrategy(3),
+    "fsdp": lambda: FSDPStrategy(),
 }
 
 
