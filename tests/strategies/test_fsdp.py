@@ -14,14 +14,36 @@ from torch.distributed.tensor import DTensor
 from rlflow.data.layout import Layout
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
+from rlflow.models.lora import LoRA
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, TrainingStrategy
 from tests.ranks import RankPool
-from tests.strategies.reference import distance, plain_update
+from tests.strategies.reference import TEMPERATURE, distance, plain_update
 from tests.strategies.state import pieces, put_together
-from tests.strategies.update import Outcome, launch, rows_of, trained, update
+from tests.strategies.update import Outcome, Stage, backward, launch, rows_of, trained, update
 
 SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=0.5)
+
+
+def adapted_in_bf16(folder: Path, stage: Stage) -> tuple[list[float], set[tuple[bool, torch.dtype]]]:
+    """Norms of two updates of adapters; of the parameters whether they are trained, and their dtypes."""
+    strategy = launch(stage, "bf16")
+    torch.manual_seed(5)
+    handle = CausalLM(str(folder), optimizer=SGD, temperature=TEMPERATURE, lora=LoRA(rank=4))
+    strategy.setup_role("actor", handle, folder)
+    norms = []
+    for _ in range(2):
+        backward(strategy, "actor", handle)
+        norms.append(strategy.step("actor"))
+    parameters = strategy._roles["actor"].model.parameters()
+    return norms, {(parameter.requires_grad, parameter.dtype) for parameter in parameters}
+
+
+def test_in_bf16_float32_adapters_train_beside_frozen_weights_as_at_zero_3(tiny: Path, ranks2: RankPool) -> None:
+    expected = ranks2.run(adapted_in_bf16, tiny, 3)
+    for (norms, dtypes), (of_zero, _) in zip(ranks2.run(adapted_in_bf16, tiny, "fsdp"), expected, strict=True):
+        assert norms == pytest.approx(of_zero, rel=1e-2)  # bf16 resolves 4e-3
+        assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
 
 
 def in_copies(folder: Path, within: int) -> Outcome:
