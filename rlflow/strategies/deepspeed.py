@@ -17,7 +17,7 @@ from rlflow.errors import UserError, importable, require
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.part import Part
-from rlflow.strategies.distributed import DistributedStrategy
+from rlflow.strategies.distributed import DistributedStrategy, replace_parameters
 from rlflow.strategies.groups import RoleGroups
 from rlflow.strategies.state import WEIGHT
 from rlflow.strategies.strategy import Role, clip_and_step
@@ -128,18 +128,17 @@ class DeepSpeedStrategy(DistributedStrategy):
         _turn_to(groups)
         settings = {"data_parallel_group": groups.all, "mpu": groups, "zero_param_parallel_group": groups.within}
         divider = deepspeed.zero.Init(config_dict_or_path=self._config(name, model, None), **settings)
-        made: dict[torch.nn.Parameter, Any] = {}
-        for module in model.modules():
-            for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                if parameter not in made:
-                    whole = torch.empty(parameter.shape, dtype=self.dtype, device=self.root_device)
-                    made[parameter] = divided = torch.nn.Parameter(whole, parameter.requires_grad)
-                    divider._convert_to_deepspeed_param(divided)  # as `Init(module=...)` without a broadcast
-                    divided.partition()  # type: ignore[attr-defined]
-                    divided.ds_tensor.zero_()  # type: ignore[attr-defined]
-                    divided.ds_secondary_tensor = None  # type: ignore[attr-defined] # made when it is first gathered
-                    del whole
-                setattr(module, key, made[parameter])
+
+        def divided(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+            whole = torch.empty(parameter.shape, dtype=self.dtype, device=self.root_device)
+            made: Any = torch.nn.Parameter(whole, parameter.requires_grad)
+            divider._convert_to_deepspeed_param(made)  # as `Init(module=...)` without a broadcast
+            made.partition()
+            made.ds_tensor.zero_()
+            made.ds_secondary_tensor = None  # made when it is first gathered
+            return made  # type: ignore[no-any-return]
+
+        replace_parameters(model, divided)
 
     def _wrap(self, name: str, role: Role) -> torch.nn.Module:
         self._divide(name, role.model)

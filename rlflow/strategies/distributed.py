@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities.distributed import _init_dist_connection
-from torch import Tensor, nn
+from torch import nn
 
 from rlflow.data.layout import Layout
 from rlflow.data.process_groups import connect_when_used
@@ -115,16 +115,16 @@ class DistributedStrategy(TrainingStrategy, DDPStrategy):
         model.divide(divided_attention(self._groups.of(layout).peers))
 
 
-def replace_parameters(model: nn.Module, made_of: Callable[[nn.Parameter], Tensor]) -> None:
+def replace_parameters(model: nn.Module, made_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
     """Give a model other parameters; those that are tied stay so.
 
     Args:
         model: Changed in place.
-        made_of: The new tensor for a parameter.
+        made_of: The new parameter for an old one.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter not in made:
-                made[parameter] = nn.Parameter(made_of(parameter), parameter.requires_grad)
+                made[parameter] = made_of(parameter)
             setattr(module, key, made[parameter])

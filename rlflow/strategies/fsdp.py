@@ -97,7 +97,10 @@ class FSDPStrategy(DistributedStrategy):
             divided = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
             divided.set_force_sum_reduction_for_comms(True)  # FSDP would average over the ranks
             divided.set_gradient_divide_factor(1.0)
-        replace_parameters(model, lambda parameter: torch.empty_like(parameter, device=self.root_device))
+        replace_parameters(model, self._with_memory)
+
+    def _with_memory(self, parameter: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(torch.empty_like(parameter, device=self.root_device), parameter.requires_grad)
 
     def _wrap(self, name: str, role: Role) -> nn.Module:
         self._divide(name, role.model)
