@@ -52,8 +52,15 @@ def failing_fit_then_unlimited(run: Fit) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-@pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.parametrize("strategy", [ZERO2, ZERO3])
+@pytest.mark.parametrize(
+    ("strategy", "async_save"),
+    [
+        (ZERO2, False),
+        (ZERO3, True),
+        pytest.param(ZERO2, True, marks=pytest.mark.exact),
+        pytest.param(ZERO3, False, marks=pytest.mark.exact),
+    ],
+)
 def test_what_one_rank_cannot_write_is_said_by_all_and_the_last_good_files_stay(
     strategy: Any, async_save: bool, model: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
@@ -63,7 +70,7 @@ def test_what_one_rank_cannot_write_is_said_by_all_and_the_last_good_files_stay(
     settings = {**run.settings, "callbacks": [Limits(1, 2, 50_000)], "ckpt_path": "last", "async_save": async_save}
     first, second = ranks2.run(failing_fit_then_unlimited, replace(run, settings=settings))
     assert first == second
-    assert "model cannot be written by rank 1 on " in first
+    assert "model.draft/model-00002-of-00002.safetensors cannot be written by rank 1 on " in first
     assert ": File too large; what was saved before is still there: free some space there, and continue with" in first
     assert {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")} == good
     assert not [path.name for path in (tmp_path / "run").rglob("*.draft")]

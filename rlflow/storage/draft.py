@@ -133,8 +133,8 @@ def not_written(error: BaseException, target: Path, rank: int, node: str) -> str
     if isinstance(error, UserError):
         return str(error)
     reason = one_line(error)
-    if isinstance(error, OSError):
-        reason = os.strerror(error.errno) if error.errno else reason
+    if isinstance(error, OSError) and error.errno:
+        reason, target = os.strerror(error.errno), Path(error.filename or target)
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     mend = "free some space there" if full else "look at that disk"
     return (

@@ -68,6 +68,9 @@ def write_tensors(
 
     Returns:
         The file's SHA-256.
+
+    Raises:
+        OSError: It cannot be written; the error has its name.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -82,16 +85,21 @@ def write_tensors(
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
-        beginning = len(text).to_bytes(8, "little") + text
-        digest.update(beginning)
-        _write(file.fileno(), memoryview(beginning))
+
+        def write(block: memoryview) -> None:
+            digest.update(block)
+            try:
+                while block:
+                    block = block[os.write(file.fileno(), block) :]
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(path)) from error
+
+        write(memoryview(len(text).to_bytes(8, "little") + text))
         for entry, tensor in zip(entries, tensors, strict=True):
             assert Entry.of(entry.key, tensor) == entry, (entry, tensor.shape, tensor.dtype)
             values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
             for start in range(0, values.numel(), BLOCK):
-                block = values[start : start + BLOCK].numpy().data
-                digest.update(block)
-                _write(file.fileno(), block)
+                write(values[start : start + BLOCK].numpy().data)
         os.fsync(file.fileno())
     return digest.hexdigest()
 
@@ -113,8 +121,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _write(descriptor: int, block: memoryview) -> None:
-    while block:
-        block = block[os.write(descriptor, block) :]
