@@ -31,7 +31,7 @@ from rlflow.models.shards import divided, write_index
 from rlflow.storage.disk import Disk
 from rlflow.strategies.state import WEIGHT, StoredState, share_of
 
-SAVE_BUCKET_BYTES = 256 * 2**20
+SAVE_BUCKET_BYTES = 64 * 2**20
 FLOAT32_BYTES = 4
 
 

@@ -6,13 +6,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
 from torch import Tensor
 
 from rlflow import checkpoint
 from rlflow.models.optimizer import Optimizer
-from rlflow.strategies import SingleProcess, TrainingStrategy
+from rlflow.strategies import DeepSpeedStrategy, SingleProcess, TrainingStrategy
 from tests.saved import write_checkpoint
-from tests.strategies.update import Stage, all_weights, backward, launch, trained
+from tests.strategies.update import Stage, all_weights, backward, launch, rows_of, trained
 
 State = dict[str, dict[str, Tensor]]  # by parameter, then kind: full tensors
 Pieces = list[tuple[str, torch.Size, str, int, Tensor]]  # parameter, shape, kind, start, values
@@ -67,6 +69,22 @@ def parts_when_given(
     norm = strategy.step("actor")
     assert strategy.updates_done("actor") == 4
     return given, weights, torch.tensor(norm)
+
+
+def weights_divided_twice(model: Path, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of a state that it was given, by ZeRO-3 with weights divided once more within 2 ranks; and without."""
+    found = []
+    for settings in ({"partition_within": 2}, {}):
+        strategy = DeepSpeedStrategy(3, **settings)  # type: ignore[arg-type]
+        Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy).launch()
+        handle = trained(model, ADAMW)
+        strategy.setup_role("actor", handle, model)
+        strategy.load_state_parts("actor", InMemory(state), 3)
+        with handle.training():
+            loss = -handle.logprobs(rows_of([0, 1])).sum()
+        strategy.backward("actor", loss, last=True)
+        found.append({name: gradient.clone() for name, gradient in strategy.gradients("actor").items()})
+    return found[0], found[1]
 
 
 def elements_read(model: Path, stage: Stage, precision: str, state: State) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from rlflow.models.tiny import write_tiny_model
 from tests.ranks import RankPool
+from tests.strategies.reference import distance
 from tests.strategies.state import (
     State,
     elements_read,
@@ -16,6 +17,7 @@ from tests.strategies.state import (
     parts_when_given,
     put_together,
     restored_parts,
+    weights_divided_twice,
     written_parts,
 )
 from tests.strategies.update import Stage
@@ -78,6 +80,13 @@ def test_a_rank_reads_only_what_it_holds(model: Path, state: State, ranks2: Rank
     assert sum(ranks2.run(elements_read, model, 3, "bf16", state)) == every
     assert sum(ranks2.run(elements_read, model, 1, "fp32", state)) == every
     assert ranks2.run(elements_read, model, 0, "fp32", state) == [every, every]
+
+
+def test_weights_that_ranks_of_a_node_divide_once_more_are_those_that_were_given(
+    model: Path, state: State, ranks4: RankPool
+) -> None:
+    for twice, once in ranks4.run(weights_divided_twice, model, state):
+        assert distance(twice, once) < 1e-6
 
 
 def goes_from_three_ranks(
