@@ -123,7 +123,7 @@ def memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memor
         logits=max((logit_bytes(role.size, role.training, longest) for role in own.values()), default=0.0),
         gathered=max((gathered_bytes(role.size, role.training) for role in own.values()), default=0.0),
         # ZeRO-3 keeps its buffer, the others make it anew for each backward pass
-        reduced=(sum if any(role.training.stage == 3 for role in trained.values()) else max)([0.0, *reduced]),
+        reduced=(sum if any(keeps_buffer(role.training) for role in trained.values()) else max)([0.0, *reduced]),
         stepping=max((stepping_bytes(role.training) for role in trained.values()), default=0.0),
         engine_weights=engine_weights,
         cache=cache,
@@ -170,6 +170,11 @@ def reduced_bytes(size: ModelSize, how: RoleTraining) -> float:
         layer = min(size.largest_layer, how.trained)
         return float(layer * (how.width + how.summed_width))
     return float(how.bucket * (how.width + how.summed_width * (1 if how.stage == 3 else 2)))
+
+
+def keeps_buffer(how: RoleTraining) -> bool:
+    """Whether the buffer in which gradients are reduced is there between backward passes; FSDP has none."""
+    return how.stage == 3 and not how.masters
 
 
 def optimizer_bytes(how: RoleTraining) -> float:

@@ -233,7 +233,7 @@ def check_rows(prepared: Prepared, module: RLModule, engine: RolloutEngine, stra
     Raises:
         UserError: Something of this cannot work.
     """
-    assert prepared.steps
+    prepared.train.require_enough()
     prompt, response = prepared.longest_prompt, module.max_response_length
     longest_row = max(loader.scan.longest_row for loader in prepared.loaders if loader is not None)
     for role, path in prepared.paths.items():

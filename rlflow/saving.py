@@ -101,7 +101,9 @@ class Saving:
         """
         if self.resumed is None:
             return
-        here = checkpoint.changed_files(self.resumed, self._transport.rank, self._transport.world_size)
+        resumed, here = self.resumed, list[str]()
+        rank, world_size = self._transport.rank, self._transport.world_size
+        self._attempt(lambda: here.extend(checkpoint.changed_files(resumed, rank, world_size)))
         changed = sorted(name for names in self._gather(here) for name in names)
         if changed:
             raise UserError(
@@ -257,16 +259,19 @@ class Saving:
         """Let the disk write this rank's shares of them."""
         rank, nodes = self._transport.rank, self._nodes
 
-        def record(draft: Draft, error: BaseException | None) -> None:
+        def record(draft: Draft, written: tuple[Path, ...], error: BaseException | None) -> None:
+            if error is not None:
+                for path in written:  # its room is needed to say so
+                    path.unlink(missing_ok=True)
             why = None if error is None else not_written(error, draft.target, rank, nodes[rank])
             draft.add(Record(rank, error=why))
 
         for role, draft in models.items():
             if self._strategy.holds(role):
-                self._strategy.save(role, draft.path, self._disk)
+                written = self._strategy.save(role, draft.path, self._disk)
                 if self._strategy.leads(role):
                     self._disk.do(partial(self._prepared.tokenizer.save_pretrained, draft.path))
-                self._disk.report(partial(record, draft))
+                self._disk.report(partial(record, draft, written))
 
     def _complete_models(self, models: dict[str, Draft]) -> None:
         """Let the disk give them their names when all ranks' shares are there."""

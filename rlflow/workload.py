@@ -255,7 +255,6 @@ def loaded_role(
     divides = strategy.stage is not None
     # DeepSpeed steps a float32 copy of the weights, but for float32 weights at stage 0.
     copy = divides and not strategy.holds_masters and (stage > 0 or strategy.dtype != torch.float32)
-    within = strategy.partition_within or 0
     return LoadedRole(
         size=size,
         training=RoleTraining(

@@ -19,10 +19,12 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 PRELOADED = ["rlflow.run", "deepspeed", "transformers.modeling_utils", "torch._inductor.compile_fx"]
+LARGEST = 2**30  # bytes of a rank between two functions
 GRACE_S = 5.0  # after one rank has failed, how long the others may still take to answer
 
 
@@ -71,6 +73,8 @@ class RankPool:
             failures.append(f"no answer from ranks {missing} of {self.world_size}; `{function.__name__}` was killed")
         if failures:
             raise RankError("\n".join(failures))
+        if any(psutil.Process(process.pid).memory_info().rss > LARGEST for process, _ in self._ranks):
+            self.close()  # they have grown by what libraries keep; the next `run` starts new ones
         return [answers[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:

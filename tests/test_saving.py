@@ -169,11 +169,12 @@ def test_a_disk_that_filled_up_is_seen_at_a_save_and_the_last_good_files_stay(
     assert {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")} == good
 
 
+@pytest.mark.parametrize(("name", "kind"), [("Adafactor", "row_var"), ("NAdam", "mu_product")])
 def test_an_optimizer_that_keeps_other_shapes_is_refused_where_checkpoints_are_written(
-    model: Path, tmp_path: Path
+    name: str, kind: str, model: Path, tmp_path: Path
 ) -> None:
-    module = grpo(model, optimizer=Optimizer("torch.optim.Adafactor", lr=1e-3))
+    module = grpo(model, optimizer=Optimizer(f"torch.optim.{name}", lr=1e-3))
     run = replace(alone(model, tmp_path / "run"), module=module)
-    with pytest.raises(UserError, match=r"'torch.optim.Adafactor', which keeps `row_var` of a weight in another shape"):
+    with pytest.raises(UserError, match=rf"'torch.optim.{name}', which keeps `{kind}` of a weight in another shape"):
         fit(run)
     assert len(fit(replace(run, settings={"max_steps": 1})).steps) == 1

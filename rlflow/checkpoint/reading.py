@@ -193,5 +193,5 @@ class Stored:
 
     def _open(self, name: str) -> Any:
         if name not in self._files:
-            self._files[name] = safe_open(self._folder / name, "pt")
+            self._files[name] = safe_open(self._folder / name, "pt", backend="pread")
         return self._files[name]

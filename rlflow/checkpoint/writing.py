@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from rlflow.checkpoint.manifest import NAME, Progress, Written, lacks, write_manifest
@@ -121,7 +123,7 @@ def write_share(
             digests[f"logged-{suffix}.json"] = ""
         for kept_as, rows in (kept or {}).items():
             digests |= dict.fromkeys(write_kept(draft.path, kept_as, rows, len(nodes)), "")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         failed.append(error)
     shares = [Share(strategy, role, disk) for role in roles if strategy.holds(role)]
 
@@ -207,6 +209,9 @@ def index_of(role: str, records: Iterable[Record], world_size: int) -> RoleIndex
             if name in share["ranges"]
         ]
         ranges.sort(key=lambda part: part.start)
+        ends = [0, *(part.start + part.length for part in ranges)]
+        assert [part.start for part in ranges] == ends[:-1], (role, name, ranges)  # each element once
+        assert ends[-1] == math.prod(shape), (role, name, shape, ranges)
         parameters[name] = StoredParameter(tuple(shape), tuple(ranges))
     return RoleIndex(lead["updates"], lead["untrained"], tuple(lead["kinds"]), parameters)
 

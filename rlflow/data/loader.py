@@ -119,12 +119,20 @@ class Loader:
         Raises:
             UserError: There are fewer rows than one draw takes.
         """
+        self.require_enough()
+        return self.size // self._data.prompts_per_step
+
+    def require_enough(self) -> None:
+        """Refuse a dataset that has not enough rows for a step.
+
+        Raises:
+            UserError: There are fewer rows than one draw takes.
+        """
         if self.size < self._data.prompts_per_step:
             raise UserError(
                 f"{self._source.name} has {self.size} rows, fewer than `data.prompts_per_step`"
                 f" {self._data.prompts_per_step}; lower it to at most {self.size}"
             )
-        return self.size // self._data.prompts_per_step
 
     def batch(self, draw: int, shard: int, shards: int) -> tuple[Batch | Pairs, Tensor]:
         """This shard's rows of draw `draw`, counted from the start of the run, and their ids.

@@ -8,6 +8,7 @@ import sys
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # M_TRIM_THRESHOLD and so on of glibc's malloc.h
 _NEVER = 2**31 - 1
 _LARGE = 128 * 2**10  # bytes
+_MAPPED = 65536  # pieces at most, as glibc's own default
 
 
 def keep_freed_memory() -> bool:
@@ -29,7 +30,7 @@ def return_freed_memory() -> bool:
     Returns:
         Whether the allocator took it: it is glibc's. Elsewhere nothing changes.
     """
-    return _set(_MMAP_THRESHOLD, _LARGE)
+    return _set(_MMAP_THRESHOLD, _LARGE) and _set(_TRIM_THRESHOLD, _LARGE) and _set(_MMAP_MAX, _MAPPED)
 
 
 def _set(option: int, value: int) -> bool:

@@ -112,11 +112,14 @@ class Transport:
 
     @_waits
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """The sum or the largest over all ranks, element by element, in a new tensor."""
-        reduced = tensor.to(self.device, copy=True).contiguous()
+        """The sum or the largest over all ranks, element by element, in a new tensor.
+
+        Numbers of the host stay there, and travel by gloo: a GPU need not be waited for.
+        """
+        reduced = tensor.clone(memory_format=torch.contiguous_format)
         if self.world_size > 1:
             dist.all_reduce(reduced, _OPERATIONS[op])
-        return reduced.to(tensor.device)
+        return reduced
 
     @_waits
     def broadcast_bytes(self, message: Tensor | None, source: int, ranks: tuple[int, ...]) -> Tensor:

@@ -140,6 +140,11 @@ class CausalLM(ModelHandle):
         if self.moe is None or not self.moe.watches:
             return super()._forward_pass(read, *arguments)
         assert self._forward is not None, "attach comes first"
+        if self._training and self.moe.routing_replay and read.experts is None and read.useful_tokens > 0:
+            raise UserError(
+                f"`moe.routing_replay` is set for {self.model!r}, and the rows that it is trained on have no `experts`;"
+                " train on a `Batch` or a `Rollout`, or leave the setting out"
+            )
         model = next(module for module in self._forward.modules() if isinstance(module, PackedModel))
         model.routing = Routing(read.experts if self.moe.routing_replay else None)
         try:

@@ -56,6 +56,7 @@ class Filling:
             for name, made in conversion.convert(first, model=model, config=model.config).items():
                 _cut(made[0] if isinstance(made, list) else made, part_of(of_name[name]))
                 filled.add(of_name[name])
+                del made
         for name, parameter in of_name.items():
             if name in read and parameter not in filled:
                 self._files.read(read[name], part_of(parameter))

@@ -169,7 +169,7 @@ def watch_routers(model: Any) -> None:
 
     def after_router(number: int) -> Callable[..., Any]:
         def follow(router: nn.Module, args: Any, output: Any) -> Any:
-            routing = current.get(router)
+            routing = current.pop(router, None)
             return output if routing is None else routing.route(router, number, output)
 
         return follow

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +178,10 @@ class PackedModel(nn.Module):
 
     def save_config(self, folder: Path) -> None:
         """Write all but the weights in Hugging Face form; the folder is there."""
-        self.model.config.dtype = str(self.dtype).removeprefix("torch.")
-        self.model.config.architectures = [type(self.model).__name__]
-        self.model.config.save_pretrained(folder)
+        config = deepcopy(self.model.config)  # that of the model is read meanwhile
+        config.dtype = str(self.dtype).removeprefix("torch.")
+        config.architectures = [type(self.model).__name__]
+        config.save_pretrained(folder)
         if self.model.can_generate():
             self.model.generation_config.save_pretrained(folder)
 

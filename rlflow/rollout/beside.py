@@ -44,8 +44,8 @@ class EngineProcessError(RuntimeError):
 class EngineBeside(RolloutEngine):
     """Does what `engine` does, in another process of the same machine.
 
-    Weights reach it by memory that both processes map, on a GPU by the GPU's (CUDA IPC): of each tensor only the slices
-    that this rank's part of the engine holds.
+    Weights reach it one by one by memory that both processes map: on the CPU of each tensor only the slices that this
+    rank's part of the engine holds, on a GPU all of it (CUDA IPC), of which the engine takes its part.
 
     Every call raises what the engine raises: `UserError` and `WeightSyncError` with their text, anything else, a death
     and a timeout as `EngineProcessError`. The process ends with this one, however this one ends.

@@ -47,7 +47,13 @@ class Draft:
         self.path = target.with_name(f"{target.name}.draft")
 
     def open(self) -> None:
-        """Make it anew; by one rank, before the others write."""
+        """Make it anew; by one rank, before the others write.
+
+        A run that was killed while it gave a draft its name has left what was called so before under another one.
+        """
+        before = self._before
+        if before.exists() and not self.target.exists():
+            before.rename(self.target)
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
 
@@ -86,6 +92,8 @@ class Draft:
             for rank in [rank for rank in missing if self._record(rank).name in present]:
                 found[rank] = self._read(rank)
                 missing.remove(rank)
+                if (error := found[rank].error) is not None:
+                    raise UserError(error)
             if not missing:
                 break
             if time.monotonic() - began > timeout_s:
@@ -98,9 +106,6 @@ class Draft:
             pause = min(2 * pause, PAUSES[1])
         records = [found[rank] for rank in sorted(found)]
         for record in records:
-            if record.error is not None:
-                raise UserError(record.error)
-        for record in records:
             self._record(record.rank).unlink()
         return records
 
@@ -108,7 +113,7 @@ class Draft:
         """Give it its name; what was called so before is gone afterwards."""
         for path in (*self.path.rglob("*"), self.path):
             sync(path)
-        before = self.target.with_name(f"{self.target.name}.before")
+        before = self._before
         shutil.rmtree(before, ignore_errors=True)
         if self.target.exists():
             self.target.rename(before)
@@ -120,9 +125,14 @@ class Draft:
         """Remove it."""
         shutil.rmtree(self.path, ignore_errors=True)
 
+    @property
+    def _before(self) -> Path:
+        return self.target.with_name(f"{self.target.name}.before")
+
     def _read(self, rank: int) -> Record:
-        said = json.loads(self._record(rank).read_text())
-        return Record(**{**said, "files": {name: (digest, size) for name, (digest, size) in said["files"].items()}})
+        fields = json.loads(self._record(rank).read_text())
+        files = {name: (digest, size) for name, (digest, size) in fields["files"].items()}
+        return Record(**{**fields, "files": files})
 
     def _record(self, rank: int) -> Path:
         return self.path / f"written-{rank:05d}.json"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlflow.data.layout import Layout
 from rlflow.errors import UserError, importable, require
+from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.part import Part
@@ -96,11 +97,21 @@ class DeepSpeedStrategy(DistributedStrategy):
         # device is chosen, which DeepSpeed then takes for all.
         self._engines: dict[str, Any] = {}
 
-    def form_groups(self, layouts: Mapping[str, Layout]) -> None:
-        """See `TrainingStrategy.form_groups`."""
-        for name, layout in layouts.items():
-            self._refuse_across_nodes(name, layout)
-        super().form_groups(layouts)
+    def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
+        """See `TrainingStrategy.check_roles`.
+
+        Raises:
+            UserError: An optimizer steps whole matrices, or `partition_within` does not divide a role's ranks.
+        """
+        super().check_roles(handles, layouts)
+        within = self.partition_within
+        for name in handles.keys() & layouts.keys():
+            ranks = len(layouts[name].ranks)
+            if within is not None and ranks > within and ranks % within:
+                raise UserError(
+                    f"`partition_within` is {within}, and `{name}` lives on {ranks} ranks, which cannot be taken"
+                    f" {within} at a time; give a number that divides its ranks of each node, or null"
+                )
 
     def backward(self, name: str, loss: Tensor, last: bool) -> None:  # type: ignore[override]
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
@@ -124,6 +135,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         import deepspeed
 
         self._join()
+        self._refuse_across_nodes(name)
         groups = self._groups.of(self.layout(name))
         _turn_to(groups)
         settings = {"data_parallel_group": groups.all, "mpu": groups, "zero_param_parallel_group": groups.within}
@@ -280,16 +292,14 @@ class DeepSpeedStrategy(DistributedStrategy):
             for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
                 yield from zip(weights, masters, strict=True)
 
-    def _refuse_across_nodes(self, name: str, layout: Layout) -> None:
-        within, ranks = self.partition_within, layout.ranks
-        if within is None or len(ranks) <= within:
-            return
+    def _refuse_across_nodes(self, name: str) -> None:
+        within, layout = self.partition_within, self.layout(name)
         nodes = [{rank // self.num_processes for rank in part} for part in self._groups.divided_within(layout)]
-        if len(ranks) % within or any(len(node) > 1 for node in nodes):
+        if any(len(node) > 1 for node in nodes):
             raise UserError(
-                f"`strategy.partition_within` is {within}, and `{name}` lives on {len(ranks)} ranks,"
-                f" {self.num_processes} to a node, which cannot be taken {within} at a time within nodes; give a number"
-                " that divides its ranks of each node, or null"
+                f"`partition_within` is {within}, and `{name}` lives on {len(layout.ranks)} ranks, {self.num_processes}"
+                f" to a node, which cannot be taken {within} at a time within nodes; give a number that divides its"
+                " ranks of each node, or null"
             )
 
     def _config(self, name: str, model: PackedModel, optimizer: Optimizer | None) -> dict[str, Any]:

@@ -77,9 +77,12 @@ class Groups:
             self._form(ranks)
 
     def divided_within(self, layout: Layout) -> list[tuple[int, ...]]:
-        """The ranks of a layout, by those that divide weights once more among them; none where these are all."""
+        """The ranks of a layout, by those that divide weights once more among them; none where these are all.
+
+        None, too, of an engine whose ranks cannot be taken so: it holds no role.
+        """
         size, ranks = self._within, layout.ranks
-        if size is None or len(ranks) <= size:
+        if size is None or len(ranks) <= size or len(ranks) % size:
             return []
         return [ranks[start : start + size] for start in range(0, len(ranks), size)]
 

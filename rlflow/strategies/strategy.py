@@ -221,7 +221,7 @@ class TrainingStrategy(Strategy):
         """The full gradient of every trained weight by name, after the last `backward` and before `step`."""
         return {weight.name: self._gradient(weight.parameter) for weight in self._roles[name].model.trained()}
 
-    def save(self, name: str, folder: Path, disk: Disk) -> None:
+    def save(self, name: str, folder: Path, disk: Disk) -> tuple[Path, ...]:
         """Write the role's model in Hugging Face form, of a model with adapters only these, in peft's.
 
         Every rank of the role calls it. Weights are gathered bucket by bucket, and each rank writes its share of them
@@ -231,6 +231,9 @@ class TrainingStrategy(Strategy):
             name: The role.
             folder: Where to write; it is there.
             disk: Writes. All is there when its `wait` returns on every rank.
+
+        Returns:
+            This rank's file of weights, if it has one.
         """
         model, ranks = self._roles[name].model, self.layout(name).ranks
         weights = model.saved()
@@ -241,12 +244,13 @@ class TrainingStrategy(Strategy):
                     state |= {key: weight.to("cpu", copy=True) for key, weight in bucket}
             if self.leads(name):
                 disk.do(partial(model.save_pretrained, folder, state))
-            return
+            return ()
         units = divided(model, {weight.name: self._empty_whole(weight.parameter) for weight in weights}, len(ranks))
         shards = 1 + max(unit.shard for unit in units)
         own = {key: unit for unit in units for key in unit.names if ranks[unit.shard] == self.global_rank}
         entries = [entry for unit in dict.fromkeys(own.values()) for entry in unit.entries]
-        stream = disk.write(folder / shard_name(ranks.index(self.global_rank), shards), entries) if entries else None
+        shard = folder / shard_name(ranks.index(self.global_rank), shards)
+        stream = disk.write(shard, entries) if entries else None
         waiting: dict[str, Tensor] = {}  # of a unit whose other weights are still to come
         try:
             for bucket in self._full(weights, SAVE_BUCKET_BYTES):
@@ -266,6 +270,7 @@ class TrainingStrategy(Strategy):
             disk.do(partial(model.save_config, folder))
             if shards > 1:
                 disk.do(partial(write_index, folder, units, shards))
+        return () if stream is None else (shard,)
 
     def model_bytes(self, name: str) -> int:
         """Of what `save` writes."""
@@ -467,9 +472,9 @@ def _kinds_kept(role: Role, device: torch.device) -> int:
     weight.grad = torch.zeros_like(weight)
     optimizer = role.settings.kind([weight], **role.settings.keywords)
     optimizer.step()
-    kept = {kind: value for kind, value in optimizer.state[weight].items() if isinstance(value, Tensor) and value.dim()}
+    kept = {kind: value for kind, value in optimizer.state[weight].items() if kind != "step" and value is not None}
     for kind, value in kept.items():
-        if value.shape != weight.shape:
+        if not isinstance(value, Tensor) or value.shape != weight.shape:
             raise UserError(
                 f"`optimizer.name` is {role.settings.name!r}, which keeps `{kind}` of a weight in another shape than"
                 " its own, and a checkpoint cannot hold that; take another, or set `trainer.save_every_n_steps` to null"

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlflow.environment import place_kept
 from rlflow.placement import Place
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
@@ -104,7 +105,8 @@ def test_the_process_group_is_bound_to_no_gpu(monkeypatch: pytest.MonkeyPatch) -
     strategy = DeepSpeedStrategy()
     strategy.parallel_devices = [torch.device("cuda", 0)]
     strategy.cluster_environment = OfOne()
-    strategy._setup_distributed()
+    with place_kept():
+        strategy._setup_distributed()
     assert given["backend"] == "cpu:gloo,cuda:nccl"
     assert given.get("device_id") is None
 

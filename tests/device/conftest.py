@@ -13,14 +13,14 @@ from tests.ranks import RankPool
 OF_THEIR_OWN = {"DS_ACCELERATOR": "cpu"}  # ranks with variables of their own are not forked from the others' server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def device1() -> Iterator[RankPool]:
     """One process for the device."""
     with RankPool(1, OF_THEIR_OWN) as ranks:
         yield ranks
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def device2() -> Iterator[RankPool]:
     """Two processes for the device, joined by gloo."""
     with RankPool(2, OF_THEIR_OWN) as ranks:

@@ -191,6 +191,8 @@ def test_experts_replay_only_where_rows_have_them(family: Family) -> None:
     torch.testing.assert_close(handle.logprobs(rows), expected, rtol=0, atol=1e-6)
     others = dataclasses.replace(rows.experts, values=(rows.experts.values + 1) % 8)  # type: ignore[type-var, union-attr]
     assert float((handle.logprobs(dataclasses.replace(rows, experts=others)) - expected).abs().max()) > 0.1
+    with handle.training(), pytest.raises(UserError, match=r"^`moe\.routing_replay` is set .* have no `experts`;"):
+        handle.logprobs(dataclasses.replace(rows, experts=None))
 
 
 def test_vllm_is_not_asked_for_experts() -> None:

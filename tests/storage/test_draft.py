@@ -46,3 +46,19 @@ def test_the_folder_before_is_there_until_the_new_one_is_complete(tmp_path: Path
     assert record.more == {"role": 1}
     draft.complete()
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "new"]
+
+
+def test_what_a_run_renamed_that_was_killed_then_has_its_name_again(tmp_path: Path) -> None:
+    (tmp_path / "model.before").mkdir()
+    (tmp_path / "model.before/old").write_text("old")
+    draft = opened(tmp_path)
+    assert (tmp_path / "model/old").read_text() == "old"
+    draft.discard()
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "old"]
+
+
+def test_a_rank_that_could_not_write_is_not_kept_waiting_for_others(tmp_path: Path) -> None:
+    draft = opened(tmp_path)
+    draft.add(Record(2, error="no room"))
+    with pytest.raises(UserError, match="no room"):
+        draft.collect(NODES, NODES, timeout_s=600)

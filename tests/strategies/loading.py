@@ -118,7 +118,9 @@ def growth_while_loading(small: Path, large: Path, stage: Stage) -> tuple[int, i
     done.set()
     watcher.join()
     model = strategy._roles["large"].model
-    return max(seen) - before, sum(strategy._full_numel(each) * each.element_size() for each in model.parameters())
+    return max(seen) - before, sum(
+        strategy._full_shape(each).numel() * each.element_size() for each in model.parameters()
+    )
 
 
 def _own_bytes() -> int:

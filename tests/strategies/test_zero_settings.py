@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rlflow.data.layout import Layout
 from rlflow.errors import UserError
+from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from tests.ranks import RankPool
@@ -80,12 +81,19 @@ def test_a_setting_that_cannot_work_is_refused(settings: dict[str, Any], refusal
         DeepSpeedStrategy(**settings)
 
 
-@pytest.mark.parametrize(("ranks", "devices"), [((0, 1, 2), 3), ((1, 2, 3, 4), 8), ((2, 3, 4, 5), 3)])
-def test_ranks_that_cannot_be_taken_within_nodes_are_refused(ranks: tuple[int, ...], devices: int) -> None:
+def test_ranks_that_are_no_multiple_are_refused_before_processes_start_and_those_of_an_engine_are_not() -> None:
     strategy = DeepSpeedStrategy(3, partition_within=2)
-    strategy.parallel_devices = [torch.device("cpu")] * devices
-    if ranks == (1, 2, 3, 4) and devices == 8:  # one node: any two of its ranks will do
-        assert strategy._refuse_across_nodes("actor", Layout(ranks, 4)) is None
-        return
-    with pytest.raises(UserError, match=r"`strategy\.partition_within` is 2, and `actor` lives on"):
-        strategy.form_groups({"actor": Layout(ranks, len(ranks))})
+    roles = {"actor": CausalLM("tiny")}
+    strategy.check_roles(roles, {"actor": Layout((0, 1, 2, 3), 4), "rollout": Layout((4, 5, 6), 3)})
+    with pytest.raises(UserError, match=r"^`partition_within` is 2, and `actor` lives on 3 ranks"):
+        strategy.check_roles(roles, {"actor": Layout((0, 1, 2), 3)})
+
+
+def test_ranks_that_cannot_be_taken_within_nodes_are_refused() -> None:
+    strategy = DeepSpeedStrategy(3, partition_within=2)
+    strategy._layouts = {"actor": Layout((2, 3, 4, 5), 4)}
+    strategy.parallel_devices = [torch.device("cpu")] * 8
+    strategy._refuse_across_nodes("actor")  # one node
+    strategy.parallel_devices = [torch.device("cpu")] * 3
+    with pytest.raises(UserError, match=r"^`partition_within` is 2, and `actor` lives on 4 ranks, 3 to a node"):
+        strategy._refuse_across_nodes("actor")

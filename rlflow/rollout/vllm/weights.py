@@ -13,8 +13,6 @@ from rlflow.rollout.manifest import Piece
 from rlflow.rollout.vllm.experts import hf_name, is_experts, pieces_of_experts, read_experts, readable
 
 UNITS = 256  # unit vectors multiplied at once when a packed weight is read back
-
-
 SINKS = "sinks"  # of attention, GPT-OSS's
 
 
@@ -22,7 +20,7 @@ def without_sinks(weights: Iterator[tuple[str, Tensor]], sinks: dict[str, Tensor
     """All but attention sinks, which a reload leaves as they were; those are put into `sinks`."""
     for name, tensor in weights:
         if name.endswith(f".{SINKS}"):
-            sinks[name] = tensor
+            sinks[name] = tensor.clone()  # a bucket lasts until the next
         else:
             yield name, tensor
 
