@@ -22,6 +22,7 @@ from rlflow.strategies.strategy import TrainingStrategy
 # Bytes of an entry; of columns that are not listed, those of float32.
 WIDTHS = {"response_ids": 8, "loss_mask": 1, "lengths": 8, "finished": 1, "group": 8, "version": 8, "versions": 4}
 FLOAT_BYTES, TOKEN_BYTES = 4, 8
+EXPERTS = "experts"  # of a `Rollout`
 ROW_BYTES = 256  # of a dataset's row as JSON; an assumption
 
 
@@ -201,6 +202,8 @@ class Workload:
         total = 0.0
         for column in columns(self.graph.type_of(value)):
             width = WIDTHS.get(column.name, FLOAT_BYTES)
+            if column.name == EXPERTS:  # it has entries only where experts are replayed, which is not counted
+                continue
             if column.home or column.cut is Cut.SCALAR or (fields is not None and column.name not in fields):
                 continue
             if column.cut is Cut.JSON:
