@@ -20,13 +20,11 @@ settings.register_profile("rlflow", deadline=None)  # a busy machine is no fault
 settings.load_profile("rlflow")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers, tests that share ranks run in one of them, and those of a file in one."""
-    pools = {"ranks1", "ranks2", "ranks3", "ranks4"}
+    """With several workers, the tests of a file run in one of them, and all of the device, whose ranks start slowly."""
     for item in items:
-        shares_ranks = not pools.isdisjoint(getattr(item, "fixturenames", ()))
-        of_device = item.path.parent.name == "device"  # whose ranks take long to start
-        group = "device" if of_device else "ranks" if shares_ranks else str(item.path)
+        group = "device" if item.path.parent.name == "device" else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GptOssConfig, MixtralConfig, PhiConfig, PretrainedConfig, Qwen3_5TextConfig
+from transformers import MixtralConfig, PhiConfig, PretrainedConfig, Qwen2MoeConfig, Qwen3_5TextConfig
 
 from rlflow.cli import main
 from rlflow.models.scoring import ScoringModel
@@ -523,14 +523,14 @@ def test_a_wrong_config_is_refused_in_one_line_before_a_model_is_loaded(
         ),
         (PhiConfig(), "TransformersEngine", "`module.init_args.model` is of the type 'phi': it has a bias"),
         (
-            MixtralConfig(),
+            MixtralConfig(intermediate_size=100),
             "VLLMEngine",
-            "`rollout` is VLLMEngine, and the model, of the type 'mixtral', is a mixture of",
+            "`rollout` is VLLMEngine, and the model, of the type 'mixtral', has experts whose size",
         ),
         (
-            GptOssConfig(),
+            Qwen2MoeConfig(),
             "VLLMEngine",
-            "`rollout` is VLLMEngine, and the model, of the type 'gpt_oss', is a mixture of",
+            "`rollout` is VLLMEngine, and the model, of the type 'qwen2_moe', is a mixture of",
         ),
     ],
     ids=lambda value: getattr(value, "model_type", None),
