@@ -115,7 +115,7 @@ def config_of(size: str, model: Path, strategy: str, run: Path) -> dict[str, Any
         "optimizer": {"lr": 1e-5},
         "reward": {
             "class_path": "rlflow.rewards.CallableReward",
-            "init_args": {"function": "benchmarks.large_runs.length"},
+            "init_args": {"function": "benchmarks.large_runs.sevens"},
         },
     }
     if size == "3b":
@@ -127,7 +127,7 @@ def config_of(size: str, model: Path, strategy: str, run: Path) -> dict[str, Any
         "data": {
             "train": {
                 "class_path": "rlflow.data.ReasoningGym",
-                "init_args": {"task": "chain_sum", "size": 64, "seed": 1},
+                "init_args": {"task": "chain_sum", "size": 256, "validation_size": 16, "seed": 1},
             },
             "prompts_per_step": 4,
             "prompt": "question",
@@ -141,9 +141,16 @@ def config_of(size: str, model: Path, strategy: str, run: Path) -> dict[str, Any
     }
 
 
-def length(response: str, row: dict[str, Any]) -> float:
-    """The reward: how many letters a response has; a random model's responses differ in that."""
-    return float(sum(letter.isalpha() for letter in response))
+def sevens(response: str, row: dict[str, Any]) -> float:
+    """The reward: how many sevens a response has; a random model's responses differ in that."""
+    return float(response.count("7"))
+
+
+def tokenizer_of(vocabulary: int) -> Any:
+    """The embedded model's, with a word of its own for each further token."""
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.add_tokens([f"w{number}" for number in range(len(tokenizer), vocabulary)])
+    return tokenizer
 
 
 def write_model(folder: Path, shape: dict[str, Any]) -> Path:
@@ -154,7 +161,7 @@ def write_model(folder: Path, shape: dict[str, Any]) -> Path:
     if (folder / "config.json").is_file():
         return folder
     folder.mkdir(parents=True)
-    tokenizer: Any = tiny_tokenizer()
+    tokenizer = tokenizer_of(shape["vocab_size"])
     config = AutoConfig.for_model(
         **shape,
         architectures=[{"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}[shape["model_type"]]],

@@ -60,13 +60,14 @@ def phases(size: ModelSize, how: RoleTraining, longest: float, buffer: float) ->
     lies = _gradients_at_rest(how)
     gradients = gradient_bytes(how) - lies if how.trained else 0.0
     passes = activation_bytes(size, how, longest) + logit_bytes(size, how, longest)
-    backward = passes + gathered_bytes(size, how) + reduced_bytes(size, how) - _buffer_at_rest(how)
+    moved = gathered_bytes(size, how) + reduced_bytes(size, how) - _buffer_at_rest(how)
+    updated = rests + gradients + max(moved, stepping_bytes(how)) if how.trained else 0.0  # by which states are made
     return Phases(
         loading=loading_bytes(size, how),
-        step=rests + gradients + max(backward, stepping_bytes(how)),
+        step=rests + gradients + max(passes + moved, stepping_bytes(how)),
         sync=rests + gathered,
         saving=rests + gathered,
-        resuming=max(loading_bytes(size, how), rests + piece),
+        resuming=max(loading_bytes(size, how), rests + piece, updated),
     )
 
 

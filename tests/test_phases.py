@@ -69,7 +69,9 @@ def test_a_step_of_fsdp_adds_two_pieces_and_the_gradients_of_one() -> None:
 def test_where_passes_are_small_the_optimizer_decides() -> None:
     how = replace(WHOLE, stage=2, bucket=1, token_budget=1)
     root = 1925 * 4
-    assert phases(SMALL, how, 1, buffer=0).step == 3850 * 2 + 1925 * (12 + 4) + root
+    found = phases(SMALL, how, 1, buffer=0)
+    assert found.step == 3850 * 2 + 1925 * (12 + 4) + root
+    assert found.resuming == found.step  # by an update the optimizer makes its states
 
 
 def test_weights_are_brought_and_saved_in_buffers() -> None:
@@ -92,3 +94,22 @@ def test_phases_are_as_large_as_they_were_measured(name: str) -> None:
     assert found.step / 2**20 == pytest.approx(step, rel=0.15)
     if loading is not None:
         assert found.loading / 2**20 == pytest.approx(loading, rel=0.15)
+
+
+# By `benchmarks/large_models.py`, whose table is in docs/benchmarks.md: MiB of set-up, a step, and a weight sync.
+DEEP = ModelSize(512, 1408, 36, 8, 8, 128, tied=True, bias=True)
+LAYER, DEEP_ALL = 3_211_264, DEEP.parameters
+OF_BENCHMARK = {
+    "ZeRO-0": (RoleTraining(0, 2, 4, DEEP_ALL, 2, False, 1, 128), (451, 2257, 1367)),
+    "ZeRO-3": (RoleTraining(3, 2, 4, DEEP_ALL, 3, False, 1, 128, bucket=LAYER, live=LAYER), (709, 1391, 1199)),
+    "FSDP2": (RoleTraining(3, 2, 4, DEEP_ALL, 2, False, 1, 128, masters=True), (270, 975, 734)),
+}
+
+
+@pytest.mark.parametrize("name", OF_BENCHMARK)
+def test_phases_are_as_large_as_the_benchmark_of_large_models_found(name: str) -> None:
+    how, (setup, step, sync) = OF_BENCHMARK[name]
+    found = phases(DEEP, how, 64, buffer=4 * LAYER)
+    assert [found.loading / 2**20, found.step / 2**20, found.sync / 2**20] == pytest.approx(
+        [setup, step, sync], rel=0.15
+    )
