@@ -12,7 +12,7 @@ from rlflow import MoE
 from rlflow.controller.gap import LARGEST_GAP
 from rlflow.models.optimizer import Optimizer
 from rlflow.rollout import VLLMEngine
-from tests.controller.runs import ZERO2, ZERO3, Fit, Result, failing_fit, fit, grpo, sums
+from tests.controller.runs import FSDP, ZERO2, ZERO3, Fit, Result, failing_fit, fit, grpo, sums
 from tests.controller.test_ranks import difference
 from tests.families.models import write_family
 from tests.ranks import RankPool
@@ -77,7 +77,9 @@ def test_it_is_the_same_at_two_ranks(
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize(("strategy", "parallel"), [(ZERO2, 1), (ZERO3, 2)])
+@pytest.mark.parametrize(
+    ("strategy", "parallel"), [pytest.param(ZERO2, 1, marks=pytest.mark.exact), (ZERO3, 2), (FSDP, 1)]
+)
 def test_vllm_follows_a_mixture_that_is_trained(
     strategy: Any, parallel: int, experts: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
