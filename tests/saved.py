@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from safetensors.torch import load_file
 from torch import Tensor
 
 from rlflow import checkpoint
+from rlflow.models.packed import PackedModel
+from rlflow.models.shards import divided, write_shard
+from rlflow.models.weight_files import shard_name
 from rlflow.storage.disk import Disk
 from rlflow.strategies import TrainingStrategy
 
@@ -32,6 +36,15 @@ def save(strategy: TrainingStrategy, name: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with Disk() as disk:
         strategy.save(name, folder, disk)
+
+
+def write_model(model: PackedModel, weights: dict[str, Tensor], folder: Path) -> None:
+    """A model with these weights, in one file."""
+    folder.mkdir(parents=True)
+    units = divided(model, {name: weight.to("meta") for name, weight in weights.items()}, 1)
+    with Disk() as disk:
+        write_shard(folder / shard_name(0, 1), model, units, 0, [weights.items()], disk)
+        disk.do(partial(model.save_config, folder))
 
 
 def load_model(folder: Path) -> dict[str, Tensor]:

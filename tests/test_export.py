@@ -23,7 +23,7 @@ def run_folder(base: str, folder: Path, kind: type = CausalLM, dtype: torch.dtyp
     model = kind(base, lora=LoRA(rank=3, alpha=7.0)).load(path, dtype, CPU)
     generator = torch.Generator().manual_seed(0)
     state = {weight.name: 0.1 * torch.randn(weight.parameter.shape, generator=generator) for weight in model.trained()}
-    model.save_pretrained(folder, {name: tensor.to(dtype) for name, tensor in state.items()})
+    model.save_adapter(folder, {name: tensor.to(dtype) for name, tensor in state.items()})
     AutoTokenizer.from_pretrained(path).save_pretrained(folder)
     return folder
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,16 +20,13 @@ class Filling:
     """How a model without memory is filled; made before its parameters have memory, and used after.
 
     Args:
-        model: Built by `ModelHandle.load` as empty.
-        path: What it was built from.
-
-    Raises:
-        UserError: A file is missing or broken.
+        model: Built by `ModelHandle.load` as empty; it hands over its files.
     """
 
-    def __init__(self, model: PackedModel, path: Path) -> None:
+    def __init__(self, model: PackedModel) -> None:
+        assert model.files is not None, "not built empty"
         self._model = model
-        self._files = WeightFiles(path)
+        self._files, model.files = model.files, None
         self._shapes = {name: parameter.shape for name, parameter in model.model.named_parameters()}
         self._buffers = dict(model.named_buffers())  # memory that is given may make others
 

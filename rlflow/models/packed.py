@@ -21,7 +21,6 @@ from rlflow.models.lora import LoRA, Weight, adapter_of, add_adapters, is_adapte
 from rlflow.models.moe import ROUTING, Routing
 from rlflow.models.packing import ALONE, Peers, pack
 from rlflow.models.weight_files import WeightFiles
-from rlflow.storage.tensors import Entry, write_tensors
 
 
 class PackedModel(nn.Module):
@@ -49,6 +48,7 @@ class PackedModel(nn.Module):
         self.lora: LoRA | None = None
         self.base = ""  # what adapters belong to
         self.base_digest = ""  # `digest_of` it; set by who can see all of its weights
+        self.files: WeightFiles | None = None  # of a model that was built empty, until `Filling` reads them
 
     def add_adapters(self, lora: LoRA, base: str) -> None:
         """Freeze the model but for new adapters, and for an output layer of its own kind.
@@ -185,21 +185,15 @@ class PackedModel(nn.Module):
         if self.model.can_generate():
             self.model.generation_config.save_pretrained(folder)
 
-    def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor]) -> None:
-        """Write configuration and weights in Hugging Face form; of a model with adapters only these, in peft's.
+    def save_adapter(self, folder: Path, state_dict: dict[str, Tensor]) -> None:
+        """Write the adapters in peft's form.
 
         Args:
             folder: Where to write.
             state_dict: Full tensors of `saved` by name.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        if self.lora is None:
-            self.save_config(folder)
-            tensors = self.in_files(state_dict)
-            entries = [Entry.of(name, tensor) for name, tensor in tensors.items()]
-            write_tensors(folder / shard_name(0, 1), entries, tensors.values(), {"format": "pt"})
-        else:
-            save_adapter(folder, self.model, self.lora, self.base, self.head, state_dict)
+        assert self.lora is not None
+        save_adapter(folder, self.model, self.lora, self.base, self.head, state_dict)
 
     def largest_layer(self, numel: Callable[[nn.Parameter], int]) -> int:
         """Elements of the largest layer, embedding or output layer.
@@ -235,14 +229,9 @@ class PackedModel(nn.Module):
         return states.flatten(0, 1)[scored]
 
 
-def shard_name(number: int, count: int) -> str:
-    """Of a model's file in Hugging Face form, counted from 0."""
-    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
 def read(
     kind: Any, path: Path, dtype: torch.dtype, empty: bool, may_lack: tuple[str, ...] = (), **settings: Any
-) -> tuple[Any, bool]:
+) -> tuple[Any, WeightFiles | None, bool]:
     """A transformers model in evaluation mode, without dropout, with eager attention: transformers' own reference.
 
     Args:
@@ -254,7 +243,7 @@ def read(
         settings: More of its configuration.
 
     Returns:
-        The model, and whether some of `may_lack` are missing.
+        The model, its files where it is empty, and whether some of `may_lack` are missing.
 
     Raises:
         UserError: There is no such model, or weights are missing.
@@ -294,7 +283,7 @@ def read(
             module.p = 0.0
     if files is not None:
         finish(model, files)
-    return model.eval(), bool(report["missing_keys"])
+    return model.eval(), files, bool(report["missing_keys"])
 
 
 def probe(vocabulary: int) -> TokenRows:

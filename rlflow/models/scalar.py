@@ -56,7 +56,8 @@ class ScalarModel(PackedModel):
 
         weights = (f"{HEAD}.weight", f"{HEAD}.bias")
         with torch.random.fork_rng(devices=[]):  # transformers draws what is missing
-            classifier, missing = read(AutoModelForSequenceClassification, path, dtype, empty, weights, num_labels=1)
+            kind: Any = AutoModelForSequenceClassification
+            classifier, files, missing = read(kind, path, dtype, empty, weights, num_labels=1)
         if not isinstance(getattr(classifier, HEAD, None), nn.Linear):
             raise UserError(f"{type(classifier).__name__} has no output layer `{HEAD}`; use a decoder's model")
         if missing and not new_head:
@@ -69,7 +70,7 @@ class ScalarModel(PackedModel):
         if gradient_checkpointing:
             classifier.gradient_checkpointing_enable({"use_reentrant": False})
         model = cls(classifier)
-        model.new_head = missing
+        model.files, model.new_head = files, missing
         if missing and not empty:
             model.output_layer.zero()
         return model

@@ -48,12 +48,14 @@ class ScoringModel(PackedModel):
         """
         from transformers import AutoModelForCausalLM
 
-        causal_lm, _ = read(AutoModelForCausalLM, path, dtype, empty)
+        causal_lm, files, _ = read(AutoModelForCausalLM, path, dtype, empty)
         if not empty:
             causal_lm.to(device)
         if gradient_checkpointing:
             causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-        return cls(causal_lm)
+        model = cls(causal_lm)
+        model.files = files
+        return model
 
     @property
     def decoder(self) -> Any:

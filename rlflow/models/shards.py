@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from torch import Tensor
 
-from rlflow.models.packed import PackedModel, shard_name
+from rlflow.models.packed import PackedModel
+from rlflow.models.weight_files import INDEX, shard_name
+from rlflow.storage.disk import Disk
 from rlflow.storage.tensors import Entry
-
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,50 @@ def divided(model: PackedModel, empty: dict[str, Tensor], shards: int) -> list[U
         found.append(Unit(names, entries, shard))
         filled[shard] += found[-1].nbytes
     return found
+
+
+def write_shard(
+    path: Path,
+    model: PackedModel,
+    units: Iterable[Unit],
+    number: int,
+    buckets: Iterable[Iterable[tuple[str, Tensor]]],
+    disk: Disk,
+) -> tuple[Path, ...]:
+    """Let a disk write one file, while all weights pass by.
+
+    Args:
+        path: The file.
+        model: Whose weights they are.
+        units: Of all files.
+        number: Of the shard.
+        buckets: Whole weights by name, in the order of `divided`; taken to the end, for gathering them is a collective.
+        disk: Writes.
+
+    Returns:
+        The file; nothing where no unit is of this shard.
+    """
+    own = {key: unit for unit in units if unit.shard == number for key in unit.names}
+    passing = chain.from_iterable(buckets)
+    if not own:
+        deque(passing, maxlen=0)
+        return ()
+    stream = disk.write(path, [entry for unit in dict.fromkeys(own.values()) for entry in unit.entries])
+    waiting: dict[str, Tensor] = {}  # of a unit whose other weights are still to come
+    try:
+        for key, weight in passing:
+            unit = own.get(key)
+            if unit is None:
+                continue
+            waiting[key] = weight if len(unit.names) == 1 else weight.clone()
+            if key == unit.names[-1]:
+                files = model.in_files(waiting)
+                for entry in unit.entries:
+                    stream.put(disk.copy(f"{path}/{entry.key}", files[entry.key]))
+                waiting = {}
+    finally:
+        stream.close()
+    return (path,)
 
 
 def write_index(folder: Path, units: Iterable[Unit], count: int) -> None:

@@ -15,8 +15,13 @@ from torch import Tensor
 from rlflow.errors import UserError, one_line
 from rlflow.models.part import Part
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 CHUNK_BYTES = 32 * 2**20  # read at once, at most, or one row of a tensor
+
+
+def shard_name(number: int, count: int) -> str:
+    """Of a model's file in Hugging Face form, counted from 0."""
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 class WeightFiles:
@@ -74,7 +79,7 @@ class WeightFiles:
             start += len(values)
 
     def _files(self) -> Iterator[Path]:
-        single = self._file(SINGLE)
+        single = self._file(shard_name(0, 1))
         if single is not None:
             yield single
             return

@@ -25,9 +25,10 @@ from rlflow.models.filling import Filling
 from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.lora import Weight, digest_of
 from rlflow.models.optimizer import Optimizer
-from rlflow.models.packed import PackedModel, shard_name
+from rlflow.models.packed import PackedModel
 from rlflow.models.part import Part
-from rlflow.models.shards import divided, write_index
+from rlflow.models.shards import divided, write_index, write_shard
+from rlflow.models.weight_files import shard_name
 from rlflow.storage.disk import Disk
 from rlflow.strategies.state import WEIGHT, StoredState, share_of
 
@@ -155,7 +156,7 @@ class TrainingStrategy(Strategy):
             )
         model = handle.load(path, self.dtype, self.root_device, empty=self.divides_weights)
         if self.divides_weights:
-            filling = Filling(model, path)
+            filling = Filling(model)
             self._materialize(name, model)
             filling.fill(self._part_of, self.root_device)
         trained = [weight.parameter for weight in model.trained()]
@@ -237,40 +238,23 @@ class TrainingStrategy(Strategy):
         """
         model, ranks = self._roles[name].model, self.layout(name).ranks
         weights = model.saved()
+        buckets = self._full(weights, SAVE_BUCKET_BYTES)
         if model.lora is not None:
             state: dict[str, Tensor] = {}
-            for bucket in self._full(weights, SAVE_BUCKET_BYTES):
+            for bucket in buckets:
                 if self.leads(name):
                     state |= {key: weight.to("cpu", copy=True) for key, weight in bucket}
             if self.leads(name):
-                disk.do(partial(model.save_pretrained, folder, state))
+                disk.do(partial(model.save_adapter, folder, state))
             return ()
         units = divided(model, {weight.name: self._empty_whole(weight.parameter) for weight in weights}, len(ranks))
-        shards = 1 + max(unit.shard for unit in units)
-        own = {key: unit for unit in units for key in unit.names if ranks[unit.shard] == self.global_rank}
-        entries = [entry for unit in dict.fromkeys(own.values()) for entry in unit.entries]
-        shard = folder / shard_name(ranks.index(self.global_rank), shards)
-        stream = disk.write(shard, entries) if entries else None
-        waiting: dict[str, Tensor] = {}  # of a unit whose other weights are still to come
-        try:
-            for bucket in self._full(weights, SAVE_BUCKET_BYTES):
-                for key, weight in bucket:
-                    if key not in own or stream is None:
-                        continue
-                    waiting[key] = weight if own[key].names == (key,) else weight.clone()
-                    if key == own[key].names[-1]:
-                        files = model.in_files(waiting)
-                        for entry in own[key].entries:
-                            stream.put(disk.copy(f"{name}/{entry.key}", files[entry.key]))
-                        waiting = {}
-        finally:
-            if stream is not None:
-                stream.close()
+        shards, number = 1 + max(unit.shard for unit in units), ranks.index(self.global_rank)
+        written = write_shard(folder / shard_name(number, shards), model, units, number, buckets, disk)
         if self.leads(name):
             disk.do(partial(model.save_config, folder))
             if shards > 1:
                 disk.do(partial(write_index, folder, units, shards))
-        return () if stream is None else (shard,)
+        return written
 
     def model_bytes(self, name: str) -> int:
         """Of what `save` writes."""

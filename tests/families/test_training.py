@@ -123,7 +123,7 @@ def test_an_exported_model_scores_as_the_one_with_adapters(name: str, family: Fa
     for weight in model.trained():
         weight.parameter.data = 0.1 * torch.randn(weight.parameter.shape, generator=generator)
     state = {weight.name: copy.deepcopy(weight.parameter.detach()) for weight in model.trained()}
-    model.save_pretrained(tmp_path / "model", state)
+    model.save_adapter(tmp_path / "model", state)
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "model")
     main(["export", "--model", str(tmp_path / "model"), "--to", str(tmp_path / "out")])
     found = packed_logprobs(model).detach()

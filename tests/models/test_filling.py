@@ -38,7 +38,7 @@ def filled(handle: ModelHandle, folder: Path, dtype: torch.dtype, ranks: int) ->
     for rank in range(ranks):
         model = handle.load(folder, dtype, CPU, empty=True)
         assert all(parameter.is_meta for parameter in model.parameters())
-        filling = Filling(model, folder)
+        filling = Filling(model)
         if rank == 0:
             order = [_nothing(each) for each in model.parameters()]
         made = dict(zip(model.parameters(), order, strict=True))

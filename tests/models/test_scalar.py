@@ -9,6 +9,7 @@ from transformers import AutoModelForSequenceClassification
 from rlflow.errors import UserError
 from rlflow.models.scalar import ScalarModel
 from tests.models.test_scoring import write
+from tests.saved import write_model
 
 CPU = torch.device("cpu")
 
@@ -29,7 +30,7 @@ def test_a_model_that_would_be_scored_wrongly_is_refused_though_its_output_layer
 def test_what_is_saved_is_what_transformers_loads(classifier: Path, tmp_path: Path) -> None:
     model = ScalarModel.load(classifier, torch.float32, CPU)
     changed = {model.hf_name(name): parameter.detach() + 1 for name, parameter in model.named_parameters()}
-    model.save_pretrained(tmp_path / "saved", changed)
+    write_model(model, changed, tmp_path / "saved")
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
     assert {name for name, _ in loaded.named_parameters()} == set(changed)
     assert all(torch.equal(parameter, changed[name]) for name, parameter in loaded.named_parameters())

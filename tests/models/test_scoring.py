@@ -16,6 +16,7 @@ from rlflow.models.attention import packed_attention
 from rlflow.models.packing import Peers, pack
 from rlflow.models.scoring import ScoringModel
 from rlflow.models.tiny import write_tiny_model
+from tests.saved import write_model
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -52,7 +53,7 @@ def test_parameters_have_their_hugging_face_names(tmp_path: Path, tie: bool) -> 
 def test_what_is_saved_is_what_transformers_loads(tmp_path: Path, tie: bool) -> None:
     model = ScoringModel.load(write_tiny_model(tmp_path / "tiny", layers=1, tie=tie), torch.float32, CPU)
     changed = {model.hf_name(name): parameter.detach() + 1 for name, parameter in model.named_parameters()}
-    model.save_pretrained(tmp_path / "saved", changed)
+    write_model(model, changed, tmp_path / "saved")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert {name for name, _ in loaded.named_parameters()} == set(changed)
     for name, parameter in loaded.named_parameters():

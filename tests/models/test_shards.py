@@ -12,9 +12,9 @@ import transformers
 from safetensors.torch import load_file
 
 from rlflow.models.optimizer import Optimizer
-from rlflow.models.packed import shard_name
 from rlflow.models.scoring import ScoringModel
-from rlflow.models.shards import INDEX, divided, write_index
+from rlflow.models.shards import divided, write_index
+from rlflow.models.weight_files import INDEX, shard_name
 from tests.ranks import RankPool
 from tests.saved import load_model
 from tests.strategies.update import Stage, save_after_update
