@@ -77,14 +77,9 @@ class Groups:
             self._form(ranks)
 
     def divided_within(self, layout: Layout) -> list[tuple[int, ...]]:
-        """The ranks of a layout, by those that divide weights once more among them; none where these are all.
-
-        None, too, of an engine whose ranks cannot be taken so: it holds no role.
-        """
+        """The ranks of a layout, by those that divide weights once more among them; none where these are all."""
         size, ranks = self._within, layout.ranks
-        if size is None or len(ranks) <= size or len(ranks) % size:
-            return []
-        return [ranks[start : start + size] for start in range(0, len(ranks), size)]
+        return [] if size is None or len(ranks) <= size else _rows(ranks, size)
 
     def of(self, layout: Layout) -> RoleGroups:
         """The groups of a layout that this rank is in. One that was not formed yet is of all ranks, which all ask."""
@@ -126,7 +121,12 @@ class Groups:
 
 def _copies(ranks: tuple[int, ...], width: int) -> list[tuple[int, ...]]:
     """Ranks in rows of `width`: first the columns, then the rows; none where they do not fill their rows."""
-    if len(ranks) % width:
-        return []  # of an engine: it holds no role
-    rows = [ranks[start : start + width] for start in range(0, len(ranks), width)]
+    rows = _rows(ranks, width)
     return [*zip(*rows, strict=True), *rows]
+
+
+def _rows(ranks: tuple[int, ...], width: int) -> list[tuple[int, ...]]:
+    """Consecutive ranks, `width` at a time; none where they do not fill their rows: an engine's, which hold no role."""
+    if len(ranks) % width:
+        return []
+    return [ranks[start : start + width] for start in range(0, len(ranks), width)]
