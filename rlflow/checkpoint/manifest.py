@@ -71,14 +71,13 @@ def find(path: str, run_dir: Path) -> Path:
     """
     if path == "last":
         named = sorted(found for found in (run_dir / "checkpoint").glob("step-*") if NAME.fullmatch(found.name))
-        lacking = {found: lacks(found) for found in reversed(named)}
-        complete = [found for found, what in lacking.items() if what is None]
-        if not complete:
-            of_last = f" that is complete ({named[-1].name} has {lacking[named[-1]]})" if named else ""
+        complete = next((found for found in reversed(named) if lacks(found) is None), None)
+        if complete is None:
+            of_last = f" that is complete ({named[-1].name} has {lacks(named[-1])})" if named else ""
             raise UserError(
                 f"`trainer.ckpt_path` is `last`, but {run_dir} has no checkpoint{of_last}; leave it out to start anew"
             )
-        return complete[0]
+        return complete
     folder = Path(path)
     what = lacks(folder)
     if what is not None:

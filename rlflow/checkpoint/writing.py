@@ -19,7 +19,7 @@ from rlflow.data.kept import Kept
 from rlflow.data.surplus import write_kept
 from rlflow.models.part import Part
 from rlflow.storage.disk import Disk
-from rlflow.storage.draft import Draft, Record, not_written
+from rlflow.storage.draft import Draft, Record, not_written, of_rank
 from rlflow.storage.tensors import Entry, write_tensors
 
 
@@ -81,6 +81,11 @@ class Share:
                 yield values
 
 
+def _file_of(role: str, rank: int, world_size: int) -> str:
+    """The name of a rank's file of a role's state."""
+    return f"{of_rank(role, rank, world_size)}.safetensors"
+
+
 def _named(parameter: str, parts: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]:
     for kind, part in parts.items():
         if part.values.numel():
@@ -114,13 +119,13 @@ def write_share(
         kept: Rows of later steps by the name to write them under: a filter's surplus, and steps that are under way.
         logged: What this rank logged of steps that are under way, JSON-able.
     """
-    suffix = f"{rank:05d}-of-{len(nodes):05d}"
     digests: dict[str, str] = {}
     failed: list[BaseException] = []
     try:  # small, and of objects that the run goes on to change
         if logged:
-            (draft.path / f"logged-{suffix}.json").write_text(json.dumps(logged))
-            digests[f"logged-{suffix}.json"] = ""
+            name = f"{of_rank('logged', rank, len(nodes))}.json"
+            (draft.path / name).write_text(json.dumps(logged))
+            digests[name] = ""
         for kept_as, rows in (kept or {}).items():
             digests |= dict.fromkeys(write_kept(draft.path, kept_as, rows, len(nodes)), "")
     except (OSError, SafetensorError) as error:
@@ -131,7 +136,7 @@ def write_share(
         if failed:
             raise failed[0]
         for share in shares:
-            name = f"{share.role}-{suffix}.safetensors"
+            name = _file_of(share.role, rank, len(nodes))
             digests[name] = share.write(draft.path / name)
 
     def record(error: BaseException | None) -> None:
@@ -142,7 +147,7 @@ def write_share(
             for name in digests:
                 (draft.path / name).unlink(missing_ok=True)
             for share in shares:  # what is cut short too: its room is needed to say so
-                (draft.path / f"{share.role}-{suffix}.safetensors").unlink(missing_ok=True)
+                (draft.path / _file_of(share.role, rank, len(nodes))).unlink(missing_ok=True)
             draft.add(Record(rank, error=not_written(error, draft.target, rank, nodes[rank])))
 
     disk.do(write)
@@ -201,13 +206,8 @@ def index_of(role: str, records: Iterable[Record], world_size: int) -> RoleIndex
     (lead,) = (share for share in shares.values() if "shapes" in share)
     parameters = {}
     for name, shape in lead["shapes"].items():
-        ranges = [
-            Range(
-                share["ranges"][name][0], share["ranges"][name][1], f"{role}-{rank:05d}-of-{world_size:05d}.safetensors"
-            )
-            for rank, share in shares.items()
-            if name in share["ranges"]
-        ]
+        of_ranks = {rank: share["ranges"][name] for rank, share in shares.items() if name in share["ranges"]}
+        ranges = [Range(start, length, _file_of(role, rank, world_size)) for rank, (start, length) in of_ranks.items()]
         ranges.sort(key=lambda part: part.start)
         ends = [0, *(part.start + part.length for part in ranges)]
         assert [part.start for part in ranges] == ends[:-1], (role, name, ranges)  # each element once

@@ -28,6 +28,7 @@ from rlflow.data.layout import Layout
 from rlflow.data.partition import Partition
 from rlflow.data.rows import ARRAYS, RowSpace
 from rlflow.errors import UserError
+from rlflow.storage.draft import of_rank
 
 SURPLUS = "surplus"
 UNDER_WAY = "under-way"  # responses that were cut off, with their groups
@@ -51,7 +52,7 @@ def write_kept(folder: Path, name: str, kept: Kept, world_size: int) -> list[str
                 tensors |= {key: data.values, f"{key}/{LENGTHS}": data.lengths}
             elif data is not None:  # else it stayed on another rank
                 lists[key] = data
-    path = _of_rank(folder, name, kept.rank, world_size)
+    path = folder / of_rank(name, kept.rank, world_size)
     save_file({key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()}, f"{path}.safetensors")
     devices = {key: tensor.device.type for key, tensor in tensors.items()}
     Path(f"{path}.json").write_text(json.dumps({"lists": lists, "devices": devices}))
@@ -113,10 +114,6 @@ def read_kept(folder: Path, name: str, like: Kept, device: torch.device) -> Kept
     return Kept(like.rank, spaces, values).trimmed()
 
 
-def _of_rank(folder: Path, name: str, rank: int, world_size: int) -> Path:
-    return folder / f"{name}-{rank:05d}-of-{world_size:05d}"
-
-
 def _columns(name: str, value: KeptValue) -> Iterator[tuple[str, Any]]:
     """The columns of this rank's rows under the names of their tensors."""
     for column in columns(value.annotation) if value.rows is not None else ():
@@ -148,7 +145,7 @@ class _Written:
 
     def _part(self, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if rank not in self._parts:
-            path = _of_rank(self._folder, self._name, rank, self._ranks)
+            path = self._folder / of_rank(self._name, rank, self._ranks)
             self._parts[rank] = load_file(f"{path}.safetensors"), json.loads(Path(f"{path}.json").read_text())
         return self._parts[rank]
 

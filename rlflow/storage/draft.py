@@ -18,6 +18,11 @@ from rlflow.storage.tensors import sha256, sync
 PAUSES = (0.01, 1.0)  # seconds between looks at the folder: the first, and the longest
 
 
+def of_rank(name: str, rank: int, world_size: int) -> str:
+    """What a file is called that each rank has one of, without its suffix."""
+    return f"{name}-{rank:05d}-of-{world_size:05d}"
+
+
 @dataclass(frozen=True)
 class Record:
     """What one rank wrote.
