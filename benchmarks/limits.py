@@ -18,7 +18,7 @@ from rlflow.configuration import read_simulate
 from rlflow.memory import memories
 from rlflow.models.sizes import KNOWN, ModelSize
 from rlflow.simulate.hardware import PRESETS, Hardware
-from rlflow.simulate.storage import run_phases
+from rlflow.simulate.run_phases import run_phases
 from rlflow.workload import RoleTraining, Workload
 
 CONFIG = Path(__file__).parents[1] / "configs" / "grpo_math_16nodes.yaml"

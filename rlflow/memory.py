@@ -9,7 +9,7 @@ from rlflow.dag.tasks import Exchange, rank_ranges
 from rlflow.data.layout import Layout
 from rlflow.models.logprobs import CHUNK_ELEMENTS
 from rlflow.models.sizes import ModelSize
-from rlflow.storage.space import in_bytes as in_bytes
+from rlflow.storage.space import in_bytes
 from rlflow.workload import RoleTraining, Workload
 
 # Activations of a layer for a token, bytes for each number of its width, with 16 bits a number and attention that keeps

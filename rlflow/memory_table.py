@@ -10,12 +10,13 @@ import torch
 from rlflow.dag.node import ROLLOUT
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
-from rlflow.memory import in_bytes, memories, memory_lines
+from rlflow.memory import memories, memory_lines
 from rlflow.models.sizes import size_of
 from rlflow.module import RLModule
 from rlflow.placement import handles
 from rlflow.preparation import Prepared
 from rlflow.rollout.engine import RolloutEngine
+from rlflow.storage.space import in_bytes
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.workload import Lengths, Workload, engine_here, loaded_role
 

@@ -13,9 +13,9 @@ import psutil
 import torch
 
 from rlflow.errors import UserError, one_line
-from rlflow.memory import in_bytes
 from rlflow.models.handle import ModelHandle
 from rlflow.rollout.engine import RolloutEngine
+from rlflow.storage.space import in_bytes
 from rlflow.strategies.strategy import TrainingStrategy
 
 # What torch, CUDA's libraries and vLLM say of it where their error is of no class of its own, or of another process

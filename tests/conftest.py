@@ -16,6 +16,7 @@ from tests.ranks import RankPool, return_freed_memory
 
 os.environ["RLFLOW_CACHE"] = ""  # nothing is kept for later runs
 os.environ["DS_ACCELERATOR"] = "cpu"  # the ranks of tests import deepspeed before a strategy has a device
+PLACE_AT_FIRST = {name: os.environ[name] for name in PLACE if name in os.environ}
 settings.register_profile("rlflow", deadline=None)  # a busy machine is no fault
 settings.load_profile("rlflow")
 
@@ -31,12 +32,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _leaves_no_place_in_a_job() -> Iterator[None]:
     """A run that finds one believes that its other ranks are started by somebody else, and waits for them."""
-    before = {name: os.environ[name] for name in PLACE if name in os.environ}
     yield
     after = {name: os.environ[name] for name in PLACE if name in os.environ}
-    for name in after.keys() - before.keys():
+    for name in after.keys() - PLACE_AT_FIRST.keys():
         del os.environ[name]
-    assert after == before
+    assert after == PLACE_AT_FIRST
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -115,9 +115,10 @@ def keep_counts(key: str, counts: Tensor) -> None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as file:
-            file.write(save({"counts": counts}, _metadata(counts)))
-        os.replace(file.name, folder / f"{key}.safetensors")
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as draft:
+            written = Path(draft) / "counts"
+            written.write_bytes(save({"counts": counts}, _metadata(counts)))
+            os.replace(written, folder / f"{key}.safetensors")
     except OSError as error:
         print(
             f"lengths of prompts are not kept for later runs ({one_line(error)}); set {CACHE_VARIABLE} to a folder with"

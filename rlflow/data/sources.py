@@ -269,9 +269,5 @@ def _existing(path: str, folder: bool = False) -> Path:
     return found
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def _start(line: bytes) -> str:
     return repr(line[:60].decode(errors="replace"))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlflow.memory import in_bytes, memory_lines
+from rlflow.memory import memory_lines
 from rlflow.simulate.designs import DESIGNS, MEANING
+from rlflow.simulate.run_phases import phase_lines
 from rlflow.simulate.simulation import Predicted, Simulation
-from rlflow.simulate.storage import phase_lines
 from rlflow.simulate.timeline import Timeline
+from rlflow.storage.space import in_bytes
 
 
 def screen(simulation: Simulation) -> Iterator[str]:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rlflow.memory import in_bytes
 from rlflow.phases import loading_bytes, phases, resting_bytes
 from rlflow.simulate.costs import gather_seconds
 from rlflow.simulate.hardware import Hardware
+from rlflow.storage.space import in_bytes
 from rlflow.workload import LoadedRole, Workload
 
 FLOAT32 = 4

@@ -15,7 +15,7 @@ from rlflow.module import RLModule
 from rlflow.placement import Placed
 from rlflow.simulate.designs import DESIGNS, Design, works
 from rlflow.simulate.hardware import Hardware
-from rlflow.simulate.storage import Phase, run_phases
+from rlflow.simulate.run_phases import Phase, run_phases
 from rlflow.simulate.timeline import Timeline, scheduled
 from rlflow.simulate.workload import read_workload
 from rlflow.trainer import Trainer

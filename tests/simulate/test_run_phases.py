@@ -11,7 +11,7 @@ import pytest
 from rlflow.data.layout import Layout
 from rlflow.models.sizes import ModelSize
 from rlflow.simulate.hardware import PRESETS
-from rlflow.simulate.storage import Phase, phase_lines, run_phases
+from rlflow.simulate.run_phases import Phase, phase_lines, run_phases
 from rlflow.workload import Lengths, LoadedRole, RoleTraining
 
 # 3,850 parameters; the largest piece is an embedding of 1,000
