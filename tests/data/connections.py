@@ -32,6 +32,7 @@ def is_socket(number: str) -> bool:
 
 if __name__ == "__main__":
     ranks = int(sys.argv[1])
+    os.environ.pop("TORCH_GLOO_LAZY_INIT", None)  # a run in the process that starts this one sets it
     if "when-used" in sys.argv:
         connect_when_used()
     store, groups = dist.HashStore(), {}
