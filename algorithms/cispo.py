@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlflow import PerSample, PerToken
-from rlflow.functional import cispo_loss
+from rlflow.functional import cispo_loss, log_ratio
 
 from .grpo import GRPO
 
@@ -22,6 +22,6 @@ class CISPO(GRPO):
     unused: ClassVar[tuple[str, ...]] = ("clip_low", "dual_clip")
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:
-        capped = (logprobs.detach() - old_logprobs).exp() > 1 + self.clip_high
+        capped = log_ratio(logprobs.detach(), old_logprobs).exp() > 1 + self.clip_high
         self.log("actor/clip_fraction", capped.to(logprobs.dtype), mask)
         return cispo_loss(logprobs, old_logprobs, advantages, self.clip_high)

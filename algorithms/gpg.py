@@ -20,7 +20,7 @@ class GPG(PolicyGradient):
     group_size: int = 8
 
     compares_group: ClassVar[bool] = True
-    unused: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
+    unused: ClassVar[tuple[str, ...]] = ("anchor", "clip_low", "clip_high", "dual_clip")
 
     @node
     def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:

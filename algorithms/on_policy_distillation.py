@@ -29,8 +29,8 @@ class OnPolicyDistillation(PolicyGradient):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """The advantages are made of them."""
-        return True
+        """The advantages are made of them, or of the engine's."""
+        return self.anchor == "old"
 
     def configure_models(self) -> None:
         super().configure_models()
@@ -41,7 +41,10 @@ class OnPolicyDistillation(PolicyGradient):
         return self.teacher.logprobs(rollout)
 
     @node
-    def advantages(self, rollout: Rollout, teacher_logprobs: PerToken, old_logprobs: PerToken) -> PerToken:
-        reverse_kl = old_logprobs - teacher_logprobs
+    def advantages(
+        self, rollout: Rollout, teacher_logprobs: PerToken, old_logprobs: PerToken | None = None
+    ) -> PerToken:
+        sampled = rollout.logprobs if old_logprobs is None else old_logprobs
+        reverse_kl = sampled - teacher_logprobs
         self.log("actor/teacher_kl", reverse_kl, rollout.loss_mask)
         return -reverse_kl

@@ -20,7 +20,14 @@ class OPO(PolicyGradient):
     group_size: int = 8
 
     compares_group: ClassVar[bool] = True
-    unused: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip", "epochs", "samples_per_update")
+    unused: ClassVar[tuple[str, ...]] = (
+        "anchor",
+        "clip_low",
+        "clip_high",
+        "dual_clip",
+        "epochs",
+        "samples_per_update",
+    )
 
     @node
     def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from rlflow import (
     AdaptiveCoefficient,
@@ -30,6 +30,8 @@ from rlflow.functional import (
     ppo_is_clipped,
 )
 
+Anchor = Literal["old", "rollout"]
+
 
 @dataclass(eq=False)
 class PolicyGradient(RLModule):
@@ -46,9 +48,11 @@ class PolicyGradient(RLModule):
         temperature: Of sampling.
         clip_low: How far the ratio may fall below 1 and still count.
         clip_high: How far the ratio may rise above 1 and still count.
+        anchor: Whose logprobs stand below the ratio: the trainer's at the start of the step (`old`), or the engine's
+            when it sampled (`rollout`), with no pass for old ones and no importance weight, which would correct twice.
         dual_clip: Ratio, above 1, from which a negative advantage no longer counts (arXiv 1912.09729); None is off.
         kl_coef: Weight of the KL divergence from the reference; 0 leaves the reference out.
-        kl_kind: Its estimator; k2 or k3+ in a loss, k1 in a reward have the gradient of KL (arXiv 2512.21852).
+        kl_kind: Its estimator; k3-ratio in a loss, k1 in a reward have the gradient of KL (arXiv 2512.21852).
         kl_in_reward: Take the divergence off the rewards instead of adding it to the loss.
         kl_target: Adapt `kl_coef` to hold the divergence per token here (arXiv 1909.08593); needs `kl_in_reward`.
         kl_horizon: Samples over which `kl_coef` adapts.
@@ -76,8 +80,9 @@ class PolicyGradient(RLModule):
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
+    anchor: Anchor = "old"
     kl_coef: float = 0.0
-    kl_kind: KLEstimator = "k3"
+    kl_kind: KLEstimator = "k3-ratio"
     kl_in_reward: bool = False
     kl_target: float | None = None
     kl_horizon: float = 10_000.0
@@ -98,6 +103,7 @@ class PolicyGradient(RLModule):
     compares_group: ClassVar[bool] = False  # whether advantages are relative to other samples of the prompt
     unused: ClassVar[tuple[str, ...]] = ()  # settings that the algorithm has no use for
     choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "anchor": get_args(Anchor),
         "kl_kind": get_args(KLEstimator),
         "loss_aggregation": get_args(Aggregation),
     }
@@ -117,6 +123,8 @@ class PolicyGradient(RLModule):
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether a node scores the samples before the first update of a step."""
+        if self.anchor == "rollout":
+            return False
         draws_dropout = self.lora is not None and self.lora.dropout > 0  # so training scores are not the policy's own
         return self.epochs > 1 or self.samples_per_update is not None or self._restrains_reward or draws_dropout
 
@@ -166,8 +174,9 @@ class PolicyGradient(RLModule):
         return self.actor.logprobs(rollout)
 
     @node
-    def kl_penalty(self, rollout: Rollout, old_logprobs: PerToken, ref_logprobs: PerToken) -> PerToken:
-        kl = kl_estimate(old_logprobs, ref_logprobs, self.kl_kind)
+    def kl_penalty(self, rollout: Rollout, ref_logprobs: PerToken, old_logprobs: PerToken | None = None) -> PerToken:
+        sampled = rollout.logprobs if old_logprobs is None else old_logprobs
+        kl = kl_estimate(sampled, ref_logprobs, self.kl_kind)
         coefficient, mask = self.kl.value, rollout.loss_mask
         self.kl.update(float(self.mean(kl, mask)), rows=len(self.all_rows(rollout.lengths)))
         self.log("actor/kl_coef", kl.new_tensor(coefficient))
@@ -183,7 +192,7 @@ class PolicyGradient(RLModule):
     ) -> PerToken:
         mask = rollout.loss_mask
         logprobs, entropy = self.actor.score(rollout)
-        old = logprobs.detach() if old_logprobs is None else old_logprobs
+        old = self.anchored(rollout, logprobs, old_logprobs)
         loss = self.surrogate(logprobs, old, advantages, mask)
         if loss.dim() == 1:  # of whole sequences: the mean over a sequence's tokens is the sequence's
             loss = loss[:, None].expand_as(logprobs)
@@ -195,15 +204,27 @@ class PolicyGradient(RLModule):
             loss = loss - self.entropy_coef * entropy
         if ref_logprobs is None:
             return loss
-        kl = kl_estimate(logprobs, ref_logprobs, self.kl_kind)
+        kl = self.divergence(logprobs, ref_logprobs, old, mask)
         self.log("actor/kl", kl.detach(), mask)
         return loss if self.kl_in_reward else loss + self.kl_coef * kl
+
+    def anchored(self, rollout: Rollout, logprobs: PerToken, old_logprobs: PerToken | None) -> PerToken:
+        """The logprobs below the ratio, `[B, T]` without gradient, as `anchor` says."""
+        if self.anchor == "rollout":
+            return rollout.logprobs
+        return logprobs.detach() if old_logprobs is None else old_logprobs  # one update a step: old is the trained one
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: PerToken) -> PerToken:
         """The loss whose gradient is the policy gradient, `[B, T]`, or `[B]` of whole sequences."""
         clips = self.clip_low, self.clip_high, self.dual_clip
         self.log("actor/clip_fraction", ppo_is_clipped(logprobs, old_logprobs, advantages, *clips), mask)
         return ppo_clip_loss(logprobs, old_logprobs, advantages, *clips)
+
+    def divergence(
+        self, logprobs: PerToken, ref_logprobs: PerToken, old_logprobs: PerToken, mask: PerToken
+    ) -> PerToken:
+        """The KL from the reference that is added to the loss and logged, `[B, T]`."""
+        return kl_estimate(logprobs, ref_logprobs, self.kl_kind, old_logprobs)
 
     def outcome(self, rollout: Rollout, model_scores: PerSample | None, name: str = "reward") -> PerSample:
         """What responses are worth: their score and the overlong penalty; logged under `name`."""
@@ -250,6 +271,11 @@ def _check(module: PolicyGradient) -> None:
         raise UserError(f"`clip_low` is {module.clip_low} and `clip_high` is {module.clip_high}; give both 0 or more")
     if module.dual_clip is not None and not module.dual_clip > 1:
         raise UserError(f"`dual_clip` is {module.dual_clip}; a ratio above 1 (3 in the paper), or null for none")
+    if module.anchor == "rollout" and module.importance is not None:
+        raise UserError(
+            "`anchor` is 'rollout', so the ratio itself corrects for what the engine sampled, and `importance` would"
+            " correct twice; set `importance` to null"
+        )
     if module.kl_coef < 0:
         raise UserError(f"`kl_coef` is {module.kl_coef}; give 0 or more")
     if module.reference_path is not None and module.kl_coef == 0:

@@ -31,6 +31,7 @@ from rlflow.functional.policy_losses import (
     ppo_is_clipped,
 )
 from rlflow.functional.preference import bradley_terry_loss, dpo_loss, preference_accuracy
+from rlflow.functional.ratios import log_ratio
 from rlflow.functional.returns import gae, last_token_rewards, reinforce_returns
 from rlflow.functional.value_losses import value_loss
 from rlflow.functional.whitening import merge_moments, moments, standardize, whiten
@@ -57,6 +58,7 @@ __all__ = [
     "importance_weights",
     "kl_estimate",
     "last_token_rewards",
+    "log_ratio",
     "loss_count",
     "loss_sum",
     "loss_weights",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
+from rlflow.functional.ratios import bounded, log_ratio
 from rlflow.functional.shapes import token_mean, token_sum
 
 ImportanceLevel = Literal["token", "sequence", "geometric"]
@@ -53,12 +54,12 @@ def importance_weights(
         UserError: The level or mode does not exist, or `low` exceeds `high`.
     """
     _check(level, mode, low, high)
-    d = old_logprobs.detach() - rollout_logprobs.detach()
+    d = log_ratio(old_logprobs.detach(), rollout_logprobs)
     if level == "sequence":
         d = token_sum(d, mask).unsqueeze(1).expand_as(d)
     elif level == "geometric":
         d = token_mean(d, mask).unsqueeze(1).expand_as(d)
-    weights = d.exp()
+    weights = bounded(d).exp()
     if mode == "truncate":
         weights = weights.clamp(max=high)
     else:

@@ -1,9 +1,9 @@
 """Surrogate losses of policy gradients, per token `[B, T]` or, where the method is, per sample `[B]`.
 
-With `r_t = exp(logprobs_t - old_logprobs_t)` everywhere. Gradients flow through `logprobs` alone: old logprobs and
-advantages are detached. Losses per token are not masked here; what stands on padding has no part in `aggregate`.
-With one update per step, `logprobs.detach()` serves as `old_logprobs`: the ratio is exactly 1 and the gradient that of
-REINFORCE.
+With `r_t = exp(log_ratio(logprobs_t, old_logprobs_t))` everywhere. Gradients flow through `logprobs` alone: old
+logprobs and advantages are detached. Losses per token are not masked here; what stands on padding has no part in
+`aggregate`. With one update per step, `logprobs.detach()` serves as `old_logprobs`: the ratio is exactly 1 and the
+gradient that of REINFORCE.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from rlflow.functional.ratios import log_ratio
 from rlflow.functional.shapes import beside_tokens, per_sample, token_mean
 
 
@@ -129,8 +130,8 @@ def cpgd_drift(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     Returns:
         `[B, T]`.
     """
-    log_ratio = logprobs - old_logprobs.detach()
-    return log_ratio.expm1() - log_ratio
+    log_r = log_ratio(logprobs, old_logprobs)
+    return log_r.expm1() - log_r
 
 
 def gspo_loss(
@@ -151,7 +152,7 @@ def gspo_loss(
     Returns:
         `[B]`.
     """
-    ratio = token_mean(logprobs - old_logprobs.detach(), mask).exp()
+    ratio = token_mean(log_ratio(logprobs, old_logprobs), mask).exp()
     advantages = per_sample(advantages.detach(), len(logprobs))
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
 
@@ -164,7 +165,7 @@ def gspo_is_clipped(
     Returns:
         `[B]`, detached, in the dtype of `logprobs`.
     """
-    mean_log_ratio = token_mean(logprobs - old_logprobs, mask)
+    mean_log_ratio = token_mean(log_ratio(logprobs, old_logprobs), mask)
     advantages = per_sample(advantages, len(logprobs))
     return ppo_is_clipped(mean_log_ratio, torch.zeros_like(mean_log_ratio), advantages, clip_low, clip_high)
 
@@ -188,12 +189,12 @@ def gmpo_loss(
     Returns:
         `[B]`.
     """
-    log_ratio = logprobs - old_logprobs.detach()
+    log_r = log_ratio(logprobs, old_logprobs)
     advantages = per_sample(advantages.detach(), len(logprobs))
-    clipped = torch.where(advantages.unsqueeze(1) > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    clipped = torch.where(advantages.unsqueeze(1) > 0, log_r.clamp(max=clip_high), log_r.clamp(min=-clip_low))
     return -advantages * token_mean(clipped, mask).exp()
 
 
 def _ratio_and_advantages(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    ratio = (logprobs - old_logprobs.detach()).exp()
+    ratio = log_ratio(logprobs, old_logprobs).exp()
     return ratio, beside_tokens(advantages.detach(), ratio)

@@ -20,7 +20,7 @@ def policy_loss(
     dual_clip: float | None = None,
     importance: Importance | None = Importance(),
     kl_coef: float = 0.0,
-    kl_kind: KLEstimator = "k3",
+    kl_kind: KLEstimator = "k3-ratio",
     entropy_coef: float = 0.0,
 ) -> PerToken:
     """`w_t surrogate_t + kl_coef KL_t - entropy_coef H_t`, the loss of `rlflow.algorithms.PolicyGradient`, `[B, T]`.
@@ -38,7 +38,7 @@ def policy_loss(
         dual_clip: Ratio, above 1, from which a negative advantage no longer counts (arXiv 1912.09729); None is off.
         importance: Correction for the gap between rollout and training logprobs; None is off.
         kl_coef: Weight of the KL divergence from the reference.
-        kl_kind: Its estimator; k2 and k3+ have the gradient of KL (arXiv 2512.21852).
+        kl_kind: Its estimator; k3-ratio has the gradient of KL, see `rlflow.functional.kl_estimate`.
         entropy_coef: Weight of the entropy bonus.
     """
     mask, clips = rollout.loss_mask, (clip_low, clip_high, dual_clip)
@@ -54,6 +54,6 @@ def policy_loss(
         loss = loss - entropy_coef * entropy
     if ref_logprobs is None:
         return loss
-    kl = kl_estimate(logprobs, ref_logprobs, kl_kind)
+    kl = kl_estimate(logprobs, ref_logprobs, kl_kind, old)
     self.log("actor/kl", kl.detach(), mask)
     return loss + kl_coef * kl

@@ -25,6 +25,11 @@ LEAST = {"rollout", "rewards", "advantages", "actor_loss"}
         ({"samples_per_update": 4}, {"old_logprobs"}),
         ({"kl_coef": 0.1, "kl_in_reward": True}, {"ref_logprobs", "old_logprobs", "kl_penalty"}),
         ({"kl_in_reward": True}, set()),
+        ({"anchor": "rollout", "importance": None, "epochs": 2}, set()),
+        (
+            {"anchor": "rollout", "importance": None, "kl_coef": 0.1, "kl_in_reward": True, "kl_kind": "k1"},
+            {"ref_logprobs", "kl_penalty"},
+        ),
     ],
 )
 def test_grpo_has_the_nodes_that_its_settings_need(settings: dict[str, Any], more: set[str]) -> None:

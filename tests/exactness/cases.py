@@ -54,7 +54,7 @@ SEQUENCES = "sequence-mean-token-mean"
 REFERENCE = {"reference_path": "reference"}
 PAIRS = {"response": "answer", "rejected": "worse"}
 BETA = 0.3
-GRPO = of_samples("grpo", clip_high=0.28, kl_coef=0.3)
+GRPO = of_samples("grpo", clip_high=0.28, kl_coef=0.3, kl_kind="k3-ratio")
 
 CASES = {
     "GRPO": Case("GRPO", GRPO, models=REFERENCE),
@@ -138,6 +138,7 @@ VARIATIONS = {
     "dual clip": replace(CASES["GRPO"], objective=replace(GRPO, dual_clip=1.1)),
     "KL as k1": replace(CASES["GRPO"], objective=replace(GRPO, kl_kind="k1")),
     "KL as k2": replace(CASES["GRPO"], objective=replace(GRPO, kl_kind="k2")),
+    "KL as k3": replace(CASES["GRPO"], objective=replace(GRPO, kl_kind="k3")),
     "KL as abs": replace(CASES["GRPO"], objective=replace(GRPO, kl_kind="abs")),
 } | {
     mode: replace(CASES["GRPO"], objective=replace(GRPO, loss_aggregation=mode))

@@ -43,10 +43,40 @@ def test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2(known: dict[str, Any
     assert_close(expected_gradient("k3+"), known["kl_gradient"]["true_gradient"], rtol=0, atol=1e-7)
 
 
-def test_k3_is_the_default() -> None:
-    assert kl_estimate(torch.tensor(-1.0), torch.tensor(-2.0)) == kl_estimate(
-        torch.tensor(-1.0), torch.tensor(-2.0), "k3"
-    )
+def test_k3_ratio_is_the_default_and_on_policy_has_the_value_of_k3_and_the_gradient_of_k2(
+    known: dict[str, Any],
+) -> None:
+    logprobs, ref = torch.tensor([-1.0, -0.3]), torch.tensor([-2.0, -0.2])
+    assert kl_estimate(logprobs, ref).tolist() == kl_estimate(logprobs, ref, "k3").tolist()
+    assert_close(expected_gradient("k3-ratio"), known["kl_gradient"]["true_gradient"], rtol=0, atol=1e-7)
+
+
+def test_k3_ratio_alone_has_the_gradient_of_kl_for_tokens_that_another_policy_sampled() -> None:
+    old, ref = (torch.tensor([x, 0.0], dtype=torch.float64).log_softmax(0) for x in (0.2, -0.5))
+
+    def gradient(of: str) -> float:
+        logits = torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True)
+        pi = logits.log_softmax(0)
+        if of == "KL":
+            (pi.exp() * (pi - ref)).sum().backward()
+        else:
+            (old.exp() * kl_estimate(pi, ref, of, old)).sum().backward()  # type: ignore[arg-type]
+        assert logits.grad is not None
+        return logits.grad[0].item()
+
+    assert_close(gradient("k3-ratio"), gradient("KL"), rtol=0, atol=1e-12)
+    assert all(abs(gradient(kind) - gradient("KL")) > 0.02 for kind in ("k1", "k2", "k3", "k3+"))
+
+
+@pytest.mark.parametrize("kind", ["k3", "k3+", "k3-ratio"])
+@pytest.mark.parametrize("apart", [-89.5, 89.5])
+def test_policies_far_apart_leave_value_and_gradient_finite(kind: KLEstimator, apart: float) -> None:
+    logprobs = torch.tensor([apart], requires_grad=True)
+    value = kl_estimate(logprobs, torch.zeros(1), kind, torch.zeros(1))
+    value.sum().backward()
+    assert logprobs.grad is not None
+    assert value.isfinite().all()
+    assert logprobs.grad.isfinite().all()
 
 
 def test_k3_of_nearly_equal_policies_keeps_its_digits() -> None:

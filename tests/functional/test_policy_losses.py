@@ -97,6 +97,18 @@ def test_old_logprobs_and_advantages_are_detached(loss: Loss) -> None:
 
 
 @EVERY_LOSS
+@pytest.mark.parametrize("apart", [-89.5, 89.5])  # exp(89.5) is infinite in float32
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_policies_far_apart_leave_loss_and_gradient_finite(loss: Loss, apart: float, advantage: float) -> None:
+    logprobs = torch.tensor([[apart, 0.0]], requires_grad=True)
+    value = loss(logprobs, torch.zeros(1, 2), torch.tensor([advantage]), torch.ones(1, 2))
+    value.sum().backward()
+    assert logprobs.grad is not None
+    assert value.isfinite().all()
+    assert logprobs.grad.isfinite().all()
+
+
+@EVERY_LOSS
 def test_one_advantage_per_sample_may_be_a_column_or_not(loss: Loss) -> None:
     new, old, advantages, mask = (x[:, :4] if x.dim() == 2 else x for x in samples())  # square: B = T = 4
     assert_close(loss(new, old, advantages, mask), loss(new, old, advantages[:, None], mask))

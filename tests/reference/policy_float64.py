@@ -385,7 +385,8 @@ def _loss(s: Scored, advantages: list[float], objective: Objective) -> list[Tens
         losses = [loss * w for loss, w in zip(losses, weights, strict=True)]
     if objective.kl_coef and not objective.kl_in_reward:
         assert s.ref is not None
-        terms = [surrogates.divergence(n, r, objective.kl_kind) for n, r in zip(s.new, s.ref, strict=True)]
+        tokens = zip(s.new, s.ref, s.old, strict=True)
+        terms = [surrogates.divergence(n, r, objective.kl_kind, o) for n, r, o in tokens]
         losses = [loss + objective.kl_coef * term for loss, term in zip(losses, terms, strict=True)]
     return [loss - objective.entropy_coef * entropy for loss, entropy in zip(losses, s.entropy, strict=True)]
 

@@ -101,8 +101,11 @@ def importance(old: Numbers, rollout: Numbers, level: str, mode: str, low: float
     return [ratio if low <= ratio <= high else 0.0 for ratio in ratios]
 
 
-def divergence(new: Tensor, ref: float, kind: str) -> Tensor:
-    """An estimate of `KL(pi || ref)` at a token that `pi` sampled: http://joschu.net/blog/kl-approx.html."""
+def divergence(new: Tensor, ref: float, kind: str, old: float | None = None) -> Tensor:
+    """An estimate of `KL(pi || ref)` at a token that `pi`, or for k3-ratio `old`, sampled.
+
+    http://joschu.net/blog/kl-approx.html, and k3-ratio of DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
+    """
     log_ratio = ref - new  # log r there
     if kind == "k1":
         return -log_ratio
@@ -114,6 +117,8 @@ def divergence(new: Tensor, ref: float, kind: str) -> Tensor:
         return torch.abs(log_ratio)
     if kind == "k3+":  # the value of k3, the gradient of k2, which is the log ratio
         return ((torch.exp(log_ratio) - 1) - log_ratio).detach() - log_ratio.detach() * (new - new.detach())
+    if kind == "k3-ratio":  # pi / old (ref / pi - ln(ref / pi) - 1)
+        return torch.exp(new - (new.item() if old is None else old)) * (torch.exp(log_ratio) - log_ratio - 1)
     raise ValueError(kind)
 
 

@@ -36,7 +36,7 @@ def test_an_update_of_grpo_in_any_micro_batches_is_that_of_the_reference(
     tmp_path: Path, packing: bool, token_budget: int, mode: str
 ) -> None:
     policy, reference = write_model(tmp_path / "policy", seed=0), write_model(tmp_path / "reference", seed=1)
-    objective = Objective(clip_high=0.28, kl_coef=0.1, temperature=0.8, loss_aggregation=mode)
+    objective = Objective(clip_high=0.28, kl_coef=0.1, kl_kind="k3-ratio", temperature=0.8, loss_aggregation=mode)
     samples = ragged_samples()
     expected = policy_update(policy, samples, objective, Step(lr=LR), Folders(reference))
 
@@ -76,7 +76,7 @@ def backward(
         old, rollout = logprobs_of(part)
         per_token = ppo_clip_loss(logprobs, old, advantages[index], objective.clip_low, objective.clip_high)
         per_token = per_token * importance_weights(old, rollout, micro.loss_mask)
-        per_token = per_token + objective.kl_coef * kl_estimate(logprobs, ref_logprobs[index, :width])
+        per_token = per_token + objective.kl_coef * kl_estimate(logprobs, ref_logprobs[index, :width], "k3-ratio", old)
         weights = loss_weights(micro.loss_mask, objective.loss_aggregation)  # type: ignore[arg-type]
         share = loss_sum(per_token, weights) / total
         strategy.backward("actor", share, last=index is parts[-1])
