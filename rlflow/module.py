@@ -25,7 +25,7 @@ class StepContext(Protocol):
 
     def generate(self, batch: Batch, n: int, sampling: Sampling) -> Rollout: ...
 
-    def score(self, reward: Reward, rollout: Rollout, name: str) -> Tensor: ...
+    def score(self, reward: Reward, rollout: Rollout, name: str) -> tuple[Tensor, dict[str, Tensor]]: ...
 
     def log(self, name: str, x: Tensor, mask: Tensor | None) -> None: ...
 
@@ -117,6 +117,31 @@ class RLModule:
             rollout: The samples, where they were made.
             name: Under which it is logged: `<name>/mean`, and each of its parts.
         """
+        return self._scored(rollout, name)[0]
+
+    def reward_parts(self, rollout: Rollout, name: str = "reward") -> dict[str, PerSample]:
+        """What the module's `reward` is made of: `[B]` float32 by the part's name, the same names on all ranks.
+
+        The parts of a `WeightedSum`, before they are weighted, or those of a dict that a reward's function returns. It
+        scores as `reward_function` does, so call one of the two. A node hands parts on as `dict[str, PerSample]`, or as
+        a frozen dataclass of `PerSample` that it makes from them.
+
+        Args:
+            rollout: The samples, where they were made.
+            name: Under which it is logged: `<name>/mean`, and each of its parts.
+
+        Raises:
+            UserError: The reward gives a number alone. Reading a part that it lacks is one too, on all ranks alike.
+        """
+        parts = self._scored(rollout, name)[1]
+        if not parts:
+            raise UserError(
+                f"{type(self).__name__} reads the reward's parts, and {self.reward} gives one number alone; set"
+                " `module.reward` to a WeightedSum, or to a function that returns a dict of names to numbers"
+            )
+        return parts
+
+    def _scored(self, rollout: Rollout, name: str) -> tuple[Tensor, dict[str, Tensor]]:
         if self.reward is None:
             raise UserError(f"{type(self).__name__} has no reward to score responses with; set `module.reward`")
         return self._running().score(self.reward, rollout, name)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlflow.dag.node import Node
-from rlflow.data.batch import Batch, Rollout, to_device
+from rlflow.data.batch import Batch, Parts, Rollout, to_device
 from rlflow.data.host_copy import on_device
 from rlflow.data.layout import Layout
+from rlflow.data.message import from_message, to_message
 from rlflow.data.rows import RowSpace
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
@@ -105,22 +108,55 @@ class NodeContext:
             )
         self.under_way = under_way(rollout, sampling.max_tokens)
 
-    def score(self, reward: Reward, rollout: Rollout, name: str) -> Tensor:
+    def score(self, reward: Reward, rollout: Rollout, name: str) -> tuple[Tensor, Parts]:
         now = self._outside_training("reward_function")
         if rollout.texts is None or rollout.rows is None:
             raise UserError(
                 f"node `{now.node.id}` scores rows that were moved; texts stay on the rank that made them."
                 " Score in a node without a role"
             )
-        scores = scored(reward, rollout.texts, rollout.rows)
+        scores = self._scored_alike(reward, rollout.texts, rollout.rows, now)
         self._on_scores(rollout, scores)
         totals = torch.tensor(scores.total, dtype=self._dtype)
+        parts = Parts({part: torch.tensor(of_part, dtype=self._dtype) for part, of_part in scores.parts.items()})
         self.log(f"{name}/mean", totals, None)
-        for part_name, part in scores.parts.items():
-            self.log(f"{name}/{part_name}", torch.tensor(part, dtype=self._dtype), None)
+        for part_name, part in parts.items():
+            self.log(f"{name}/{part_name}", part, None)
         if self._speaks(now):
             self._metrics.sum(f"{name}/errors", float(scores.errors))
-        return on_device(totals, self._device)
+        return on_device(totals, self._device), to_device(parts, self._device)
+
+    def _scored_alike(
+        self, reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]], now: Running
+    ) -> Scores:
+        """The scores of this rank's samples, with the parts that all ranks have; ranks without samples have them too.
+
+        Raises:
+            UserError: On all ranks alike: scoring failed on one, or two have other parts.
+        """
+        try:
+            scores, problem = scored(reward, texts, rows), ""
+        except UserError as error:
+            scores, problem = Scores([]), str(error)
+        failed_all = scores.errors == len(scores.total)  # as where there are no samples
+        here = {"problem": problem, "parts": None if failed_all and not scores.parts else sorted(scores.parts)}
+        ranks = [json.loads(from_message(each)) for each in self._gather_bytes(json.dumps(here).encode(), now)]
+        for rank in ranks:
+            if rank["problem"]:
+                raise UserError(rank["problem"])
+        known = [rank["parts"] for rank in ranks if rank["parts"] is not None]
+        for names in known:
+            if other := sorted(set(names) ^ set(known[0])):
+                raise UserError(
+                    f"{reward} gave part `{other[0]}` for some samples and not for others; return the same parts for"
+                    " every response"
+                )
+        names = known[0] if known else []
+        return replace(scores, parts={name: scores.parts.get(name, [0.0] * len(scores.total)) for name in names})
+
+    def _gather_bytes(self, message: bytes, now: Running) -> list[Tensor]:
+        """The messages of all ranks of the node."""
+        return self._transport.all_gather_ragged(to_message(message), now.layout.ranks)
 
     def log(self, name: str, x: Tensor, mask: Tensor | None) -> None:
         if not self._speaks(self._now()):

@@ -16,6 +16,8 @@ def type_name(annotation: Any) -> str:
     for name, alias in _ALIASES.items():
         if annotation == alias:
             return name
+    if get_origin(annotation) is dict:
+        return f"dict[{', '.join(map(type_name, get_args(annotation)))}]"
     if len(choices(annotation)) > 1:
         return " | ".join(type_name(choice) for choice in choices(annotation))
     if annotation is types.NoneType:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlflow.data.host_copy import is_on_host, joined, on_device, on_host, remember, rows_at
-from rlflow.errors import UserError
+from rlflow.errors import UserError, did_you_mean
 
 
 class Cut(Enum):
@@ -28,6 +28,7 @@ class Cut(Enum):
     RAGGED = "ragged"  # carries its own lengths
     JSON = "json"  # a list of B JSON-able objects
     SCALAR = "scalar"  # 0-dim: one number for the step, equal on all ranks
+    PARTS = "per sample, by name"  # a dict of names to [B] numbers of one dtype
 
 
 class Home:
@@ -39,6 +40,16 @@ PerToken = Annotated[Tensor, Cut.TOKEN]
 Scalar = Annotated[Tensor, Cut.SCALAR]
 Rows = Annotated[list[dict[str, Any]], Cut.JSON]
 Texts = Annotated[list[str], Cut.JSON]
+
+
+class Parts(dict[str, Tensor]):
+    """Numbers of each sample by name, `[B]` each, such as what a reward is made of; `dict[str, PerSample]` to nodes."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise UserError(
+            f"a node reads part `{name}`, which the reward lacks; its parts are [{', '.join(self)}]."
+            f"{did_you_mean(name, self)} Give the reward that part, or read another"
+        )
 
 
 @dataclass(frozen=True)
@@ -262,8 +273,8 @@ def columns(annotation: Any) -> tuple[Column, ...]:
     """The columns of a value of this annotated type; `None`, which is no value, has none.
 
     Raises:
-        TypeError: The type is none of `PerSample`, `PerToken`, `Scalar`, `Rows`, `Texts`, `Ragged`, nor a frozen
-            dataclass of them.
+        TypeError: The type is none of `PerSample`, `PerToken`, `Scalar`, `Rows`, `Texts`, `Ragged`,
+            `dict[str, PerSample]`, nor a frozen dataclass of them.
     """
     if annotation is NoneType:
         return ()
@@ -276,11 +287,13 @@ def columns(annotation: Any) -> tuple[Column, ...]:
 def _column(name: str, annotation: Any) -> Column:
     if annotation is Ragged:
         return Column(name, Cut.RAGGED)
+    if annotation == dict[str, PerSample]:
+        return Column(name, Cut.PARTS)
     marks = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     cuts = [mark for mark in marks if isinstance(mark, Cut)]
     if not cuts:
         place = f"field `{name}`" if name else "the value"
-        legal = "PerSample, PerToken, Ragged, Rows or Texts"
+        legal = "PerSample, PerToken, Ragged, Rows, Texts or dict[str, PerSample]"
         raise TypeError(f"{place} is {annotation!r}; rows can be cut of {legal} only")
     return Column(name, cuts[0], Home in marks)
 
@@ -325,6 +338,8 @@ def _take(column: Any, cut: Cut, index: Tensor) -> Any:
         return column.take(index)
     if cut is Cut.JSON:
         return [column[i] for i in on_host(index).tolist()]
+    if cut is Cut.PARTS:
+        return Parts({name: rows_at(part, index) for name, part in column.items()})
     return rows_at(column, index)
 
 
@@ -334,6 +349,8 @@ def _join(parts: list[Any], cut: Cut) -> Any:
         return None
     if cut is Cut.JSON:
         return [entry for part in parts for entry in part]
+    if cut is Cut.PARTS:
+        return Parts({name: _join([part[name] for part in parts], Cut.SAMPLE) for name in parts[0]})
     filled = [part for part in parts if len(part)] or parts[:1]  # what has no row need not have a shape or dtype either
     if cut is Cut.RAGGED:
         return Ragged(joined([part.values for part in filled]), joined([part.lengths for part in filled]))
@@ -350,6 +367,8 @@ def to_device(value: Any, device: torch.device) -> Any:
     """The value with its tensors on `device`, see `on_device`; lists stay as they are."""
     if isinstance(value, Tensor):
         return on_device(value, device)
+    if isinstance(value, dict):
+        return Parts({name: on_device(part, device) for name, part in value.items()})
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     moved = {field.name: to_device(getattr(value, field.name), device) for field in dataclasses.fields(value)}

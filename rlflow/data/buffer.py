@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlflow.data.batch import Cut, Ragged, columns
+from rlflow.data.batch import Cut, Parts, Ragged, columns
 from rlflow.data.exchange import Exchange
 from rlflow.data.layout import Layout
 from rlflow.data.rows import RowSpace
@@ -70,6 +70,8 @@ class DataBuffer:
         if name in self._values:
             self.free(name)
         lengths = space.lengths if lengths is None else lengths
+        if isinstance(value, dict):
+            value = Parts(value)
         if value is not None:
             _check(name, value, annotation, lengths[space.held(layout, self._transport.rank)])
         self._values[name] = _Made(value, annotation, space, layout, lengths, _nbytes(value, annotation))
@@ -222,7 +224,14 @@ class _Made:
     copies: dict[tuple[Layout, RowSpace], _Copy] = field(default_factory=dict)
 
 
-_TYPES = {Cut.SAMPLE: Tensor, Cut.TOKEN: Tensor, Cut.SCALAR: Tensor, Cut.RAGGED: Ragged, Cut.JSON: list}
+_TYPES = {
+    Cut.SAMPLE: Tensor,
+    Cut.TOKEN: Tensor,
+    Cut.SCALAR: Tensor,
+    Cut.RAGGED: Ragged,
+    Cut.JSON: list,
+    Cut.PARTS: dict,
+}
 _SHAPES = {Cut.SAMPLE: ("B",), Cut.TOKEN: ("B", "T"), Cut.SCALAR: ()}  # the least dimensions of tensors
 
 
@@ -246,6 +255,9 @@ def _check(name: str, value: Any, annotation: Any, lengths: Tensor) -> None:
             raise UserError(
                 f"{place} has shape {list(data.shape)} and is annotated {column.cut.value}: return [{shape}]"
             )
+        if column.cut is Cut.PARTS:
+            _check_parts(place, data, rows)
+            continue
         if column.cut is not Cut.SCALAR and len(data) != rows:
             raise UserError(f"{place} has {len(data)} rows where {rows} were read; return one for each, in their order")
         if column.cut is Cut.TOKEN and data.shape[1] < longest:
@@ -253,6 +265,24 @@ def _check(name: str, value: Any, annotation: Any, lengths: Tensor) -> None:
                 f"{place} is {data.shape[1]} tokens wide and the longest response has {longest}; "
                 "return [B, T] over the response tokens, right-padded"
             )
+
+
+def _check_parts(place: str, parts: dict[str, Tensor], rows: int) -> None:
+    """Refuse parts that are not one number a row each, all of one dtype."""
+    if not parts:
+        raise UserError(f"{place} has no part; return at least one, `[B]` by its name")
+    first = next(iter(parts.values()))
+    for name, part in parts.items():
+        _check_type(f"{place}[{name!r}]", part, Tensor)
+        if list(part.shape) != [rows] or part.dtype != first.dtype:
+            raise UserError(
+                f"{place}[{name!r}] has shape {list(part.shape)} and is {_dtype(part)} where {rows} rows were read and"
+                f" its first part is {_dtype(first)}; return one number for each row, [B], all of one dtype"
+            )
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _check_type(place: str, data: Any, expected: type) -> None:
@@ -273,4 +303,6 @@ def _nbytes(value: Any, annotation: Any) -> int:
             total += data.values.nbytes + data.lengths.nbytes
         elif isinstance(data, Tensor):
             total += data.nbytes
+        elif isinstance(data, dict):
+            total += sum(part.nbytes for part in data.values())
     return total

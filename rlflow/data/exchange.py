@@ -175,7 +175,7 @@ class Exchange:
             assert self._row_sizes_told is not None
             return self._row_sizes_told[self._sized.index(column)]
         rows, width = torch.cat(self._route.receives), self._forms[column.name].width
-        return torch.full_like(rows, width) if column.cut is Cut.SAMPLE else self._all_lengths[rows] * width
+        return self._all_lengths[rows] * width if column.cut is Cut.TOKEN else torch.full_like(rows, width)
 
     def _arrived(self) -> dict[str, RowBytes]:
         """The rows received, giver by giver, where they lie in the messages."""

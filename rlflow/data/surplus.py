@@ -27,12 +27,14 @@ from rlflow.data.kept import Kept, KeptValue
 from rlflow.data.layout import Layout
 from rlflow.data.partition import Partition
 from rlflow.data.rows import ARRAYS, RowSpace
+from rlflow.data.wire import stacked, unstacked
 from rlflow.errors import UserError
 from rlflow.storage.draft import of_rank
 
 SURPLUS = "surplus"
 UNDER_WAY = "under-way"  # responses that were cut off, with their groups
 LENGTHS = "lengths"  # of a ragged column, after its name
+NAMES = "names"  # of the parts of a column, likewise
 
 
 def flight_name(step: int) -> str:
@@ -48,6 +50,8 @@ def write_kept(folder: Path, name: str, kept: Kept, world_size: int) -> list[str
         for key, data in _columns(value_name, value):
             if isinstance(data, Tensor):
                 tensors[key] = data
+            elif isinstance(data, dict):
+                tensors[key], lists[f"{key}/{NAMES}"] = stacked(data), sorted(data)
             elif isinstance(data, Ragged):
                 tensors |= {key: data.values, f"{key}/{LENGTHS}": data.lengths}
             elif data is not None:  # else it stayed on another rank
@@ -138,6 +142,8 @@ class _Written:
             key = f"{name}/{column}"
             if cut is Cut.JSON:
                 return said["lists"].get(key)
+            if cut is Cut.PARTS:
+                return unstacked(tensor(key), said["lists"][f"{key}/{NAMES}"])
             return Ragged(tensor(key), tensor(f"{key}/{LENGTHS}")) if cut is Cut.RAGGED else tensor(key)
 
         read = {column.name: data(column.name, column.cut) for column in columns(value.annotation)}

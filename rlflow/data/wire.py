@@ -8,17 +8,17 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlflow.data.batch import Cut, Ragged
+from rlflow.data.batch import Cut, Parts, Ragged
 from rlflow.data.host_copy import on_device, on_host
 
-Data = Any  # of one column: a Tensor, a Ragged, or a list of JSON-able objects
+Data = Any  # of one column: a Tensor, a Ragged, a list of JSON-able objects, or Parts
 Piece = tuple[Tensor, int, int]  # bytes of a buffer: from the first offset up to the second
 
 _NARROW = 64  # bytes: rows up to here are gathered by index, where pieces would cost more than a copy
@@ -32,17 +32,23 @@ class Form:
         dtype: Of its tensor.
         entry: The shape of one entry: what follows `[B]`, `[B, T]`, or the one dimension of ragged values.
         device: The kind of device that holds it.
+        names: Of the parts of a `PARTS` column, in the order in which they lie in an entry.
     """
 
     dtype: torch.dtype
     entry: tuple[int, ...]
     device: str
+    names: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, cut: Cut, data: Data) -> Form:
         """The form of a column."""
         if cut is Cut.JSON:
             return cls(torch.uint8, (), "cpu")
+        if cut is Cut.PARTS:
+            names = tuple(sorted(data))
+            first = data[names[0]]
+            return cls(first.dtype, (len(names),), first.device.type, names)
         tensor: Tensor = data.values if cut is Cut.RAGGED else data
         entry_starts = {Cut.SAMPLE: 1, Cut.RAGGED: 1, Cut.TOKEN: 2, Cut.SCALAR: 0}[cut]
         return cls(tensor.dtype, tuple(tensor.shape[entry_starts:]), tensor.device.type)
@@ -54,12 +60,13 @@ class Form:
 
     def to_json(self) -> dict[str, Any]:
         """For ranks that hold nothing of the column."""
-        return {"dtype": str(self.dtype).removeprefix("torch."), "entry": self.entry, "device": self.device}
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "entry": self.entry, "device": self.device, "names": self.names}
 
     @classmethod
     def from_json(cls, form: dict[str, Any]) -> Form:
         """What `to_json` wrote."""
-        return cls(getattr(torch, form["dtype"]), tuple(form["entry"]), form["device"])
+        return cls(getattr(torch, form["dtype"]), tuple(form["entry"]), form["device"], tuple(form["names"]))
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,8 @@ def to_bytes(cut: Cut, data: Data, lengths: Tensor, rows: Tensor, device: torch.
         joined = bytearray(b"".join(texts))
         buffer = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
         return _in_a_row(on_device(buffer, device), torch.tensor([len(text) for text in texts], dtype=torch.int64))
+    if cut is Cut.PARTS:
+        return to_bytes(Cut.SAMPLE, stacked(data), lengths, rows, device)
     width = Form.of(cut, data).width
     if cut is Cut.SAMPLE:
         if width <= _NARROW:
@@ -128,6 +137,8 @@ def from_bytes(cut: Cut, form: Form, rows: RowBytes, order: Tensor) -> Data:
         rows: The bytes; the column may be a view of their buffer.
         order: `[n]` int64, which of `rows` each row of the column is; they may repeat.
     """
+    if cut is Cut.PARTS:
+        return unstacked(from_bytes(Cut.SAMPLE, form, rows, order), form.names)
     if cut is Cut.SAMPLE and form.width <= _NARROW:
         column = _joined(rows, (len(rows.sizes), *form.entry), form)
         in_order = len(order) == len(rows.sizes) and torch.equal(order, torch.arange(len(order)))
@@ -145,6 +156,16 @@ def from_bytes(cut: Cut, form: Form, rows: RowBytes, order: Tensor) -> Data:
         return Ragged(values, on_device(entries, torch.device(form.device)))
     longest = int(entries.max()) if len(entries) else 0
     return _joined(rows, (len(order), longest, *form.entry), form, longest * form.width)
+
+
+def stacked(parts: Mapping[str, Tensor]) -> Tensor:
+    """`[B, P]`: the parts in the order of their names."""
+    return torch.stack([parts[name] for name in sorted(parts)], dim=1)
+
+
+def unstacked(columns: Tensor, names: Sequence[str]) -> Parts:
+    """What `stacked` was given, by these names in their order."""
+    return Parts(zip(names, columns.unbind(dim=1), strict=True))
 
 
 def copied(pieces: Sequence[Piece], out: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from rlflow.errors import UserError, did_you_mean, one_line
@@ -11,19 +11,24 @@ from rlflow.rewards.reward import OnError, SampleReward
 
 
 class CallableReward(SampleReward):
-    """What `function(response, row)` returns, a number.
+    """What `function(response, row)` returns: a number, or a dict of names to numbers, whose sum is the score.
 
     Args:
-        function: Dotted path such as `my_rewards.brevity`, or the function itself.
+        function: Dotted path such as `my_rewards.brevity`, or the function itself. Of a dict each part is logged, and
+            nodes read it by `self.reward_parts`.
         on_error: `raise` or `zero`; see `SampleReward`.
     """
 
-    def __init__(self, function: str | Callable[[str, dict[str, Any]], float], on_error: OnError = "raise") -> None:
+    def __init__(
+        self,
+        function: str | Callable[[str, dict[str, Any]], float | Mapping[str, float]],
+        on_error: OnError = "raise",
+    ) -> None:
         super().__init__(on_error)
         self.function = function
         self._call = imported(function) if isinstance(function, str) else function
 
-    def score_sample(self, text: str, row: dict[str, Any]) -> float:
+    def score_sample(self, text: str, row: dict[str, Any]) -> float | Mapping[str, float]:
         return self._call(text, row)
 
     def __str__(self) -> str:

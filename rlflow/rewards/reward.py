@@ -6,7 +6,7 @@ import logging
 import math
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -84,14 +84,14 @@ class SampleReward(Reward):
         self.on_error = on_error
 
     @abstractmethod
-    def score_sample(self, text: str, row: dict[str, Any]) -> float:
-        """The score of one response."""
+    def score_sample(self, text: str, row: dict[str, Any]) -> float | Mapping[str, float]:
+        """The score of one response; or its parts by name, the same for each response, whose sum is the score."""
 
     def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
-        total, failures = [], []
+        scores, failures = list[_Score | None](), []
         for i, (text, row) in enumerate(zip(texts, rows, strict=True)):
             try:
-                total.append(_number(self.score_sample(text, row)))
+                scores.append(_Score.of(self.score_sample(text, row)))
             except UserError:
                 raise  # the row or the configuration is at fault, not the response
             except Exception as error:
@@ -99,11 +99,51 @@ class SampleReward(Reward):
                 failure = f"{self} failed on sample {i} with {reason} ({_place(text, row)})"
                 if self.on_error == "raise":
                     raise UserError(f"{failure}; mend it, or set `on_error: zero`") from error
-                total.append(0.0)
+                scores.append(None)
                 failures.append(failure)
         if failures:
             log.warning("%d of %d samples were scored 0; %s", len(failures), len(texts), failures[0])
-        return Scores(total, errors=len(failures))
+        names = self._names(scores, texts, rows)
+        parts = {name: [0.0 if score is None else score.parts[name] for score in scores] for name in names}
+        return Scores([0.0 if score is None else score.total for score in scores], parts, errors=len(failures))
+
+    def _names(
+        self, scores: Sequence[_Score | None], texts: Sequence[str], rows: Sequence[dict[str, Any]]
+    ) -> tuple[str, ...]:
+        """The names of the parts, which all samples have that were scored."""
+        first: tuple[str, ...] | None = None
+        for i, score in enumerate(scores):
+            if score is None:
+                continue
+            first = tuple(score.parts) if first is None else first
+            if other := sorted(set(first) ^ score.parts.keys()):
+                without = [part for part in other if part not in score.parts]
+                raise UserError(
+                    f"{self} gave sample {i} {'no' if without else 'a'} part `{(without or other)[0]}`, unlike the"
+                    f" samples before ({_place(texts[i], rows[i])}); return the same parts for every response"
+                )
+        return first or ()
+
+
+@dataclass(frozen=True)
+class _Score:
+    """Of one sample."""
+
+    total: float
+    parts: dict[str, float]
+
+    @classmethod
+    def of(cls, given: Any) -> _Score:
+        """What a scorer returned, as numbers of float32."""
+        if not isinstance(given, Mapping):
+            return cls(_number(given), {})
+        parts = {}
+        for name, value in given.items():
+            try:
+                parts[str(name)] = _number(value)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"part `{name}`: {error}") from error
+        return cls(_number(sum(parts.values())), parts)
 
 
 def column(row: dict[str, Any], name: str) -> Any:

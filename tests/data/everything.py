@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from rlflow.data.batch import Cut, Home, PerSample, PerToken, Ragged, Rows, Scalar
+from rlflow.data.batch import Cut, Home, Parts, PerSample, PerToken, Ragged, Rows, Scalar
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Everything:
     ids: PerSample  # int64
     finished: PerSample  # bool
     matrix: PerSample  # [B, 2, 3] float32
+    parts: dict[str, PerSample]  # float32
     response: PerToken  # int64
     mask: PerToken  # bool
     logprobs: PerToken  # bfloat16
@@ -37,6 +38,7 @@ def everything(ids: list[int], length_of: dict[int, int]) -> Everything:
         ids=torch.tensor(ids, dtype=torch.int64),
         finished=torch.tensor([i % 3 == 0 for i in ids], dtype=torch.bool),
         matrix=torch.stack([_noise(i, 2, 3) for i in ids]) if ids else torch.zeros(0, 2, 3),
+        parts=Parts(right=torch.tensor([i / 7 for i in ids]), length=torch.tensor([float(i) for i in ids])),
         response=_padded([torch.arange(n) + 100 * i for i, n in zip(ids, lengths, strict=True)], torch.int64),
         mask=_padded([torch.arange(n) % 2 == i % 2 for i, n in zip(ids, lengths, strict=True)], torch.bool),
         logprobs=_padded([_noise(i, n) for i, n in zip(ids, lengths, strict=True)], torch.bfloat16),
@@ -60,6 +62,8 @@ def differences(found: Everything, expected: Everything) -> list[str]:
 
 
 def _equal(found: Any, expected: Any) -> bool:
+    if isinstance(expected, Parts):
+        return found.keys() == expected.keys() and all(_equal(found[name], expected[name]) for name in expected)
     if isinstance(expected, Ragged):
         return _equal(found.values, expected.values) and _equal(found.lengths, expected.lengths)
     if isinstance(expected, Tensor):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.data.batch import Cut, Home, PerSample, PerToken, Ragged
+from rlflow.data.batch import Cut, Home, Parts, PerSample, PerToken, Ragged
 from rlflow.data.kept import Kept, KeptValue
 from rlflow.data.layout import Layout
 from rlflow.data.rows import RowSpace
@@ -26,6 +26,7 @@ class Value:
     """Columns of every cut that rows have, each row made from its id."""
 
     ids: PerSample
+    parts: dict[str, PerSample]
     response: PerToken
     prompt: Ragged
     texts: Annotated[list[str], Cut.JSON, Home]
@@ -41,6 +42,7 @@ def value(ids: list[int]) -> Value:
     rows = [[row] * length(row) + [0] * (widest - length(row)) for row in ids]
     return Value(
         torch.tensor(ids, dtype=torch.int64),
+        Parts(right=torch.tensor([row / 7 for row in ids]), length=torch.tensor([float(row) for row in ids])),
         torch.tensor(rows, dtype=torch.int64).view(len(ids), widest),
         Ragged.from_lists([[row] * (row % 3) for row in ids]),
         [f"text {row}" for row in ids],
@@ -68,6 +70,8 @@ def drawn(rank: int, number: int, prompts: int) -> Kept:
 def same(found: Value, expected: Value) -> bool:
     return (
         torch.equal(found.ids, expected.ids)
+        and found.parts.keys() == expected.parts.keys()
+        and all(torch.equal(found.parts[name], expected.parts[name]) for name in expected.parts)
         and torch.equal(found.response, expected.response)
         and torch.equal(found.prompt.values, expected.prompt.values)
         and found.texts == expected.texts

@@ -218,3 +218,33 @@ def test_no_samples_have_no_scores() -> None:
     reward = WeightedSum({"match": ExactMatch()}, {"match": 1.0})
 
     assert reward.score([], []) == Scores([], {"match": []})
+
+
+def test_the_score_of_a_dict_is_the_sum_of_its_parts() -> None:
+    def two(text: str, row: dict[str, Any]) -> dict[str, float]:
+        return {"right": float(text == row["answer"]), "brevity": -0.5 * len(text)}
+
+    scores = CallableReward(two).score(["42", "421"], [{"answer": "42"}] * 2)
+    assert scores == Scores([0.0, -1.5], {"right": [1.0, 0.0], "brevity": [-1.0, -1.5]})
+
+
+def test_a_sample_without_the_part_that_others_have_is_named() -> None:
+    def sometimes(text: str, row: dict[str, Any]) -> dict[str, float]:
+        return {"right": 1.0} if text else {"right": 0.0, "empty": 1.0}
+
+    with pytest.raises(UserError, match=r"gave sample 1 a part `empty`, unlike the samples before \(response ''"):
+        CallableReward(sometimes).score(["a", ""], [{}] * 2)
+
+
+@pytest.mark.parametrize("returned", [math.nan, None])
+def test_a_part_that_is_no_finite_number_is_named(returned: Any) -> None:
+    with pytest.raises(UserError, match=r"failed on sample 0 with \w+: part `brevity`: it returned (nan|None)"):
+        CallableReward(lambda text, row: {"right": 1.0, "brevity": returned}).score(["a"], [{}])
+
+
+def test_under_zero_a_failed_sample_has_0_as_each_of_its_parts() -> None:
+    def two(text: str, row: dict[str, Any]) -> dict[str, float]:
+        return {"right": 1.0, "brevity": 1 / len(text)}
+
+    scores = CallableReward(two, on_error="zero").score(["ab", ""], [{}] * 2)
+    assert scores == Scores([1.5, 0.0], {"right": [1.0, 0.0], "brevity": [0.5, 0.0]}, errors=1)
