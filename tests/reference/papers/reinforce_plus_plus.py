@@ -1,0 +1,58 @@
+"""REINFORCE++ and its variant with a baseline: arXiv 2501.03262, section 3 (equations as numbered in its later
+versions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tests.reference.papers.ragged import Ragged, mean, std, token_mean
+
+
+def advantages(
+    r: Sequence[float],
+    log_old: Sequence[Sequence[float]],
+    log_ref: Sequence[Sequence[float]],
+    beta: float,
+    ddof: int = 0,
+) -> list[list[float]]:
+    """Eq.
+
+    4: A_t = r(x, y) - beta sum_(i >= t) KL(i), KL(i) = log(pi_old / pi_ref); eq. 5: normalised over the batch's tokens.
+
+    The paper does not say which std. The authors' code (OpenRLHF) divides by the number of tokens: ddof 0.
+    """
+    A = []
+    for i in range(len(r)):
+        kl = [log_old[i][t] - log_ref[i][t] for t in range(len(log_old[i]))]
+        A.append([r[i] - beta * sum(kl[t:]) for t in range(len(kl))])
+    return normalised(A, ddof)
+
+
+def advantages_with_baseline(
+    groups: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]], ddof: int = 0
+) -> list[list[float]]:
+    """Eq.
+
+    6: A' = R - mean of the group; eq. 7: normalised over the batch's tokens, every token of a response with its A'.
+    """
+    A = []
+    for group, group_lengths in zip(groups, lengths, strict=True):
+        for R, length in zip(group, group_lengths, strict=True):
+            A.append([R - mean(group)] * length)
+    return normalised(A, ddof)
+
+
+def normalised(A: Sequence[Sequence[float]], ddof: int) -> list[list[float]]:
+    tokens = [a for row in A for a in row]
+    center, scale = mean(tokens), std(tokens, ddof)
+    return [[(a - center) / scale for a in row] for row in A]
+
+
+def k2_loss(log_pi: Ragged, log_ref: Ragged) -> Tensor:
+    """1/2 (log pi / pi_ref)^2, eq. 8: the KL of the variant with a baseline is a term of the loss, by k2."""
+    return token_mean(
+        [[(log_pi[i][t] - log_ref[i][t]) ** 2 / 2 for t in range(len(log_pi[i]))] for i in range(len(log_pi))]
+    )
