@@ -1,12 +1,22 @@
 """Clipped Policy Gradient with Policy Drift: CPGD, arXiv 2505.12504."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
-from rlflow import PerSample, PerToken, UserError
-from rlflow.functional import cpgd_drift, cpgd_loss, ppo_is_clipped
+from rlflow import PerSample, PerToken, Rollout, UserError, node
+from rlflow.functional import (
+    cpgd_drift,
+    cpgd_loss,
+    group_has_signal,
+    group_normalized_advantages,
+    kl_estimate,
+    ppo_is_clipped,
+)
 
 from .grpo import GRPO
+
+Weight = Literal["std", "filter", "none"]
 
 
 @dataclass(eq=False)
@@ -14,23 +24,45 @@ class CPGD(GRPO):
     """GRPO with log pi in place of the ratio, clipped where the ratio would be, and a drift term that holds it.
 
     Args:
+        weight: Of a prompt's advantages `r_i - mean_g`: 1 over the deviation of its rewards (`std`); groups over groups
+            whose rewards differ, at most `weight_cap`, which makes up for the others (`filter`); or 1 (`none`).
+        weight_cap: The largest weight of `filter`.
         drift_coef: Weight of the policy drift from the start of the step.
+        drift_clip: The largest gradient of the drift.
     """
 
-    drift_coef: float = 1e-4
+    weight: Weight = "std"
+    weight_cap: float = 3.0
+    drift_coef: float = 0.01
+    drift_clip: float = 2.0
 
-    unused: ClassVar[tuple[str, ...]] = ("dual_clip",)
+    unused: ClassVar[tuple[str, ...]] = ("dual_clip", "normalize_std")
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {**GRPO.choices, "weight": get_args(Weight)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.drift_coef < 0:
             raise UserError(f"`drift_coef` is {self.drift_coef}; give 0 or more")
+        if not self.drift_clip > 0:
+            raise UserError(f"`drift_clip` is {self.drift_clip}; give more than 0, 2 say")
+        if not self.weight_cap >= 1:
+            raise UserError(f"`weight_cap` is {self.weight_cap}, and the weights that it cuts are 1 or more; raise it")
         if not self.clip_low < 1:
             raise UserError(f"`clip_low` is {self.clip_low}, and CPGD takes log(1 - clip_low); give less than 1")
+
+    @node
+    def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+        has_signal = group_has_signal(rewards, rollout.group)
+        self.log("actor/useful_share", has_signal)
+        advantages = group_normalized_advantages(rewards, rollout.group, normalize_std=self.weight == "std")
+        if self.weight != "filter":
+            return advantages
+        weight = (1 / self.mean(has_signal).clamp(min=1e-12)).clamp(max=self.weight_cap)
+        return advantages * weight.to(advantages.dtype)
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:
         clips = self.clip_low, self.clip_high
         self.log("actor/clip_fraction", ppo_is_clipped(logprobs, old_logprobs, advantages, *clips), mask)
-        drift = cpgd_drift(logprobs, old_logprobs)
-        self.log("actor/drift", drift.detach(), mask)
+        self.log("actor/drift", kl_estimate(old_logprobs, logprobs.detach(), "k3"), mask)
+        drift = cpgd_drift(logprobs, old_logprobs, self.drift_clip)
         return cpgd_loss(logprobs, old_logprobs, advantages, *clips) + self.drift_coef * drift

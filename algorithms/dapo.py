@@ -13,7 +13,8 @@ from .grpo import GRPO
 class DAPO(GRPO):
     """GRPO with clip-higher, token-mean and no KL, on groups whose scores differ; others are drawn in their place.
 
-    `overlong_buffer` is the paper's soft overlong punishment, `mask_truncated` its overlong filtering. The punishment
+    `overlong_buffer` is the paper's soft overlong punishment, over the last fifth of the length as there (4,096 of
+    20,480 tokens), `mask_truncated` its overlong filtering. The punishment
     keeps no group: equation 11 asks for right and wrong answers, not for long and short ones.
 
     Args:
@@ -21,6 +22,7 @@ class DAPO(GRPO):
     """
 
     clip_high: float = 0.28
+    overlong_buffer: int | float | None = 0.2
     max_draws: int = 10
 
     unused: ClassVar[tuple[str, ...]] = ("kl_in_reward",)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlflow import PerSample, PerToken, Rollout, node
-from rlflow.functional import group_has_signal, group_normalized_advantages
+from rlflow.functional import beside_tokens, group_has_signal, group_normalized_advantages
 
 from .policy_gradient import PolicyGradient
 
@@ -13,6 +13,8 @@ from .policy_gradient import PolicyGradient
 class GPG(PolicyGradient):
     """A_i = alpha (r_i - mean_g) and loss -A log pi; alpha makes up for groups whose equal rewards teach nothing.
 
+    Without a ratio the gradient is right for the policy that sampled alone, so there is one update a step.
+
     Args:
         group_size: Responses to each prompt, at least 2.
     """
@@ -20,7 +22,14 @@ class GPG(PolicyGradient):
     group_size: int = 8
 
     compares_group: ClassVar[bool] = True
-    unused: ClassVar[tuple[str, ...]] = ("anchor", "clip_low", "clip_high", "dual_clip")
+    unused: ClassVar[tuple[str, ...]] = (
+        "anchor",
+        "clip_low",
+        "clip_high",
+        "dual_clip",
+        "epochs",
+        "samples_per_update",
+    )
 
     @node
     def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
@@ -31,4 +40,4 @@ class GPG(PolicyGradient):
         return group_normalized_advantages(rewards, rollout.group, normalize_std=False) * alpha.to(rewards.dtype)
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:
-        return -advantages[:, None] * logprobs
+        return -beside_tokens(advantages, logprobs) * logprobs

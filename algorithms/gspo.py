@@ -11,7 +11,10 @@ from .grpo import GRPO
 
 @dataclass(eq=False)
 class GSPO(GRPO):
-    """GRPO with one ratio a sequence, s = exp(mean_t log r_t), clipped as a whole."""
+    """GRPO with one ratio a sequence, s = exp(mean_t log r_t), clipped as a whole.
+
+    The surrogate is GSPO-token's, which is GSPO's where a response has one advantage, and takes one for each token too.
+    """
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
@@ -20,7 +23,7 @@ class GSPO(GRPO):
 
     unused: ClassVar[tuple[str, ...]] = ("dual_clip", "loss_aggregation")
 
-    def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerSample:
+    def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:
         given = logprobs, old_logprobs, advantages, mask, self.clip_low, self.clip_high
-        self.log("actor/clip_fraction", gspo_is_clipped(*given), mask.any(dim=1))
+        self.log("actor/clip_fraction", gspo_is_clipped(*given), mask)
         return gspo_loss(*given)

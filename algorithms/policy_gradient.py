@@ -59,7 +59,8 @@ class PolicyGradient(RLModule):
         reference_path: Folder or hub name of the reference; None for `model` as it was.
         entropy_coef: Weight of the entropy bonus.
         importance: Correction for the gap between rollout and training logprobs; None is off.
-        overlong_buffer: Tokens before `max_response_length` over which a penalty grows to 1 (DAPO); None is off.
+        overlong_buffer: Tokens before `max_response_length` over which a penalty grows to 1 (DAPO), as a number or,
+            below 1, as a share of `max_response_length`; None is off.
         reward_model_path: Folder or hub name of a reward model, whose score is added to the reward; None is off.
         reward_model_coef: Weight of its score.
         mask_truncated: Leave responses that were cut out of the loss; they stay in their group's baseline.
@@ -89,7 +90,7 @@ class PolicyGradient(RLModule):
     reference_path: str | None = None
     entropy_coef: float = 0.0
     importance: Importance | None = Importance()
-    overlong_buffer: int | None = None
+    overlong_buffer: int | float | None = None
     reward_model_path: str | None = None
     reward_model_coef: float = 1.0
     mask_truncated: bool = False
@@ -244,11 +245,17 @@ class PolicyGradient(RLModule):
         """The scores with the overlong penalty."""
         outcome = scores
         if self.overlong_buffer is not None:
-            penalty = overlong_penalty(rollout.lengths, self.max_response_length, self.overlong_buffer)
+            buffer = _tokens(self.overlong_buffer, self.max_response_length)
+            penalty = overlong_penalty(rollout.lengths, self.max_response_length, buffer)
             self.log(f"{name}/overlong", penalty)
             outcome = outcome + penalty.to(outcome.dtype)
         self.log(f"{name}/outcome", outcome)
         return outcome
+
+
+def _tokens(buffer: float, longest: int) -> int:
+    """A number of tokens, which `buffer` is or, below 1, which is this share of `longest`."""
+    return int(buffer) if buffer >= 1 else max(1, round(buffer * longest))
 
 
 def _check(module: PolicyGradient) -> None:
@@ -283,6 +290,16 @@ def _check(module: PolicyGradient) -> None:
             f"`reference_path` is {module.reference_path!r} and `kl_coef` is 0, so the reference would not be loaded;"
             " raise `kl_coef` or leave `reference_path` out"
         )
+    if module.kl_coef > 0 and module.kl_in_reward and module.kl_kind == "k3-ratio":
+        raise UserError(
+            "`kl_kind` is 'k3-ratio' and `kl_in_reward` is true, but its ratio is for the gradient of a loss; set"
+            " `kl_kind` to 'k1', whose gradient in a reward is that of KL"
+        )
+    if module.kl_coef > 0 and not module.kl_in_reward and module.kl_kind == "k1":
+        raise UserError(
+            "`kl_kind` is 'k1' and `kl_in_reward` is false, but the expected gradient of k1 in a loss is 0; set"
+            " `kl_kind` to 'k3-ratio', or `kl_in_reward` to true"
+        )
     if module.kl_target is not None and not module.kl_in_reward:
         raise UserError(f"`kl_target` is {module.kl_target}, and adapts KL in the reward; set `kl_in_reward` to true")
     if module.kl_target is not None and not (module.kl_target > 0 and module.kl_coef > 0):
@@ -292,10 +309,11 @@ def _check(module: PolicyGradient) -> None:
         )
     if not module.kl_horizon > 0:
         raise UserError(f"`kl_horizon` is {module.kl_horizon}; it is a number of samples above 0")
-    if module.overlong_buffer is not None and not 1 <= module.overlong_buffer <= module.max_response_length:
+    buffer, longest = module.overlong_buffer, module.max_response_length
+    if buffer is not None and not (0 < buffer < 1 or (1 <= buffer <= longest and buffer == int(buffer))):
         raise UserError(
-            f"`overlong_buffer` is {module.overlong_buffer}; give a number of tokens from 1 to `max_response_length`,"
-            f" {module.max_response_length}, or null for no penalty"
+            f"`overlong_buffer` is {buffer}; give a number of tokens from 1 to `max_response_length`, {longest}, a"
+            " share of it between 0 and 1, or null for no penalty"
         )
     if module.reward_model_path is None and module.reward_model_coef != fields["reward_model_coef"].default:
         raise UserError(

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 
 from rlflow import LoRA, Optimizer, PerSample, PerToken, Rollout, UserError, ValueModel, node
-from rlflow.functional import KLEstimator, gae, last_token_rewards, value_loss
+from rlflow.functional import Aggregation, KLEstimator, gae, last_token_rewards, reinforce_returns, value_loss
 
 from .policy_gradient import PolicyGradient
 
@@ -16,7 +16,7 @@ OnTruncation = Literal["terminal", "bootstrap", "mask"]
 
 @dataclass(frozen=True)
 class Estimates:
-    """What GAE says of each token, `[B, T]` each."""
+    """What GAE says of each token, `[B, T]` each: for the actor with `lam`, for the critic with `critic_lam`."""
 
     advantages: PerToken
     returns: PerToken
@@ -26,12 +26,17 @@ class Estimates:
 class PPO(PolicyGradient):
     """A_t = GAE(gamma, lam) of r_t = r 1[t is last] - beta k1_t and the critic's V_t; both losses clipped.
 
+    The critic's targets are those of GAE(gamma, critic_lam). With a lambda of 1 they are what was earned from a token
+    on, and the first token of a response is told of a reward at its end; with less, its share is lambda^(T - 1).
+
     Args:
         critic_path: Folder or hub name of the critic, with a value head or without; None for `model`.
         critic_optimizer: Of the critic.
         critic_lora: Train low-rank adapters of the critic, and its head, instead of all its weights.
         gamma: Discount of a token.
-        lam: Decay of the sum over temporal differences.
+        lam: Decay of the sum over temporal differences in the actor's advantages.
+        critic_lam: That in the critic's targets.
+        critic_loss_aggregation: How the critic's losses per token become one number, whatever the actor's do.
         value_clip: How far a value may move from its old one and still count; None is off.
         actor_start_step: Steps for which the critic learns alone.
         on_truncation: A response that was cut ends like others (`terminal`), goes on with the critic's value
@@ -44,18 +49,21 @@ class PPO(PolicyGradient):
     critic_optimizer: Optimizer = Optimizer(lr=1e-5)
     critic_lora: LoRA | None = None
     gamma: float = 1.0
-    lam: float = 0.95
-    value_clip: float | None = 0.2
+    lam: float = 1.0
+    critic_lam: float = 1.0
+    critic_loss_aggregation: Aggregation = "token-mean"
+    value_clip: float | None = 0.5
     actor_start_step: int = 0
     on_truncation: OnTruncation = "terminal"
 
     choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **PolicyGradient.choices,
+        "critic_loss_aggregation": get_args(Aggregation),
         "on_truncation": get_args(OnTruncation),
     }
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "lam"):
+        for name in ("gamma", "lam", "critic_lam"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"`{name}` is {getattr(self, name)}; give a number from 0 to 1")
         if self.value_clip is not None and not self.value_clip > 0:
@@ -82,6 +90,7 @@ class PPO(PolicyGradient):
             samples_per_update=self.samples_per_update,
             gradient_checkpointing=self.gradient_checkpointing,
             lora=self.critic_lora,
+            loss_aggregation=self.critic_loss_aggregation,
         )
 
     @node
@@ -109,8 +118,10 @@ class PPO(PolicyGradient):
         r = last_token_rewards(rewards, mask)
         r = r if kl_penalty is None else r - kl_penalty
         bootstrap = None if final_values is None else torch.where(rollout.finished, 0.0, final_values)
-        advantages, returns = gae(r, values, mask, self.gamma, self.lam, bootstrap)
-        error, spread = (self.mean((x - self.mean(x, mask)) ** 2, mask) for x in (returns - values, returns))
+        advantages, _ = gae(r, values, mask, self.gamma, self.lam, bootstrap)
+        _, returns = gae(r, values, mask, self.gamma, self.critic_lam, bootstrap)
+        earned = reinforce_returns(r, mask, self.gamma, bootstrap)  # has no value in it, as `returns` has below 1
+        error, spread = (self.mean((x - self.mean(x, mask)) ** 2, mask) for x in (earned - values, earned))
         self.log("critic/explained_variance", 1 - error / spread.clamp(min=1e-12))
         return Estimates(advantages, returns)
 

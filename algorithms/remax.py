@@ -2,14 +2,18 @@
 
 from dataclasses import dataclass
 
-from rlflow import Batch, PerSample, Rollout, node
+from rlflow import Batch, PerSample, PerToken, Rollout, node
+from rlflow.functional import last_token_rewards, reinforce_returns
 
 from .policy_gradient import PolicyGradient
 
 
 @dataclass(eq=False)
 class ReMax(PolicyGradient):
-    """A = r(x, y) - r(x, greedy y): a second rollout node answers each prompt once, with the likeliest tokens."""
+    """A = r(x, y) - r(x, greedy y): a second rollout node answers each prompt once, with the likeliest tokens.
+
+    With KL in the reward, that of a token and of those after it comes off its advantage.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -29,5 +33,13 @@ class ReMax(PolicyGradient):
         return self.outcome(greedy, greedy_model_scores, name="greedy_reward")
 
     @node
-    def advantages(self, rewards: PerSample, greedy_rewards: PerSample) -> PerSample:
-        return rewards - greedy_rewards
+    def rewards(self, rollout: Rollout, model_scores: PerSample | None = None) -> PerSample:
+        return self.outcome(rollout, model_scores)
+
+    @node
+    def advantages(
+        self, rollout: Rollout, rewards: PerSample, greedy_rewards: PerSample, kl_penalty: PerToken | None = None
+    ) -> PerToken:
+        r = last_token_rewards(rewards - greedy_rewards, rollout.loss_mask)
+        r = r if kl_penalty is None else r - kl_penalty
+        return reinforce_returns(r, rollout.loss_mask, gamma=1.0)

@@ -15,6 +15,7 @@ from rlflow.dag.entry import Entry
 from rlflow.data.batch import Batch, PerSample, Rollout
 from rlflow.errors import UserError
 from rlflow.functional import Aggregation, merge_moments, moments, standardize
+from rlflow.functional.whitening import broken_rows, not_finite
 from rlflow.models.handle import ModelHandle
 from rlflow.rewards.reward import Reward
 from rlflow.rollout.engine import Sampling
@@ -170,8 +171,15 @@ class RLModule:
         return mean
 
     def whiten(self, x: Tensor, mask: Tensor | None = None, unbiased: bool = True) -> Tensor:
-        """Shift and scale `x` to mean 0 and standard deviation 1 over all rows of all ranks; masked entries are 0."""
-        return standardize(x, _all_of(x, mask), self._moments(x, mask), unbiased)
+        """Shift and scale `x` to mean 0 and standard deviation 1 over all rows of all ranks; masked entries are 0.
+
+        Raises:
+            UserError: An entry that counts is infinite or NaN, on any rank: all raise it, with the row of the step.
+        """
+        counts, statistics = _all_of(x, mask), self._moments(x, mask)
+        if not statistics.isfinite().all():  # alike on all ranks
+            raise not_finite(self.all_rows(broken_rows(x, counts)).nonzero().flatten())
+        return standardize(x, counts, statistics, unbiased)
 
     def all_rows(self, x: Tensor) -> Tensor:
         """The entries `[N]` of all ranks' rows `[B]`, ordered by the rows' ids, the same on every rank."""

@@ -91,14 +91,15 @@ class Training:
 
     def _update(self, node: Node, handle: ModelHandle, values: Mapping[str, Any], rows: Tensor, layout: Layout) -> None:
         assert node.role is not None
-        role, mode, longest = node.role, self._module.loss_aggregation, self._module.max_response_length
+        role, longest = node.role, self._module.max_response_length
+        mode = handle.loss_aggregation or self._module.loss_aggregation
         mini = self._take(values, rows)
         scored = _scored(mini)
         mask = _mask(scored, per_sample=node.returns == PerSample)
-        here = int(loss_count(on_host(mask), mode)), len(handle.plan.split(scored)), _sequences(scored)
-        total, most, sequences = self._agree(*here, layout)
-        if total == 0:
-            return  # nothing to learn from on any rank
+        here = int(loss_count(on_host(mask), mode)), int(on_host(mask).sum()), _sequences(scored)
+        total, learnt_from, sequences, most = self._agree(here, len(handle.plan.split(scored)), layout)
+        if learnt_from == 0:
+            return  # on any rank
         method = getattr(self._module, node.id)
         loss_here: Tensor | float = 0.0  # float64, on the device
         balance_here: Tensor | None = None  # as it, of the load of experts
@@ -123,11 +124,12 @@ class Training:
     def _take(self, values: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
         return {name: take_rows(value, self._graph.type_of(name), rows) for name, value in values.items()}
 
-    def _agree(self, count: int, micro_batches: int, sequences: int, layout: Layout) -> tuple[int, int, int]:
-        """The loss count of the whole mini-batch, the largest number of micro-batches of a rank, and all sequences."""
-        here = torch.tensor([count, micro_batches, sequences])
-        counts, numbers, of_shards = torch.stack(self._transport.all_gather(here, layout.ranks)).T
-        return int(counts[:: layout.copies].sum()), int(numbers.max()), int(of_shards[:: layout.copies].sum())
+    def _agree(self, counts: tuple[int, int, int], micro_batches: int, layout: Layout) -> tuple[int, int, int, int]:
+        """The counts of the whole mini-batch, and the largest number of micro-batches of a rank."""
+        here = torch.tensor([*counts, micro_batches])
+        every = torch.stack(self._transport.all_gather(here, layout.ranks))  # [ranks, 4]
+        total, learnt_from, sequences, _ = every[:: layout.copies].sum(dim=0).tolist()
+        return total, learnt_from, sequences, int(every[:, 3].max())
 
     def _finish(
         self, role: str, loss_here: Tensor | float, balance_here: Tensor | None, grad_norm: float, layout: Layout

@@ -33,6 +33,7 @@ from rlflow.functional.policy_losses import (
 from rlflow.functional.preference import bradley_terry_loss, dpo_loss, preference_accuracy
 from rlflow.functional.ratios import log_ratio
 from rlflow.functional.returns import gae, last_token_rewards, reinforce_returns
+from rlflow.functional.shapes import beside_tokens
 from rlflow.functional.value_losses import value_loss
 from rlflow.functional.whitening import merge_moments, moments, standardize, whiten
 
@@ -43,6 +44,7 @@ __all__ = [
     "ImportanceMode",
     "KLEstimator",
     "aggregate",
+    "beside_tokens",
     "bradley_terry_loss",
     "cispo_loss",
     "cpgd_drift",

@@ -1,9 +1,9 @@
 """Advantages from the rewards of samples that answer the same prompt.
 
 All of them are constants to the gradient: they are computed from detached rewards, in float64, and returned in the
-dtype of the rewards. A prompt's samples may stand anywhere in the batch; `group` says which belong together. A reward
-of NaN marks a sample that could not be scored: it has no part in its group's statistics and its advantage is 0. Where
-all rewards of a group are equal, its advantages are exactly 0, whatever the rounding of their mean.
+dtype of the rewards. A prompt's samples may stand anywhere in the batch; `group` says which belong together. Where all
+rewards of a group are equal, its advantages are exactly 0, whatever the rounding of their mean. A reward that is
+infinite or NaN is refused by name: of its whole group nothing could be learned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def group_normalized_advantages(
     GRPO, arXiv 2402.03300. Without the division it is Dr. GRPO's, arXiv 2503.20783. Detached.
 
     Args:
-        rewards: `[B]`; NaN marks a sample without a score.
+        rewards: `[B]`, finite.
         group: `[B]` int, the prompt that each sample answers.
         normalize_std: Divide by the standard deviation (`N - 1` in its denominator).
         eps: Added to the standard deviation.
@@ -32,12 +32,12 @@ def group_normalized_advantages(
         `[B]`.
 
     Raises:
-        UserError: A group has one sample only.
+        UserError: A group has one sample only, or a reward is infinite or NaN.
     """
     samples = _GroupedSamples(rewards, group)
     advantages = samples.rewards - samples.mean(samples.rewards)
     if normalize_std:
-        variance = samples.sum(advantages.square()) / (samples.scored_in_group - 1).clamp(min=1)
+        variance = samples.sum(advantages.square()) / (samples.in_group - 1)
         std = variance.sqrt()
         advantages = torch.where(std > 0, advantages / (std + eps), 0.0)
     return samples.returned(advantages)
@@ -49,18 +49,18 @@ def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     RLOO, arXiv 2402.14740. Detached.
 
     Args:
-        rewards: `[B]`; NaN marks a sample without a score.
+        rewards: `[B]`, finite.
         group: `[B]` int, the prompt that each sample answers.
 
     Returns:
         `[B]`.
 
     Raises:
-        UserError: A group has one sample only.
+        UserError: A group has one sample only, or a reward is infinite or NaN.
     """
     samples = _GroupedSamples(rewards, group)
-    others = (samples.scored_in_group - 1).clamp(min=1)
-    return samples.returned((samples.rewards - samples.mean(samples.rewards)) * samples.scored_in_group / others)
+    centred = samples.rewards - samples.mean(samples.rewards)
+    return samples.returned(centred * samples.in_group / (samples.in_group - 1))
 
 
 def opo_advantages(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def opo_advantages(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
     OPO, arXiv 2505.23585. Detached.
 
     Args:
-        rewards: `[B]`; NaN marks a sample without a score.
+        rewards: `[B]`, finite.
         lengths: `[B]`, response tokens of each sample.
         group: `[B]` int, the prompt that each sample answers.
 
@@ -78,7 +78,7 @@ def opo_advantages(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
         `[B]`.
 
     Raises:
-        UserError: A group has one sample only.
+        UserError: A group has one sample only, or a reward is infinite or NaN.
     """
     samples = _GroupedSamples(rewards, group)
     tokens = lengths.double()
@@ -92,14 +92,14 @@ def group_has_signal(rewards: Tensor, group: Tensor) -> Tensor:
     The condition of DAPO's dynamic sampling, arXiv 2503.14476, equation 11, for any rewards.
 
     Args:
-        rewards: `[B]`; NaN marks a sample without a score.
+        rewards: `[B]`, finite.
         group: `[B]` int, the prompt that each sample answers.
 
     Returns:
         `[B]` bool, equal within a group.
 
     Raises:
-        UserError: A group has one sample only.
+        UserError: A group has one sample only, or a reward is infinite or NaN.
     """
     samples = _GroupedSamples(rewards, group)
     return samples.sum(samples.rewards) > 0  # less the group's smallest, so all are 0 where they are equal
@@ -111,32 +111,31 @@ class _GroupedSamples:
     Attributes:
         rewards: `[B]` float64, less the smallest reward of the group: no advantage depends on that shift, and it makes
             a group of equal rewards all zeros, so that its advantages are exactly 0.
-        scored_in_group: `[B]` float64, how many samples of each sample's group have a score.
+        in_group: `[B]` float64, how many samples each sample's group has.
     """
 
     def __init__(self, rewards: Tensor, group: Tensor) -> None:
         ids, self._index, sizes = torch.unique(group, return_inverse=True, return_counts=True)
         self._groups = len(ids)
         _require_two(ids, sizes)
+        _require_finite(rewards, group)
         self._dtype = float_dtype(rewards)
         raw = rewards.detach().double()
-        self._scored = ~raw.isnan()
-        known = raw.where(self._scored, torch.inf)
-        smallest = known.new_full((self._groups,), torch.inf).scatter_reduce(0, self._index, known, "amin")
-        self.rewards = (raw - smallest[self._index]).where(self._scored, 0.0)
-        self.scored_in_group = self.sum(torch.ones_like(raw))
+        smallest = raw.new_full((self._groups,), torch.inf).scatter_reduce(0, self._index, raw, "amin")
+        self.rewards = raw - smallest[self._index]
+        self.in_group = sizes.double()[self._index]
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum `[B]` over the scored samples of each sample's group."""
-        return x.new_zeros(self._groups).index_add(0, self._index, x.where(self._scored, 0.0))[self._index]
+        """The sum `[B]` over the samples of each sample's group."""
+        return x.new_zeros(self._groups).index_add(0, self._index, x)[self._index]
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean `[B]` over the scored samples of each sample's group."""
-        return self.sum(x) / self.scored_in_group.clamp(min=1)
+        """The mean `[B]` over the samples of each sample's group."""
+        return self.sum(x) / self.in_group
 
     def returned(self, advantages: Tensor) -> Tensor:
-        """`advantages` in the rewards' dtype; 0 for samples without a score."""
-        return advantages.where(self._scored, 0.0).to(self._dtype)
+        """`advantages` in the rewards' dtype."""
+        return advantages.to(self._dtype)
 
 
 def _require_two(ids: Tensor, sizes: Tensor) -> None:
@@ -145,4 +144,14 @@ def _require_two(ids: Tensor, sizes: Tensor) -> None:
         raise UserError(
             f"group {alone[0].item()} has 1 sample; a baseline from its group needs at least 2. "
             "Raise `group_size`, or use an algorithm without a group baseline, such as REINFORCE++"
+        )
+
+
+def _require_finite(rewards: Tensor, group: Tensor) -> None:
+    broken = (~rewards.isfinite()).nonzero().flatten()
+    if len(broken):
+        row = broken[0].item()
+        raise UserError(
+            f"the reward of row {row}, of group {group[row].item()}, is {rewards[row].item()}; a group's mean needs"
+            " finite rewards. Look at what scored it, a reward model say"
         )

@@ -1,18 +1,19 @@
 """How a loss per token becomes one number, in whole and in parts.
 
-For `l` per token with mask `m`, where `N` counts samples with at least one token:
+For `l` per token with mask `m`, where `N` counts samples with at least one token, and `S` all samples:
 
     token-mean                  sum_it m l / sum_it m               DAPO, arXiv 2503.14476
     sequence-mean-token-mean    sum_i (sum_t m l / sum_t m) / N     GRPO, arXiv 2402.03300
     sequence-mean-token-sum     sum_i sum_t m l / N
-    constant                    sum_it m l / (max_length N)         Dr. GRPO, arXiv 2503.20783
+    constant                    sum_it m l / (max_length S)         Dr. GRPO, arXiv 2503.20783
 
 Every mode is a sum of weighted losses over a count, and neither looks beyond its own rows. So a batch may be cut by
 rows over micro-batches and ranks in any way, and its gradient is that of the whole:
 
     aggregate(whole) = sum over parts of loss_sum(loss, loss_weights(mask, ...)) / sum over parts of loss_count(mask)
 
-Rows without a token count nowhere. A loss per sample `[B]`, with the mask of the samples that count `[B]`
+Rows without a token, such as responses that `mask_truncated` leaves out, count in `constant` alone: its divisor does
+not depend on what was sampled. A loss per sample `[B]`, with the mask of the samples that count `[B]`
 (`loss_mask.any(dim=1)`), is averaged over those samples in every mode.
 """
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
@@ -85,7 +87,8 @@ def loss_sum(loss: Tensor, weights: Tensor) -> Tensor:
 
 
 def loss_count(mask: Tensor, mode: Aggregation) -> Tensor:
-    """What the sum of weighted losses is divided by: tokens for `token-mean`, else samples with a token.
+    """What the sum of weighted losses is divided by: tokens for `token-mean`, all samples for `constant`, else those
+    with a token.
 
     Args:
         mask: `[B, T]` of a loss per token, or `[B]` of a loss per sample; nonzero on what counts.
@@ -99,6 +102,8 @@ def loss_count(mask: Tensor, mode: Aggregation) -> Tensor:
     """
     _check_mode(mode)
     counts = mask.bool()
+    if counts.dim() == 2 and mode == "constant":
+        return counts.new_tensor(len(counts), dtype=torch.int64)
     return counts.sum() if counts.dim() == 1 or mode == "token-mean" else counts.any(dim=1).sum()
 
 

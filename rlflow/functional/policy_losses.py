@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlflow.functional.ratios import log_ratio
-from rlflow.functional.shapes import beside_tokens, per_sample, token_mean
+from rlflow.functional.shapes import beside_tokens, token_mean
 
 
 def ppo_clip_loss(
@@ -118,56 +118,59 @@ def cpgd_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_l
     return -torch.minimum(advantages * logprobs, advantages * clipped)
 
 
-def cpgd_drift(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """`r - 1 - log r`, an estimate of `KL(old || pi)` from tokens that `old` sampled; never negative.
+def cpgd_drift(logprobs: Tensor, old_logprobs: Tensor, clip: float = 2.0) -> Tensor:
+    """`min(sg(r) - 1, clip) log pi`: its gradient pulls the ratio back to 1 and is never larger than `clip`.
 
-    The policy drift of CPGD, arXiv 2505.12504, whose gradient `(r - 1) grad log pi` pulls the ratio back to 1.
+    The policy drift of CPGD, arXiv 2505.12504, equation 2: without the clip the gradient is that of `r - 1 - log r`,
+    which estimates `KL(old || pi)`. The value is no divergence, so log `kl_estimate(old, pi, "k3")` instead.
 
     Args:
         logprobs: `[B, T]` of the policy in training.
         old_logprobs: `[B, T]` of the policy at the start of the step.
+        clip: The largest gradient; 2 in the authors' code.
 
     Returns:
         `[B, T]`.
     """
-    log_r = log_ratio(logprobs, old_logprobs)
-    return log_r.expm1() - log_r
+    return log_ratio(logprobs.detach(), old_logprobs).expm1().clamp(max=clip) * logprobs
 
 
 def gspo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    """`-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)` with the sequence's ratio `s = exp(mean_t log r_t)`.
+    """`-min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t)` with the ratio of the sequence on each of its tokens.
 
-    GSPO, arXiv 2507.18071, equations 5 and 7; the clips there are 3e-4 and 4e-4.
+        s_t = sg(s) pi_t / sg(pi_t),    s = exp(mean_t log r_t),    sg: no gradient
+
+    GSPO-token, arXiv 2507.18071, equations 13 and 14. Where a response has one advantage, the mean of this loss over
+    its tokens has the value and the gradient of GSPO, equations 5 and 7. The clips there are 3e-4 and 4e-4.
 
     Args:
         logprobs: `[B, T]` of the policy in training.
         old_logprobs: `[B, T]` of the policy at the start of the step.
-        advantages: `[B]` or `[B, 1]`.
+        advantages: `[B, T]`, or `[B, 1]` or `[B]` for one per sample.
         mask: `[B, T]`, nonzero on generated tokens.
         clip_low: How far below 1 the ratio still counts.
         clip_high: How far above 1 the ratio still counts.
 
     Returns:
-        `[B]`.
+        `[B, T]`; take the mean over each sample's tokens, then over samples.
     """
-    ratio = token_mean(log_ratio(logprobs, old_logprobs), mask).exp()
-    advantages = per_sample(advantages.detach(), len(logprobs))
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    of_sequence = token_mean(log_ratio(logprobs.detach(), old_logprobs), mask).unsqueeze(1)
+    log_s = of_sequence + (logprobs - logprobs.detach())
+    return ppo_clip_loss(log_s, torch.zeros_like(log_s), advantages, clip_low, clip_high)
 
 
 def gspo_is_clipped(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    """1 at sequences that the clip of `gspo_loss` leaves without a gradient, else 0; arguments as there.
+    """1 at tokens that the clip of `gspo_loss` leaves without a gradient, else 0; arguments as there.
 
     Returns:
-        `[B]`, detached, in the dtype of `logprobs`.
+        `[B, T]`, detached, in the dtype of `logprobs`.
     """
-    mean_log_ratio = token_mean(log_ratio(logprobs, old_logprobs), mask)
-    advantages = per_sample(advantages, len(logprobs))
-    return ppo_is_clipped(mean_log_ratio, torch.zeros_like(mean_log_ratio), advantages, clip_low, clip_high)
+    of_sequence = token_mean(log_ratio(logprobs.detach(), old_logprobs), mask).unsqueeze(1).expand_as(logprobs)
+    return ppo_is_clipped(of_sequence, torch.zeros_like(of_sequence), advantages, clip_low, clip_high)
 
 
 def gmpo_loss(
@@ -176,12 +179,13 @@ def gmpo_loss(
     """`-A exp(mean_t c_t)` with `c = min(log r, clip_high)` where `A > 0`, and `c = max(log r, -clip_low)` elsewhere.
 
     It is the geometric mean over tokens of PPO's clipped `min`, with the range in log space: `r` within
-    `(exp(-clip_low), exp(clip_high))`. GMPO, arXiv 2507.20673; the range there is 0.4 both ways.
+    `(exp(-clip_low), exp(clip_high))`. GMPO, arXiv 2507.20673, equation 4; the range there is 0.4 both ways. With an
+    advantage for each token, which the paper has not, tokens are clipped by their own and `A` is the mean over them.
 
     Args:
         logprobs: `[B, T]` of the policy in training.
         old_logprobs: `[B, T]` of the policy at the start of the step.
-        advantages: `[B]` or `[B, 1]`.
+        advantages: `[B]`, `[B, 1]` or `[B, T]`.
         mask: `[B, T]`, nonzero on generated tokens.
         clip_low: How far below 0 the log ratio still counts.
         clip_high: How far above 0 the log ratio still counts.
@@ -190,9 +194,9 @@ def gmpo_loss(
         `[B]`.
     """
     log_r = log_ratio(logprobs, old_logprobs)
-    advantages = per_sample(advantages.detach(), len(logprobs))
-    clipped = torch.where(advantages.unsqueeze(1) > 0, log_r.clamp(max=clip_high), log_r.clamp(min=-clip_low))
-    return -advantages * token_mean(clipped, mask).exp()
+    advantages = beside_tokens(advantages.detach(), log_r).expand_as(log_r)
+    clipped = torch.where(advantages > 0, log_r.clamp(max=clip_high), log_r.clamp(min=-clip_low))
+    return -token_mean(advantages, mask) * token_mean(clipped, mask).exp()
 
 
 def _ratio_and_advantages(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlflow.errors import UserError
 from rlflow.functional.shapes import float_dtype
 
 
@@ -24,8 +25,14 @@ def whiten(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
     Returns:
         Of the shape and dtype of `x`; 0 where the mask is 0.
+
+    Raises:
+        UserError: An entry that counts is infinite or NaN.
     """
-    return standardize(x, mask, moments(x, mask), unbiased)
+    statistics = moments(x, mask)
+    if not statistics.isfinite().all():
+        raise not_finite(broken_rows(x, mask).nonzero().flatten())
+    return standardize(x, mask, statistics, unbiased)
 
 
 def moments(x: Tensor, mask: Tensor) -> Tensor:
@@ -61,6 +68,20 @@ def standardize(x: Tensor, mask: Tensor, moments: Tensor, unbiased: bool = True)
     std = (squares / (count - 1 if unbiased else count).clamp(min=1)).sqrt()
     counts = mask.bool() & (std > 0)
     return ((x.detach().double() - mean) / std).where(counts, 0.0).to(float_dtype(x))
+
+
+def broken_rows(x: Tensor, mask: Tensor) -> Tensor:
+    """True `[B]` at rows of `x` that have an infinite or NaN entry where `mask` is nonzero."""
+    broken = ~x.isfinite() & mask.bool()
+    return broken if broken.dim() == 1 else broken.any(dim=1)
+
+
+def not_finite(rows: Tensor) -> UserError:
+    """What to say of rows `[N]` that were to be whitened."""
+    return UserError(
+        f"row {rows[0].item()}, one of {len(rows)}, has an infinite or NaN entry, and whitening by the mean of all rows"
+        " would leave none; look at its reward, at the critic's values and at KL"
+    )
 
 
 def _pool(counts: Tensor, means: Tensor, squares: Tensor) -> Tensor:

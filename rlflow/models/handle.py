@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rlflow.data.batch import Pairs
 from rlflow.data.host_copy import on_device
 from rlflow.errors import UserError
+from rlflow.functional.aggregation import Aggregation
 from rlflow.models.lora import LoRA
 from rlflow.models.moe import Routed
 from rlflow.models.optimizer import Optimizer
@@ -88,6 +89,7 @@ class ModelHandle(ABC):
         start_step: The first step that trains it, counted from 0; before, its train nodes are left out.
         gradient_checkpointing: Trade time for memory in the backward pass.
         lora: Train adapters of these settings, and an output layer of one label, instead of all weights.
+        loss_aggregation: How its losses per token become one number; None for as the module's.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class ModelHandle(ABC):
         start_step: int = 0,
         gradient_checkpointing: bool = False,
         lora: LoRA | None = None,
+        loss_aggregation: Aggregation | None = None,
     ) -> None:
         if epochs < 1:
             raise UserError(f"`epochs` is {epochs}; give 1 or more")
@@ -119,6 +122,7 @@ class ModelHandle(ABC):
         self.start_step = start_step
         self.gradient_checkpointing = gradient_checkpointing
         self.lora = lora
+        self.loss_aggregation = loss_aggregation
         self.plan = ForwardPlan()
         self.forwarded_tokens = 0
         self.useful_tokens = 0

@@ -51,6 +51,11 @@ CASES = {
     "KL to the reference, means of sequences": Case(
         GRPO,
         {"kl_coef": 0.3, "loss_aggregation": "sequence-mean-token-mean"},
+        {"loss_type": "grpo", "beta": 0.3},
+    ),
+    "KL to the reference, without its ratio": Case(
+        GRPO,
+        {"kl_coef": 0.3, "kl_kind": "k3", "loss_aggregation": "sequence-mean-token-mean"},
         {"loss_type": "grpo", "beta": 0.3, "use_bias_correction_kl": False},
     ),
     "the first update, with the gradient of KL": Case(
@@ -59,7 +64,7 @@ CASES = {
     "dual clip": Case(GRPO, {"dual_clip": 1.5}, {"loss_type": "dapo", "delta": 1.5}),
     "truncated importance weights": Case(
         GRPO,
-        {"importance": Importance("token", "truncate", high=1.2), "kl_coef": 0.1},
+        {"importance": Importance("token", "truncate", high=1.2), "kl_coef": 0.1, "kl_kind": "k3"},
         {
             "loss_type": "dapo",
             "beta": 0.1,

@@ -97,7 +97,11 @@ CASES = {
     ),
     "CISPO": Case("CISPO", of_samples("grpo", "cispo", clip_high=0.28, importance_mode="mask")),
     "GMPO": Case("GMPO", of_samples("grpo", "gmpo", clip_low=0.2, clip_high=0.28, loss_aggregation=SEQUENCES)),
-    "CPGD": Case("CPGD", of_samples("grpo", "cpgd", clip_high=0.28, drift_coef=0.3), {"drift_coef": 0.3}),
+    "CPGD": Case(
+        "CPGD",
+        of_samples("grpo", "cpgd", clip_high=0.28, drift_coef=0.3, drift_clip=0.1),
+        {"drift_coef": 0.3, "drift_clip": 0.1},
+    ),
     "GPG": Case("GPG", of_samples("gpg", "policy gradient", entropy_coef=0.1)),
     "OnPolicyDistillation": Case(
         "OnPolicyDistillation", of_samples("distillation"), models={"teacher_path": "reference"}
@@ -105,9 +109,26 @@ CASES = {
     "PPO": Case(
         "PPO",
         of_samples(
-            "gae", kl_in_reward=True, kl_kind="k1", kl_coef=0.1, gamma=0.97, lam=0.9, value_clip=0.2, bootstrap=True
+            "gae",
+            kl_in_reward=True,
+            kl_kind="k1",
+            kl_coef=0.1,
+            gamma=0.97,
+            lam=0.9,
+            critic_lam=0.8,
+            critic_loss_aggregation=SEQUENCES,
+            value_clip=0.2,
+            bootstrap=True,
         ),
-        {"critic_optimizer": OPTIMIZER, "gamma": 0.97, "lam": 0.9, "value_clip": 0.2, "on_truncation": "bootstrap"},
+        {
+            "critic_optimizer": OPTIMIZER,
+            "gamma": 0.97,
+            "lam": 0.9,
+            "critic_lam": 0.8,
+            "critic_loss_aggregation": SEQUENCES,
+            "value_clip": 0.2,
+            "on_truncation": "bootstrap",
+        },
         models=REFERENCE | {"critic_path": "critic"},
     ),
     "SFT": Case("SFT", columns={"response": "answer"}),
@@ -135,8 +156,23 @@ VARIATIONS = {
         objective=replace(GRPO, reward_model_coef=0.5, kl_coef=0.0),
         models={"reward_model_path": "judge"},
     ),
+    "CPGD with its filter's weight": replace(
+        CASES["CPGD"],
+        objective=of_samples("cpgd", "cpgd", drift_coef=0.01, weight_cap=1.5),
+        more={"weight": "filter", "weight_cap": 1.5},
+        prompts=tuple(range(PROMPTS)),
+        data="all",  # half of which are useless
+    ),
+    "ReMax with KL in the reward": Case(
+        "ReMax",
+        of_samples("remax", kl_in_reward=True, kl_kind="k1", kl_coef=0.1),
+        {"group_size": GROUP},
+        models=REFERENCE,
+    ),
+    "distillation of whole responses": replace(
+        CASES["OnPolicyDistillation"], objective=of_samples("minillm"), more={"reverse_kl": "sequence"}
+    ),
     "dual clip": replace(CASES["GRPO"], objective=replace(GRPO, dual_clip=1.1)),
-    "KL as k1": replace(CASES["GRPO"], objective=replace(GRPO, kl_kind="k1")),
     "KL as k2": replace(CASES["GRPO"], objective=replace(GRPO, kl_kind="k2")),
     "KL as k3": replace(CASES["GRPO"], objective=replace(GRPO, kl_kind="k3")),
     "KL as abs": replace(CASES["GRPO"], objective=replace(GRPO, kl_kind="abs")),
@@ -151,12 +187,16 @@ OFF: dict[str, Any] = {
     "clip_high": 99.0,
     "dual_clip": None,
     "drift_coef": 0.0,
+    "drift_clip": 99.0,
+    "weight_cap": 99.0,
     "kl_coef": 0.0,
     "entropy_coef": 0.0,
     "overlong_buffer": None,
     "mask_truncated": False,
     "gamma": 1.0,
     "lam": 1.0,
+    "critic_lam": 1.0,
+    "critic_loss_aggregation": "token-mean",
     "value_clip": None,
     "bootstrap": False,
     "importance_mode": "truncate",

@@ -83,11 +83,17 @@ def test_a_loss_per_sample_is_averaged_over_samples_with_a_token(mode: Aggregati
     assert aggregate(loss, mask.any(dim=1), mode, max_length=5).item() == 3.0
 
 
-@EVERY_MODE
+@pytest.mark.parametrize("mode", [mode for mode in get_args(Aggregation) if mode != "constant"])
 def test_a_row_without_tokens_changes_nothing(mode: Aggregation) -> None:
     loss, mask = torch.cat([LOSS, torch.full((1, 3), 9.0)]), torch.cat([MASK, torch.zeros(1, 3, dtype=torch.bool)])
     with_the_row, without = (aggregate(*batch, mode, max_length=4) for batch in ((loss, mask), (LOSS, MASK)))
     assert_close(with_the_row, without, rtol=0, atol=1e-15)
+
+
+def test_constant_divides_by_rows_without_tokens_too() -> None:
+    mask = torch.cat([MASK, torch.zeros(2, 3, dtype=torch.bool)])
+    loss = torch.cat([LOSS, torch.full((2, 3), 9.0)])
+    assert aggregate(loss, mask, "constant", max_length=4).item() == -2 / (4 * 4)  # (1 - 3) over four rows
 
 
 @EVERY_MODE

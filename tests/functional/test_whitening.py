@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.testing import assert_close
 
+from rlflow.errors import UserError
 from rlflow.functional import merge_moments, moments, standardize, whiten
 
 GLOBAL_BATCH = torch.tensor([1.0, 1.0, -1.0, -3.0])
@@ -58,3 +60,12 @@ def test_nothing_to_whiten_is_no_error() -> None:
 
 def test_integers_are_not_rounded() -> None:
     assert_close(whiten(torch.tensor([0, 1]), torch.ones(2)), torch.tensor([-(0.5**0.5), 0.5**0.5]))
+
+
+@pytest.mark.parametrize("entry", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_refused_by_its_row(entry: float) -> None:
+    x = torch.tensor([[1.0, torch.nan], [1.0, entry], [-1.0, -3.0]])
+    with pytest.raises(UserError, match=r"row 1, one of 1, has an infinite or NaN entry"):
+        whiten(x, torch.tensor([[1, 0], [1, 1], [1, 1]]))
+    with pytest.raises(UserError, match=r"row 1, one of 1"):
+        whiten(x[:, 1], torch.tensor([0, 1, 1]))

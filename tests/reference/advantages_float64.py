@@ -48,6 +48,12 @@ def gpg(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
     return [a * len(groups) / max(len(telling), 1) for a in dr_grpo(rewards, groups)]
 
 
+def cpgd_filtered(rewards: Sequence[float], groups: Sequence[int], cap: float) -> list[float]:
+    """`min(cap, groups / groups with unequal rewards) (r - mean)`: CPGD, arXiv 2505.12504, section 4.3 (III)(3)."""
+    telling = {g for g in groups if len(set(_members(rewards, groups, g))) > 1}
+    return [min(cap, len(set(groups)) / max(len(telling), 1)) * a for a in dr_grpo(rewards, groups)]
+
+
 def token_rewards(reward: float, penalties: Sequence[float]) -> list[float]:
     """`r_t = -penalty_t`, and the reward of the whole response on its last token: InstructGPT, arXiv 2203.02155."""
     rewards = [-penalty for penalty in penalties]

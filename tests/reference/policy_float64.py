@@ -68,14 +68,16 @@ class Objective:
     """Settings of the loss, named as in the algorithms.
 
     Attributes:
-        advantages: `grpo`, `dr_grpo`, `rloo`, `opo`, `gpg`, `remax`, `reinforce++`, `reinforce++ baseline`, `gae` or
-            `distillation`.
+        advantages: `grpo`, `dr_grpo`, `rloo`, `opo`, `gpg`, `cpgd` (with the weight of its filter), `remax`,
+            `reinforce++`, `reinforce++ baseline`, `gae`, `distillation` or `minillm`.
         surrogate: `ppo`, `policy gradient`, `cispo`, `cpgd`, `gspo` or `gmpo`.
         eps: Added to the deviation in GRPO's advantages.
         clip_low: Lower clip range of the ratio.
         clip_high: Upper clip range of the ratio.
         dual_clip: Bound of the ratio where the advantage is negative; None is off.
         drift_coef: Weight of CPGD's drift.
+        drift_clip: The largest gradient of it.
+        weight_cap: The largest weight of its filter.
         kl_coef: Weight of the divergence from the reference.
         kl_kind: As in `surrogates_float64.divergence`.
         kl_in_reward: The divergence of the old policy is taken off the reward, instead of standing in the loss.
@@ -89,6 +91,8 @@ class Objective:
         reward_model_coef: Weight of the reward model's score.
         gamma: Discount.
         lam: Decay of the advantage estimation.
+        critic_lam: Decay of the estimation of the critic's targets.
+        critic_loss_aggregation: As in `mean_loss`, of the critic.
         value_clip: Clip range of the critic's values; None is off.
         bootstrap: Take the critic's value after a response that did not end by itself; else 0.
         loss_aggregation: As in `mean_loss`.
@@ -103,6 +107,8 @@ class Objective:
     clip_high: float = 0.2
     dual_clip: float | None = None
     drift_coef: float = 0.0
+    drift_clip: float = 2.0
+    weight_cap: float = 3.0
     kl_coef: float = 0.0
     kl_kind: str = "k3"
     kl_in_reward: bool = False
@@ -116,6 +122,8 @@ class Objective:
     reward_model_coef: float = 1.0
     gamma: float = 1.0
     lam: float = 0.95
+    critic_lam: float = 1.0
+    critic_loss_aggregation: str = "token-mean"
     value_clip: float | None = 0.2
     bootstrap: bool = False
     loss_aggregation: str = "token-mean"
@@ -240,7 +248,7 @@ def critic_updates(
     assert folders.critic is not None
     with torch.no_grad():
         scored = _scored(load_float64(folder), samples, objective, folders)
-    estimated = _estimated(scored, objective, folders)
+    estimated = _estimated(scored, replace(objective, lam=objective.critic_lam), folders)
     critic = load_classifier_float64(folders.critic)
     with torch.no_grad():
         before = [response_values(critic, s.prompt_ids, s.response_ids)[0] for s in samples]
@@ -253,7 +261,8 @@ def critic_updates(
             counted, (_, returns) = scored[i].counted, estimated[i]
             pairs = [values[t] for t in counted], [old[i][t] for t in counted]
             losses.append(surrogates.value(*pairs, returns, objective.value_clip))
-        updates.append(one_update(critic, _mean(losses, objective), step))
+        of_critic = replace(objective, loss_aggregation=objective.critic_loss_aggregation)
+        updates.append(one_update(critic, _mean(losses, of_critic), step))
         _go_on(critic, updates[-1])
     return updates
 
@@ -277,7 +286,7 @@ def _go_on(model: torch.nn.Module, update: Update) -> None:
 
 
 def _scored(policy: torch.nn.Module, samples: Sequence[Sample], objective: Objective, folders: Folders) -> list[Scored]:
-    needs_reference = objective.kl_coef != 0 or objective.advantages == "distillation"
+    needs_reference = objective.kl_coef != 0 or objective.advantages in ("distillation", "minillm")
     reference = load_float64(folders.reference) if needs_reference and folders.reference else None
     judge = load_classifier_float64(folders.reward_model) if folders.reward_model else None
     scored = []
@@ -324,6 +333,12 @@ def _advantages(scored: list[Scored], objective: Objective, folders: Folders) ->
     kind = objective.advantages
     if kind == "distillation":  # Agarwal et al., arXiv 2306.13649: the reverse KL's log ratio at each sampled token
         return [[r - o for r, o in zip(s.ref or [], s.old, strict=True)] for s in scored]
+    if kind == "minillm":  # Gu et al., arXiv 2306.08543, equation 2, without the -1, whose expectation is 0
+        ratios = [[r - o for r, o in zip(s.ref or [], s.old, strict=True)] for s in scored]
+        return [worth.discounted(row, 1.0) for row in ratios]
+    if kind == "remax":  # arXiv 2310.10505, equation 4, and KL of this token and those after it
+        left = [s.sample.greedy_reward or 0.0 for s in scored]
+        return [[g - b for g in worth.discounted(s.rewards, 1.0)] for s, b in zip(scored, left, strict=True)]
     if kind == "reinforce++":
         return worth.whitened([worth.discounted(s.rewards, objective.gamma) for s in scored])
     if kind == "gae":
@@ -348,9 +363,8 @@ def _whole_advantages(scored: list[Scored], objective: Objective) -> list[float]
             return worth.opo(rewards, groups, [len(s.sample.response_ids) for s in scored])
         case "gpg":
             return worth.gpg(rewards, groups)
-        case "remax":  # arXiv 2310.10505, equation 4
-            greedy = [s.sample.greedy_reward for s in scored]
-            return [r - g for r, g in zip(rewards, greedy, strict=True) if g is not None]
+        case "cpgd":
+            return worth.cpgd_filtered(rewards, groups, objective.weight_cap)
     raise ValueError(objective.advantages)
 
 
@@ -401,7 +415,7 @@ def _surrogate(s: Scored, advantages: list[float], objective: Objective) -> list
         case "cispo":
             return surrogates.cispo(s.new, s.old, advantages, objective.clip_high)
         case "cpgd":
-            return surrogates.cpgd(s.new, s.old, advantages, *clips, objective.drift_coef)
+            return surrogates.cpgd(s.new, s.old, advantages, *clips, objective.drift_coef, objective.drift_clip)
         case "gspo":
             return surrogates.gspo(s.new, s.old, advantages[0], *clips)
         case "gmpo":
@@ -410,6 +424,6 @@ def _surrogate(s: Scored, advantages: list[float], objective: Objective) -> list
 
 
 def _mean(losses: list[list[Tensor]], objective: Objective) -> Tensor:
-    stacked = [torch.stack(tokens) for tokens in losses if tokens]
+    stacked = [torch.stack(tokens) if tokens else torch.zeros(0, dtype=torch.float64) for tokens in losses]
     masks = [[True] * len(tokens) for tokens in stacked]
     return mean_loss(stacked, masks, objective.loss_aggregation, objective.max_response_length)

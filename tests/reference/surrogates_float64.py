@@ -42,18 +42,18 @@ def cispo(new: Tokens, old: Numbers, A: Numbers, high: float) -> list[Tensor]:
     return [-min(math.exp(n.item() - o), 1 + high) * a * n for n, o, a in zip(new, old, A, strict=True)]
 
 
-def cpgd(new: Tokens, old: Numbers, A: Numbers, low: float, high: float, drift: float) -> list[Tensor]:
-    """`-min(A ln r, A clip(ln r, ln(1 - low), ln(1 + high))) + drift (r - 1 - ln r)`: CPGD, arXiv 2505.12504.
+def cpgd(new: Tokens, old: Numbers, A: Numbers, low: float, high: float, drift: float, c: float) -> list[Tensor]:
+    """`-min(A ln r, A clip(ln r, ln(1 - low), ln(1 + high))) + drift E`, `E = min(r - 1, c) ln pi`, `r - 1` a number.
 
-    Written with `ln r` where the paper has it; `ln pi` instead shifts the loss by a constant. The drift is the k3
-    estimate of `KL(old || pi)`.
+    CPGD, arXiv 2505.12504, equation 2. Written with `ln r` where the paper has it; `ln pi` instead shifts the loss by a
+    constant.
     """
     losses = []
     for n, o, a in zip(new, old, A, strict=True):
         log_r = n - o
         inside = torch.clip(log_r, math.log(1 - low), math.log(1 + high))
         objective = min(a * log_r, a * inside, key=Tensor.item)
-        losses.append(-objective + drift * (torch.exp(log_r) - 1 - log_r))
+        losses.append(-objective + drift * min(math.exp(log_r.item()) - 1, c) * n)
     return losses
 
 

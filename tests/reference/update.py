@@ -104,6 +104,8 @@ def response_score(model: PreTrainedModel, prompt_ids: Sequence[int], response_i
 def mean_loss(losses: Sequence[Tensor], masks: Sequence[Sequence[bool]], mode: str, max_length: int | None) -> Tensor:
     """The loss of a batch from the losses `[T]` of its responses; those without a token that counts are left out.
 
+    Of `constant` they are not: Dr. GRPO, arXiv 2503.20783, figure 1, divides by the number of responses sampled.
+
     Args:
         losses: One tensor for each response.
         masks: Which tokens of each response count.
@@ -119,7 +121,7 @@ def mean_loss(losses: Sequence[Tensor], masks: Sequence[Sequence[bool]], mode: s
         return torch.stack([tokens.sum() for tokens in kept]).mean()
     if mode == "constant":
         assert max_length is not None
-        return torch.stack([tokens.sum() / max_length for tokens in kept]).mean()
+        return torch.stack([tokens.sum() / max_length for tokens in kept]).sum() / len(losses)
     raise ValueError(mode)
 
 
