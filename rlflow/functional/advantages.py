@@ -127,7 +127,8 @@ class _GroupedSamples:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum `[B]` over the samples of each sample's group."""
-        return x.new_zeros(self._groups).index_add(0, self._index, x)[self._index]
+        of_group: Tensor = x.new_zeros(self._groups).index_add(0, self._index, x)[self._index]
+        return of_group
 
     def mean(self, x: Tensor) -> Tensor:
         """The mean `[B]` over the samples of each sample's group."""
@@ -148,9 +149,9 @@ def _require_two(ids: Tensor, sizes: Tensor) -> None:
 
 
 def _require_finite(rewards: Tensor, group: Tensor) -> None:
-    broken = (~rewards.isfinite()).nonzero().flatten()
-    if len(broken):
-        row = broken[0].item()
+    broken = ~rewards.isfinite()
+    if broken.any():
+        row = int(broken.nonzero()[0])
         raise UserError(
             f"the reward of row {row}, of group {group[row].item()}, is {rewards[row].item()}; a group's mean needs"
             " finite rewards. Look at what scored it, a reward model say"

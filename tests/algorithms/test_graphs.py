@@ -23,7 +23,7 @@ LEAST = {"rollout", "rewards", "advantages", "actor_loss"}
         ({"kl_coef": 0.1}, {"ref_logprobs"}),
         ({"epochs": 2}, {"old_logprobs"}),
         ({"samples_per_update": 4}, {"old_logprobs"}),
-        ({"kl_coef": 0.1, "kl_in_reward": True}, {"ref_logprobs", "old_logprobs", "kl_penalty"}),
+        ({"kl_coef": 0.1, "kl_in_reward": True, "kl_kind": "k1"}, {"ref_logprobs", "old_logprobs", "kl_penalty"}),
         ({"kl_in_reward": True}, set()),
         ({"anchor": "rollout", "importance": None, "epochs": 2}, set()),
         (
@@ -74,7 +74,7 @@ PPO_NODES = LEAST | {"values", "estimates", "critic_loss"}
     [
         ({}, set()),
         ({"kl_coef": 0.1}, {"ref_logprobs", "old_logprobs", "kl_penalty"}),
-        ({"kl_coef": 0.1, "kl_in_reward": False}, {"ref_logprobs"}),
+        ({"kl_coef": 0.1, "kl_in_reward": False, "kl_kind": "k2"}, {"ref_logprobs"}),
         ({"on_truncation": "bootstrap"}, {"final_values"}),
         ({"on_truncation": "mask"}, set()),
         ({"epochs": 2}, {"old_logprobs"}),

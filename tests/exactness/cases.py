@@ -169,6 +169,13 @@ VARIATIONS = {
         {"group_size": GROUP},
         models=REFERENCE,
     ),
+    "GRPO anchored on the sampler": replace(CASES["GRPO"], more={"anchor": "rollout", "importance": None}, past=False),
+    "KL in the reward of the sampler": replace(
+        CASES["RLOO"],
+        objective=of_samples("rloo", kl_in_reward=True, kl_kind="k1", kl_coef=0.1),
+        more={"anchor": "rollout", "importance": None},
+        past=False,
+    ),
     "distillation of whole responses": replace(
         CASES["OnPolicyDistillation"], objective=of_samples("minillm"), more={"reverse_kl": "sequence"}
     ),
@@ -283,15 +290,16 @@ def truth_of_updates(
 
 
 def samples(case: Case, recording: Recording) -> list[Sample]:
-    """The samples of the case's prompts."""
+    """The samples of the case's prompts; where the ratio is to the engine's policy, that is the old one."""
+    on_sampler = case.more.get("anchor") == "rollout"
     return [
         Sample(
             recording.prompts[p],
             answer.tokens,
             answer.reward,
             group=p,
-            rollout_logprobs=answer.rollout_logprobs,
-            old_logprobs=answer.old_logprobs if case.past else None,
+            rollout_logprobs=None if on_sampler else answer.rollout_logprobs,
+            old_logprobs=answer.rollout_logprobs if on_sampler else answer.old_logprobs if case.past else None,
             finished=answer.finished,
             greedy_reward=recording.answers[p][-1].reward,
             old_values=answer.old_values if case.past else None,
