@@ -13,7 +13,25 @@ def loss(log_pi: Ragged, r: Sequence[float], r_greedy: Sequence[float]) -> Tenso
     """Its gradient is -1/N sum_i sum_t s(x_i, a_(1:t)) (r(x_i, a_(1:T)) - b(x_i)), s = grad log pi, b the greedy
     response's reward.
 
-    A response's tokens are added up, not averaged; responses are averaged.
+    A response's tokens are added up, not averaged; responses are averaged. The authors' code divides by the number of
+    tokens of the batch instead of N, which is the same direction.
     """
     N = len(log_pi)
     return -sum_of(sum_of(log_pi[i]) * (r[i] - r_greedy[i]) for i in range(N)) / N
+
+
+def advantages_with_kl(
+    r: Sequence[float],
+    r_greedy: Sequence[float],
+    log_pi: Sequence[Sequence[float]],
+    log_ref: Sequence[Sequence[float]],
+    beta: float,
+) -> list[list[float]]:
+    """r - b - beta log(pi / pi_ref) of the token itself: not summed over the response, nor from the token on.
+
+    Source: the authors' code, liziniu/ReMax, `compute_returns` of remax_trainer.py; the paper has no equation with KL.
+    """
+    return [
+        [r[i] - r_greedy[i] - beta * (log_pi[i][t] - log_ref[i][t]) for t in range(len(log_pi[i]))]
+        for i in range(len(r))
+    ]

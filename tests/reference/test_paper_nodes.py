@@ -1,0 +1,180 @@
+"""Advantages and loss of each algorithm, as its nodes make them by default, equal the paper's.
+
+Settings are the algorithm's defaults but for the number of epochs, so that there is a ratio, the importance weights,
+which no paper has, and KL. Where a default is not the paper's, the test says what the difference comes to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from rlflow import RLModule, Rollout
+from rlflow.algorithms import (
+    GMPO,
+    GPG,
+    GSPO,
+    OPO,
+    PPO,
+    OnPolicyDistillation,
+    REINFORCEPlusPlus,
+    REINFORCEPlusPlusBaseline,
+    ReMax,
+)
+from rlflow.models.tiny import write_tiny_model
+from rlflow.rewards import ExactMatch
+from tests.reference.paper_batches import GROUP, LENGTHS, Batch, assert_rows, assert_tight
+from tests.reference.paper_nodes import Step, scored_batch, step
+from tests.reference.papers import distillation, gmpo, gpg, gspo, opo, ppo, reinforce_plus_plus, remax
+from tests.reference.papers.ragged import gradient, sum_of
+
+BETA = 0.1
+TWICE = {"epochs": 2}  # so that old logprobs are not those of the policy in training
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    return write_tiny_model(folder / "tiny", seed=1, hidden_size=32, intermediate_size=48, layers=1)
+
+
+@pytest.fixture(scope="module")
+def scored(policy: Path) -> tuple[Batch, Rollout]:
+    return scored_batch(0, policy)
+
+
+@pytest.fixture
+def data(scored: tuple[Batch, Rollout]) -> Batch:
+    return scored[0]
+
+
+Run = Callable[..., Step]
+
+
+@pytest.fixture
+def run(scored: tuple[Batch, Rollout], policy: Path) -> Run:
+    """One step of an algorithm; keywords that name nodes are their values, others are settings."""
+    data, rollout = scored
+    values = {"rollout": rollout, "rewards": data.rewards, "old_logprobs": data.log_old, "ref_logprobs": data.log_ref}
+
+    def run(algorithm: type[RLModule], given: dict[str, Any] | None = None, **settings: Any) -> Step:
+        settings = {"reward": ExactMatch("answer"), "group_size": GROUP, "importance": None} | settings
+        return step(algorithm, policy, values | (given or {}), **settings)
+
+    return run
+
+
+def numbers(data: Batch, x: Tensor) -> list[list[float]]:
+    return [row.tolist() for row in data.rows(x)]
+
+
+def assert_advantages(data: Batch, found: Tensor, wanted: Sequence[Sequence[float]]) -> None:
+    """`found` is `[B]` or `[B, T]`; `wanted` is for each token."""
+    found = found[:, None].expand(data.mask.shape) if found.dim() == 1 else found
+    assert_rows(data.rows(found), wanted)
+
+
+def assert_loss(data: Batch, step: Step, theirs: Callable[[list[Tensor]], Tensor]) -> None:
+    """Value and gradient to log pi."""
+    assert_tight(step.loss, theirs(data.rows(data.log_pi)).detach())
+    assert_gradient(data, step, theirs)
+
+
+def assert_gradient(data: Batch, step: Step, theirs: Callable[[list[Tensor]], Tensor], scale: float = 1.0) -> None:
+    """`scale` times the paper's."""
+    wanted = gradient(theirs, data.rows(data.log_pi))
+    assert_rows(data.rows(step.gradient), [[scale * g for g in row] for row in wanted])
+
+
+def of_responses(advantages: Sequence[Sequence[float]]) -> list[float]:
+    return [a for group in advantages for a in group]
+
+
+def of_tokens(advantages: Sequence[float]) -> list[list[float]]:
+    return [[a] * n for a, n in zip(advantages, LENGTHS, strict=True)]
+
+
+def test_ppo(run: Run, data: Batch) -> None:
+    """GAE over the reward with its KL penalty; the advantages are whitened too, as in InstructGPT's code and no
+    equation.
+    """
+    made = run(PPO, {"values": data.A_t}, kl_coef=BETA, group_size=1, lam=0.9, gamma=0.97, **TWICE)
+    r = ppo.rewards_with_kl(data.rewards.tolist(), numbers(data, data.log_old), numbers(data, data.log_ref), BETA)
+    A = [ppo.gae(r[i], V, 0.97, 0.9) for i, V in enumerate(numbers(data, data.A_t))]
+    assert_advantages(data, made.values["estimates"].advantages, A)
+    whitened = reinforce_plus_plus.normalised(A, ddof=1)
+    assert_advantages(data, made.values["advantages"], whitened)
+    old = data.rows(data.log_old)
+    assert_loss(data, made, lambda new: ppo.clip_loss(new, old, whitened, 0.2))
+
+
+def test_gmpo(run: Run, data: Batch) -> None:
+    made, old = run(GMPO, **TWICE), data.rows(data.log_old)
+    assert_loss(data, made, lambda new: gmpo.loss(new, old, made.values["advantages"].tolist()))
+
+
+def test_gspo(run: Run, data: Batch) -> None:
+    made, old = run(GSPO, **TWICE), data.rows(data.log_old)
+    assert_loss(data, made, lambda new: gspo.loss(new, old, made.values["advantages"].tolist(), 3e-4, 4e-4))
+
+
+def test_gpg(run: Run, data: Batch) -> None:
+    A = of_responses(gpg.advantages(data.groups(data.rewards)))
+    made = run(GPG)
+    assert_advantages(data, made.values["advantages"], of_tokens(A))
+    assert_loss(data, made, lambda new: gpg.loss(new, A))
+
+
+def test_opo(run: Run, data: Batch) -> None:
+    """The paper sums a response's tokens; the mean over the step's tokens is that times a number, in an exactly
+    on-policy step.
+    """
+    lengths = data.lengths.reshape(-1, GROUP).tolist()
+    A = of_responses([opo.advantages(r, n) for r, n in zip(data.groups(data.rewards), lengths, strict=True)])
+    made = run(OPO)
+    assert_advantages(data, made.values["advantages"], of_tokens(A))
+
+    def theirs(new: list[Tensor]) -> Tensor:
+        return -sum_of(a * sum_of(row) for a, row in zip(A, new, strict=True))
+
+    assert_gradient(data, made, theirs, scale=1 / sum(LENGTHS))
+
+
+def test_remax(run: Run, data: Batch) -> None:
+    """The loss is divided by the step's tokens, as in the authors' code, where the paper divides by its responses."""
+    greedy = data.A
+    made = run(ReMax, {"greedy": None, "greedy_rewards": greedy})
+    r, b = data.rewards.tolist(), greedy.tolist()
+    assert_advantages(data, made.values["advantages"], of_tokens([x - y for x, y in zip(r, b, strict=True)]))
+    assert_gradient(data, made, lambda new: remax.loss(new, r, b), scale=len(LENGTHS) / sum(LENGTHS))
+
+
+def test_reinforce_plus_plus(run: Run, data: Batch) -> None:
+    old, ref = numbers(data, data.log_old), numbers(data, data.log_ref)
+    A = reinforce_plus_plus.advantages(data.rewards.tolist(), old, ref, BETA, ddof=1)
+    made = run(REINFORCEPlusPlus, kl_coef=BETA, group_size=1, **TWICE)
+    assert_advantages(data, made.values["advantages"], A)
+    assert_loss(data, made, lambda new: ppo.clip_loss(new, data.rows(data.log_old), A, 0.2))
+
+
+def test_reinforce_plus_plus_with_a_baseline(run: Run, data: Batch) -> None:
+    lengths = data.lengths.reshape(-1, GROUP).tolist()
+    A = reinforce_plus_plus.advantages_with_baseline(data.groups(data.rewards), lengths, ddof=1)
+    made = run(REINFORCEPlusPlusBaseline, kl_coef=BETA, **TWICE)
+    assert_advantages(data, made.values["advantages"], A)
+    old, ref = data.rows(data.log_old), data.rows(data.log_ref)
+
+    def theirs(new: list[Tensor]) -> Tensor:
+        return ppo.clip_loss(new, old, A, 0.2) + BETA * reinforce_plus_plus.k2_loss(new, ref)
+
+    assert_loss(data, made, theirs)
+
+
+def test_on_policy_distillation(run: Run, data: Batch) -> None:
+    made = run(OnPolicyDistillation, {"teacher_logprobs": data.log_ref}, teacher_path="teacher", group_size=1)
+    A = distillation.per_token_reverse_kl_advantages(data.rows(data.log_old), data.rows(data.log_ref))
+    assert_advantages(data, made.values["advantages"], A)
