@@ -129,7 +129,7 @@ def test_the_python_of_the_quickstart_says_what_its_yaml_says(tmp_path: Path) ->
     assert ours == theirs
 
 
-@pytest.mark.parametrize(("block", "name", "differs"), [(2, "LitePPO", "advantages"), (3, "SAPO", "surrogate")])
+@pytest.mark.parametrize(("block", "name", "differs"), [(2, "LitePPO", "advantages"), (3, "TOPR", "surrogate")])
 def test_a_published_variation_differs_from_grpo_in_one_method(
     block: int, name: str, differs: str, tmp_path: Path
 ) -> None:
@@ -151,15 +151,17 @@ def test_the_advantages_of_lite_ppo_have_the_group_s_mean_and_the_deviation_of_a
     torch.testing.assert_close(advantages, torch.tensor([-1.0, 1.0, 0.0, 0.0]) / 2.75**0.5)
 
 
-def test_the_surrogate_of_sapo_is_a_gate_that_is_steepest_at_1(tmp_path: Path) -> None:
-    written = imported(blocks("algorithm.md", "python")[3], "shown_sapo", tmp_path)
-    module = written.SAPO("tiny", ExactMatch(), tau_positive=2.0)
-    logprobs = torch.tensor([[0.0, 1.0]], dtype=torch.float64, requires_grad=True)
-    loss = module.surrogate(logprobs, torch.zeros(1, 2).double(), torch.tensor([3.0]).double(), torch.ones(1, 2))
+def test_the_surrogate_of_topr_weighs_bad_responses_by_their_ratio(tmp_path: Path) -> None:
+    written = imported(blocks("algorithm.md", "python")[3], "shown_topr", tmp_path)
+    module = written.TOPR("tiny", ExactMatch())
+    # ratios of whole responses: exp(-0.5 - 0.25) of the first two, exp(2) of the third, whose second token is padding
+    logprobs = torch.tensor([[-0.5, -0.25], [-0.5, -0.25], [2.0, 9.0]], dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[True, True], [True, True], [True, False]])
+    advantages = torch.tensor([3.0, -3.0, -2.0], dtype=torch.float64)
+    loss = module.surrogate(logprobs, torch.zeros(3, 2).double(), advantages, mask)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
-    # of a ratio of 1 it is -A, as REINFORCE's; of e it is -A e 4 s (1 - s), s = sigmoid(2 (e - 1)) = 0.96883...
-    s = 1 / (1 + math.exp(-2 * (math.e - 1)))
-    torch.testing.assert_close(gradient, torch.tensor([[-3.0, -3.0 * math.e * 4 * s * (1 - s)]], dtype=torch.float64))
+    expected = [-3.0, 3.0 * math.exp(-0.75), 2.0]
+    torch.testing.assert_close(gradient, torch.tensor(expected, dtype=torch.float64)[:, None].expand(3, 2))
 
 
 @pytest.mark.parametrize("picture", sorted(drawing.pictures()))

@@ -34,6 +34,7 @@ from rlflow.functional.preference import bradley_terry_loss, dpo_loss, preferenc
 from rlflow.functional.ratios import log_ratio
 from rlflow.functional.returns import gae, last_token_rewards, reinforce_returns
 from rlflow.functional.shapes import beside_tokens
+from rlflow.functional.trust_regions import dppo_tv_mask, off_policy_sequence_mask, sapo_loss
 from rlflow.functional.value_losses import value_loss
 from rlflow.functional.whitening import merge_moments, moments, standardize, whiten
 
@@ -50,6 +51,7 @@ __all__ = [
     "cpgd_drift",
     "cpgd_loss",
     "dpo_loss",
+    "dppo_tv_mask",
     "gae",
     "gmpo_loss",
     "group_has_signal",
@@ -66,6 +68,7 @@ __all__ = [
     "loss_weights",
     "merge_moments",
     "moments",
+    "off_policy_sequence_mask",
     "opo_advantages",
     "overlong_penalty",
     "pass_at_k",
@@ -74,6 +77,7 @@ __all__ = [
     "preference_accuracy",
     "reinforce_returns",
     "rloo_advantages",
+    "sapo_loss",
     "standardize",
     "value_loss",
     "whiten",

@@ -50,10 +50,24 @@ def test_grpo_has_the_nodes_that_its_settings_need(settings: dict[str, Any], mor
         (algorithms.GMPO, set()),
         (algorithms.CPGD, set()),
         (algorithms.GPG, set()),
+        (algorithms.MaxRL, set()),
+        (algorithms.SAPO, set()),
+        (algorithms.REINFORCE, set()),
     ],
 )
 def test_an_algorithm_adds_the_nodes_of_its_own(algorithm: type[PolicyGradient], more: set[str]) -> None:
     assert set(read_graph(algorithm("tiny", OddCharacters())).nodes) == LEAST | more
+
+
+@pytest.mark.parametrize("algorithm", [algorithms.DPPO, algorithms.OffPolicySequenceMasking, algorithms.REINFORCE])
+def test_what_is_anchored_on_the_engine_scores_no_samples_before_several_updates(
+    algorithm: type[PolicyGradient],
+) -> None:
+    assert set(read_graph(algorithm("tiny", OddCharacters(), epochs=2, samples_per_update=4)).nodes) == LEAST
+
+
+def test_gdpo_has_the_reward_s_parts_in_the_place_of_rewards() -> None:
+    assert set(read_graph(algorithms.GDPO("tiny", OddCharacters())).nodes) == LEAST - {"rewards"} | {"parts"}
 
 
 def test_distillation_learns_from_its_teacher_and_needs_no_reward() -> None:

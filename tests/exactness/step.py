@@ -56,6 +56,13 @@ class CountsOnes(SampleReward):
         return float(text.count("1"))
 
 
+class CountsParts(SampleReward):
+    """The number of ones, and a point for several."""
+
+    def score_sample(self, text: str, row: dict[str, Any]) -> dict[str, float]:
+        return {"ones": float(text.count("1")), "several": float(text.count("1") > 1)}
+
+
 class RecordedPast:
     """Another policy sampled, so that the ratio is not 1 and clips have something to do."""
 
@@ -153,10 +160,11 @@ def trained_weights(strategy: TrainingStrategy, name: str) -> dict[str, Tensor]:
 
 def _module(recording: Recording, case: Case) -> RLModule:
     algorithm = getattr(rlflow.algorithms, case.algorithm)
-    if case.past and case.objective is not None:
+    if case.past and case.objective is not None and case.objective.anchor == "old":
         mixin = RecordedValues if "critic_path" in case.models else RecordedPast
         algorithm = type(f"{mixin.__name__}{case.algorithm}", (mixin, algorithm), {"recording": recording})
-    reward = {"reward": CountsOnes()} if case.objective is not None else {}
+    counts = CountsParts() if case.objective is not None and case.objective.advantages == "gdpo" else CountsOnes()
+    reward = {"reward": counts} if case.objective is not None else {}
     module: RLModule = algorithm(optimizer=OPTIMIZER, **reward, **settings(case, recording))
     return module
 

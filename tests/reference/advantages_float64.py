@@ -11,14 +11,14 @@ def grpo(rewards: Sequence[float], groups: Sequence[int], eps: float) -> list[fl
     """`(r - mean) / (std + eps)` within the group, `std` with `n - 1`: GRPO, arXiv 2402.03300, section 4.1.2."""
     advantages = []
     for reward, group in zip(rewards, groups, strict=True):
-        others = _members(rewards, groups, group)
+        others = members(rewards, groups, group)
         advantages.append((reward - statistics.mean(others)) / (statistics.stdev(others) + eps))
     return advantages
 
 
 def dr_grpo(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
     """`r - mean` within the group: Dr. GRPO, arXiv 2503.20783, section 3.1."""
-    return [r - statistics.mean(_members(rewards, groups, g)) for r, g in zip(rewards, groups, strict=True)]
+    return [r - statistics.mean(members(rewards, groups, g)) for r, g in zip(rewards, groups, strict=True)]
 
 
 def rloo(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
@@ -44,7 +44,7 @@ def gpg(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
 
     With `F_norm = 1`. Where no group has unequal rewards, every advantage is 0.
     """
-    telling = [g for g in groups if len(set(_members(rewards, groups, g))) > 1]
+    telling = [g for g in groups if len(set(members(rewards, groups, g))) > 1]
     return [a * len(groups) / max(len(telling), 1) for a in dr_grpo(rewards, groups)]
 
 
@@ -102,5 +102,6 @@ def overlong(length: int, longest: int, buffer: int) -> float:
     return -1.0
 
 
-def _members(rewards: Sequence[float], groups: Sequence[int], group: int) -> list[float]:
+def members(rewards: Sequence[float], groups: Sequence[int], group: int) -> list[float]:
+    """The rewards of one group, in their order."""
     return [r for r, g in zip(rewards, groups, strict=True) if g == group]

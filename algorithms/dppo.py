@@ -1,0 +1,35 @@
+"""Divergence Proximal Policy Optimization, by the binary total variation: DPPO, arXiv 2602.04879."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rlflow import PerSample, PerToken, UserError
+from rlflow.functional import Importance, cispo_loss, dppo_tv_mask
+
+from .grpo import GRPO
+from .policy_gradient import Anchor
+
+
+@dataclass(eq=False)
+class DPPO(GRPO):
+    """GRPO that drops a token when its probability has moved by more than delta and would move on, whatever its ratio.
+
+    Args:
+        delta: The difference of probabilities, from 0 to 1, up to which every token counts.
+    """
+
+    anchor: Anchor = "rollout"
+    importance: Importance | None = None
+    delta: float = 0.15
+
+    unused: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.delta <= 1:
+            raise UserError(f"`delta` is {self.delta}, and bounds a difference of probabilities; give 0 to 1")
+
+    def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:
+        counts = dppo_tv_mask(logprobs, old_logprobs, advantages, self.delta)
+        self.log("actor/clip_fraction", 1 - counts, mask)
+        return counts * cispo_loss(logprobs, old_logprobs, advantages, clip_high=float("inf"))

@@ -1,0 +1,31 @@
+"""Maximum Likelihood Reinforcement Learning: MaxRL, arXiv 2602.02710."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rlflow import PerSample, Rollout, UserError, node
+from rlflow.functional import Aggregation, group_has_signal, group_normalized_advantages
+
+from .grpo import GRPO
+
+
+@dataclass(eq=False)
+class MaxRL(GRPO):
+    """A_i = (r_i - mean_g) / mean_g of rewards 0 and 1: hard prompts weigh as in the gradient of log p(right)."""
+
+    loss_aggregation: Aggregation = "sequence-mean-token-sum"
+
+    unused: ClassVar[tuple[str, ...]] = ("normalize_std", "kl_in_reward", "overlong_buffer")
+
+    @node
+    def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+        if (least := self.all_rows(rewards).min()) < 0:
+            raise UserError(
+                f"a reward is {least:g}, and MaxRL divides by a group's mean; give 0 or more, 1 where right"
+            )
+        self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
+        centred = group_normalized_advantages(rewards, rollout.group, normalize_std=False)
+        mean = rewards - centred
+        return torch.where(mean > 0, centred / mean, 0.0).to(rewards.dtype)

@@ -1,0 +1,23 @@
+"""REINFORCE, Williams 1992, from what the engine sampled: importance sampling, Precup, Sutton and Singh 2000."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rlflow import PerSample, PerToken
+from rlflow.functional import Importance, cispo_loss
+
+from .policy_gradient import Anchor
+from .rloo import RLOO
+
+
+@dataclass(eq=False)
+class REINFORCE(RLOO):
+    """loss_t = -sg(pi_t / rollout_t) A log pi_t, A as RLOO's: no clip, no old policy, and no pass for its logprobs."""
+
+    anchor: Anchor = "rollout"
+    importance: Importance | None = None
+
+    unused: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
+
+    def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:
+        return cispo_loss(logprobs, old_logprobs, advantages, clip_high=float("inf"))
