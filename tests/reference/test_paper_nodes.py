@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlflow import RLModule, Rollout
 from rlflow.algorithms import (
+    CPGD,
     GMPO,
     GPG,
     GSPO,
@@ -29,8 +30,8 @@ from rlflow.models.tiny import write_tiny_model
 from rlflow.rewards import ExactMatch
 from tests.reference.paper_batches import GROUP, LENGTHS, Batch, assert_rows, assert_tight
 from tests.reference.paper_nodes import Step, scored_batch, step
-from tests.reference.papers import distillation, gmpo, gpg, gspo, opo, ppo, reinforce_plus_plus, remax
-from tests.reference.papers.ragged import gradient, sum_of
+from tests.reference.papers import cpgd, distillation, gmpo, gpg, gspo, opo, ppo, reinforce_plus_plus, remax
+from tests.reference.papers.ragged import gradient, std, sum_of
 
 BETA = 0.1
 TWICE = {"epochs": 2}  # so that old logprobs are not those of the policy in training
@@ -102,10 +103,16 @@ def test_ppo(run: Run, data: Batch) -> None:
     """GAE over the reward with its KL penalty; the advantages are whitened too, as in InstructGPT's code and no
     equation.
     """
-    made = run(PPO, {"values": data.A_t}, kl_coef=BETA, group_size=1, lam=0.9, gamma=0.97, **TWICE)
+    settings = {"lam": 0.9, "critic_lam": 0.95, "gamma": 0.97}
+    made = run(PPO, {"values": data.A_t}, kl_coef=BETA, group_size=1, **settings, **TWICE)
     r = ppo.rewards_with_kl(data.rewards.tolist(), numbers(data, data.log_old), numbers(data, data.log_ref), BETA)
     A = [ppo.gae(r[i], V, 0.97, 0.9) for i, V in enumerate(numbers(data, data.A_t))]
     assert_advantages(data, made.values["estimates"].advantages, A)
+    targets = [
+        [a + v for a, v in zip(ppo.gae(r[i], V, 0.97, 0.95), V, strict=True)]
+        for i, V in enumerate(numbers(data, data.A_t))
+    ]
+    assert_advantages(data, made.values["estimates"].returns, targets)
     whitened = reinforce_plus_plus.normalised(A, ddof=1)
     assert_advantages(data, made.values["advantages"], whitened)
     old = data.rows(data.log_old)
@@ -153,6 +160,57 @@ def test_remax(run: Run, data: Batch) -> None:
     assert_gradient(data, made, lambda new: remax.loss(new, r, b), scale=len(LENGTHS) / sum(LENGTHS))
 
 
+def test_the_full_step_kl_of_remax(run: Run, data: Batch) -> None:
+    given = {"greedy": None, "greedy_rewards": data.A}
+    made = run(ReMax, given, kl_coef=BETA, kl_in_reward=True, kl_kind="k1", group_size=1)
+    old, ref = numbers(data, data.log_old), numbers(data, data.log_ref)
+    wanted = remax.advantages_with_kl(data.rewards.tolist(), data.A.tolist(), old, ref, BETA)
+    assert_advantages(data, made.values["advantages"], wanted)
+
+
+@pytest.mark.parametrize("weight", ["std", "filter", "none"])
+def test_cpgd(run: Run, data: Batch, weight: str) -> None:
+    """Equation 2 averages over the tokens of a prompt's responses, then over prompts; the default, as the authors'
+    code, over the tokens of the step, which weighs a prompt by its share of them.
+    """
+    groups = data.groups(data.rewards)
+    weights = {
+        "std": [1 / (std(group, ddof=1) + 1e-6) for group in groups],
+        "filter": cpgd.clip_filter_like_weight(groups, 3.0),
+        "none": [1.0] * len(groups),
+    }[weight]
+    A = of_responses(cpgd.advantages(groups, weights))
+    made, old = run(CPGD, weight=weight, drift_coef=0.3, **TWICE), data.rows(data.log_old)
+    assert_advantages(data, made.values["advantages"], of_tokens(A))
+
+    def by_prompt(rows: list[Any]) -> list[list[Any]]:
+        return [rows[i : i + GROUP] for i in range(0, len(rows), GROUP)]
+
+    def theirs(new: list[Tensor]) -> Tensor:
+        return cpgd.loss(by_prompt(new), by_prompt(old), by_prompt(A), 0.2, alpha=0.3, c=2.0)
+
+    tokens = [sum(lengths) for lengths in by_prompt(list(LENGTHS))]
+    shares = [n * len(tokens) / sum(tokens) for n in tokens for _ in range(GROUP)]
+    wanted = gradient(theirs, data.rows(data.log_pi))
+    assert_rows(data.rows(made.gradient), [[s * g for g in row] for s, row in zip(shares, wanted, strict=True)])
+
+
+@pytest.mark.parametrize("reverse_kl", ["token", "sequence"])
+def test_on_policy_distillation(run: Run, data: Batch, reverse_kl: str) -> None:
+    settings = {"teacher_path": "teacher", "group_size": 1, "reverse_kl": reverse_kl}
+    given = {"teacher_logprobs": data.log_ref, "old_logprobs": data.log_pi}
+    made = run(OnPolicyDistillation, given, **settings)
+    log_q, log_p = data.rows(data.log_pi), data.rows(data.log_ref)
+    if reverse_kl == "token":
+        assert_advantages(data, made.values["advantages"], distillation.per_token_reverse_kl_advantages(log_q, log_p))
+        return
+
+    def theirs(new: list[Tensor]) -> Tensor:  # less MiniLLM's -1, whose expectation is 0
+        return distillation.minillm_loss(new, log_p) - sum_of(map(sum_of, new)) / len(new)
+
+    assert_gradient(data, made, theirs, scale=len(LENGTHS) / sum(LENGTHS))
+
+
 def test_reinforce_plus_plus(run: Run, data: Batch) -> None:
     old, ref = numbers(data, data.log_old), numbers(data, data.log_ref)
     A = reinforce_plus_plus.advantages(data.rewards.tolist(), old, ref, BETA, ddof=1)
@@ -172,9 +230,3 @@ def test_reinforce_plus_plus_with_a_baseline(run: Run, data: Batch) -> None:
         return ppo.clip_loss(new, old, A, 0.2) + BETA * reinforce_plus_plus.k2_loss(new, ref)
 
     assert_loss(data, made, theirs)
-
-
-def test_on_policy_distillation(run: Run, data: Batch) -> None:
-    made = run(OnPolicyDistillation, {"teacher_logprobs": data.log_ref}, teacher_path="teacher", group_size=1)
-    A = distillation.per_token_reverse_kl_advantages(data.rows(data.log_old), data.rows(data.log_ref))
-    assert_advantages(data, made.values["advantages"], A)

@@ -94,6 +94,17 @@ def test_gspo(data: Batch, clips: tuple[float, float]) -> None:
     )
 
 
+@pytest.mark.parametrize("clips", [(3e-4, 4e-4), (0.3, 0.5)])
+def test_gspo_token(data: Batch, clips: tuple[float, float]) -> None:
+    old, A = data.rows(data.log_old), [row.tolist() for row in data.rows(data.A_t)]
+    assert_same_loss(
+        data,
+        lambda new: functional.gspo_loss(new, data.log_old, data.A_t, data.mask, *clips),
+        lambda new: gspo.token_loss(new, old, A, *clips),
+        "sequence-mean-token-mean",
+    )
+
+
 def test_opo(data: Batch) -> None:
     found = functional.opo_advantages(data.rewards, data.lengths, data.group).reshape(-1, GROUP)
     lengths = data.lengths.reshape(-1, GROUP).tolist()

@@ -27,11 +27,9 @@ def advantages_with_kl(
     log_ref: Sequence[Sequence[float]],
     beta: float,
 ) -> list[list[float]]:
-    """r - b - beta log(pi / pi_ref) of the token itself: not summed over the response, nor from the token on.
+    """r - b - beta sum_(t' >= t) log(pi / pi_ref): the full-step KL of appendix B; one-step has its own term.
 
-    Source: the authors' code, liziniu/ReMax, `compute_returns` of remax_trainer.py; the paper has no equation with KL.
+    Source: `compute_returns` of the authors' code (liziniu/ReMax), which has both.
     """
-    return [
-        [r[i] - r_greedy[i] - beta * (log_pi[i][t] - log_ref[i][t]) for t in range(len(log_pi[i]))]
-        for i in range(len(r))
-    ]
+    gaps = [[p - q for p, q in zip(log_pi[i], log_ref[i], strict=True)] for i in range(len(r))]
+    return [[r[i] - r_greedy[i] - beta * sum(gap[t:]) for t in range(len(gap))] for i, gap in enumerate(gaps)]
