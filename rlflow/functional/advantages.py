@@ -123,7 +123,7 @@ class _GroupedSamples:
         raw = rewards.detach().double()
         smallest = raw.new_full((self._groups,), torch.inf).scatter_reduce(0, self._index, raw, "amin")
         self.rewards = raw - smallest[self._index]
-        self.in_group = sizes.double()[self._index]
+        self.in_group: Tensor = sizes.double()[self._index]
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum `[B]` over the samples of each sample's group."""

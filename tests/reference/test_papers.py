@@ -11,7 +11,7 @@ from torch import Tensor
 from rlflow import functional
 from rlflow.functional import Aggregation, aggregate
 from tests.reference.paper_batches import GROUP, SEEDS, Batch, assert_rows, assert_tight, batch
-from tests.reference.papers import deepseek_v32, gmpo, gspo, opo, ppo, reinforce_plus_plus
+from tests.reference.papers import deepseek_v32, dppo, gmpo, gspo, opo, ppo, reinforce_plus_plus, sapo
 from tests.reference.papers.ragged import gradient, token_mean
 
 Ours = Callable[[Tensor], Tensor]
@@ -137,3 +137,29 @@ def test_the_kl_of_deepseek_v32(data: Batch) -> None:
         return functional.kl_estimate(new, data.log_ref, "k3-ratio", data.log_old)
 
     assert_same_loss(data, ours, theirs, "token-mean")
+
+
+def test_sapo(data: Batch) -> None:
+    old = data.rows(data.log_old)
+    assert_same_loss(
+        data,
+        lambda new: functional.sapo_loss(new, data.log_old, data.A, 1.0, 1.05),
+        lambda new: sapo.loss(new, old, data.A.tolist(), 1.0, 1.05),
+        "sequence-mean-token-mean",
+    )
+
+
+@pytest.mark.parametrize("delta", [0.15, 0.05])
+def test_the_masks_of_dppo(data: Batch, delta: float) -> None:
+    found = functional.dppo_tv_mask(data.log_pi, data.log_old, data.A, delta)
+    wanted = dppo.masks(data.rows(data.log_pi), data.rows(data.log_old), data.A.tolist(), delta)
+    assert {0, 1} == {m for row in wanted for m in row}
+    assert_rows(data.rows(found), wanted)
+
+
+@pytest.mark.parametrize("delta", [0.0, -0.3])
+def test_the_sequence_masks_of_deepseek_v32(data: Batch, delta: float) -> None:
+    found = functional.off_policy_sequence_mask(data.log_pi, data.log_old, data.A, data.mask, delta)
+    wanted = deepseek_v32.sequence_masks(data.rows(data.log_pi), data.rows(data.log_old), data.A.tolist(), delta)
+    assert {0, 1} == set(wanted)
+    assert_rows(data.rows(found), [[m] * len(row) for m, row in zip(wanted, data.rows(data.log_pi), strict=True)])
