@@ -32,11 +32,13 @@ class Step:
 
     Attributes:
         values: Of every node that ran or was given, by name.
+        nodes: The graph's, by name.
         loss: Of the actor, aggregated as the algorithm does.
         gradient: Of it to the logprobs, `[B, T]`.
     """
 
     values: dict[str, Any]
+    nodes: set[str]
     loss: Tensor
     gradient: Tensor
 
@@ -119,4 +121,4 @@ def step(algorithm: type[RLModule], policy: Path, given: Mapping[str, Any], **se
     loss = aggregate(per_token, rollout.loss_mask, module.loss_aggregation, module.max_response_length)
     loss.backward()
     assert module.logprobs.grad is not None
-    return Step(values, loss.detach(), module.logprobs.grad)
+    return Step(values, set(graph.nodes), loss.detach(), module.logprobs.grad)

@@ -7,20 +7,27 @@ which no paper has, and KL. Where a default is not the paper's, the test says wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from rlflow import RLModule, Rollout
 from rlflow.algorithms import (
     CPGD,
+    DPPO,
+    GDPO,
     GMPO,
     GPG,
     GSPO,
     OPO,
     PPO,
+    SAPO,
+    MaxRL,
+    OffPolicySequenceMasking,
     OnPolicyDistillation,
     REINFORCEPlusPlus,
     REINFORCEPlusPlusBaseline,
@@ -30,8 +37,23 @@ from rlflow.models.tiny import write_tiny_model
 from rlflow.rewards import ExactMatch
 from tests.reference.paper_batches import GROUP, LENGTHS, Batch, assert_rows, assert_tight
 from tests.reference.paper_nodes import Step, scored_batch, step
-from tests.reference.papers import cpgd, distillation, gmpo, gpg, gspo, opo, ppo, reinforce_plus_plus, remax
-from tests.reference.papers.ragged import gradient, std, sum_of
+from tests.reference.papers import (
+    cpgd,
+    deepseek_v32,
+    distillation,
+    dppo,
+    gdpo,
+    gmpo,
+    gpg,
+    gspo,
+    maxrl,
+    opo,
+    ppo,
+    reinforce_plus_plus,
+    remax,
+    sapo,
+)
+from tests.reference.papers.ragged import gradient, mean, std, sum_of
 
 BETA = 0.1
 TWICE = {"epochs": 2}  # so that old logprobs are not those of the policy in training
@@ -230,3 +252,56 @@ def test_reinforce_plus_plus_with_a_baseline(run: Run, data: Batch) -> None:
         return ppo.clip_loss(new, old, A, 0.2) + BETA * reinforce_plus_plus.k2_loss(new, ref)
 
     assert_loss(data, made, theirs)
+
+
+def grpo(groups: list[list[float]]) -> list[float]:
+    """GRPO's advantage, as its node makes it: (r - mean) / (std + 1e-6), 0 without spread."""
+    return [
+        (r - mean(group)) / (std(group, ddof=1) + 1e-6) if max(group) > min(group) else 0.0
+        for group in groups
+        for r in group
+    ]
+
+
+def test_sapo(run: Run, data: Batch) -> None:
+    A = grpo(data.groups(data.rewards))
+    made, old = run(SAPO, **TWICE), data.rows(data.log_old)
+    assert_loss(data, made, lambda new: sapo.loss(new, old, A))
+
+
+def test_gdpo(run: Run, data: Batch) -> None:
+    parts = {"right": data.rewards, "format": data.A.round().abs()}
+    groups = [data.groups(part) for part in parts.values()]
+    for weights in (None, {"right": 1.0, "format": 0.25}):
+        A = of_responses(gdpo.advantages(groups, list(weights.values()) if weights else None, eps_group=1e-6))
+        made = run(GDPO, {"parts": parts}, part_weights=weights, **TWICE)
+        assert_advantages(data, made.values["advantages"], of_tokens(A))
+        old = data.rows(data.log_old)
+        assert_loss(data, made, partial(ppo.clip_loss, log_old=old, A=of_tokens(A), epsilon=0.2))
+
+
+def test_dppo(run: Run, data: Batch) -> None:
+    """The gradient is the paper's; the value is not, as the ratio has none in the loss. The engine's policy is mu."""
+    made = run(DPPO, delta=0.005, **TWICE)
+    A, mu = made.values["advantages"].tolist(), data.rows(data.log_mu)
+    assert {0, 1} == {m for row in dppo.masks(data.rows(data.log_pi), mu, A, 0.005) for m in row}
+    assert "old_logprobs" not in made.nodes
+    assert_gradient(data, made, lambda new: dppo.loss(new, mu, A, 0.005))
+
+
+def test_maxrl(run: Run, data: Batch) -> None:
+    rewards = torch.tensor([0.0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 0], dtype=torch.float64)
+    made = run(MaxRL, {"rewards": rewards})
+    A = of_responses([maxrl.advantages(group) for group in data.groups(rewards)])
+    assert_advantages(data, made.values["advantages"], of_tokens(A))
+    assert_gradient(data, made, lambda new: maxrl.loss(new, data.groups(rewards)))
+
+
+def test_off_policy_sequence_masking(run: Run, data: Batch) -> None:
+    """With the unbiased KL, which the mask leaves alone; pi_old is the engine's policy everywhere."""
+    A = [r - mean(group) for group in data.groups(data.rewards) for r in group]
+    mu, ref = data.rows(data.log_mu), data.rows(data.log_ref)
+    made = run(OffPolicySequenceMasking, delta=0.1, kl_coef=BETA, **TWICE)
+    assert_advantages(data, made.values["advantages"], of_tokens(A))
+    assert 0 in deepseek_v32.sequence_masks(data.rows(data.log_pi), mu, A, 0.1)
+    assert_loss(data, made, lambda new: deepseek_v32.loss(new, mu, mu, ref, A, 0.2, BETA, 0.1))

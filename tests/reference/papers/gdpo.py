@@ -14,7 +14,8 @@ def advantages(
     rewards: Sequence[Sequence[Sequence[float]]],
     weights: Sequence[float] | None = None,
     ddof: int = 1,
-    eps: float = 0.0,
+    eps_group: float = 0.0,
+    eps_batch: float = 0.0,
 ) -> list[list[float]]:
     """`rewards[n][i][j]`: part n, prompt i, response j. Eq. 4 to 6 of section 3.
 
@@ -28,8 +29,8 @@ def advantages(
         for i, group in enumerate(part):
             for j, r in enumerate(group):
                 if max(group) > min(group):
-                    A[i][j] += w * (r - mean(group)) / (std(group, ddof) + eps)
+                    A[i][j] += w * (r - mean(group)) / (std(group, ddof) + eps_group)
     flat = [a for group in A for a in group]
     if max(flat) == min(flat):
         return [[0.0] * len(group) for group in A]
-    return [[(a - mean(flat)) / (std(flat, ddof) + eps) for a in group] for group in A]
+    return [[(a - mean(flat)) / (std(flat, ddof) + eps_batch) for a in group] for group in A]
