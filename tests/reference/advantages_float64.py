@@ -50,7 +50,7 @@ def gpg(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
 
 def cpgd_filtered(rewards: Sequence[float], groups: Sequence[int], cap: float) -> list[float]:
     """`min(cap, groups / groups with unequal rewards) (r - mean)`: CPGD, arXiv 2505.12504, section 4.3 (III)(3)."""
-    telling = {g for g in groups if len(set(_members(rewards, groups, g))) > 1}
+    telling = {g for g in groups if len(set(members(rewards, groups, g))) > 1}
     return [min(cap, len(set(groups)) / max(len(telling), 1)) * a for a in dr_grpo(rewards, groups)]
 
 
