@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from rlflow.coefficients import AdaptiveCoefficient
 from rlflow.dag.entry import Entry
 from rlflow.data.batch import Batch, PerSample, Rollout
 from rlflow.errors import UserError
-from rlflow.functional import Aggregation, merge_moments, moments, standardize
+from rlflow.functional import Aggregation, merge_moments, moments, quantiles, standardize
 from rlflow.functional.whitening import broken_rows, not_finite
 from rlflow.models.handle import ModelHandle
 from rlflow.rewards.reward import Reward
@@ -180,6 +180,27 @@ class RLModule:
         if not statistics.isfinite().all():  # alike on all ranks
             raise not_finite(self.all_rows(broken_rows(x, counts)).nonzero().flatten())
         return standardize(x, counts, statistics, unbiased)
+
+    def quantile(self, x: Tensor, q: float | Sequence[float], mask: Tensor | None = None) -> Tensor:
+        """The number below which a share `q` of the entries of all rows of all ranks lies; as `torch.quantile` of all.
+
+        Exact, and the same on any number of ranks; what ranks tell one another does not grow with the entries. It
+        chooses some tokens of a step, such as those of highest entropy, arXiv 2506.01939.
+
+        Args:
+            x: `[B]` or `[B, T]`.
+            q: From 0 to 1, or several.
+            mask: Of the shape of `x`, the entries that count; needed for `[B, T]`, where padding must not.
+
+        Returns:
+            0-dim float64, or `[Q]` for several; NaN where no entry counts.
+
+        Raises:
+            UserError: A `q` is not from 0 to 1, or an entry that counts is NaN; on all ranks alike.
+        """
+        context = self._running()
+        entries = x[_all_of(x, mask).bool()]
+        return quantiles(entries, q, lambda counts: context.of_each_shard(counts).sum(dim=0)).to(x.device)
 
     def all_rows(self, x: Tensor) -> Tensor:
         """The entries `[N]` of all ranks' rows `[B]`, ordered by the rows' ids, the same on every rank."""

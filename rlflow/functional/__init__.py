@@ -31,6 +31,7 @@ from rlflow.functional.policy_losses import (
     ppo_is_clipped,
 )
 from rlflow.functional.preference import bradley_terry_loss, dpo_loss, preference_accuracy
+from rlflow.functional.quantiles import quantiles
 from rlflow.functional.ratios import log_ratio
 from rlflow.functional.returns import gae, last_token_rewards, reinforce_returns
 from rlflow.functional.shapes import beside_tokens
@@ -75,6 +76,7 @@ __all__ = [
     "ppo_clip_loss",
     "ppo_is_clipped",
     "preference_accuracy",
+    "quantiles",
     "reinforce_returns",
     "rloo_advantages",
     "sapo_loss",

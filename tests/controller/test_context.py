@@ -24,6 +24,7 @@ from tests.data.listed import Listed
 from tests.ranks import RankPool
 
 KNOWN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "known_answers.json").read_text())["global_whiten"]
+SHARES = (0.0, 0.25, 0.5, 1.0)
 X = [1.0, 1.0, -1.0, -3.0]  # of the prompts; the first two lie on rank 0
 MEAN, POPULATION, UNBIASED = -0.5, KNOWN["population_std"], KNOWN["unbiased_std"]
 
@@ -54,6 +55,7 @@ class Asks(GRPO):
             "unbiased": self.whiten(x).tolist(),
             "population": self.whiten(x, unbiased=False).tolist(),
             "masked": self.whiten(masked, mask).flatten().tolist(),
+            "quantiles": [self.quantile(x, SHARES).tolist(), self.quantile(masked, SHARES, mask).tolist()],
             "all_rows": self.all_rows(x).tolist(),
         }
 
@@ -87,6 +89,10 @@ class TestOverAllRows:
             assert rank[place]["masked"][::2] == rank[place]["unbiased"]
             assert rank[place]["masked"][1::2] == [0.0] * len(here)
 
+    def test_quantiles_are_those_of_all_rows(self, asked: list[dict[str, Any]], place: str) -> None:
+        # of -3, -1, 1, 1: a quarter of the way from first to last is at -3 + 0.75 * 2, half of it at -1 + 0.5 * 2
+        assert [rank[place]["quantiles"] for rank in asked] == [[[-3.0, -1.5, 0.0, 1.0]] * 2] * len(asked)
+
     def test_all_rows_are_in_the_order_drawn_on_every_rank(self, asked: list[dict[str, Any]], place: str) -> None:
         assert [rank[place]["all_rows"] for rank in asked] == [X] * len(asked)
 
@@ -95,9 +101,30 @@ def test_the_ranks_of_the_known_answers_hold_two_rows_each(asked: list[dict[str,
     assert [rank["node"]["held"] for rank in asked] == ([X] if len(asked) == 1 else [X[:2], X[2:]])
 
 
-def _log_on_peers(logged: list[float]) -> dict[str, float]:
-    """Both ranks hold one shard; each logs its own number for its two rows."""
-    transport, metrics, layout = Transport(), Metrics(), Layout((0, 1), 1)
+def _quantile_of_tokens(bounds: list[int]) -> float:
+    """Each rank has some of the tokens, one none."""
+    transport, rank = Transport(), dist.get_rank()
+    context = _context(transport, Metrics(), Layout(tuple(range(dist.get_world_size())), dist.get_world_size()))
+    module = Asks("tiny", OddCharacters())
+    module.attach(context)
+    here = tokens()[bounds[rank] : bounds[rank + 1]]
+    return module.quantile(here[None], 0.8, torch.ones_like(here, dtype=torch.bool)[None]).item()
+
+
+def tokens() -> torch.Tensor:
+    return torch.randn(5000, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(("world_size", "bounds"), [(2, [0, 4999, 5000]), (4, [0, 700, 700, 2600, 5000])])
+def test_a_quantile_of_many_tokens_on_many_ranks_is_torch_s_to_the_bit(
+    world_size: int, bounds: list[int], request: pytest.FixtureRequest
+) -> None:
+    found = request.getfixturevalue(f"ranks{world_size}").run(_quantile_of_tokens, bounds)
+    assert found == [torch.quantile(tokens().double(), 0.8).item()] * world_size
+
+
+def _context(transport: Transport, metrics: Metrics, layout: Layout) -> NodeContext:
+    """In a node of two rows."""
     context = NodeContext(
         engine=None,
         transport=transport,
@@ -109,12 +136,19 @@ def _log_on_peers(logged: list[float]) -> dict[str, float]:
         decode=str,
         on_scores=lambda rollout, scores: None,
     )
-    ids = torch.arange(2)
+    ids = torch.arange(2) + 2 * layout.shard(transport.rank)
     space = RowSpace.gather("batch", transport, layout, ids=ids, groups=ids, lengths=ids, tokens=ids)
     module = Asks("tiny", OddCharacters())
     module.configure_models()
     rollout = Graph.read(module, roles=("actor", "reference")).nodes["rollout"]
     context.running = Running(rollout, space, layout, 0, 0)
+    return context
+
+
+def _log_on_peers(logged: list[float]) -> dict[str, float]:
+    """Both ranks hold one shard; each logs its own number for its two rows."""
+    transport, metrics = Transport(), Metrics()
+    context = _context(transport, metrics, Layout((0, 1), 1))
     number = logged[dist.get_rank()]
     context.log("plain", torch.full((2,), number), None)
     context.log("masked", torch.tensor([[number, float("nan")]]), torch.tensor([[True, False]]))

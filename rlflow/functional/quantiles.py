@@ -1,0 +1,77 @@
+"""Quantiles of numbers that lie in parts on many ranks: exact, without bringing the numbers together.
+
+The number with `k` others below it is found byte by byte. A float64 read as an integer has the order of the floats, so
+its first byte follows from how many numbers begin with each of 256 bytes; then only those that begin with it are looked
+at, eight times in all. Ranks tell one another counts, 2 KiB for each byte and each of the two neighbours of a quantile,
+whatever the number of tokens; gathered, these would take 8 bytes each on every rank. Nothing is rounded,
+so the result does not depend on who holds which number, and nothing has to converge, as in a bisection of the range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import UserError
+
+_BYTES = 8  # of a float64
+_VALUES = 256  # of a byte
+_SIGN = torch.iinfo(torch.int64).min
+
+
+def quantiles(entries: Tensor, q: float | Sequence[float], total: Callable[[Tensor], Tensor]) -> Tensor:
+    """The numbers below which a share `q` of all parts' entries lies, as `torch.quantile` interpolates: linearly.
+
+    Args:
+        entries: `[n]` of this part; it may be empty.
+        q: From 0 to 1, or several.
+        total: The sum over all parts of a tensor that each part gives, the same on all; of one part the tensor itself.
+
+    Returns:
+        0-dim float64, or `[Q]` for several; NaN where no part has an entry.
+
+    Raises:
+        UserError: A `q` is not from 0 to 1, or an entry is NaN; on all parts alike.
+    """
+    shares = torch.tensor(q, dtype=torch.float64)
+    if not bool(((shares >= 0) & (shares <= 1)).all()):
+        raise UserError(f"a quantile of {q} was asked for; give numbers from 0 to 1")
+    entries = entries.detach().double()
+    count, missing = total(torch.stack([torch.tensor(len(entries)), entries.isnan().sum().cpu()])).tolist()
+    if missing:
+        raise UserError(f"a quantile was asked of {count} numbers, {missing} of which are NaN; mask them out")
+    if not count:
+        return torch.full_like(shares, torch.nan)
+    place = shares * (count - 1)
+    below, above = (_at(entries, end.flatten(), total).view_as(place) for end in (place.floor(), place.ceil()))
+    between = torch.lerp(below, above, place - place.floor())
+    return torch.where(below == above, below, between)  # of two infinities lerp makes NaN
+
+
+def _at(entries: Tensor, places: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+    """The entries `[K]` with so many of all parts' entries before them in ascending order, `places` `[K]` from 0."""
+    left = [_ordered(entries)] * len(places)  # of each place, those that begin with the bytes found
+    rank = places.long()  # among those of all parts
+    found = torch.zeros_like(rank)
+    for byte in reversed(range(_BYTES)):
+        digits = [(keys >> (8 * byte)) & (_VALUES - 1) for keys in left]
+        counts = total(torch.stack([digit.bincount(minlength=_VALUES).cpu() for digit in digits]))  # [K, 256]
+        upto = counts.cumsum(dim=1)
+        digit = (upto <= rank[:, None]).sum(dim=1)
+        rank = rank - (upto - counts).gather(1, digit[:, None])[:, 0]
+        found |= digit << (8 * byte)
+        left = [keys[of == chosen] for keys, of, chosen in zip(left, digits, digit.tolist(), strict=True)]
+    return _numbers(found)
+
+
+def _ordered(numbers: Tensor) -> Tensor:
+    """Int64 whose bytes, read as unsigned ones from the highest on, have the order of the float64 `numbers`."""
+    bits = numbers.view(torch.int64)
+    return torch.where(bits < 0, ~bits, bits ^ _SIGN)
+
+
+def _numbers(ordered: Tensor) -> Tensor:
+    """What `_ordered` was given."""
+    return torch.where(ordered < 0, ordered ^ _SIGN, ~ordered).view(torch.float64)
