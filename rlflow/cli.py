@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from rlflow import status
+from rlflow import startup, status
 from rlflow.errors import UserError, one_line
 from rlflow.loggers.secrets import text_without_secrets, without_shapes
 from rlflow.status import refusing_exits
@@ -22,8 +22,10 @@ def fit(arguments: Sequence[str]) -> None:
     """Train a model as a config says."""
     from rlflow.configuration import read_fit
 
+    startup.passed("imports")
     with refusing_exits():
         configured = read_fit(arguments)
+    startup.passed("config")
     configured.fit()
 
 
@@ -113,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.path.insert(0, os.getcwd())  # a user's own `my_algorithm.py` lies beside the config
     try:
         chosen, rest = parser.parse_known_args(arguments)
+        startup.begin(of_process=arguments is None and chosen.command in RUNS)
         if arguments is None and chosen.command in RUNS:
             supervise()
         status.begin()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from lightning.fabric import seed_everything
 
+from rlflow import startup
 from rlflow.agreement import agree, facts
 from rlflow.closing import by_summary_name, closing_lines, compared, told
 from rlflow.controller import Controller
@@ -143,6 +144,7 @@ class Run:
             sync = self._weight_sync()
             if sync is not None:
                 sync.run(version=0)
+            startup.end()
             metrics = self._measured(version=0)
             for callback in self._trainer.callbacks:
                 callback.on_validation_end(self._trainer, 0, metrics)
@@ -230,6 +232,7 @@ class Run:
             self._module, self._data, prepared, strategy, self._configured_engine, trainer.devices
         ):
             self._console.say(line)
+        startup.passed("ranks")
         trained = prepared.graph.trained_roles()
         for role, path in prepared.paths.items():
             updates = updates_of_run(self._module, role, self._data, prepared.steps) if role in trained else None
@@ -237,7 +240,9 @@ class Run:
                 with memory_watched(f"loading `{role}`", partial(to_load, strategy), strategy):
                     strategy.setup_role(role, handles(self._module)[role], path, updates)
         self._saving.require_space(folder)
+        startup.passed("models")
         self._set_up_engine()
+        startup.passed("engine")
         limit = trainer.logprob_gap_limit
         gap = LogprobGap(self._metrics, default_gap_limit(strategy.dtype) if limit is None else limit)
         if prepared.follows is not None:
@@ -318,7 +323,9 @@ class Run:
         after = {}
         if self._saving.resumed is None:
             after = self._saving.before = self._validate(controller, 0)
+            startup.passed("validation")
         self._log(after, self._done)
+        self._console.say(startup.end().line())
         self._console.begin()
         done = self._done
         while done < steps and not trainer.should_stop:

@@ -120,6 +120,12 @@ class DeepSpeedStrategy(DistributedStrategy):
         # DeepSpeed averages over the role's ranks; this sums. Copies of a shard each add a part of its gradient.
         engine.backward(loss * len(self.layout(name).ranks), scale_wrt_gas=False)
 
+    def import_libraries(self) -> None:
+        """See `TrainingStrategy.import_libraries`."""
+        os.environ["DS_ACCELERATOR"] = self.root_device.type  # DeepSpeed reads it when it is imported, once for all
+        with importable("deepspeed", "DeepSpeedStrategy"):
+            import deepspeed  # noqa: F401
+
     def setup_environment(self) -> None:
         """Join the process group."""
         if self.root_device.type == "cuda" and self.root_device.index != self.local_rank:

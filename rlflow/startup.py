@@ -1,0 +1,101 @@
+"""Where the time before the first step goes: phases of this process, one after another."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass
+
+import psutil
+
+SHORTEST_S = 0.05  # a phase that takes less is not shown
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a process did from `start` to `end`, seconds of `time.perf_counter`."""
+
+    name: str
+    start: float
+    end: float
+
+
+class Startup:
+    """The phases so far.
+
+    Args:
+        began: When the first one began, of `time.perf_counter`.
+
+    Attributes:
+        pauses_gc: Whether Python looks for no garbage meanwhile.
+    """
+
+    pauses_gc = False
+
+    def __init__(self, began: float) -> None:
+        self._at = self._began = began
+        self._phases: list[Phase] = []
+
+    def passed(self, name: str) -> None:
+        """What was done since the phase before was `name`."""
+        now = time.perf_counter()
+        self._phases.append(Phase(name, self._at, now))
+        self._at = now
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """In order."""
+        return tuple(self._phases)
+
+    def line(self) -> str:
+        """Such as `before step 1: 12.3 s (imports 3.1, config 0.4, ...)`; a name that comes again is counted once."""
+        seconds: dict[str, float] = {}
+        for phase in self._phases:
+            seconds[phase.name] = seconds.get(phase.name, 0.0) + phase.end - phase.start
+        parts = ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items() if taken >= SHORTEST_S)
+        return f"before step 1: {self._at - self._began:.1f} s ({parts})"
+
+
+def _process_began() -> float:
+    """When this process was started, of `time.perf_counter`."""
+    return time.perf_counter() - (time.time() - psutil.Process().create_time())
+
+
+_mine: Startup | None = None
+
+
+def begin(of_process: bool = False) -> None:
+    """From here on time is counted, unless it is already. A process that is forked goes on where it was.
+
+    Args:
+        of_process: From when this process was started: all that it does is a run. No garbage is collected until the
+            first step, for imports make millions of objects and no garbage; looking for it takes a third of their time.
+    """
+    global _mine  # of the process
+    if _mine is None:
+        _mine = Startup(_process_began() if of_process else time.perf_counter())
+        if of_process:
+            _mine.pauses_gc = True
+            gc.disable()
+
+
+def passed(name: str) -> None:
+    """See `Startup.passed`; nothing is counted where nothing has begun."""
+    if _mine is not None:
+        _mine.passed(name)
+
+
+def stays() -> None:
+    """What this process has made until now stays: nobody looks for garbage in it. Forks share its memory."""
+    if _mine is not None and _mine.pauses_gc:
+        gc.freeze()
+
+
+def end() -> Startup:
+    """The first step begins: what has been counted. The next run of this process counts anew."""
+    global _mine
+    counted, _mine = _mine, None
+    if counted is not None and counted.pauses_gc:
+        gc.freeze()
+        gc.enable()
+    return counted or Startup(time.perf_counter())
