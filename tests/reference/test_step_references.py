@@ -1,4 +1,4 @@
-"""The references that whole steps are compared with, `surrogates_float64` and `advantages_float64`, equal the papers'."""
+"""The references of whole steps, `surrogates_float64` and `advantages_float64`, equal the papers'."""
 
 from __future__ import annotations
 
