@@ -12,7 +12,7 @@ from .policy_gradient import Anchor
 
 @dataclass(eq=False)
 class DPPO(GRPO):
-    """GRPO that drops a token when its probability has moved by more than delta and would move on, whatever its ratio.
+    """GRPO that drops a token whose probability has moved by more than delta and would move on; A_i = r_i - mean_g.
 
     Args:
         delta: The difference of probabilities, from 0 to 1, up to which every token counts.
@@ -20,6 +20,7 @@ class DPPO(GRPO):
 
     anchor: Anchor = "rollout"
     importance: Importance | None = None
+    normalize_std: bool = False
     delta: float = 0.15
 
     unused: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")

@@ -22,6 +22,7 @@ class GPG(PolicyGradient):
     group_size: int = 8
 
     compares_group: ClassVar[bool] = True
+    unclipped: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = (
         "anchor",
         "clip_low",

@@ -17,6 +17,7 @@ class REINFORCE(RLOO):
     anchor: Anchor = "rollout"
     importance: Importance | None = None
 
+    unclipped: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ class RLModule:
         mask_truncated: Whether responses that were cut at the longest length are left out of losses; they stay in their
             group's baseline. The overlong filtering of DAPO, arXiv 2503.14476, section 3.4.
         max_draws: Batches of prompts that a filter draws at most to fill a step.
+        unclipped: Whether no clip, cap or mask of the loss holds the policy near the one that sampled. A run that
+            trains on samples of older weights is then warned of it, once.
         config_models: Model handles by role that a config gives beside or in place of those of `configure_models`.
         config_nodes: Nodes that a config adds, puts in the place of others, or removes.
     """
@@ -63,6 +65,7 @@ class RLModule:
     stop_token_ids: tuple[int, ...] = ()
     mask_truncated: bool = False
     max_draws: int = 10
+    unclipped: ClassVar[bool] = False
     config_models: Mapping[str, ModelHandle] = MappingProxyType({})
     config_nodes: tuple[Entry, ...] = ()
 

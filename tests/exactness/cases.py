@@ -102,6 +102,41 @@ CASES = {
         of_samples("grpo", "cpgd", clip_high=0.28, drift_coef=0.3, drift_clip=0.1),
         {"drift_coef": 0.3, "drift_clip": 0.1},
     ),
+    "SAPO": Case(
+        "SAPO",
+        of_samples("grpo", "sapo", tau_pos=2.0, tau_neg=3.0, loss_aggregation=SEQUENCES),
+        {"tau_pos": 2.0, "tau_neg": 3.0},
+    ),
+    "GDPO": Case("GDPO", of_samples("gdpo", part_weights=(1.0, 0.5)), {"part_weights": {"ones": 1.0, "several": 0.5}}),
+    "DPPO": Case("DPPO", of_samples("dr_grpo", "dppo", anchor="rollout", delta=0.05), {"delta": 0.05}),
+    "MaxRL": Case("MaxRL", of_samples("maxrl", clip_high=0.28, loss_aggregation="sequence-mean-token-sum")),
+    "OffPolicySequenceMasking": Case(
+        "OffPolicySequenceMasking",
+        of_samples(
+            "dr_grpo",
+            "off-policy sequence masking",
+            anchor="rollout",
+            delta=0.05,
+            kl_coef=0.3,
+            kl_kind="k3-ratio",
+            loss_aggregation=SEQUENCES,
+        ),
+        {"delta": 0.05},
+        models=REFERENCE,
+    ),
+    "REINFORCE": Case(
+        "REINFORCE",
+        of_samples(
+            "rloo",
+            "importance sampled",
+            anchor="rollout",
+            kl_in_reward=True,
+            kl_kind="k1",
+            kl_coef=0.1,
+            entropy_coef=0.1,
+        ),
+        models=REFERENCE,
+    ),
     "GPG": Case("GPG", of_samples("gpg", "policy gradient", entropy_coef=0.1)),
     "OnPolicyDistillation": Case(
         "OnPolicyDistillation", of_samples("distillation"), models={"teacher_path": "reference"}
@@ -169,12 +204,10 @@ VARIATIONS = {
         {"group_size": GROUP},
         models=REFERENCE,
     ),
-    "GRPO anchored on the sampler": replace(CASES["GRPO"], more={"anchor": "rollout", "importance": None}, past=False),
+    "GRPO anchored on the sampler": replace(CASES["GRPO"], objective=replace(GRPO, anchor="rollout")),
     "KL in the reward of the sampler": replace(
         CASES["RLOO"],
-        objective=of_samples("rloo", kl_in_reward=True, kl_kind="k1", kl_coef=0.1),
-        more={"anchor": "rollout", "importance": None},
-        past=False,
+        objective=of_samples("rloo", anchor="rollout", kl_in_reward=True, kl_kind="k1", kl_coef=0.1),
     ),
     "distillation of whole responses": replace(
         CASES["OnPolicyDistillation"], objective=of_samples("minillm"), more={"reverse_kl": "sequence"}
@@ -194,6 +227,11 @@ OFF: dict[str, Any] = {
     "clip_high": 99.0,
     "dual_clip": None,
     "drift_coef": 0.0,
+    "anchor": "old",
+    "delta": 99.0,
+    "tau_pos": 1e-3,
+    "tau_neg": 1e-3,
+    "part_weights": (1.0, 1.0),
     "drift_clip": 99.0,
     "weight_cap": 99.0,
     "kl_coef": 0.0,
@@ -220,6 +258,7 @@ SHARED = (
     "clip_low",
     "clip_high",
     "dual_clip",
+    "anchor",
     "kl_coef",
     "kl_kind",
     "kl_in_reward",
@@ -244,7 +283,8 @@ def settings(case: Case, recording: Recording) -> dict[str, Any]:
     shared = {name: getattr(objective, name) for name in SHARED}
     ends = objective.importance_low, objective.importance_high
     importance = Importance(objective.importance_level, objective.importance_mode, *ends)  # type: ignore[arg-type]
-    return {"group_size": GROUP, "importance": importance} | shared | given
+    corrected = importance if objective.anchor == "old" else None
+    return {"group_size": GROUP, "importance": corrected} | shared | given
 
 
 def truth(case: Case, recording: Recording) -> dict[str, Update]:
@@ -290,16 +330,15 @@ def truth_of_updates(
 
 
 def samples(case: Case, recording: Recording) -> list[Sample]:
-    """The samples of the case's prompts; where the ratio is to the engine's policy, that is the old one."""
-    on_sampler = case.more.get("anchor") == "rollout"
+    """The samples of the case's prompts."""
     return [
         Sample(
             recording.prompts[p],
             answer.tokens,
             answer.reward,
             group=p,
-            rollout_logprobs=None if on_sampler else answer.rollout_logprobs,
-            old_logprobs=answer.rollout_logprobs if on_sampler else answer.old_logprobs if case.past else None,
+            rollout_logprobs=answer.rollout_logprobs,
+            old_logprobs=answer.old_logprobs if case.past else None,
             finished=answer.finished,
             greedy_reward=recording.answers[p][-1].reward,
             old_values=answer.old_values if case.past else None,
