@@ -19,13 +19,13 @@ Warnings = Callable[..., list[str]]
 
 
 @pytest.fixture
-def warnings(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Warnings:
+def warnings(policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Warnings:
     """What a run of an algorithm with these settings is warned of."""
 
     def run(algorithm: type[PolicyGradient], settings: dict[str, Any], **given: Any) -> list[str]:
         module = algorithm(str(policy), OddCharacters(), SGD, group_size=2, max_response_length=8, **given)
         fit(Fit(module, sums(4, 2), tmp_path / "run", settings=settings))
-        return [line for line in capsys.readouterr().out.splitlines() if WARNS in line]
+        return [line for line in capfd.readouterr().out.splitlines() if WARNS in line]
 
     return run
 
