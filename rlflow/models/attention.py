@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlflow.data.host_copy import on_host
 from rlflow.errors import UserError
+from rlflow.models.block_attention import block_attention
 
 PACKED_ATTENTION = "rlflow_packed"
 BLOCK = 128  # tokens of a block of flex attention's mask
@@ -174,6 +175,8 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores) 
     reach = length if scores.window is None else scores.window
     if not scores.plain:
         return _written_out(query, key, value, scores, _seen(length, reach, query.device))
+    if query.is_cpu and query.dtype == torch.bfloat16 and length <= reach:
+        return block_attention(query, key, value, scores.scale)
     mask = {"is_causal": True} if length <= reach else {"attn_mask": _seen(length, reach, query.device)}
     grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(query, key, value, scale=scores.scale, enable_gqa=grouped, **mask)

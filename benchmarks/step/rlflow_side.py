@@ -1,0 +1,96 @@
+"""The steps of `Trainer.fit`, with vLLM and with the transformers engine."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from benchmarks.step.parts import Parts
+from benchmarks.step.recording import RecordedStrategy, RecordedVLLM
+from benchmarks.step.timing import slowest
+from benchmarks.step.workloads import LEARNING_RATE, RANKS, Workload, share_of_digits
+from rlflow import Callback, Optimizer, PromptData, RLModule, Trainer
+from rlflow.algorithms import GRPO, PPO
+from rlflow.data import JSONL
+from rlflow.rewards import CallableReward
+from rlflow.rollout import TransformersEngine
+
+WARM_UP = 1  # steps of each side that are not counted
+
+
+def run_rlflow(workload: Workload, folder: Path, engine: str, steps: int) -> None:
+    """Train, and leave the seconds of each step in `found.json`; with vLLM also those of its parts."""
+    strategy = RecordedStrategy(stage=2, precision=workload.precision)
+    vllm = RecordedVLLM() if engine == "vllm" else None
+    parts = None if vllm is None else Parts(workload, folder, vllm, strategy)
+    trainer = Trainer(
+        run_dir=str(folder / "run"),
+        max_steps=WARM_UP + steps,
+        devices=RANKS,
+        accelerator="cpu",
+        strategy=strategy,
+        rollout=vllm or TransformersEngine(),
+        callbacks=[Clock(folder, f"rlflow_{engine}", strategy, parts)],
+    )
+    data = PromptData(
+        JSONL(str(folder / "prompts.jsonl")), prompts_per_step=workload.prompts, prompt="prompt", shuffle=False
+    )
+    trainer.fit(module_of(workload, folder), data)
+
+
+def module_of(workload: Workload, folder: Path) -> RLModule:
+    """The algorithm, with as many updates a step as the workload has."""
+    reward = CallableReward(lambda text, row: share_of_digits(text))
+    kind = PPO if workload.algorithm == "ppo" else GRPO
+    module = kind(
+        str(folder / "model"),
+        reward,
+        Optimizer(lr=LEARNING_RATE),
+        group_size=workload.group,
+        max_response_length=workload.longest,
+        kl_coef=workload.kl_coef,
+        samples_per_update=None if workload.updates == 1 else workload.rows // workload.updates,
+        lora=workload.lora,
+    )
+    return module
+
+
+class Clock(Callback):
+    """The seconds of each step on its slower rank; between two steps runs `parts`, which is not counted."""
+
+    def __init__(self, folder: Path, name: str, strategy: RecordedStrategy, parts: Parts | None) -> None:
+        self._folder = folder
+        self._name = name
+        self._strategy = strategy
+        self._parts = parts
+        self.found: dict[str, list[float]] = {}
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if self._parts is not None:
+            self._parts.build()
+        self._start()
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        seconds = {self._name: slowest(time.perf_counter() - self._started)}
+        logged = {name: value for name, value in metrics.items() if name.startswith("time/")}
+        seconds |= {f"{self._name} {name}": value for name, value in logged.items()}
+        seconds[f"length_{self._name}"] = metrics["rollout/length"]
+        if self._parts is not None:
+            seconds |= self._parts.measure()
+        if step > WARM_UP:
+            for name, value in seconds.items():
+                self.found.setdefault(name, []).append(value)
+        self._start()
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        if dist.get_rank() == 0:
+            (self._folder / "found.json").write_text(json.dumps(self.found))
+
+    def _start(self) -> None:
+        self._strategy.forget()
+        dist.barrier()
+        self._started = time.perf_counter()
