@@ -289,6 +289,13 @@ def test_dppo(run: Run, data: Batch) -> None:
     assert_gradient(data, made, lambda new: dppo.loss(new, mu, A, 0.005))
 
 
+def test_the_advantages_of_dppo_have_no_deviation(run: Run, data: Batch) -> None:
+    groups = data.groups(data.rewards)
+    assert_advantages(
+        data, run(DPPO).values["advantages"], of_tokens([r - mean(group) for group in groups for r in group])
+    )
+
+
 def test_maxrl(run: Run, data: Batch) -> None:
     rewards = torch.tensor([0.0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 0], dtype=torch.float64)
     made = run(MaxRL, {"rewards": rewards})
