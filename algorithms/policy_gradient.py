@@ -26,6 +26,7 @@ from rlflow.functional import (
     KLEstimator,
     kl_estimate,
     overlong_penalty,
+    overlong_tokens,
     ppo_clip_loss,
     ppo_is_clipped,
 )
@@ -245,17 +246,11 @@ class PolicyGradient(RLModule):
         """The scores with the overlong penalty."""
         outcome = scores
         if self.overlong_buffer is not None:
-            buffer = _tokens(self.overlong_buffer, self.max_response_length)
-            penalty = overlong_penalty(rollout.lengths, self.max_response_length, buffer)
+            penalty = overlong_penalty(rollout.lengths, self.max_response_length, self.overlong_buffer)
             self.log(f"{name}/overlong", penalty)
             outcome = outcome + penalty.to(outcome.dtype)
         self.log(f"{name}/outcome", outcome)
         return outcome
-
-
-def _tokens(buffer: float, longest: int) -> int:
-    """A number of tokens, which `buffer` is or, below 1, which is this share of `longest`."""
-    return int(buffer) if buffer >= 1 else max(1, round(buffer * longest))
 
 
 def _check(module: PolicyGradient) -> None:
@@ -309,12 +304,8 @@ def _check(module: PolicyGradient) -> None:
         )
     if not module.kl_horizon > 0:
         raise UserError(f"`kl_horizon` is {module.kl_horizon}; it is a number of samples above 0")
-    buffer, longest = module.overlong_buffer, module.max_response_length
-    if buffer is not None and not (0 < buffer < 1 or (1 <= buffer <= longest and buffer == int(buffer))):
-        raise UserError(
-            f"`overlong_buffer` is {buffer}; give a number of tokens from 1 to `max_response_length`, {longest}, a"
-            " share of it between 0 and 1, or null for no penalty"
-        )
+    if module.overlong_buffer is not None:
+        overlong_tokens(module.max_response_length, module.overlong_buffer)
     if module.reward_model_path is None and module.reward_model_coef != fields["reward_model_coef"].default:
         raise UserError(
             f"`reward_model_coef` is {module.reward_model_coef} without a reward model; set `reward_model_path`"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from rlflow import Batch, PerSample, PerToken, Rollout, node
-from rlflow.functional import last_token_rewards, reinforce_returns
+from rlflow.functional import KLEstimator, last_token_rewards, reinforce_returns
 
 from .policy_gradient import PolicyGradient
 
@@ -14,6 +14,9 @@ class ReMax(PolicyGradient):
 
     With KL in the reward, that of a token and of those after it comes off its advantage.
     """
+
+    kl_kind: KLEstimator = "k1"
+    kl_in_reward: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

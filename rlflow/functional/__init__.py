@@ -19,7 +19,7 @@ from rlflow.functional.importance import (
 )
 from rlflow.functional.kl import KLEstimator, kl_estimate
 from rlflow.functional.pass_at_k import pass_at_k
-from rlflow.functional.penalties import overlong_penalty
+from rlflow.functional.penalties import overlong_penalty, overlong_tokens
 from rlflow.functional.policy_losses import (
     cispo_loss,
     cpgd_drift,
@@ -72,6 +72,7 @@ __all__ = [
     "off_policy_sequence_mask",
     "opo_advantages",
     "overlong_penalty",
+    "overlong_tokens",
     "pass_at_k",
     "ppo_clip_loss",
     "ppo_is_clipped",

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow import LoRA, PerSample, Rollout
-from rlflow.algorithms import GPG
+from rlflow import LoRA, PerSample, PerToken, Rollout
+from rlflow.algorithms import GPG, PPO
 from rlflow.models.tiny import write_tiny_model
 from rlflow.preparation import read_graph
 from rlflow.rewards import SampleReward
@@ -50,6 +50,31 @@ def test_gpg_makes_up_for_groups_without_a_signal_however_many_they_are(policy: 
     assert difference != 0
     assert advantages[useful].tolist() == pytest.approx([3 * difference, -3 * difference], rel=1e-6)
     assert not advantages[~useful].any()
+
+
+class Noisy(PPO):
+    """PPO whose critic knows nothing; records what the samples earned and what it says of them."""
+
+    record: tuple[torch.Tensor, torch.Tensor]
+
+    def values(self, rollout: Rollout) -> PerToken:
+        noise = torch.randn(rollout.loss_mask.shape, generator=torch.Generator().manual_seed(0))
+        return 100 * noise * rollout.loss_mask  # rewards are in the hundreds
+
+    def advantages(self, rollout: Rollout, estimates: Any, rewards: PerSample, values: PerToken) -> PerToken:
+        self.record = rewards[:, None].expand_as(values)[rollout.loss_mask], values[rollout.loss_mask]
+        return super().advantages(rollout, estimates)
+
+
+@pytest.mark.parametrize("critic_lam", [1.0, 0.5])
+def test_a_critic_explains_what_was_earned_and_not_what_it_says_itself(
+    policy: Path, tmp_path: Path, critic_lam: float
+) -> None:
+    module = Noisy(str(policy), OneUseful(), SGD, group_size=4, max_response_length=8, critic_lam=critic_lam)
+    result = fit(Fit(module, sums(6, prompts_per_step=6), tmp_path / "run"))
+    earned, values = (x.double() for x in result.record)
+    expected = 1 - (earned - values).var() / earned.var()
+    assert result.steps[0]["critic/explained_variance"] == pytest.approx(expected.item(), abs=1e-4)
 
 
 def test_dropout_of_adapters_is_no_part_of_the_policy_that_sampled(policy: Path, tmp_path: Path) -> None:

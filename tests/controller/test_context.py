@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlflow import Batch, PerSample, Rollout, node
+from rlflow import Batch, PerSample, Rollout, UserError, node
 from rlflow.algorithms import GRPO
 from rlflow.controller.context import NodeContext, Running
 from rlflow.dag.graph import Graph
@@ -95,6 +95,33 @@ class TestOverAllRows:
 
     def test_all_rows_are_in_the_order_drawn_on_every_rank(self, asked: list[dict[str, Any]], place: str) -> None:
         assert [rank[place]["all_rows"] for rank in asked] == [X] * len(asked)
+
+
+class AsksOfNaN(Asks):
+    """Whitens with a NaN in the third row of the step."""
+
+    @node
+    def x(self, batch: Batch) -> PerSample:
+        x = torch.tensor([row["x"] for row in batch.rows])
+        try:
+            self.whiten(x.where(x != X[2], torch.nan))
+        except UserError as error:
+            self.record = {"error": str(error)}
+        return x
+
+    @node(role="rollout")
+    def rollout(self, batch: Batch, x: PerSample) -> Rollout:
+        return self.generate(batch, n=self.group_size)
+
+
+def test_every_rank_names_the_row_that_is_nan_on_one(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
+    assert X.count(X[2]) == 1
+    rows = [{"question": f"{i}=", "x": x} for i, x in enumerate(X)]
+    data = PromptData(Listed(rows), None, prompts_per_step=len(X), shuffle=False)
+    module = AsksOfNaN(str(policy), OddCharacters(), group_size=2, max_response_length=4)
+    errors = {result.record["error"] for result in ranks2.run(fit, Fit(module, data, tmp_path, ZERO2))}
+    (error,) = errors
+    assert error.startswith("row 2, one of 1, has an infinite or NaN entry")
 
 
 def test_the_ranks_of_the_known_answers_hold_two_rows_each(asked: list[dict[str, Any]]) -> None:
