@@ -25,6 +25,7 @@ from rlflow.algorithms import (
     GSPO,
     OPO,
     PPO,
+    REINFORCE,
     SAPO,
     MaxRL,
     OffPolicySequenceMasking,
@@ -49,6 +50,7 @@ from tests.reference.papers import (
     maxrl,
     opo,
     ppo,
+    reinforce,
     reinforce_plus_plus,
     remax,
     sapo,
@@ -312,3 +314,11 @@ def test_off_policy_sequence_masking(run: Run, data: Batch) -> None:
     assert_advantages(data, made.values["advantages"], of_tokens(A))
     assert 0 in deepseek_v32.sequence_masks(data.rows(data.log_pi), mu, A, 0.1)
     assert_loss(data, made, lambda new: deepseek_v32.loss(new, mu, mu, ref, A, 0.2, BETA, 0.1))
+
+
+def test_reinforce(run: Run, data: Batch) -> None:
+    A = of_responses([reinforce.rloo_advantages(group) for group in data.groups(data.rewards)])
+    made, mu = run(REINFORCE, **TWICE), data.rows(data.log_mu)
+    assert_advantages(data, made.values["advantages"], of_tokens(A))
+    assert "old_logprobs" not in made.nodes
+    assert_gradient(data, made, lambda new: reinforce.loss(new, mu, A))
