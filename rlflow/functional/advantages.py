@@ -132,7 +132,8 @@ class _GroupedSamples:
 
     def mean(self, x: Tensor) -> Tensor:
         """The mean `[B]` over the samples of each sample's group."""
-        return self.sum(x) / self.in_group
+        mean: Tensor = self.sum(x) / self.in_group
+        return mean
 
     def returned(self, advantages: Tensor) -> Tensor:
         """`advantages` in the rewards' dtype."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.reference import advantages_float64 as worth
 from tests.reference import surrogates_float64 as surrogates
+from tests.reference.papers import deepseek_v32, dppo, maxrl, sapo
 from tests.reference.update import (
     DEFAULT_STEP,
     Step,
@@ -68,14 +69,20 @@ class Objective:
     """Settings of the loss, named as in the algorithms.
 
     Attributes:
-        advantages: `grpo`, `dr_grpo`, `rloo`, `opo`, `gpg`, `cpgd` (with the weight of its filter), `remax`,
-            `reinforce++`, `reinforce++ baseline`, `gae`, `distillation` or `minillm`.
-        surrogate: `ppo`, `policy gradient`, `cispo`, `cpgd`, `gspo` or `gmpo`.
+        advantages: `grpo`, `dr_grpo`, `rloo`, `opo`, `gpg`, `gdpo`, `maxrl`, `cpgd` (with the weight of its filter),
+            `remax`, `reinforce++`, `reinforce++ baseline`, `gae`, `distillation` or `minillm`.
+        surrogate: `ppo`, `policy gradient`, `importance sampled`, `cispo`, `cpgd`, `gspo`, `gmpo`, `sapo`, `dppo` or
+            `off-policy sequence masking`.
         eps: Added to the deviation in GRPO's advantages.
         clip_low: Lower clip range of the ratio.
         clip_high: Upper clip range of the ratio.
         dual_clip: Bound of the ratio where the advantage is negative; None is off.
         drift_coef: Weight of CPGD's drift.
+        anchor: Whose logprobs stand below the ratio: the `old` policy's, or those of the `rollout`.
+        tau_pos: Of SAPO.
+        tau_neg: Of SAPO.
+        delta: Of DPPO and of off-policy sequence masking.
+        part_weights: Of GDPO, whose parts are the reward and whether it is above 1.
         drift_clip: The largest gradient of it.
         weight_cap: The largest weight of its filter.
         kl_coef: Weight of the divergence from the reference.
@@ -107,6 +114,11 @@ class Objective:
     clip_high: float = 0.2
     dual_clip: float | None = None
     drift_coef: float = 0.0
+    anchor: str = "old"
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    delta: float = 99.0
+    part_weights: tuple[float, float] = (1.0, 1.0)
     drift_clip: float = 2.0
     weight_cap: float = 3.0
     kl_coef: float = 0.0
@@ -297,6 +309,9 @@ def _scored(policy: torch.nn.Module, samples: Sequence[Sample], objective: Objec
             counted = []
         new, entropy = response_scores(policy, *ids, objective.temperature)
         old = new.detach().tolist() if sample.old_logprobs is None else list(sample.old_logprobs)
+        if objective.anchor == "rollout":
+            assert sample.rollout_logprobs is not None
+            old = list(sample.rollout_logprobs)
         with torch.no_grad():
             ref = response_logprobs(reference, *ids, objective.temperature).tolist() if reference else None
             score = response_score(judge, *ids).item() if judge else 0.0
@@ -363,6 +378,15 @@ def _whole_advantages(scored: list[Scored], objective: Objective) -> list[float]
             return worth.opo(rewards, groups, [len(s.sample.response_ids) for s in scored])
         case "gpg":
             return worth.gpg(rewards, groups)
+        case "maxrl":
+            return [maxrl.advantages(worth.members(rewards, groups, g))[i] for g, i in _places(groups)]
+        case "gdpo":
+            parts = rewards, [float(r > 1) for r in rewards]
+            each = [worth.grpo(part, groups, objective.eps) for part in parts]
+            first, second = objective.part_weights
+            sums = [first * x + second * y for x, y in zip(*each, strict=True)]
+            spread = max(sums) > min(sums)
+            return [a for (a,) in worth.whitened([[x] for x in sums])] if spread else [0.0] * len(sums)
         case "cpgd":
             return worth.cpgd_filtered(rewards, groups, objective.weight_cap)
     raise ValueError(objective.advantages)
@@ -391,7 +415,7 @@ def _loss(s: Scored, advantages: list[float], objective: Objective) -> list[Tens
     if not s.counted:
         return []
     losses = _surrogate(s, advantages, objective)
-    if s.sample.rollout_logprobs is not None:
+    if s.sample.rollout_logprobs is not None and objective.anchor == "old":
         rollout = [s.sample.rollout_logprobs[t] for t in s.counted]
         level, mode = objective.importance_level, objective.importance_mode
         ends = objective.importance_low, objective.importance_high
@@ -412,6 +436,22 @@ def _surrogate(s: Scored, advantages: list[float], objective: Objective) -> list
             return surrogates.ppo(s.new, s.old, advantages, *clips, objective.dual_clip)
         case "policy gradient":
             return surrogates.policy_gradient(s.new, advantages)
+        case "importance sampled":
+            return [-torch.exp(n - o) * a for n, o, a in zip(s.new, s.old, advantages, strict=True)]
+        case "sapo":
+            return [
+                sapo.loss([n[None]], [_numbers([o])], [a], objective.tau_pos, objective.tau_neg)
+                for n, o, a in zip(s.new, s.old, advantages, strict=True)
+            ]
+        case "dppo":
+            return [
+                dppo.loss([n[None]], [_numbers([o])], [a], objective.delta)
+                for n, o, a in zip(s.new, s.old, advantages, strict=True)
+            ]
+        case "off-policy sequence masking":
+            response = [torch.stack(s.new).detach()], [_numbers(s.old)]
+            (counts,) = deepseek_v32.sequence_masks(*response, advantages[:1], objective.delta)
+            return [counts * loss for loss in surrogates.ppo(s.new, s.old, advantages, *clips)]
         case "cispo":
             return surrogates.cispo(s.new, s.old, advantages, objective.clip_high)
         case "cpgd":
@@ -421,6 +461,15 @@ def _surrogate(s: Scored, advantages: list[float], objective: Objective) -> list
         case "gmpo":
             return surrogates.gmpo(s.new, s.old, advantages[0], *clips)
     raise ValueError(objective.surrogate)
+
+
+def _places(groups: Sequence[int]) -> list[tuple[int, int]]:
+    """The group of each sample, and its place among the group's."""
+    return [(g, sum(other == g for other in groups[:i])) for i, g in enumerate(groups)]
+
+
+def _numbers(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def _mean(losses: list[list[Tensor]], objective: Objective) -> Tensor:
