@@ -136,7 +136,7 @@ BEFORE_ANY_MODEL: list[tuple[str, dict[str, Any], str]] = [
     (
         "a penalty that begins before the first token",
         {"module.init_args.overlong_buffer": 100},
-        "`module.init_args.overlong_buffer` is 100; give a number of tokens from 1 to `max_response_length`, 4,",
+        "`module.init_args.overlong_buffer` is 100; give a whole number of tokens from 1 to `max_response_length`, 4,",
     ),
     (
         "a coefficient of 0 that is to adapt",

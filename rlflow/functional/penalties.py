@@ -36,7 +36,7 @@ def overlong_tokens(max_length: int, buffer: int | float) -> int:
     """
     if not (0 < buffer < 1 or (1 <= buffer <= max_length and buffer == int(buffer))):
         raise UserError(
-            f"`overlong_buffer` is {buffer}; give a whole number of tokens from 1 to the longest response's"
-            f" {max_length}, a share of them between 0 and 1, or null for no penalty"
+            f"`overlong_buffer` is {buffer}; give a whole number of tokens from 1 to"
+            f" `max_response_length`, {max_length}, a share of it between 0 and 1, or null for no penalty"
         )
     return int(buffer) if buffer >= 1 else max(1, round(buffer * max_length))
