@@ -60,7 +60,7 @@ SURROGATES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Surrogat
     ),
     "gspo": (
         lambda new, old, A: functional.gspo_loss(new, old, A, MASK, *RATES),
-        lambda new, old, A: surrogates.gspo(new, old, A, *RATES)[:1],
+        lambda new, old, A: surrogates.gspo(new, old, A, *RATES),
     ),
     "gmpo": (
         lambda new, old, A: functional.gmpo_loss(new, old, A, MASK, *RATES),
@@ -88,7 +88,7 @@ def test_cpgd_up_to_the_constant_in_which_they_differ() -> None:
     new, same = NEW.clone().requires_grad_(), NEW.clone().requires_grad_()
     functional.cpgd_loss(new, OLD, torch.tensor(WHOLE, dtype=torch.float64), *RATES).where(MASK, 0.0).sum().backward()
     expected = [
-        surrogates.cpgd(list(row[:n]), o, [a] * n, *RATES, drift=0.0)
+        surrogates.cpgd(list(row[:n]), o, [a] * n, *RATES, drift=0.0, c=2.0)
         for row, n, o, a in zip(same, LENGTHS, rows(OLD), WHOLE, strict=True)
     ]
     torch.stack([loss for losses in expected for loss in losses]).sum().backward()

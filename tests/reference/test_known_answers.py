@@ -148,10 +148,12 @@ def test_cispo_and_policy_gradient_keep_every_gradient() -> None:
 
 def test_cpgd_stops_outside_its_range_and_its_drift_pulls_back() -> None:
     new = token(math.log(1.5))
-    (loss,) = surrogates.cpgd([new], [0.0], [1.0], 0.2, 0.28, drift=0.0)
+    (loss,) = surrogates.cpgd([new], [0.0], [1.0], 0.2, 0.28, drift=0.0, c=2.0)
     assert (loss.item(), slope(loss, new)) == (pytest.approx(-math.log(1.28)), 0.0)
-    (loss,) = surrogates.cpgd([new], [0.0], [1.0], 0.2, 0.28, drift=0.1)
+    (loss,) = surrogates.cpgd([new], [0.0], [1.0], 0.2, 0.28, drift=0.1, c=2.0)
     assert slope(loss, new) == pytest.approx(0.1 * (1.5 - 1))
+    (loss,) = surrogates.cpgd([new], [0.0], [1.0], 0.2, 0.28, drift=0.1, c=0.3)
+    assert slope(loss, new) == pytest.approx(0.1 * 0.3)
 
 
 def test_importance_weights(known: dict[str, Any]) -> None:
