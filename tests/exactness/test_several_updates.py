@@ -25,7 +25,7 @@ SEVERAL = {"epochs": 2, "samples_per_update": 6}
 UPDATES = 6
 # With k3, whose gradient is exponential in the log ratio, updates of this learning rate diverge.
 BASES = {
-    "GRPO": replace(CASES["GRPO"], objective=replace(GRPO, kl_kind="k2", kl_coef=0.1)),
+    "GRPO": replace(CASES["GRPO"], objective=replace(GRPO, kl_kind="k3-ratio", kl_coef=0.1)),
     "PPO": CASES["PPO"],
 }
 PROMPTS = len(CASES["GRPO"].prompts)
