@@ -25,6 +25,6 @@ def test_metrics_that_benchmarks_read_are_logged(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "policy", hidden_size=32, layers=1, max_position=256)
     module = DAPO(str(model), OddCharacters(), group_size=4, max_response_length=8, max_draws=10)
     (step,) = fit(Fit(module, sums(8, 2), tmp_path / "run")).steps
-    read = {(name, file.name) for file in BENCHMARKS.glob("*.py") for name in metrics_read(file)}
+    read = {(name, file.name) for file in BENCHMARKS.rglob("*.py") for name in metrics_read(file)}
     assert ("time/step", "predicted.py") in read
     assert sorted((name, file) for name, file in read if name not in step) == []

@@ -37,9 +37,9 @@ def inputs(way: str, passes: Sequence[Pass]) -> list[Update]:
     updates: list[list[Pass]] = [[]]
     for each in passes:
         updates[-1].append(each)
-        if each.ends_update and each is not passes[-1]:
+        if each.ends_update:
             updates.append([])
-    return [_of_update(way, update) for update in updates]
+    return [_of_update(way, update) for update in updates if update]
 
 
 def _of_update(way: str, passes: Sequence[Pass]) -> Update:

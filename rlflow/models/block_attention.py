@@ -52,7 +52,7 @@ class _BlockAttention(torch.autograd.Function):
         k, v = grouped.shared(key), grouped.shared(value)
         grad_query = torch.empty_like(query)
         # Sums over blocks, so kept wider than bfloat16.
-        grad_k = torch.zeros(k.shape, dtype=torch.float32)
+        grad_k = torch.zeros(k.shape, dtype=torch.promote_types(k.dtype, torch.float32))
         grad_v = torch.zeros_like(grad_k)
         for start, end in _blocks(query.shape[2]):
             q, grad = grouped.block(query, start, end), grouped.block(grads[0], start, end)
