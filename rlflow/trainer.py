@@ -54,7 +54,8 @@ class Trainer:
         ckpt_path: Continue from a checkpoint, to the bit: `last` of `run_dir`, or a checkpoint's folder.
         balance: `auto` moves rows between ranks to even out tokens where it pays, `off` leaves them; or the constants
             by which that is decided.
-        logprob_gap_limit: Largest mean difference of rollout and training logprobs; None for 1e-3 (0.05 in bf16).
+        logprob_gap_limit: Largest mean difference of rollout and training logprobs; None for 1e-3 (0.05 in bf16,
+            0.01 in fp16).
         sync_bucket_bytes: Weights gathered at once on their way into the rollout engine.
         fast_dev_run: Run two steps of every part, with validation, and leave nothing behind but logs and traces, in
             `<run_dir>-dev`.
@@ -246,6 +247,8 @@ class Trainer:
                 accelerator=self.accelerator, devices=self.devices, num_nodes=self.num_nodes, strategy=strategy
             )
             require_known_gpu(strategy.root_device, strategy.dtype)
+            if prepared.generates and strategy.float32_head:
+                engine.use_float32_head()
             if prepared.generates:
                 engine.check_model(load_config(prepared.paths[prepared.lead]))
                 if handles(module)[prepared.lead].replays_routing:

@@ -21,7 +21,9 @@ class Resumed(Protocol):
 
     def holds(self, name: str) -> bool: ...
 
-    def load_state_parts(self, name: str, stored: Stored, updates_done: int) -> None: ...
+    def load_state_parts(
+        self, name: str, stored: Stored, updates_done: int, loss_scale: tuple[float, int] | None = None
+    ) -> None: ...
 
     def untrained_record(self, name: str) -> dict[str, Any]: ...
 
@@ -63,12 +65,14 @@ class RoleIndex:
         untrained: What the state belongs to and does not hold.
         kinds: What there is of each parameter: `weight`, and what the optimizer keeps.
         parameters: By name.
+        loss_scale: Its factor and the updates since it changed; None where the role has none.
     """
 
     updates: int
     untrained: dict[str, Any]
     kinds: tuple[str, ...]
     parameters: dict[str, StoredParameter]
+    loss_scale: tuple[float, int] | None = None
 
     def write(self, path: Path) -> None:
         """As JSON, each file's name once."""
@@ -82,6 +86,7 @@ class RoleIndex:
             for name, stored in self.parameters.items()
         }
         content = {"updates": self.updates, "untrained": self.untrained, "kinds": self.kinds, "files": files}
+        content |= {} if self.loss_scale is None else {"loss_scale": self.loss_scale}
         path.write_text(json.dumps({**content, "parameters": parameters}) + "\n")
 
     @classmethod
@@ -95,7 +100,9 @@ class RoleIndex:
             )
             for name, of in stored["parameters"].items()
         }
-        return cls(stored["updates"], stored["untrained"], tuple(stored["kinds"]), parameters)
+        scale = stored.get("loss_scale")
+        loss_scale = None if scale is None else (scale[0], scale[1])
+        return cls(stored["updates"], stored["untrained"], tuple(stored["kinds"]), parameters, loss_scale)
 
 
 def index_name(role: str) -> str:
@@ -122,7 +129,7 @@ def restore(folder: Path, strategy: Resumed, roles: Iterable[str]) -> None:
             )
         index = RoleIndex.read(path)
         _require_same(role, found=strategy.untrained_record(role), stored=index.untrained)
-        strategy.load_state_parts(role, Stored(folder, role, index), index.updates)
+        strategy.load_state_parts(role, Stored(folder, role, index), index.updates, index.loss_scale)
 
 
 def _require_same(role: str, found: Mapping[str, Any], stored: Mapping[str, Any]) -> None:

@@ -23,6 +23,12 @@ from rlflow.storage.draft import Draft, Record, not_written, of_rank
 from rlflow.storage.tensors import Entry, write_tensors
 
 
+class Recorded(Protocol):
+    """A loss scale, as far as writing needs it."""
+
+    def record(self) -> tuple[float, int]: ...
+
+
 class Saved(Protocol):
     """The strategy, as far as writing needs it."""
 
@@ -35,6 +41,8 @@ class Saved(Protocol):
     def untrained_record(self, name: str) -> dict[str, Any]: ...
 
     def updates_done(self, name: str) -> int: ...
+
+    def loss_scale(self, name: str) -> Recorded | None: ...
 
 
 class Share:
@@ -64,7 +72,9 @@ class Share:
                     self._copies.append(disk.copy(f"{role}/{key}", values))
         self.more: dict[str, Any] = {"ranges": ranges}
         if strategy.leads(role):
+            scale = strategy.loss_scale(role)
             self.more |= {
+                "loss_scale": None if scale is None else scale.record(),
                 "updates": strategy.updates_done(role),
                 "untrained": strategy.untrained_record(role),
                 "kinds": kinds,
@@ -213,7 +223,7 @@ def index_of(role: str, records: Iterable[Record], world_size: int) -> RoleIndex
         assert [part.start for part in ranges] == ends[:-1], (role, name, ranges)  # each element once
         assert ends[-1] == math.prod(shape), (role, name, shape, ranges)
         parameters[name] = StoredParameter(tuple(shape), tuple(ranges))
-    return RoleIndex(lead["updates"], lead["untrained"], tuple(lead["kinds"]), parameters)
+    return RoleIndex(lead["updates"], lead["untrained"], tuple(lead["kinds"]), parameters, lead["loss_scale"])
 
 
 def _remove_others(newest: Path, keep: int) -> None:

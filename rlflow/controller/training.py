@@ -140,9 +140,15 @@ class Training:
             self._metrics.mean(f"{role}/loss", loss_here, once)
             if balance_here is not None:
                 self._metrics.mean(f"{role}/router_aux_loss", balance_here, once)
+        scale = self._strategy.loss_scale(role)
+        if scale is not None:
+            self._metrics.number(f"{role}/loss_scale", scale.factor)
         if math.isfinite(grad_norm):
             self._skipped[role] = 0
             self._metrics.number(f"{role}/grad_norm", grad_norm)
+            return
+        if scale is not None and scale.can_fall:  # the next update is tried with a smaller one
+            self._metrics.number(f"{role}/skipped_updates", 1.0)
             return
         self._skipped[role] += 1
         self._metrics.number(f"{role}/skipped_updates", 1.0)

@@ -77,7 +77,13 @@ class TokenHead(nn.Module):
     Args:
         weight: `[V, H]`, the weight of the layer that it replaces.
         shape: What the model makes of its products.
+
+    Attributes:
+        wide: Whether products are computed in float32 at least, of numbers of less (MiniMax-M1, arXiv 2506.13585,
+            section 3.2; ScaleRL, arXiv 2510.13786).
     """
+
+    wide = False
 
     def __init__(self, weight: nn.Parameter, shape: LogitShape = PLAIN) -> None:
         super().__init__()
@@ -86,7 +92,7 @@ class TokenHead(nn.Module):
 
     def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """`[N, H]` hidden states and `[N]` targets to `[N]` log-probabilities and `[N]` entropies."""
-        return token_logprobs(hidden, self.weight, targets, temperature, shape=self.shape)
+        return token_logprobs(hidden, self.weight, targets, temperature, shape=self.shape, wide=self.wide)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., H]` hidden states to the products `[..., V]` of the layer that this replaces."""
@@ -100,6 +106,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_elements: int = CHUNK_ELEMENTS,
     shape: LogitShape = PLAIN,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under `softmax(logits / temperature)`, and that distribution's entropy.
 
@@ -113,12 +120,13 @@ def token_logprobs(
         temperature: Divides the logits; above 0.
         chunk_elements: Most logits held at once; at least one token's are.
         shape: What the model makes of the products.
+        wide: Take the products in the softmax's dtype too; `weight` is then held once more, in it, meanwhile.
 
     Returns:
         `[N]` log-probabilities and `[N]` entropies in nats.
     """
     apply: Any = _TokenLogprobs.apply
-    result: tuple[Tensor, Tensor] = apply(hidden, weight, targets, temperature, chunk_elements, shape)
+    result: tuple[Tensor, Tensor] = apply(hidden, weight, targets, temperature, chunk_elements, shape, wide)
     return result
 
 
@@ -132,32 +140,37 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_elements: int,
         shape: LogitShape,
+        wide: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
+        products_in = dtype if wide else hidden.dtype
+        given, weight = weight, weight.to(products_in)
         logprobs = hidden.new_empty(targets.shape, dtype=dtype)
         entropy = torch.empty_like(logprobs)
         rows = max(1, chunk_elements // weight.shape[0])
         for i in range(0, len(targets), rows):
             chunk = slice(i, i + rows)
-            products = (hidden[chunk] @ weight.T).to(dtype)
+            products = (hidden[chunk].to(products_in) @ weight.T).to(dtype)
             logprobs[chunk], entropy[chunk] = _scores(shape.logits(products), targets[chunk], temperature)
             del products  # before the next chunk's are made
-        ctx.rows, ctx.temperature, ctx.shape = rows, temperature, shape
+        ctx.rows, ctx.temperature, ctx.shape, ctx.products_in = rows, temperature, shape, products_in
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, targets, entropy)
+        ctx.save_for_backward(hidden, given, targets, entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None, None]:
-        hidden, weight, targets, entropy = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
+        hidden, given, targets, entropy = ctx.saved_tensors
+        weight = given.to(ctx.products_in)
         grad_logprobs = torch.zeros_like(entropy) if grads[0] is None else grads[0]
         grad_entropy = grads[1]
         grad_hidden = torch.empty_like(hidden)
         # A sum over chunks, so kept wider than bfloat16.
-        grad_weight = torch.zeros_like(weight, dtype=entropy.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.zeros_like(given, dtype=entropy.dtype) if ctx.needs_input_grad[1] else None
         for i in range(0, len(targets), ctx.rows):
             chunk = slice(i, i + ctx.rows)
-            logits = ctx.shape.logits((hidden[chunk] @ weight.T).to(entropy.dtype))
+            read = hidden[chunk].to(ctx.products_in)
+            logits = ctx.shape.logits((read @ weight.T).to(entropy.dtype))
             derivative = ctx.shape.derivative(logits)
             everything = _log_softmax(logits, ctx.temperature)
             del logits
@@ -168,12 +181,12 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_logprobs[chunk, None],
                 None if grad_entropy is None else grad_entropy[chunk, None],
             )
-            grad = grad.div_(ctx.temperature).mul_(derivative).to(hidden.dtype)
-            torch.mm(grad, weight, out=grad_hidden[chunk])
+            grad = grad.div_(ctx.temperature).mul_(derivative).to(ctx.products_in)
+            grad_hidden[chunk] = grad @ weight
             if grad_weight is not None:
-                _add_product(grad_weight, grad.T, hidden[chunk])
+                _add_product(grad_weight, grad.T, read)
             del grad, everything, derivative  # before the next chunk's logits are made
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(given.dtype), None, None, None, None, None
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:

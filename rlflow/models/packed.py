@@ -50,6 +50,9 @@ class PackedModel(nn.Module):
         self.base_digest = ""  # `digest_of` it; set by who can see all of its weights
         self.files: WeightFiles | None = None  # of a model that was built empty, until `Filling` reads them
 
+    def use_float32_head(self) -> None:
+        """Compute what the output layer gives in float32 at least; layers of one label always do."""
+
     def add_adapters(self, lora: LoRA, base: str) -> None:
         """Freeze the model but for new adapters, and for an output layer of its own kind.
 

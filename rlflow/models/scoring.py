@@ -67,6 +67,10 @@ class ScoringModel(PackedModel):
         """See `PackedModel.output_layer`."""
         return self.model.get_output_embeddings()
 
+    def use_float32_head(self) -> None:
+        """See `PackedModel.use_float32_head`."""
+        self.output_layer.wide = True
+
     def own_scores(self, forward: nn.Module, tokens: Tensor, prompt: int) -> Tensor:
         """Log-probabilities of the tokens after the prompt; see `PackedModel.own_scores`."""
         logits: Tensor = forward(tokens[None])[0, prompt - 1 : -1]

@@ -74,6 +74,9 @@ class EngineBeside(RolloutEngine):
     def tell_experts(self) -> None:
         self._engine.tell_experts()
 
+    def use_float32_head(self) -> None:
+        self._engine.use_float32_head()
+
     def memory_settings(self, on_cpu: bool) -> tuple[str, ...]:
         return self._engine.memory_settings(on_cpu)
 

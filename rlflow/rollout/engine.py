@@ -171,6 +171,17 @@ class RolloutEngine(ABC):
             " chose; set `rollout: rlflow.rollout.TransformersEngine`, or leave `routing_replay` out"
         )
 
+    def use_float32_head(self) -> None:
+        """Compute logits in float32 whatever the dtype, as the trainer does; asked before `setup`.
+
+        Raises:
+            UserError: It cannot.
+        """
+        raise UserError(
+            f"`strategy.float32_head` is set, and `rollout` is {type(self).__name__}, which computes logits in the"
+            " model's dtype; set `rollout: rlflow.rollout.TransformersEngine`, or leave `float32_head` out"
+        )
+
     def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
         """What it takes of a rank's memory, before it is set up: here a cache for all rows, freed afterwards.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,10 @@ class TransformersEngine(EngineHere):
         self.max_batch = max_batch
         self.max_prefill_tokens = max_prefill_tokens
         self._tells_experts = False
+        self._float32_head = False
+
+    def use_float32_head(self) -> None:
+        self._float32_head = True
 
     def tell_experts(self) -> None:
         self._tells_experts = True
@@ -73,6 +78,9 @@ class TransformersEngine(EngineHere):
         self._model.eval()
         if self._tells_experts:
             watch_routers(self._model)
+        if self._float32_head:
+            head = self._model.get_output_embeddings()
+            head.forward = partial(_float32_products, head)
         self._expert_dtype = expert_dtype(config)
         self._dtype = dtype
         self._device = device
@@ -187,6 +195,12 @@ class TransformersEngine(EngineHere):
             )
             cache = output.past_key_values
         return output
+
+
+def _float32_products(head: torch.nn.Linear, hidden: Tensor) -> Tensor:
+    """`[..., H]` hidden states to logits `[..., V]`, of a layer's own numbers in float32 at least."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return torch.nn.functional.linear(hidden.to(dtype), head.weight.to(dtype))
 
 
 def _experts_of(routings: Sequence[Routing], mask: Tensor) -> list[Tensor]:

@@ -20,6 +20,7 @@ from rlflow.models.packed import PackedModel
 from rlflow.models.part import Part
 from rlflow.strategies.distributed import DistributedStrategy, replace_parameters
 from rlflow.strategies.groups import RoleGroups
+from rlflow.strategies.loss_scale import FIRST
 from rlflow.strategies.state import WEIGHT
 from rlflow.strategies.strategy import Role, clip_and_step
 
@@ -32,9 +33,11 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     Args:
         stage: What is divided over ranks: 0 nothing, 1 optimizer states, 2 and gradients, 3 and weights.
-        precision: Of weights and forward passes; `bf16` keeps float32 master weights and sums gradients in float32.
+        precision: Of weights and forward passes; `bf16` and `fp16` keep float32 master weights and sum gradients in
+            float32. `fp16` scales the loss, and skips updates whose gradient overflows.
         token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
+        float32_head: Compute logits in float32 from weights and hidden states of less, in the rollout engine too.
         offload_optimizer: Keep optimizer states in CPU memory and step there (CUDA; stage 1 or more). Off: it takes 12
             bytes a weight off the GPUs, and each step sends the gradients and weights over PCIe.
         offload_parameters: Keep weights in CPU memory too, and send each layer to the GPU when it is used (CUDA; stage
@@ -57,9 +60,10 @@ class DeepSpeedStrategy(DistributedStrategy):
     def __init__(
         self,
         stage: Literal[0, 1, 2, 3] = 2,
-        precision: Literal["fp32", "bf16"] = "fp32",
+        precision: Literal["fp32", "bf16", "fp16"] = "fp32",
         token_budget: int = 4096,
         packing: bool = True,
+        float32_head: bool = False,
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
         overlap_comm: bool = False,
@@ -71,6 +75,11 @@ class DeepSpeedStrategy(DistributedStrategy):
         require("deepspeed", "DeepSpeedStrategy", "deepspeed")
         if stage not in (0, 1, 2, 3):
             raise UserError(f"`stage` is {stage}; ZeRO has the stages 0, 1, 2 and 3.")
+        if precision == "fp16" and stage == 0:
+            raise UserError(
+                "`precision` is 'fp16', and `stage` is 0, at which DeepSpeed sums gradients in float16 and does not"
+                " scale the loss; use stage 1, 2 or 3, or `strategy: fsdp`."
+            )
         if offload_optimizer and stage == 0:
             raise UserError("`offload_optimizer` needs ZeRO, and `stage` is 0. Use stage 1, 2 or 3.")
         if stage != 3:
@@ -84,7 +93,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             raise UserError(f"`live_elements` is {live_elements}; give 1 or more, or null for those of a layer.")
         if partition_within is not None and partition_within < 2:
             raise UserError(f"`partition_within` is {partition_within}; give 2 or more ranks of a node, or null.")
-        self._configure_ranks(precision, token_budget, packing, timeout_s, partition_within)
+        self._configure_ranks(precision, token_budget, packing, float32_head, timeout_s, partition_within)
         self.stage = stage
         self.divides_weights = stage == 3
         self.offload_optimizer = offload_optimizer
@@ -116,6 +125,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     def backward(self, name: str, loss: Tensor, last: bool) -> None:  # type: ignore[override]
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
         engine = self._engine(name)
+        self._say_scale(name)
         engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over the role's ranks; this sums. Copies of a shard each add a part of its gradient.
         engine.backward(loss * len(self.layout(name).ranks), scale_wrt_gas=False)
@@ -125,6 +135,12 @@ class DeepSpeedStrategy(DistributedStrategy):
         os.environ["DS_ACCELERATOR"] = self.root_device.type  # DeepSpeed reads it when it is imported, once for all
         with importable("deepspeed", "DeepSpeedStrategy"):
             import deepspeed  # noqa: F401
+
+    def _say_scale(self, name: str) -> None:
+        """Tell DeepSpeed, which would have one of its own, by what it scales a loss and divides gradients."""
+        role = self._roles[name]
+        if role.loss_scale is not None:
+            self._engine(name).optimizer.loss_scaler.cur_scale = role.scaled_by
 
     def setup_environment(self) -> None:
         """Join the process group."""
@@ -193,6 +209,11 @@ class DeepSpeedStrategy(DistributedStrategy):
             raise UserError(
                 f"the run is on the device {self.root_device}, and DeepSpeed was imported for `{used}` in this process,"
                 " which it cannot change; start a new process"
+            )
+        if self.dtype == torch.float16 and not deepspeed.get_accelerator().is_fp16_supported():
+            raise UserError(
+                f"`precision` is 'fp16', in which DeepSpeed does not train on this machine's {self.root_device.type};"
+                " set `strategy: fsdp`, or `precision: bf16`"
             )
         # It is for inference alone, and would be compiled first: a minute, or without end where a compile was killed.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -339,6 +360,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": self.dtype == torch.bfloat16},
+            "fp16": {"enabled": self.dtype == torch.float16, "loss_scale": FIRST},  # set anew for each update
             "data_types": {"grad_accum_dtype": "fp32" if self.stage else None},
             "communication_data_type": "fp32",
             "steps_per_print": None,

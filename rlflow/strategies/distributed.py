@@ -26,7 +26,7 @@ from rlflow.strategies.launcher import RankLauncher
 from rlflow.strategies.sequence import divided_attention, peers_of
 from rlflow.strategies.strategy import TrainingStrategy
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DistributedStrategy(TrainingStrategy, DDPStrategy):
@@ -36,15 +36,22 @@ class DistributedStrategy(TrainingStrategy, DDPStrategy):
     """
 
     def _configure_ranks(
-        self, precision: str, token_budget: int, packing: bool, timeout_s: float, within: int | None = None
+        self,
+        precision: str,
+        token_budget: int,
+        packing: bool,
+        float32_head: bool,
+        timeout_s: float,
+        within: int | None = None,
     ) -> None:
         if precision not in DTYPES:
             raise UserError(
-                f"`precision` is {precision!r}; {type(self).__name__} trains in fp32 or bf16 (fp64: SingleProcess)."
+                f"`precision` is {precision!r}; {type(self).__name__} trains in fp32, bf16 or fp16 (fp64:"
+                " SingleProcess)."
             )
         if timeout_s <= 0:
             raise UserError(f"`timeout_s` is {timeout_s}; it is a number of seconds above 0.")
-        self._configure(DTYPES[precision], token_budget, packing)
+        self._configure(DTYPES[precision], token_budget, packing, float32_head)
         self.timeout = timedelta(seconds=timeout_s)
         self._groups = Groups(self.timeout, within)
         DDPStrategy.__init__(self)

@@ -27,10 +27,11 @@ class FSDPStrategy(DistributedStrategy):
     Each parameter is divided by rows. A layer is whole while it computes. It needs nothing but torch.
 
     Args:
-        precision: Of forward passes; `bf16` keeps float32 weights, which are rounded when a layer is gathered, and sums
-            gradients in float32.
+        precision: Of forward passes; `bf16` and `fp16` keep float32 weights, which are rounded when a layer is
+            gathered, and sum gradients in float32. `fp16` scales the loss, and skips updates whose gradient overflows.
         token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
+        float32_head: Compute logits in float32 from weights and hidden states of less, in the rollout engine too.
         within: Consecutive ranks of a role that divide its weights among them, such as those of a machine; other ranks
             have copies. None for all ranks of the role.
         timeout_s: Seconds after which a collective that a rank does not join fails.
@@ -42,15 +43,16 @@ class FSDPStrategy(DistributedStrategy):
 
     def __init__(
         self,
-        precision: Literal["fp32", "bf16"] = "fp32",
+        precision: Literal["fp32", "bf16", "fp16"] = "fp32",
         token_budget: int = 4096,
         packing: bool = True,
+        float32_head: bool = False,
         within: int | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         if within is not None and within < 1:
             raise UserError(f"`within` is {within}; give 1 or more ranks, or null for all ranks of a role.")
-        self._configure_ranks(precision, token_budget, packing, timeout_s)
+        self._configure_ranks(precision, token_budget, packing, float32_head, timeout_s)
         self.within = within
 
     def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
@@ -83,7 +85,7 @@ class FSDPStrategy(DistributedStrategy):
         # their copies it is summed once.
         model: Any = self._roles[name].model
         model.set_requires_all_reduce(last)
-        loss.backward()
+        (loss * self._roles[name].scaled_by).backward()
 
     def _materialize(self, name: str, model: PackedModel) -> None:
         """See `TrainingStrategy._materialize`. What is trained is float32: the optimizer steps it."""

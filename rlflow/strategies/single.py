@@ -18,18 +18,30 @@ class SingleProcess(TrainingStrategy, SingleDeviceStrategy):
     """Trains in this process without DeepSpeed; needs `trainer.devices: 1`.
 
     Args:
-        precision: Of weights, gradients and optimizer states alike.
+        precision: Of weights, gradients and optimizer states alike; so there is no fp16, whose range is too small for
+            an optimizer's states (FSDP on one rank has float32 ones).
         token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
+        float32_head: Compute logits in float32 from weights and hidden states of less, in the rollout engine too.
     """
 
     def __init__(
-        self, precision: Literal["fp32", "bf16", "fp64"] = "fp32", token_budget: int = 4096, packing: bool = True
+        self,
+        precision: Literal["fp32", "bf16", "fp64"] = "fp32",
+        token_budget: int = 4096,
+        packing: bool = True,
+        float32_head: bool = False,
     ) -> None:
         SingleDeviceStrategy.__init__(self)
+        given: str = precision
+        if given == "fp16":
+            raise UserError(
+                "`precision` is 'fp16', and SingleProcess keeps an optimizer's states in it too, whose squares of"
+                " gradients would be 0; use `strategy: fsdp`, which keeps them in float32, on one rank too"
+            )
         if precision not in DTYPES:
             raise UserError(f"`precision` is {precision!r}; it is one of {', '.join(DTYPES)}.")
-        self._configure(DTYPES[precision], token_budget, packing)
+        self._configure(DTYPES[precision], token_budget, packing, float32_head)
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:

@@ -30,6 +30,7 @@ from rlflow.models.part import Part
 from rlflow.models.shards import divided, write_index, write_shard
 from rlflow.models.weight_files import shard_name
 from rlflow.storage.disk import Disk
+from rlflow.strategies.loss_scale import LossScale
 from rlflow.strategies.state import WEIGHT, StoredState, share_of
 
 SAVE_BUCKET_BYTES = 64 * 2**20
@@ -46,6 +47,7 @@ class Role:
         optimizer: Steps them; None for a frozen role.
         updates: How many updates the whole run makes; None where nobody knows.
         done: How many of them were made; skipped ones do not count.
+        loss_scale: Of the losses of a trained role whose gradients are in float16; else None.
     """
 
     handle: ModelHandle
@@ -53,6 +55,12 @@ class Role:
     optimizer: torch.optim.Optimizer | None
     updates: int | None
     done: int = 0
+    loss_scale: LossScale | None = None
+
+    @property
+    def scaled_by(self) -> float:
+        """The factor on the role's losses, and on its gradients until they are applied."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.factor
 
     @property
     def settings(self) -> Optimizer:
@@ -73,6 +81,7 @@ class TrainingStrategy(Strategy):
     dtype: torch.dtype
     token_budget: int
     packing: bool
+    float32_head: bool
     timeout: timedelta | None = None  # of collectives
     stage: int | None = None  # of ZeRO, or the one that divides as much; sums in float32; None where nothing is divided
     holds_masters: bool = False  # trained weights are float32, rounded for forward passes; ZeRO has a copy beside
@@ -87,12 +96,13 @@ class TrainingStrategy(Strategy):
     global_rank: int
     local_rank: int
 
-    def _configure(self, dtype: torch.dtype, token_budget: int, packing: bool) -> None:
+    def _configure(self, dtype: torch.dtype, token_budget: int, packing: bool, float32_head: bool = False) -> None:
         if token_budget < 1:
             raise UserError(f"`token_budget` is {token_budget}; a micro-batch holds at least 1 token.")
         self.dtype = dtype
         self.token_budget = token_budget
         self.packing = packing
+        self.float32_head = float32_head
         self._roles: dict[str, Role] = {}
         self._layouts: dict[str, Layout] = {}
 
@@ -169,7 +179,10 @@ class TrainingStrategy(Strategy):
             filling.fill(self._part_of, self.root_device)
         trained = [weight.parameter for weight in model.trained()]
         optimizer = settings.kind(trained, **settings.keywords) if settings is not None else None
-        role = self._roles[name] = Role(handle, model, optimizer, updates)
+        if self.float32_head:
+            model.use_float32_head()
+        scale = LossScale() if optimizer is not None and self.dtype == torch.float16 else None
+        role = self._roles[name] = Role(handle, model, optimizer, updates, loss_scale=scale)
         forward, plan = self._wrap(name, role), self._forward_plan(name)
         model.check(forward, self.root_device, plan.peers)
         if handle.lora is not None:
@@ -203,7 +216,13 @@ class TrainingStrategy(Strategy):
         norm = self._update(name, role)
         if math.isfinite(norm):
             role.done += 1
+        if role.loss_scale is not None:
+            role.loss_scale.update(math.isfinite(norm))
         return norm
+
+    def loss_scale(self, name: str) -> LossScale | None:
+        """Of the role, where its gradients are in float16."""
+        return self._roles[name].loss_scale
 
     def learning_rate(self, name: str) -> float:
         """The learning rate of the role's next update."""
@@ -228,7 +247,11 @@ class TrainingStrategy(Strategy):
 
     def gradients(self, name: str) -> dict[str, Tensor]:
         """The full gradient of every trained weight by name, after the last `backward` and before `step`."""
-        return {weight.name: self._gradient(weight.parameter) for weight in self._roles[name].model.trained()}
+        role = self._roles[name]
+        found = {weight.name: self._gradient(weight.parameter) for weight in role.model.trained()}
+        if role.loss_scale is None:
+            return found
+        return {key: gradient.float() / role.scaled_by for key, gradient in found.items()}
 
     def save(self, name: str, folder: Path, disk: Disk) -> tuple[Path, ...]:
         """Write the role's model in Hugging Face form, of a model with adapters only these, in peft's.
@@ -329,7 +352,9 @@ class TrainingStrategy(Strategy):
         """What the state belongs to and does not hold, to be compared when training goes on."""
         return self._roles[name].model.untrained_record()
 
-    def load_state_parts(self, name: str, stored: StoredState, updates_done: int) -> None:
+    def load_state_parts(
+        self, name: str, stored: StoredState, updates_done: int, loss_scale: tuple[float, int] | None = None
+    ) -> None:
         """Go on from a state that `state_parts` gave, on any number of ranks and by any strategy.
 
         Every rank of the role calls it, and reads only the ranges that it holds.
@@ -338,6 +363,7 @@ class TrainingStrategy(Strategy):
             name: A trained role.
             stored: By Hugging Face name.
             updates_done: When it was taken.
+            loss_scale: `LossScale.record` when it was taken, of a role in float16; another role has no use for it.
 
         Raises:
             UserError: It is of another model, or the optimizer keeps other things than those stored.
@@ -355,6 +381,8 @@ class TrainingStrategy(Strategy):
             if "step" in state:
                 state["step"].fill_(updates_done)
         role.done = updates_done
+        if role.loss_scale is not None and loss_scale is not None:
+            role.loss_scale = LossScale(*loss_scale)
 
     def _make_optimizer_state(self, name: str, role: Role) -> None:
         """An update of length 0: optimizers make their state, and DeepSpeed its maps of it, at the first one."""
@@ -490,6 +518,10 @@ def clip_and_step(role: Role) -> float:
     """One update of a role whose gradients lie in `.grad`, full or divided; skipped if their norm is not finite."""
     assert role.optimizer is not None
     parameters = [parameter for parameter in role.model.parameters() if parameter.grad is not None]
+    if role.loss_scale is not None:
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad.div_(role.scaled_by)
     norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()

@@ -144,3 +144,22 @@ def test_all_logits_are_never_held_at_once() -> None:
         logprobs, entropy = token_logprobs(hidden, weight, torch.zeros(64, dtype=torch.int64), 1.0, 400)
         (logprobs.sum() + entropy.sum()).backward()
     assert largest.elements == 400  # four tokens' logits, where all 64 tokens' would be 6,400
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_wide_head_computes_in_float32_what_it_is_given_in_less(dtype: torch.dtype) -> None:
+    """Against float64 of the same rounded numbers; products in their own dtype are 100 times as far off."""
+    hidden, weight, targets = inputs(dtype)
+    wide, narrow = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    expected = in_full(wide, narrow, targets, 1.0)
+    found = token_logprobs(hidden, weight, targets, chunk_elements=3 * VOCABULARY, wide=True)
+    plain = token_logprobs(hidden, weight, targets, chunk_elements=3 * VOCABULARY)
+    for ours, theirs, without in zip(found, expected, plain, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=2e-6)
+        assert float((without.double() - theirs).detach().abs().max()) > 2e-4
+    gradients = torch.autograd.grad(found[0].sum() + found[1].sum(), (hidden, weight))
+    exact = torch.autograd.grad(expected[0].sum() + expected[1].sum(), (wide, narrow))
+    for ours, theirs in zip(gradients, exact, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, theirs.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-5)

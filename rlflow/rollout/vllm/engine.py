@@ -95,6 +95,10 @@ class VLLMEngine(EngineHere):
         self.block_size = block_size
         self.enforce_eager = enforce_eager
         self.allow_untested = allow_untested
+        self._float32_head = False
+
+    def use_float32_head(self) -> None:
+        self._float32_head = True
 
     def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
         if not on_cpu:
@@ -196,7 +200,7 @@ class VLLMEngine(EngineHere):
                 "choose a divisor"
             )
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise UserError(f"vLLM does not run in {dtype}; train in fp32 or bf16, or use TransformersEngine")
+            raise UserError(f"vLLM does not run in {dtype}; train in fp32, bf16 or fp16, or use TransformersEngine")
         vllm = _import_vllm(self.allow_untested)
         # Ranks join the process group that training has made; without one vLLM makes its own.
         self._own_group = not dist.is_initialized()
@@ -226,6 +230,7 @@ class VLLMEngine(EngineHere):
                 kv_cache_memory_bytes=int(self.kv_cache_gib * 2**30) if on_cpu else None,
                 enable_sleep_mode=not on_cpu,
                 logprobs_mode="processed_logprobs",  # after temperature
+                hf_overrides={"head_dtype": "float32"} if self._float32_head else {},
             )
         self._sampling_params = vllm.SamplingParams
         # The engine runs in this process, so that its model itself is handed out.
@@ -235,6 +240,7 @@ class VLLMEngine(EngineHere):
         self._model_type = self._llm.model_config.hf_text_config.model_type
         self._pieces = tuple(pieces_of(self._model, self._model_type))
         self._dtype = dtype
+        self._wide_head = self._llm.model_config.head_dtype != dtype
         self._device = device
         self._context = self._llm.model_config.max_model_len
 
@@ -300,7 +306,7 @@ class VLLMEngine(EngineHere):
     @torch.no_grad()
     def _held(self) -> Iterator[tuple[Piece, Tensor]]:
         for place, pieces in groupby(self._pieces, lambda piece: piece.place):
-            parameter = read_back(self._model, place, self._dtype, self._model_type)
+            parameter = read_back(self._model, place, self._dtype, self._model_type, self._wide_head)
             for piece in pieces:
                 yield piece, piece.held(parameter).to(self._dtype)
 

@@ -136,8 +136,12 @@ def _rows(sources: list[str], place: str, parts: list[tuple[int, int, int]]) -> 
         before += size if len(sources) == 1 else 0
 
 
-def read_back(model: Any, place: str, dtype: torch.dtype, model_type: str) -> Tensor:
-    """The parameter that the engine computes with, of experts in the trainer's layout."""
+def read_back(model: Any, place: str, dtype: torch.dtype, model_type: str, wide_head: bool = False) -> Tensor:
+    """The parameter that the engine computes with, of experts in the trainer's layout.
+
+    An output layer in a wider dtype than the model's, `wide_head`, computes with the parameter and not with its packed
+    copy.
+    """
     from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -150,7 +154,7 @@ def read_back(model: Any, place: str, dtype: torch.dtype, model_type: str) -> Te
         return parameter
     # The CPU build computes with packed copies, and keeps the parameters empty or unused.
     if isinstance(module, ParallelLMHead):
-        return _unpacked(module, module.embedding_dim, dtype)
+        return parameter if wide_head else _unpacked(module, module.embedding_dim, dtype)
     if isinstance(module, RowParallelLinear):
         return _unpacked(module, module.input_size_per_partition, dtype)
     if isinstance(module, LinearBase):
