@@ -10,6 +10,7 @@ from transformers import BloomConfig, LlamaConfig
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine, WeightSyncError
 from rlflow.rollout.transformers import _draws, _sample
+from tests.rollout.engines import Broken
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, logprob_gap, perturb, setup
 
 SEEDS = list(range(len(PROMPTS)))
@@ -132,3 +133,22 @@ def test_logprobs_are_taken_after_temperature() -> None:
 
 def test_draws_depend_on_their_seed_alone() -> None:
     assert torch.equal(_draws([3, 5], 8)[1], _draws([5], 8)[0])
+
+
+@torch.no_grad()
+def test_a_float32_head_computes_logits_in_float32_of_weights_in_less(untied: Path) -> None:
+    asked = TransformersEngine()
+    asked.use_float32_head()
+    engine, model = setup(asked, untied, torch.bfloat16), load(untied).bfloat16()
+    engine.update_weights(buckets(model), 0)
+    ids = torch.tensor([PROMPTS[1]])
+    hidden = asked._model.model(input_ids=ids).last_hidden_state
+    logits = asked._model(input_ids=ids).logits
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, hidden.float() @ model.lm_head.weight.float().T, rtol=0, atol=1e-6)
+    assert float((logits - model.lm_head(hidden)).abs().max()) > 1e-4
+
+
+def test_an_engine_without_a_float32_head_says_so() -> None:
+    with pytest.raises(UserError, match=r"`strategy.float32_head` is set, and `rollout` is Broken, which computes"):
+        Broken().use_float32_head()

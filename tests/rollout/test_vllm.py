@@ -280,6 +280,24 @@ def test_half_precision_is_read_back_to_the_bit(tied: Path) -> None:
     engine.close()
 
 
+@torch.no_grad()
+def test_a_float32_head_computes_logits_in_float32_of_the_last_weights(tied: Path) -> None:
+    asked, folder = VLLMEngine(kv_cache_gib=0.25), tied
+    asked.use_float32_head()
+    engine, model = setup(asked, folder, torch.float16), load(folder)
+    for version in range(2):
+        perturb(model, seed=version)
+        engine.update_weights(buckets(model), version)  # reads back the head that computes
+    hidden = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)).half()
+    logits = asked._model.compute_logits(hidden)[:, :128]
+    assert logits.dtype == torch.float32
+    products = hidden.float() @ model.lm_head.weight.half().float().T
+    torch.testing.assert_close(logits, products[:, :128], rtol=0, atol=1e-5)
+    completions = engine.generate(PROMPTS, SEEDS, Sampling(24, 1.0, STOP), 1)
+    assert logprob_gap(model, PROMPTS, completions) < 2e-2  # against float32 throughout
+    engine.close()
+
+
 def _next_element(tensor: Tensor) -> Tensor:
     """`tensor` with its last element changed by the smallest step."""
     changed = tensor.clone()
