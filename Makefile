@@ -11,11 +11,13 @@ UV_FLAGS ?=
 PYTHONS ?= python3.12 python3.13
 # More arguments for both stages of the quickstart, such as STAGES="--trainer.max_steps 20".
 STAGES ?=
+# More arguments for `make learn`, such as LEARN="--only learn/ppo --jobs 2".
+LEARN ?=
 COMPILE := $(UV) pip compile --quiet $(UV_FLAGS) --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
 	--custom-compile-command "make lock"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test exact check lint docs lock cuda-env wheel pythons clean
+.PHONY: help setup quickstart learn test exact check lint docs lock cuda-env wheel pythons clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -26,6 +28,9 @@ setup: ## Make .venv from a lock, if it is not made from it already: LOCK=cuda f
 quickstart: setup ## Train a small language model with SFT, then with GRPO on two ranks
 	$(RUN)/rlflow fit --config configs/quickstart_sft.yaml $(STAGES)
 	$(RUN)/rlflow fit --config configs/quickstart_grpo.yaml $(STAGES)
+
+learn: setup ## Train every algorithm with three seeds and check what they learn; a finished training is not run again
+	$(RUN)/python -m benchmarks.learning $(LEARN)
 
 test: setup ## Run the tests, all but those of `make exact`
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadgroup

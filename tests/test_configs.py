@@ -8,7 +8,9 @@ import pytest
 
 from rlflow.configuration import read_fit, read_graph
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+LEARN = sorted((ROOT / "configs" / "learn").glob("*.yaml"))  # of `make learn`, one rank each
 RANKS = {  # others: 1
     "quickstart_sft": 2,
     "quickstart_grpo": 2,
@@ -38,7 +40,12 @@ def test_the_last_rank_of_a_config_has_a_plan_that_trains(config: Path, capsys: 
     assert "  train     " in planned
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
+@pytest.mark.parametrize("config", LEARN, ids=lambda config: config.stem)
+def test_a_config_of_the_learning_benchmark_has_settings_that_exist(config: Path) -> None:
+    assert read_fit(["--config", str(config)]).trainer.devices == 1
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, *LEARN], ids=lambda config: config.stem)
 def test_a_config_opens_with_a_command_that_runs_it(config: Path) -> None:
     opening = [line for line in config.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
-    assert any(f"rlflow fit --config configs/{config.name}" in line for line in opening)
+    assert any(f"rlflow fit --config {config.relative_to(ROOT)}" in line for line in opening)

@@ -1,0 +1,103 @@
+"""Does every algorithm learn, and would a fault be noticed? Trains, checks gates, and writes tables and curves.
+
+    make learn                                            # all: hours on 2 cores; what is finished is not run again
+    python -m benchmarks.learning --only learn/ppo --jobs 2
+    python -m benchmarks.learning --table                 # run nothing, sum up what is there
+
+Names are folders under `runs`: `learn/` holds chains of 64 digits, with TRL's and those with a planted fault, and
+`learning/` sums of three digits by each algorithm's own config. A part of a name will do. The exit code is 0 if every
+chosen training is there and passed. Tables of `docs/learning.md` and their pictures are written where all runs of a
+table are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+
+from benchmarks.learning import pictures, sums, table
+from benchmarks.learning.gates import ACCURACY
+from benchmarks.learning.running import run_all
+from benchmarks.learning.runs import ROOT, Task
+from benchmarks.learning.tasks import BESIDE, FAULTY, GATES, MOST_APART, OURS, THEIRS
+
+PAGE, PICTURES = ROOT / "docs" / "learning.md", ROOT / "docs" / "pictures"
+
+
+def main() -> int:
+    """Run, check and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of names; all by default")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    given = parser.parse_args()
+    everything = [*GATES, THEIRS, *FAULTY, *(claim.task for claim in sums.CLAIMS)]
+    chosen = [task for task in everything if any(part in task.name for part in given.only)]
+    problems = [] if given.table else run_all(chosen, given.jobs)
+    problems += [f"{task.name} is not finished" for task in chosen if not task.complete()]
+    problems += [problem for task in chosen if task.complete() for problem in failures(task)]
+    write()
+    print("\n".join(problems) or f"{len(chosen)} trainings passed")
+    return 1 if problems else 0
+
+
+def failures(task: Task) -> list[str]:
+    """What a finished training did not show."""
+    runs = table.runs_of(task)
+    if task in GATES:
+        verdict = table.verdict(GATES[task], runs)
+        return [] if verdict == "yes" else [f"{task.name} failed: {verdict}"]
+    if task in FAULTY:
+        passed = table.verdict(FAULTY[task], runs) == "yes"
+        return [f"{task.name} passed, with a fault in it"] if passed else []
+    if task == THEIRS:
+        both = table.runs_of(OURS) if OURS.complete() else []
+        same = both and table.agree(both, runs, "reward/mean", MOST_APART)
+        return [] if same else [f"{task.name} ended elsewhere than {OURS.name}"]
+    (claim,) = (claim for claim in sums.CLAIMS if claim.task == task)
+    return [] if sums.learns(claim) else [f"{task.name} did not rise by two standard errors"]
+
+
+def write() -> None:
+    """The tables and pictures of which all runs are there."""
+
+    def if_there(name: str, tasks: Iterable[Task], lines: Callable[[], list[str]], draw: Callable[[], None]) -> None:
+        if all(task.complete() for task in tasks):
+            table.write(PAGE, name, lines())
+            draw()
+
+    if_there(
+        "chains",
+        GATES,
+        lambda: table.of_gates(GATES),
+        lambda: pictures.draw_panels(
+            PICTURES / "learning_chains.svg",
+            {task.name: (ACCURACY, table.runs_of(task)) for task in GATES},
+        ),
+    )
+    if_there(
+        "trl",
+        (OURS, THEIRS),
+        lambda: table.of_both(table.runs_of(OURS), table.runs_of(THEIRS), BESIDE),
+        lambda: pictures.draw_beside(
+            PICTURES / "learning_trl.svg",
+            {"rlflow": table.runs_of(OURS), "TRL": table.runs_of(THEIRS)},
+            BESIDE[:3],
+        ),
+    )
+    if_there("faults in training", FAULTY, lambda: table.of_gates(FAULTY), lambda: None)
+    if_there(
+        "sums",
+        [claim.task for claim in sums.CLAIMS],
+        lambda: sums.table(sums.CLAIMS),
+        lambda: pictures.draw_panels(
+            PICTURES / "learning.svg",
+            {claim.config: (claim.validated, claim.runs) for claim in sums.CLAIMS},
+            columns=5,
+        ),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Which test notices each planted fault: runs it on the code with the fault, where it must fail.
+
+    python -m benchmarks.learning.noticed [FAULT ...]
+
+The result of each is kept in `runs/learn/faults/`; without names, those that are not there are run. The table of
+`docs/learning.md` is written when all are there. The exit code is 0 if every test noticed its fault.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.learning import table
+from benchmarks.learning.faults import FAULTS, Fault
+from benchmarks.learning.runs import ROOT
+
+FOUND = ROOT / "runs" / "learn" / "faults"
+PAGE = ROOT / "docs" / "learning.md"
+FAILED = re.compile(r"^FAILED (\S+?)(?:\[.*)?(?: - .*)?$", re.MULTILINE)
+
+
+def main(names: list[str]) -> int:
+    """Run what is wanted, and sum up."""
+    FOUND.mkdir(parents=True, exist_ok=True)
+    for name in names or [name for name in FAULTS if not kept(name).exists()]:
+        kept(name).write_text(json.dumps(failing(name)), encoding="utf-8")
+        print(f"{name}: {', '.join(read(name)) or 'NOT NOTICED'}", flush=True)
+    if all(kept(name).exists() for name in FAULTS):
+        table.write(PAGE, "faults", lines())
+    return 0 if all(kept(name).exists() and read(name) for name in FAULTS) else 1
+
+
+def failing(name: str) -> list[str]:
+    """The tests that fail on the code with the fault, without their parameters."""
+    command = [sys.executable, "-m", "benchmarks.learning.faults", name, "pytest", "-q", "-p", "no:cacheprovider"]
+    ended = subprocess.run([*command, *FAULTS[name].test], cwd=ROOT, capture_output=True, text=True)
+    if ended.returncode not in (0, 1):  # pytest did not run the tests
+        raise RuntimeError(ended.stdout + ended.stderr)
+    return failed_tests(ended.stdout)
+
+
+def failed_tests(output: str) -> list[str]:
+    """Names of tests in pytest's summary, each once."""
+    return list(dict.fromkeys(FAILED.findall(output)))
+
+
+def lines() -> list[str]:
+    """The table: what is wrong, and who notices."""
+    return ["| fault | test that fails |", "|---|---|", *(f"| {f.what} | {by(n, f)} |" for n, f in FAULTS.items())]
+
+
+def by(name: str, fault: Fault) -> str:
+    """The first test that failed, and how many others did."""
+    found = read(name)
+    if not found:
+        return "**none**"
+    file, test = found[0].split("::", 1)
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    return f"`{test.split('::')[-1]}` in `{file}`{more}"
+
+
+def read(name: str) -> list[str]:
+    """What was found."""
+    found: list[str] = json.loads(kept(name).read_text(encoding="utf-8"))
+    return found
+
+
+def kept(name: str) -> Path:
+    """The file of a fault's result."""
+    return FOUND / f"{name}.json"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""Tables of the page: what runs gained, what their gates measured, and TRL beside rlflow."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.learning.gates import ACCURACY, Gate, Run
+from benchmarks.learning.runs import Task, curve, records, tenths
+
+
+def write(page: Path, name: str, lines: Sequence[str]) -> None:
+    """Put lines between the marks of that name."""
+    begin, end = f"<!-- table: {name} -->", f"<!-- end of {name} -->"
+    text = page.read_text(encoding="utf-8")
+    page.write_text("\n".join([text.split(begin)[0] + begin, *lines, end + text.split(end)[1]]), encoding="utf-8")
+
+
+def of_gates(gates: dict[Task, tuple[Gate, ...]]) -> list[str]:
+    """A line for each task: validation of each seed, its gain, and what else its gates measure."""
+    names = list(dict.fromkeys(gate.name for each in gates.values() for gate in each if gate.name != "gain"))
+    lines = [
+        f"| config | steps | before | after | gain | {' | '.join(names)} | passed |",
+        "|---|---|---|---|---|" + "---|" * (len(names) + 1),
+    ]
+    for task, of_task in gates.items():
+        runs = runs_of(task)
+        starts, ends = zip(*(before_and_after(run) for run in runs), strict=True)
+        gains = [after - before for before, after in zip(starts, ends, strict=True)]
+        by_name = {gate.name: each([gate.measure(run) for run in runs]) for gate in of_task}
+        lines.append(
+            f"| `{task.config.removeprefix('configs/')}` | {int(runs[0][-1]['step'])} | {each(starts)} | {each(ends)}"
+            f" | {statistics.mean(gains):+.3f} ± {standard_error(gains):.3f}"
+            f" | {' | '.join(by_name.get(name, '') for name in names)} | {verdict(of_task, runs)} |"
+        )
+    return lines
+
+
+def verdict(gates: Iterable[Gate], runs: Sequence[Run]) -> str:
+    """`yes`, or the names of the gates that a seed failed."""
+    return ", ".join(gate.name for gate in gates if not all(gate.passes(run) for run in runs)) or "yes"
+
+
+def of_both(ours: Sequence[Run], theirs: Sequence[Run], metrics: Iterable[str]) -> list[str]:
+    """rlflow beside TRL: the last tenth of training, mean over seeds with its standard error."""
+    lines = ["| over the last tenth of the steps | rlflow | TRL | difference |", "|---|---|---|---|"]
+    for metric in metrics:
+        (mine, error), (other, their_error) = (last_tenth(runs, metric) for runs in (ours, theirs))
+        apart = math.hypot(error, their_error)
+        lines.append(
+            f"| `{metric}` | {mine:.4f} ± {error:.4f} | {other:.4f} ± {their_error:.4f}"
+            f" | {mine - other:+.4f} ± {apart:.4f} |"
+        )
+    return lines
+
+
+def agree(ours: Sequence[Run], theirs: Sequence[Run], metric: str, most_apart: float) -> bool:
+    """Whether the means over seeds differ by at most two standard errors, and by at most so much."""
+    (mine, error), (other, their_error) = (last_tenth(runs, metric) for runs in (ours, theirs))
+    return abs(mine - other) <= min(2 * math.hypot(error, their_error), most_apart)
+
+
+def last_tenth(runs: Sequence[Run], metric: str) -> tuple[float, float]:
+    """Mean over seeds of a metric late in training, and its standard error."""
+    lasts = [tenths(run, metric)[1] for run in runs]
+    return statistics.mean(lasts), standard_error(lasts)
+
+
+def runs_of(task: Task) -> list[Run]:
+    """The records of each seed."""
+    return [records(task.folder(seed)) for seed in task.seeds]
+
+
+def before_and_after(run: Run, metric: str = ACCURACY) -> tuple[float, float]:
+    """The first and the last validation."""
+    found = curve(run, metric)
+    return found[0][1], found[-1][1]
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of their mean."""
+    return max(statistics.stdev(values) / math.sqrt(len(values)), 1e-12)
+
+
+def each(values: Iterable[float], format: Callable[[float], str] = "{:.3g}".format) -> str:
+    """Seed by seed."""
+    return ", ".join(map(format, values))
