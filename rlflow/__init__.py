@@ -13,6 +13,7 @@ from rlflow.callbacks.callback import Callback
 from rlflow.coefficients import AdaptiveCoefficient
 from rlflow.dag.node import node
 from rlflow.data.batch import Batch, Pairs, PerSample, PerToken, Ragged, Rollout, Scalar
+from rlflow.data.prompt_memory import PromptMemory
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
@@ -40,6 +41,7 @@ __all__ = [
     "PerSample",
     "PerToken",
     "PromptData",
+    "PromptMemory",
     "RLModule",
     "Ragged",
     "Reward",

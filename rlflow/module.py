@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from rlflow.coefficients import AdaptiveCoefficient
 from rlflow.dag.entry import Entry
 from rlflow.data.batch import Batch, PerSample, Rollout
+from rlflow.data.prompt_memory import PromptMemory
 from rlflow.errors import UserError
 from rlflow.functional import Aggregation, merge_moments, moments, quantiles, standardize
 from rlflow.functional.whitening import broken_rows, not_finite
@@ -31,6 +33,10 @@ class StepContext(Protocol):
     def log(self, name: str, x: Tensor, mask: Tensor | None) -> None: ...
 
     def of_each_shard(self, x: Tensor) -> Tensor: ...
+
+    def dataset_rows(self, group: Tensor) -> Tensor: ...
+
+    def remember(self, memory: str, group: Tensor, x: Tensor) -> None: ...
 
     def all_rows(self, x: Tensor) -> Tensor: ...
 
@@ -84,18 +90,47 @@ class RLModule:
             batch: A `Batch`, or `Pairs` in an algorithm of pairs.
         """
 
+    def choose_prompts(self, epoch: int, prompts: Tensor) -> Tensor:
+        """Which rows of the dataset an epoch draws; all of them unless it is overridden.
+
+        It is called when the first step of an epoch is loaded, on the ranks that load, and sees the module's
+        `PromptMemory` as the steps before left it: with `trainer.max_staleness`, those that were trained by then. All
+        ranks must choose alike: what is drawn at random follows from `epoch`. A run of a module that chooses ends by
+        `trainer.max_steps`.
+
+        Args:
+            epoch: From 0.
+            prompts: `[N]` int64, places in the dataset, counted from 0, in the order that the seed gives the epoch.
+
+        Returns:
+            Some of them, in the order to draw them, `[M]` int64; one may stand there several times. At least as many as
+            a step takes.
+        """
+        return prompts
+
     def state_dict(self) -> dict[str, Any]:
-        """What the module keeps from step to step, JSON-able, for checkpoints: its adaptive coefficients."""
-        return {name: value.value for name, value in vars(self).items() if isinstance(value, AdaptiveCoefficient)}
+        """What the module keeps from step to step, JSON-able: its adaptive coefficients and memories of prompts."""
+        coefficients = {name: x.value for name, x in vars(self).items() if isinstance(x, AdaptiveCoefficient)}
+        return coefficients | {name: memory.state_dict() for name, memory in self.memories().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave, before the first step of a continued run."""
+        memories = self.memories()
         for name, value in state.items():
-            getattr(self, name).value = value
+            if name in memories:
+                memories[name].load_state_dict(value)
+            else:
+                getattr(self, name).value = value
+
+    def memories(self) -> dict[str, PromptMemory]:
+        """What the module remembers of prompts, by the names of the attributes."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, PromptMemory)}
 
     def attach(self, context: StepContext) -> None:
         """Called by the controller before the first step."""
         self._context = context
+        for name, memory in self.memories().items():
+            memory.attach(partial(context.remember, name))
 
     def generate(self, batch: Batch, n: int = 1, temperature: float | None = None) -> Rollout:
         """Sample `n` responses to each prompt; the samples of a prompt are consecutive rows.
@@ -209,6 +244,10 @@ class RLModule:
         """The entries `[N]` of all ranks' rows `[B]`, ordered by the rows' ids, the same on every rank."""
         return self._running().all_rows(x)
 
+    def dataset_rows(self, group: Tensor) -> Tensor:
+        """Places in the dataset `[B]` int64, counted from 0, of prompts as `rollout.group` names them, `[B]`."""
+        return self._running().dataset_rows(group)
+
     def _moments(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Count, mean and sum of squared deviations `[3]` of the entries of all ranks."""
         return merge_moments(self._running().of_each_shard(moments(x, _all_of(x, mask))))
@@ -217,6 +256,11 @@ class RLModule:
         if self._context is None:
             raise UserError(f"{type(self).__name__}: nodes are run by `Trainer.fit`; there is no step under way here")
         return self._context
+
+
+def chooses_prompts(module: RLModule) -> bool:
+    """Whether the module chooses which prompts an epoch draws."""
+    return type(module).choose_prompts is not RLModule.choose_prompts
 
 
 def _all_of(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -28,7 +28,7 @@ from rlflow.models.handle import ModelHandle
 from rlflow.models.lora import require_peft
 from rlflow.models.moe import check_moe
 from rlflow.models.tiny import resolve_model
-from rlflow.module import RLModule
+from rlflow.module import RLModule, chooses_prompts
 from rlflow.placement import Machines, Placed, followed_role, handles, layouts
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.status import refusing_exits
@@ -173,7 +173,7 @@ def prepare(
     lead = follows or graph.trained_roles()[0]
     tokenizer = load_tokenizer(paths[lead])
     _require_same_vocabulary(paths, lead, tokenizer)
-    _require_end(planned, max_steps, max_epochs)
+    _require_end(planned, max_steps, max_epochs, chooses_prompts(module))
     ranks = machines.world_size
     train = Loader(data.train, data, tokenizer, seed, ranks=ranks)
     held_out = None if limit_val_batches is None else limit_val_batches * data.prompts_per_step
@@ -448,7 +448,12 @@ def _nothing_to_validate(module: RLModule, follows: str | None) -> str:
     return "`data.validation` is set but the module has no reward to score responses; set `module.reward`"
 
 
-def _require_end(planned: Plan, max_steps: int | None, max_epochs: int | None) -> None:
+def _require_end(planned: Plan, max_steps: int | None, max_epochs: int | None, chooses: bool) -> None:
+    if chooses and max_epochs is not None:
+        raise UserError(
+            f"`trainer.max_epochs` is {max_epochs}, and the module's `choose_prompts` decides how many prompts an epoch"
+            " has, so nobody knows how many steps that is; set `trainer.max_steps` instead"
+        )
     if planned.fill is not None and max_epochs is not None:
         who = "`trainer.partial_rollout`"
         if planned.fill.filter_id is not None:

@@ -38,7 +38,7 @@ from rlflow.loggers.trace import Trace
 from rlflow.memory_table import memory_table
 from rlflow.metrics import Metrics
 from rlflow.models.causal_lm import CausalLM
-from rlflow.module import RLModule
+from rlflow.module import RLModule, chooses_prompts
 from rlflow.out_of_memory import memory_watched, to_generate, to_load, to_score
 from rlflow.placement import handles
 from rlflow.preparation import Prepared, table, updates_of_run
@@ -106,6 +106,8 @@ class Run:
             trace = self._transport.watch = Trace(folder.traces, self._transport.rank, self._transport.world_size)
             stack.callback(trace.close)
             self._start_loggers(folder, stack)
+            if chooses_prompts(self._module):
+                self._prepared.train.choose_by(self._module.choose_prompts)
             draws = self._prepared.steps if self._prepared.plan.fill is None else None
             prompts = stack.enter_context(Prefetch(self._prepared.train, draws))
             try:
@@ -192,6 +194,7 @@ class Run:
             stop_token_ids=prepared.stop_token_ids,
             decode=self._decode,
             on_scores=lambda rollout, scores: self._samples.keep(self._metrics.step, rollout, scores),
+            rows_of=self._prepared.train.rows_of,
         )
         self._module.attach(self._context)
 
@@ -310,7 +313,7 @@ class Run:
             return None
         follows = handles(self._module)[task.role]
         assert isinstance(follows, CausalLM)
-        some, _ = prepared.train.batch(0, shard=0, shards=prepared.train.prompts_per_step)
+        some = prepared.train.first()
         prompts = [row.tolist() for row in some.prompt_ids.rows()]
         temperature, longest = self._module.temperature, self._module.max_response_length
         seed = self._trainer.seed

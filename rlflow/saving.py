@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rlflow import checkpoint
 from rlflow.checkpoint import Progress
 from rlflow.controller import Controller
+from rlflow.dag.tasks import Load
 from rlflow.data.message import from_message, to_message
 from rlflow.data.surplus import SURPLUS, UNDER_WAY, flight_name, read_kept
 from rlflow.data.transport import Transport
@@ -117,12 +118,15 @@ class Saving:
             folder, device = self.resumed, self._strategy.root_device
             checkpoint.restore(folder, self._strategy, self._roles)
             self._module.load_state_dict(self.progress.module)
+            if self._prepared.train.chosen is not None:
+                self._prepared.train.chosen.load_state_dict(self.progress.chosen or [])
             for callback, state in zip(self._trainer.callbacks, self.progress.callbacks, strict=True):
                 callback.load_state_dict(state)
             controller.restore(self.done, self.progress.draws, lambda name, like: read_kept(folder, name, like, device))
             for logged in checkpoint.read_logged(folder, self._transport.rank, self._transport.world_size):
-                self._metrics.log_again(logged["metrics"])
-                self._samples.keep_again(logged["samples"])
+                self._metrics.log_again(logged.get("metrics", ()))
+                self._samples.keep_again(logged.get("samples", []))
+                controller.context.remember_again(logged.get("remembered", ()))
         self._module_before = _as_json(self._module.state_dict())
 
     def save_if_due(self, done: int, folder: RunFolder, controller: Controller) -> None:
@@ -146,9 +150,12 @@ class Saving:
             before=self.before,
             module=self._module_state(),
             callbacks=[callback.state_dict() for callback in self._trainer.callbacks],
+            chosen=self._chosen_rows(),
         )
         later = self._metrics.of_later_steps(done - 1)
-        logged = {"metrics": later, "samples": self._samples.of_later_steps()} if later else None
+        logged = {"metrics": later, "samples": self._samples.of_later_steps()} if later else {}
+        if remembered := controller.context.of_later_steps(done - 1):
+            logged |= {"remembered": remembered}
         draft = checkpoint.draft_of(folder.checkpoint, done)
         models = self._open(folder, draft)
         self._write_models(models)
@@ -330,7 +337,10 @@ class Saving:
 
     def _module_state(self) -> dict[str, Any]:
         """Each entry as the ranks have it that changed it: those that run the node that it belongs to."""
-        states: list[dict[str, Any]] = self._gather(self._module.state_dict())
+        here = self._module.state_dict()
+        if self._transport.rank != 0:  # what is remembered of prompts is the same on all ranks, and may be long
+            here = {name: state for name, state in here.items() if name not in self._module.memories()}
+        states: list[dict[str, Any]] = self._gather(here)
         names = dict.fromkeys(name for state in states for name in state)
         of_ranks = {name: [state[name] for state in states if name in state] for name in names}
         before = self._module_before
@@ -338,6 +348,16 @@ class Saving:
             name: next((value for value in values if value != before.get(name)), values[0])
             for name, values in of_ranks.items()
         }
+
+    def _chosen_rows(self) -> list[dict[str, Any]] | None:
+        """Of epochs, as the first rank that loads prompts has them; None where the module does not choose."""
+        chosen = self._prepared.train.chosen
+        if chosen is None:
+            return None
+        loads = next(task.ranks[0] for task in self._prepared.plan.every() if isinstance(task, Load))
+        of_ranks = self._gather(chosen.state_dict() if self._transport.rank == loads else None)
+        rows: list[dict[str, Any]] = of_ranks[loads]
+        return rows
 
     def _require_flights(self, folder: Path, done: int) -> None:
         """Every rank looks before anything is loaded, so all end alike."""

@@ -164,6 +164,15 @@ def test_the_surrogate_of_topr_weighs_bad_responses_by_their_ratio(tmp_path: Pat
     torch.testing.assert_close(gradient, torch.tensor(expected, dtype=torch.float64)[:, None].expand(3, 2))
 
 
+def test_the_curriculum_leaves_out_what_was_always_solved_and_begins_with_the_hardest(tmp_path: Path) -> None:
+    (block,) = [block for block in blocks("algorithm.md", "python") if "class Curriculum" in block]
+    module = imported(block, "shown_curriculum", tmp_path).Curriculum("tiny", ExactMatch())
+    assert len(counting.code_lines(block)) < 20
+    rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    module.solved.learn(torch.tensor([3, 3, 5, 5, 7, 7]), rewards)  # solved always, half the time, and never
+    assert module.choose_prompts(1, torch.tensor([3, 5, 9, 7])).tolist() == [7, 5, 9]
+
+
 @pytest.mark.parametrize("picture", sorted(drawing.pictures()))
 def test_a_picture_of_a_graph_is_what_is_drawn_now(
     picture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -30,6 +30,7 @@ class Progress:
         before: Validation before the first step.
         module: The module's own state.
         callbacks: The callbacks' states, in order.
+        chosen: The rows of epochs that the module chose, see `rlflow.data.chosen`; None where it does not choose.
     """
 
     step: int
@@ -40,6 +41,7 @@ class Progress:
     before: dict[str, float] = field(default_factory=dict)
     module: dict[str, Any] = field(default_factory=dict)
     callbacks: list[dict[str, Any]] = field(default_factory=list)
+    chosen: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from rlflow.dag.node import Node
 from rlflow.data.batch import Batch, Parts, Rollout, to_device
-from rlflow.data.host_copy import on_device
+from rlflow.data.host_copy import on_device, on_host
 from rlflow.data.layout import Layout
 from rlflow.data.message import from_message, to_message
+from rlflow.data.prompt_memory import PromptMemory
 from rlflow.data.rows import RowSpace
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
@@ -53,6 +54,7 @@ class NodeContext:
         stop_token_ids: tuple[int, ...],
         decode: Callable[[Sequence[int]], str],
         on_scores: Callable[[Rollout, Scores], None],
+        rows_of: Callable[[Tensor], Tensor] = lambda ids: ids,
     ) -> None:
         self._engine = engine
         self._transport = transport
@@ -63,6 +65,9 @@ class NodeContext:
         self._stop_token_ids = stop_token_ids
         self._decode = decode
         self._on_scores = on_scores
+        self._rows_of = rows_of
+        self._measures = False
+        self.remembered: dict[int, list[tuple[str, Tensor]]] = {}  # by step: a memory's name, and [4, B], see `learn`
         self.running: Running | None = None
         self.under_way: Tensor | None = None  # [B] bool, which of the node's samples were cut off
 
@@ -70,11 +75,12 @@ class NodeContext:
     def measuring(self, metrics: Metrics, running: Running) -> Iterator[None]:
         """Within it, what is logged goes to `metrics` and not to the step's."""
         before = self._metrics, self.running
-        self._metrics, self.running = metrics, running
+        self._metrics, self.running, self._measures = metrics, running, True
         try:
             yield
         finally:
             self._metrics, self.running = before
+            self._measures = False
 
     def generate(self, batch: Batch, n: int, sampling: Sampling) -> Rollout:
         now = self._outside_training("generate")
@@ -176,6 +182,52 @@ class NodeContext:
         if x.dim() != 1:
             raise UserError(f"all_rows takes one number a row, `[B]`; node `{now.node.id}` gave {list(x.shape)}")
         return now.space.gathered(now.layout, x, self._transport, now.layout.ranks)
+
+    def dataset_rows(self, group: Tensor) -> Tensor:
+        self._outside_training("dataset_rows")
+        return on_device(self._rows_of(on_host(group)), group.device)
+
+    def remember(self, memory: str, group: Tensor, x: Tensor) -> None:
+        now = self._outside_training("a PromptMemory")
+        if self._measures:
+            raise UserError(f"`{memory}` was updated in validation, whose prompts are others; update it in a node")
+        if not self._speaks(now):
+            return
+        of_step = self.remembered.setdefault(self._metrics.step, [])
+        ids = now.space.ids[now.space.held(now.layout, self._transport.rank)]
+        call = torch.full_like(ids, sum(name == memory for name, _ in of_step))
+        rows = [part.double() for part in (call, ids, self._rows_of(on_host(group)), x.detach().cpu())]
+        of_step.append((memory, torch.stack(rows)))
+
+    def learn(self, memories: Mapping[str, PromptMemory], step: int) -> None:
+        """Let memories learn what all ranks' nodes gave in a step; by all ranks.
+
+        Of each row of a node: by which call it was given, the row's id, the prompt's place in the dataset, the number.
+        The first two are the order in which it is learned, the same on any number of ranks.
+        """
+        here = self.remembered.pop(step, [])
+        for name, memory in memories.items():
+            mine = torch.cat([torch.zeros(4, 0, dtype=torch.float64), *(x for of, x in here if of == name)], dim=1)
+            ranks = self._transport.all_gather_ragged(mine.flatten())
+            rows = torch.cat([each.cpu().view(4, -1) for each in ranks], dim=1)
+            for key in (1, 0):  # by the call, and by the row's id in it
+                rows = rows[:, rows[key].argsort(stable=True)]
+            memory.learn(rows[2].long(), rows[3])
+
+    def of_later_steps(self, step: int) -> list[dict[str, Any]]:
+        """What is to be learned of steps after `step`, JSON-able: these are under way."""
+        return [
+            {"step": later, "memory": name, "rows": rows.tolist()}
+            for later, each in self.remembered.items()
+            for name, rows in each
+            if later > step
+        ]
+
+    def remember_again(self, later_steps: Sequence[Mapping[str, Any]]) -> None:
+        """Take back what `of_later_steps` gave."""
+        for stored in later_steps:
+            rows = torch.tensor(stored["rows"], dtype=torch.float64).view(4, -1)
+            self.remembered.setdefault(stored["step"], []).append((stored["memory"], rows))
 
     def _now(self) -> Running:
         assert self.running is not None, "no node is running"

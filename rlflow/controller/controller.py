@@ -32,6 +32,7 @@ from rlflow.data.buffer import DataBuffer
 from rlflow.data.host_copy import bring_over, on_host
 from rlflow.data.kept import Kept
 from rlflow.data.layout import Layout
+from rlflow.data.message import to_message
 from rlflow.data.prefetch import Prefetch
 from rlflow.data.rows import RowSpace
 from rlflow.data.surplus import SURPLUS, UNDER_WAY, flight_name
@@ -140,7 +141,7 @@ class Controller:
         self._training = Training(module, graph, strategy, transport, metrics, seed, self._compared)
         self._reduced: dict[str, float] = {}
         self._slot_began = self._waited_before = 0.0
-        self._context = context
+        self.context = context
 
     def step(self, step: int) -> dict[str, float]:
         """Run the plan until `step` is trained, up to its saves; the step's metrics, the same on every rank."""
@@ -292,6 +293,7 @@ class Controller:
 
     def _load(self, task: Load, step: int) -> None:
         now, layout = self._flights[step], task.layout
+        self._begin(now.draw, layout)
         batch, ids = self._loader.batch(now.draw, layout.shard(self._transport.rank), layout.shards)
         lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)  # of pairs nothing is per token
         space = self._gather_space(BATCH, layout, now, ids=ids, groups=ids, lengths=lengths, tokens=batch.tokens)
@@ -299,6 +301,18 @@ class Controller:
         now.buffer.put(BATCH, on_device, self._graph.type_of(BATCH), space, layout)
         if self.partial is not None:
             self.partial.join(now)
+
+    def _begin(self, draw: int, layout: Layout) -> None:
+        """Let the module choose the rows of the epoch that begins with this draw, if one does."""
+        epoch = self._loader.begin(draw)
+        if epoch is None:
+            return
+        ranks = self._transport.all_gather(to_message(epoch.digest), layout.ranks)
+        if any(not torch.equal(ranks[0], other) for other in ranks):
+            raise UserError(
+                f"`choose_prompts` chose other rows of epoch {epoch.number + 1} on other ranks; let them follow from"
+                " `epoch`, the prompts that it is given and the module's memories alone"
+            )
 
     def _tell(self, task: Tell, step: int) -> None:
         """Of the rows of a space, all; of a rollout node that keeps the prompts' rows, how long its responses are."""
@@ -347,7 +361,7 @@ class Controller:
     def _hold_back(self, task: HoldBack, step: int) -> None:
         now, layout = self._flights[step], self._layouts[task.node_id]
         assert self.partial is not None
-        self.partial.hold_back(now, self._context.under_way)
+        self.partial.hold_back(now, self.context.under_way)
         if layout.publishes(self._transport.rank):
             self._measure(now.buffer.get(task.node_id, layout))
         self._free(task.frees, now)
@@ -377,9 +391,9 @@ class Controller:
         now, node = self._flights[step], self._graph.nodes[task.node_id]
         values, space = self._read(node, task.layout, now)
         if self._training.begun(node, step):
-            self._context.running = Running(node, space, task.layout, now.draw, NO_VERSION)
+            self.context.running = Running(node, space, task.layout, now.draw, NO_VERSION)
             self._training.run(node, values, space, task.layout, step)
-            self._context.running = None
+            self.context.running = None
         self._free(task.frees, now)
 
     def _reduce(self, step: int) -> None:
@@ -397,6 +411,7 @@ class Controller:
         if self._fills:
             self._metrics.largest(draws_total, float(self.draws))
         worked = time.perf_counter() - self._slot_began - (self._trace.waited_s - self._waited_before)
+        self.context.learn(self._module.memories(), step)
         self._reduced = self._metrics.reduce(self._transport, worked)
         self._transport.clock.settle()  # of this very collective, which belongs to no later step
         self.draws = int(self._reduced.get(draws_total, self.draws))  # ranks without a part in it learn it
@@ -409,10 +424,10 @@ class Controller:
 
     def _call(self, node: Node, space: RowSpace, layout: Layout, values: dict[str, Any], now: InStep) -> Any:
         part = None if self.partial is None else self.partial.part_of(node.id)
-        self._context.under_way = None
-        self._context.running = Running(node, space, layout, now.draw, self.version_of(now.step), part)
+        self.context.under_way = None
+        self.context.running = Running(node, space, layout, now.draw, self.version_of(now.step), part)
         result = getattr(self._module, node.id)(**values)
-        self._context.running = None
+        self.context.running = None
         return result
 
     def _read(self, node: Node, layout: Layout, now: InStep) -> tuple[dict[str, Any], RowSpace]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlflow.data.batch import Batch, Pairs, Ragged
+from rlflow.data.chosen import Choose, ChosenRows, Epoch
 from rlflow.data.lengths import count, count_together, keep_counts, key_of, read_counts
 from rlflow.data.prompts import Encoder, Example, PromptData
 from rlflow.data.scan import Scan, scan
@@ -26,10 +27,11 @@ FEW_ROWS = 2048  # that every rank counts at once, and nobody keeps
 
 
 class Loader:
-    """Global batches as a function of (seed, epoch) alone, dealt out in shards of consecutive rows.
+    """Global batches as a function of (seed, epoch) and what a module chooses, dealt in shards of consecutive rows.
 
-    Draw `k` takes `prompts_per_step` rows; which ones depends neither on the number of shards nor on the draws before,
-    so a run continues anywhere. A step is one draw, or as many as it takes to fill it.
+    Draw `k` takes `prompts_per_step` rows; which ones does not depend on the number of shards, nor on the draws before
+    unless the module chooses, see `choose_by`. So a run continues anywhere. A step is one draw, or as many as it takes
+    to fill it.
 
     All rows are scanned once, before any is dealt out: at construction where there are few or a run before has kept
     their lengths, else by `scan_together`; after that a rank reads its own.
@@ -61,7 +63,8 @@ class Loader:
         self._pad = tokenizer.pad_token_id or 0  # never read: a batch carries its lengths
         self._seed = seed
         self._limit = limit
-        self._order = lru_cache(maxsize=1)(self._shuffled)
+        self._order = lru_cache(maxsize=2)(self._shuffled)
+        self._chosen: ChosenRows | None = None
         self._scan: Scan | None = None
         rows, self._key = len(source), None
         if rows > FEW_ROWS:
@@ -141,12 +144,51 @@ class Loader:
             The rows, `Pairs` where `data.rejected` is set, and ids `[B]` int64: the row's place among all that the run
             draws.
         """
-        epoch, draw_of_epoch = divmod(draw, self.steps_per_epoch)
         drawn = self._data.prompts_per_step
         mine = share(drawn, shard, shards)
-        first = draw_of_epoch * drawn
-        rows = self._order(epoch)[first + mine.start : first + mine.stop]
+        rows = self._rows(draw)[mine.start : mine.stop]
         return self._read(rows), torch.arange(mine.start, mine.stop) + draw * drawn
+
+    def choose_by(self, choose: Choose) -> None:
+        """Draw of each epoch what `choose(epoch, rows)` gives of its rows in the order of the seed."""
+        self._chosen = ChosenRows(choose, self._shuffled, self._data.prompts_per_step)
+
+    @property
+    def chosen(self) -> ChosenRows | None:
+        """What a module chose; None where it does not choose."""
+        return self._chosen
+
+    def knows(self, draw: int) -> bool:
+        """Whether it is decided which rows the draw takes."""
+        return self._chosen is None or self._chosen.knows(draw)
+
+    def begin(self, draw: int) -> Epoch | None:
+        """Decide it; draws begin one after another. The epoch that a module chose rows of now, if any.
+
+        Raises:
+            UserError: The module chose what cannot be drawn.
+        """
+        return None if self._chosen is None else self._chosen.begin(draw)
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """Places in the dataset `[N]` int64 of prompts, by the ids `[N]` that `batch` gave."""
+        draws, places = ids // self._data.prompts_per_step, ids % self._data.prompts_per_step
+        rows = torch.zeros_like(ids)
+        for draw in draws.unique().tolist():
+            rows[draws == draw] = self._rows(draw)[places[draws == draw]]
+        return rows
+
+    def first(self) -> Batch | Pairs:
+        """One row, the first that the seed draws."""
+        return self._read(self._order(0)[:1])
+
+    def _rows(self, draw: int) -> Tensor:
+        """`[prompts_per_step]`: what a draw takes, over all ranks."""
+        if self._chosen is not None:
+            return self._chosen.rows(draw)
+        epoch, draw_of_epoch = divmod(draw, self.steps_per_epoch)
+        first = draw_of_epoch * self._data.prompts_per_step
+        return self._order(epoch)[first : first + self._data.prompts_per_step]
 
     def all(self, shard: int, shards: int) -> tuple[Batch | Pairs, Tensor]:
         """This shard of all kept rows in the order of the source, and their ids `[B]` int64, as for validation."""

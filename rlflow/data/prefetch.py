@@ -9,6 +9,7 @@ from typing import Self
 from torch import Tensor
 
 from rlflow.data.batch import Batch, Pairs
+from rlflow.data.chosen import Epoch
 from rlflow.data.loader import Loader
 
 _Draw = tuple[int, int, int]  # draw, shard, shards
@@ -39,6 +40,10 @@ class Prefetch:
         """Rows of one draw."""
         return self._loader.prompts_per_step
 
+    def begin(self, draw: int) -> Epoch | None:
+        """As `Loader.begin`, which waits for what a module learns: so no draw of a later epoch is read ahead of it."""
+        return self._loader.begin(draw)
+
     def batch(self, draw: int, shard: int, shards: int) -> tuple[Batch | Pairs, Tensor]:
         """What `Loader.batch` gives; then the next draw is begun.
 
@@ -50,7 +55,7 @@ class Prefetch:
         if coming is None or expected != (draw, shard, shards):
             coming = self._reader.submit(self._loader.batch, draw, shard, shards)
         read = coming.result()
-        if self._draws is None or draw + 1 < self._draws:
+        if (self._draws is None or draw + 1 < self._draws) and self._loader.knows(draw + 1):
             following = (draw + 1, shard, shards)
             self._next = following, self._reader.submit(self._loader.batch, *following)
         return read
