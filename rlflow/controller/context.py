@@ -15,7 +15,6 @@ from rlflow.dag.node import Node
 from rlflow.data.batch import Batch, Parts, Rollout, to_device
 from rlflow.data.host_copy import on_device, on_host
 from rlflow.data.layout import Layout
-from rlflow.data.message import from_message, to_message
 from rlflow.data.prompt_memory import PromptMemory
 from rlflow.data.rows import RowSpace
 from rlflow.data.transport import Transport
@@ -146,7 +145,7 @@ class NodeContext:
             scores, problem = Scores([]), str(error)
         failed_all = scores.errors == len(scores.total)  # as where there are no samples
         here = {"problem": problem, "parts": None if failed_all and not scores.parts else sorted(scores.parts)}
-        ranks = [json.loads(from_message(each)) for each in self._gather_bytes(json.dumps(here).encode(), now)]
+        ranks = [json.loads(each) for each in self._transport.gather_bytes(json.dumps(here).encode(), now.layout.ranks)]
         for rank in ranks:
             if rank["problem"]:
                 raise UserError(rank["problem"])
@@ -159,10 +158,6 @@ class NodeContext:
                 )
         names = known[0] if known else []
         return replace(scores, parts={name: scores.parts.get(name, [0.0] * len(scores.total)) for name in names})
-
-    def _gather_bytes(self, message: bytes, now: Running) -> list[Tensor]:
-        """The messages of all ranks of the node."""
-        return self._transport.all_gather_ragged(to_message(message), now.layout.ranks)
 
     def log(self, name: str, x: Tensor, mask: Tensor | None) -> None:
         if not self._speaks(self._now()):

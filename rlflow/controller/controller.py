@@ -18,6 +18,7 @@ from rlflow.controller.filling import Filling
 from rlflow.controller.gap import LogprobGap
 from rlflow.controller.in_step import InStep
 from rlflow.controller.keeping import Keeping
+from rlflow.controller.not_numbers import require_numbers
 from rlflow.controller.partial import PartialRollout
 from rlflow.controller.probe import Probe
 from rlflow.controller.syncing import WeightSync
@@ -382,6 +383,8 @@ class Controller:
             now.lengths[node.id] = read.gathered(task.layout, here, self._transport, ranks)
         elif node.role is not None:
             self._compared(node.role)
+        else:
+            require_numbers(node, result, read, task.layout, self._transport)
         now.buffer.put(node.id, result, node.returns, space, task.layout, now.lengths.get(node.id))
         self._free(task.frees, now)
         for callback in self._callbacks:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlflow.data.clock import clock_of
 from rlflow.data.host_copy import on_device
+from rlflow.data.message import from_message, to_message
 from rlflow.data.process_groups import process_group
 
 P = ParamSpec("P")
@@ -109,6 +110,22 @@ class Transport:
         padded = tensor.new_zeros(max(counts))
         padded[: tensor.numel()] = tensor
         return [each[:count] for each, count in zip(self.all_gather(padded, ranks), counts, strict=True)]
+
+    @_waits
+    def gather_bytes(self, message: bytes, ranks: tuple[int, ...] | None = None) -> list[bytes]:
+        """The messages of `ranks`, in their order, of any length; they stay on the host, and travel by gloo."""
+        ranks = tuple(range(self.world_size)) if ranks is None else ranks
+        if len(ranks) == 1:
+            return [message]
+        group = self._groups[ranks]
+        sizes = list(torch.zeros(len(ranks), 1, dtype=torch.int64).unbind())
+        dist.all_gather(sizes, torch.tensor([len(message)]), group=group)
+        longest = max(int(size) for size in sizes)
+        if not longest:
+            return [b""] * len(ranks)
+        received = list(torch.zeros(len(ranks), longest, dtype=torch.uint8).unbind())
+        dist.all_gather(received, to_message(message.ljust(longest)), group=group)
+        return [from_message(each)[: int(size)] for each, size in zip(received, sizes, strict=True)]
 
     @_waits
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:

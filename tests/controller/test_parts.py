@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,3 +124,21 @@ def test_what_fails_to_score_on_one_rank_ends_all_with_its_line(policy: Path, tm
     errors = [result.error for result in ranks2.run(failing_fit, run)]
     assert errors[0] == errors[1]
     assert "Broken failed on sample 0 with ValueError: no answer here (response" in errors[0]
+
+
+class NotANumber(PartsGRPO):
+    """Makes a NaN of the second sample of the prompt `0+0=`, which lies on one rank alone."""
+
+    def parts(self, rollout: Rollout) -> dict[str, PerSample]:
+        parts = self.reward_parts(rollout)
+        for row, asked in enumerate(rollout.rows):
+            if asked["question"] == "0+0=" and row % 2:
+                parts["begins"][row] = float("nan")
+        return parts
+
+
+def test_a_part_that_is_nan_on_one_rank_ends_all_with_its_row(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
+    run = replace(run_of(policy, tmp_path / "run", NotANumber, prompts=2, strategy=ZERO2), data=sums(2, 2))
+    errors = [result.error for result in ranks2.run(failing_fit, run)]
+    assert errors[0] == errors[1]
+    assert re.match(r"part `begins` of `parts` is NaN for row [13] of prompt [01] of the run \(.*test_parts", errors[0])

@@ -1,0 +1,57 @@
+"""A NaN that a node makes on one rank ends all of its ranks, in one line that names the row."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch import Tensor
+
+from rlflow.dag.node import Node
+from rlflow.data.batch import Cut, columns
+from rlflow.data.layout import Layout
+from rlflow.data.rows import RowSpace
+from rlflow.data.transport import Transport
+from rlflow.errors import UserError
+
+
+def require_numbers(node: Node, value: Any, space: RowSpace, layout: Layout, transport: Transport) -> None:
+    """Refuse a NaN in numbers of samples that a node without a role made; called by all its ranks.
+
+    On one rank nobody waits for others, and what reads the value says it: see `rlflow.functional`.
+
+    Raises:
+        UserError: There is one, on any rank: all raise it, with the sample of the lowest id.
+    """
+    if len(layout.ranks) == 1 or not node.makes_value or node.returns is Any:
+        return
+    numbers = _numbers(value, node.returns)
+    if numbers is None:
+        return
+    found = []
+    held = space.held(layout, transport.rank)
+    for name, x in numbers.items():
+        missing = x.detach().isnan().flatten(1).any(dim=1) if x.dim() > 1 else x.detach().isnan()
+        found += [
+            (int(space.ids[held[row]]), int(space.groups[held[row]]), name) for row in missing.nonzero()[:1, 0].tolist()
+        ]
+    ranks = transport.gather_bytes(json.dumps(found).encode() if found else b"", layout.ranks)
+    of_all = [each for rank in ranks if rank for each in json.loads(rank)]
+    if of_all:
+        row, group, name = min(of_all)
+        what = f"part `{name}` of `{node.id}`" if name else f"`{node.id}`"
+        of = f" of prompt {group}" if group != row else ""
+        raise UserError(
+            f"{what} is NaN for row {row}{of} of the run ({node.place}); mend what made it, or mask the row"
+        )
+
+
+def _numbers(value: Any, annotation: Any) -> dict[str, Tensor] | None:
+    """The floating point numbers of samples by the column's or part's name; None where the type has none."""
+    found: dict[str, Tensor] = {}
+    cuts = [column for column in columns(annotation) if column.cut in (Cut.SAMPLE, Cut.PARTS)]
+    for column in cuts:
+        data = getattr(value, column.name) if column.name else value
+        parts = data if isinstance(data, dict) else {column.name: data}
+        found |= {name: x for name, x in parts.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    return found if cuts else None
