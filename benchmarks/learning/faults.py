@@ -22,13 +22,18 @@ import rlflow.controller.training
 import rlflow.trainer
 from rlflow import functional
 from rlflow.algorithms import PolicyGradient
+from rlflow.controller.training import Training
 from rlflow.models import packing
+from rlflow.models.causal_lm import CausalLM
 from rlflow.models.packing import ModelInput
 from rlflow.module import RLModule
+from rlflow.rollout import TransformersEngine
 from rlflow.strategies import SingleProcess
 
-ALGORITHM = "tests/exactness/test_algorithms.py::test_in_float64_without_deepspeed_the_step_is_the_reference"
-SAMPLED = "tests/exactness/test_algorithms.py::test_a_step_by_the_policy_that_sampled_is_the_reference"
+STEP = "tests/exactness/test_algorithms.py::test_in_float64_without_deepspeed_the_step_is_the_reference"
+GRPO_STEP, PPO_STEP = f"{STEP}[GRPO-small packed]", f"{STEP}[PPO-small packed]"
+UPDATES = "tests/exactness/test_several_updates.py::test_in_float64_every_update_is_the_reference_s"
+GRPO_UPDATES = f"{UPDATES}[GRPO-by the policy itself]"
 
 
 @dataclass(frozen=True)
@@ -38,13 +43,13 @@ class Fault:
     Attributes:
         what: What is wrong, as the page says it.
         plant: Puts it in this process.
-        test: The test that notices, as pytest takes it: a file or a test, then options.
+        test: The test that must notice, as pytest takes it.
         lesson: The config of a training whose gates must notice too; None where the test says enough.
     """
 
     what: str
     plant: Callable[[], None]
-    test: tuple[str, ...]
+    test: str
     lesson: str | None = None
 
 
@@ -95,13 +100,13 @@ def wrong_values(move: Callable[[Tensor], Tensor]) -> Callable[[], None]:
 
 
 def _cut_groups(old: Callable[..., Tensor], rewards: Tensor, group: Tensor, *more: Any) -> Tensor:
-    place = torch.stack([(group[:i] == group[i]).sum() for i in range(len(group))])  # in its group
-    size = torch.stack([(group == each).sum() for each in group])
+    same = group[:, None] == group
+    place, size = same.tril(-1).sum(dim=1), same.sum(dim=1)
     return old(rewards, 2 * group + (2 * place >= size), *more)
 
 
-def _shifted_mask(old: Callable[..., Tensor], mask: Tensor, *more: Any) -> Tensor:
-    return old(mask.roll(1, dims=1) if mask.dim() == 2 else mask, *more)
+def _one_late(mask: Tensor) -> Tensor:
+    return mask.roll(1, dims=1) if mask.dim() == 2 else mask
 
 
 def _without_first(mask: Tensor) -> Tensor:
@@ -135,6 +140,21 @@ def _current_as_old() -> None:
     PolicyGradient.surrogate = surrogate
 
 
+def _per_micro_batch(old: Callable[..., Any], training: Any, count: int, *more: Any) -> tuple[int, int, int]:
+    total, micro_batches, sequences = old(training, count, *more)
+    return total // 2 + 1, micro_batches, sequences
+
+
+def _first_weights(old: Callable[..., None], engine: TransformersEngine, weights: Any) -> None:
+    if not hasattr(engine, "_is_loaded"):
+        old(engine, weights)
+    engine._is_loaded = True  # type: ignore[attr-defined]
+
+
+def _smaller(old: Callable[..., Tensor], v: Tensor, before: Tensor, returns: Tensor, *clip: Any) -> Tensor:
+    return torch.minimum(old(v, before, returns, None), old(v, before, returns, *clip))
+
+
 def _whiten_all(old: Callable[..., Tensor], module: RLModule, x: Tensor, mask: Tensor, *more: Any) -> Tensor:
     return old(module, x, torch.ones_like(mask), *more)
 
@@ -143,89 +163,109 @@ FAULTS = {
     "values-shifted": Fault(
         "GAE reads the value of the token before",
         wrong_values(lambda v: v.roll(1, dims=1)),
-        (f"{ALGORITHM}", "-k", "PPO"),
+        PPO_STEP,
         "ppo",
     ),
     "values-shuffled": Fault(
         "GAE reads the values of another sample",
         wrong_values(lambda v: v.roll(1, dims=0)),
-        (f"{ALGORITHM}", "-k", "PPO"),
+        PPO_STEP,
         "ppo",
     ),
     "sign-flipped": Fault(
         "advantages have the wrong sign",
         around(functional.group_normalized_advantages, lambda old, *given: -old(*given)),
-        (f"{ALGORITHM}", "-k", "GRPO"),
+        GRPO_STEP,
         "grpo",
     ),
     "mask-shifted": Fault(
         "the loss's mask lies one token late",
-        around(functional.loss_weights, _shifted_mask),
-        ("tests/functional/test_aggregation.py",),
+        around(rlflow.controller.training._mask, lambda old, *a, **o: _one_late(old(*a, **o))),
+        GRPO_STEP,
     ),
     "mask-short": Fault(
         "the first token of a response is not trained on",
         around(rlflow.controller.training._mask, lambda old, *a, **o: _without_first(old(*a, **o))),
-        (f"{ALGORITHM}", "-k", "GRPO"),
+        GRPO_STEP,
     ),
     "group-cut": Fault(
         "a group is cut in two",
         around(functional.group_normalized_advantages, _cut_groups),
-        ("tests/functional/test_advantages.py",),
+        "tests/functional/test_advantages.py::test_group_normalized_advantages_are_those_of_grpo",
     ),
     "importance-inverted": Fault(
         "the importance weight is that of rollout over old",
         around(
             functional.importance_weights, lambda old, o, rollout, *more, **options: old(rollout, o, *more, **options)
         ),
-        ("tests/functional/test_importance.py",),
+        "tests/functional/test_importance.py::test_weights_of_tokens",
     ),
     "reference-trains": Fault(
         "the reference gets the actor's weights after each update",
         in_method(SingleProcess, "_update", _reference_follows),
-        ("tests/exactness/test_several_updates.py::test_in_float64_every_update_is_the_reference_s", "-k", "GRPO"),
+        GRPO_UPDATES,
         "grpo_kl",
     ),
     "positions-go-on": Fault(
         "position ids go on from one packed sequence to the next",
         around(packing.pack, _one_line),
-        ("tests/models/test_packing.py",),
+        "tests/models/test_packing.py::test_packed_rows_follow_one_another_without_their_last_tokens",
     ),
     "sequences-joined": Fault(
         "packed sequences attend to those before them",
         around(packing.pack, _joined),
-        (f"{ALGORITHM}", "-k", "GRPO"),
+        GRPO_STEP,
     ),
     "old-is-current": Fault(
         "the ratio is taken to the policy in training, so it is always 1",
         _current_as_old,
-        ("tests/exactness/test_several_updates.py::test_in_float64_every_update_is_the_reference_s", "-k", "GRPO"),
+        GRPO_UPDATES,
         "grpo",
     ),
     "whitened-with-padding": Fault(
         "padding counts when advantages are whitened",
         in_method(RLModule, "whiten", _whiten_all),
-        (f"{ALGORITHM}", "-k", "PPO"),
+        PPO_STEP,
     ),
     "lam-for-gamma": Fault(
         "GAE takes gamma and lambda for one another",
         around(functional.gae, lambda old, r, v, m, gamma, lam, *more: old(r, v, m, lam, gamma, *more)),
-        ("tests/functional/test_returns.py",),
+        "tests/functional/test_returns.py::test_gae_is_that_of_the_paper",
+    ),
+    "rewards-shuffled": Fault(
+        "each sample gets the reward of the one before",
+        in_method(RLModule, "reward_function", lambda old, *given: old(*given).roll(1)),
+        GRPO_STEP,
+    ),
+    "temperature-forgotten": Fault(
+        "the trainer's logprobs leave the temperature out",
+        in_method(CausalLM, "_scores", lambda old, model, rows, *_: old(model, rows, 1.0)),
+        GRPO_STEP,
+    ),
+    "denominator-wrong": Fault(
+        "the loss is divided by half of the tokens",
+        in_method(Training, "_agree", _per_micro_batch),
+        GRPO_STEP,
+    ),
+    "engine-stale": Fault(
+        "the engine keeps the first weights that it is sent",
+        in_method(TransformersEngine, "_load", _first_weights),
+        "tests/rollout/test_parts.py::test_each_token_has_the_version_and_logprob_of_the_weights_that_made_it",
     ),
     "kl-sign": Fault(
         "the divergence takes the reference for the policy",
         around(functional.kl_estimate, lambda old, p, q, *more, **options: old(q, p, *more, **options)),
-        ("tests/functional/test_kl.py",),
+        "tests/functional/test_kl.py::test_values_of_the_estimators",
     ),
     "clip-inverted": Fault(
         "the clipped loss takes the larger of the two",
-        around(functional.ppo_clip_loss, lambda old, p, o, a, *clips: -old(p, o, -a, *clips)),
-        ("tests/functional/test_policy_losses.py",),
+        around(functional.ppo_clip_loss, lambda old, p, o, a, *clips, **named: -old(p, o, -a, *clips, **named)),
+        "tests/functional/test_policy_losses.py::test_the_clip_is_one_sided",
     ),
     "value-clip-inverted": Fault(
         "the clipped value loss takes the smaller of the two",
-        around(functional.value_loss, lambda old, v, o, r, clip: torch.minimum(old(v, o, r, None), old(v, o, r, clip))),
-        ("tests/functional/test_value_losses.py",),
+        around(functional.value_loss, _smaller),
+        "tests/functional/test_value_losses.py::test_a_value_that_moved_far_towards_its_target_has_no_gradient",
     ),
 }
 

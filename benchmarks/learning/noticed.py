@@ -9,6 +9,7 @@ The result of each is kept in `runs/learn/faults/`; without names, those that ar
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from benchmarks.learning.runs import ROOT
 
 FOUND = ROOT / "runs" / "learn" / "faults"
 PAGE = ROOT / "docs" / "learning.md"
-FAILED = re.compile(r"^FAILED (\S+?)(?:\[.*)?(?: - .*)?$", re.MULTILINE)
+# By a number that is another; a fault that cannot run shows nothing.
+FAILED = re.compile(r"^FAILED (\S+?)(?:\[.*\])? - (?:assert|AssertionError)", re.MULTILINE)
 
 
 def main(names: list[str]) -> int:
@@ -37,14 +39,15 @@ def main(names: list[str]) -> int:
 def failing(name: str) -> list[str]:
     """The tests that fail on the code with the fault, without their parameters."""
     command = [sys.executable, "-m", "benchmarks.learning.faults", name, "pytest", "-q", "-p", "no:cacheprovider"]
-    ended = subprocess.run([*command, *FAULTS[name].test], cwd=ROOT, capture_output=True, text=True)
+    wide = {**os.environ, "COLUMNS": "1000"}  # pytest cuts reasons off at the edge
+    ended = subprocess.run([*command, FAULTS[name].test], cwd=ROOT, env=wide, capture_output=True, text=True)
     if ended.returncode not in (0, 1):  # pytest did not run the tests
         raise RuntimeError(ended.stdout + ended.stderr)
     return failed_tests(ended.stdout)
 
 
 def failed_tests(output: str) -> list[str]:
-    """Names of tests in pytest's summary, each once."""
+    """Names of tests in pytest's summary that failed by an assertion, each once."""
     return list(dict.fromkeys(FAILED.findall(output)))
 
 
@@ -54,13 +57,12 @@ def lines() -> list[str]:
 
 
 def by(name: str, fault: Fault) -> str:
-    """The first test that failed, and how many others did."""
-    found = read(name)
-    if not found:
+    """The test that failed."""
+    wanted = fault.test.partition("[")[0]
+    if wanted not in read(name):
         return "**none**"
-    file, test = found[0].split("::", 1)
-    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-    return f"`{test.split('::')[-1]}` in `{file}`{more}"
+    file, test = wanted.split("::")
+    return f"`{test}` in `{file}`"
 
 
 def read(name: str) -> list[str]:
