@@ -131,8 +131,9 @@ class TestInTRL:
         assert given["max_steps"] == 8 * yaml.safe_load((ROOT / OURS.config).read_text())["trainer"]["max_steps"]
         assert given["use_bias_correction_kl"]
 
-    def test_a_step_is_the_mean_of_its_updates(self) -> None:
-        logged = [{"reward": reward, "kl": 0.0} for reward in (0.1, 0.3, 0.5, 0.7)]
-        first, second = by_step(logged, updates=2)
-        assert first == {"step": 1, "reward/mean": pytest.approx(0.2), "actor/kl": 0.0}
-        assert second["reward/mean"] == pytest.approx(0.6)
+    def test_a_step_is_the_mean_of_its_updates_and_the_validation_comes_last(self) -> None:
+        logged = [{"loss": 0.0, "reward": 0.2, "kl": 0.1}, {"loss": 0.0, "kl": 0.3}]
+        logged += [{"loss": 0.0, "reward": 0.6, "kl": 0.0}, {"loss": 0.0, "kl": 0.0}]
+        first, second = by_step([*logged, {"eval_reward": 0.9}, {"train_loss": 0.0}], updates=2)
+        assert first == {"step": 1, "reward/mean": 0.2, "actor/kl": pytest.approx(0.2)}
+        assert (second["reward/mean"], second["val/accuracy"]) == (0.6, 0.9)

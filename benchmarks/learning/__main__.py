@@ -53,7 +53,7 @@ def failures(task: Task) -> list[str]:
         return [f"{task.name} passed, with a fault in it"] if passed else []
     if task == THEIRS:
         both = table.runs_of(OURS) if OURS.complete() else []
-        same = both and table.agree(both, runs, "reward/mean", MOST_APART)
+        same = both and table.agree(both, runs, ACCURACY, MOST_APART)
         return [] if same else [f"{task.name} ended elsewhere than {OURS.name}"]
     (claim,) = (claim for claim in sums.CLAIMS if claim.task == task)
     return [] if sums.learns(claim) else [f"{task.name} did not rise by two standard errors"]
@@ -83,7 +83,7 @@ def write() -> None:
         lambda: pictures.draw_beside(
             PICTURES / "learning_trl.svg",
             {"rlflow": table.runs_of(OURS), "TRL": table.runs_of(THEIRS)},
-            BESIDE[:3],
+            BESIDE[1:4],
         ),
     )
     if_there("faults in training", FAULTY, lambda: table.of_gates(FAULTY), lambda: None)

@@ -220,7 +220,6 @@ FAULTS = {
         "the ratio is taken to the policy in training, so it is always 1",
         _current_as_old,
         GRPO_UPDATES,
-        "grpo",
     ),
     "whitened-with-padding": Fault(
         "padding counts when advantages are whitened",

@@ -46,19 +46,26 @@ def main() -> None:
 
 
 def train(config: Mapping[str, Any], seed: int, folder: Path) -> list[dict[str, float]]:
-    """What TRL logs of each update."""
+    """What TRL logs: of each update, and of the validation after the last."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    rows = Chains(**config["data"]["train"]["init_args"])
     trainer = GRPOTrainer(
         model=config["module"]["init_args"]["model"],
         reward_funcs=exact_match,
         args=GRPOConfig(**settings(config), seed=seed, output_dir=str(folder / "trl")),
-        train_dataset=Dataset.from_list([rows[row] for row in range(len(rows))]),
+        train_dataset=Dataset.from_list(rows(config["data"]["train"])),
+        eval_dataset=Dataset.from_list(rows(config["data"]["validation"])),
     )
     trainer.train()
-    return [entry for entry in trainer.state.log_history if "reward" in entry]
+    trainer.evaluate()
+    return trainer.state.log_history
+
+
+def rows(source: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of a config's dataset."""
+    chains = Chains(**source.get("init_args", {}))
+    return [chains[row] for row in range(len(chains))]
 
 
 def exact_match(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
@@ -80,6 +87,8 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_iterations": module["epochs"],
         "max_steps": config["trainer"]["max_steps"] * updates_a_step(config),
         "num_generations": module["group_size"],
+        "num_generations_eval": config["trainer"]["val_samples"],
+        "per_device_eval_batch_size": 30 * config["trainer"]["val_samples"],
         "max_completion_length": module["max_response_length"],
         "temperature": module["temperature"],
         "epsilon": module["clip_low"],
@@ -114,16 +123,23 @@ def updates_a_step(config: Mapping[str, Any]) -> int:
 
 
 def by_step(logged: Sequence[Mapping[str, float]], updates: int) -> list[dict[str, float]]:
-    """The means of each step's updates, under rlflow's names, steps from 1 on."""
-    return [
-        {"step": number}
-        | {
-            ours: statistics.mean(entry[theirs] for entry in logged[start : start + updates] if theirs in entry)
-            for theirs, ours in METRICS.items()
-            if any(theirs in entry for entry in logged[start : start + updates])
-        }
-        for number, start in enumerate(range(0, len(logged), updates), start=1)
-    ]
+    """The means of each step's updates, under rlflow's names, steps from 1 on; the validation in the last."""
+    of_updates = [entry for entry in logged if "loss" in entry]
+    steps = [of_updates[start : start + updates] for start in range(0, len(of_updates), updates)]
+    records = [{"step": float(number)} | means(step) for number, step in enumerate(steps, start=1)]
+    for entry in logged:
+        if "eval_reward" in entry:
+            records[-1]["val/accuracy"] = entry["eval_reward"]
+    return records
+
+
+def means(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of what the updates logged; the first of a step logs what is known of its samples."""
+    return {
+        ours: statistics.mean(entry[theirs] for entry in updates if theirs in entry)
+        for theirs, ours in METRICS.items()
+        if any(theirs in entry for entry in updates)
+    }
 
 
 if __name__ == "__main__":
