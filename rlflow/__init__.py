@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import rlflow.deferred
 import rlflow.minimum_python  # noqa: F401
 from rlflow.callbacks.callback import Callback
 from rlflow.coefficients import AdaptiveCoefficient

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from lightning.fabric import seed_everything
 
 from rlflow import startup
 from rlflow.agreement import agree, facts
@@ -96,7 +95,7 @@ class Run:
         report(self._transport.rank, AT_FIRST)
         if self._strategy.root_device.type == "cpu":
             return_freed_memory() if self._strategy.divides_weights else keep_freed_memory()
-        seed_everything(self._trainer.seed, verbose=False)
+        _seed(self._trainer.seed)
         self._meet()
         self._saving.require_unchanged()
         folder = self._open_folder(self._trainer.run_dir)
@@ -132,7 +131,7 @@ class Run:
         """
         prepared, strategy, loader = self._prepared, self._strategy, self._prepared.validation
         assert loader is not None
-        seed_everything(self._trainer.seed, verbose=False)
+        _seed(self._trainer.seed)
         self._meet()
         folder = self._open_folder(self._trainer.validation_dir)
         with Console(folder.logs / f"rank{self._transport.rank}.log", prepared.steps, shows=self._first):
@@ -421,6 +420,13 @@ class Run:
         self._summary = folder.write_summary(self._summary, started_from)
         for line in closing_lines(folder, self._summary):
             print(line)
+
+
+def _seed(seed: int) -> None:
+    """The generators of Python, numpy and torch in this process."""
+    from lightning.fabric import seed_everything  # by now without the rest of Lightning, see `rlflow.deferred`
+
+    seed_everything(seed, verbose=False)
 
 
 def _too_long(metrics: dict[str, float], max_seconds: float | None) -> bool:

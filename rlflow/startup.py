@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import time
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ def begin(of_process: bool = False) -> None:
         if of_process:
             _mine.pauses_gc = True
             gc.disable()
+            atexit.register(gc.unfreeze)  # libraries tell of objects that are left at the end
 
 
 def passed(name: str) -> None:

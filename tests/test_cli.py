@@ -87,7 +87,9 @@ def test_a_run_says_nothing_on_the_terminal_but_its_own_lines(ends: dict[str, En
     assert ends["runs"].errors == ""
     first_words = [line.split()[0] for line in ends["runs"].output.splitlines()]
     memory = ["memory", "actor", "training", "engine"]
-    assert first_words == ["ranks", "per", "actor:", *memory, "step", "step", "steps", "left"], ends["runs"].output
+    assert first_words == ["ranks", "per", "actor:", *memory, "before", "step", "step", "steps", "left"], ends[
+        "runs"
+    ].output
 
 
 def test_a_reward_that_raises_on_one_rank_ends_the_run_in_one_line(ends: dict[str, Ended]) -> None:
