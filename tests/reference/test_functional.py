@@ -86,9 +86,10 @@ def test_surrogate_losses_and_their_gradients(
 
 def test_cpgd_up_to_the_constant_in_which_they_differ() -> None:
     new, same = NEW.clone().requires_grad_(), NEW.clone().requires_grad_()
-    functional.cpgd_loss(new, OLD, torch.tensor(WHOLE, dtype=torch.float64), *RATES).where(MASK, 0.0).sum().backward()
+    loss = functional.cpgd_loss(new, OLD, torch.tensor(WHOLE, dtype=torch.float64), *RATES)
+    (loss + 0.3 * functional.cpgd_drift(new, OLD, 0.1)).where(MASK, 0.0).sum().backward()
     expected = [
-        surrogates.cpgd(list(row[:n]), o, [a] * n, *RATES, drift=0.0, c=2.0)
+        surrogates.cpgd(list(row[:n]), o, [a] * n, *RATES, drift=0.3, c=0.1)
         for row, n, o, a in zip(same, LENGTHS, rows(OLD), WHOLE, strict=True)
     ]
     torch.stack([loss for losses in expected for loss in losses]).sum().backward()
@@ -103,7 +104,7 @@ def test_importance_weights(level: Any, mode: Any) -> None:
     assert_equal_rows(found, [surrogates.importance(n, o, level, mode, 0.8, 1.3) for n, o in pairs])
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "k3+"])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "k3+", "k3-ratio"])
 def test_divergences_and_their_gradients(kind: Any) -> None:
     new, same = NEW.clone().requires_grad_(), NEW.clone().requires_grad_()
     found = functional.kl_estimate(new, OLD, kind)[MASK]
