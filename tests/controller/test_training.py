@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rlflow import Batch, PerSample, PerToken, UserError, node
 from rlflow.algorithms import SFT
+from rlflow.strategies import FSDPStrategy
 from tests.controller.runs import (
     SGD,
     ZERO2,
@@ -62,6 +64,19 @@ def test_an_update_that_one_rank_makes_nan_is_skipped_by_all_and_the_third_in_a_
 
 def _skipping(module: NotFinite, folder: Path) -> Fit:
     return Fit(module, answers(LENGTHS, 4), folder, settings={"max_steps": 5})
+
+
+def test_in_float16_a_gradient_that_is_nan_at_every_scale_ends_the_run(
+    policy: Path, start: dict[str, Tensor], tmp_path: Path, ranks2: RankPool
+) -> None:
+    module = NotFinite(str(policy), range(20))
+    strategy, settings = partial(FSDPStrategy, precision="fp16"), {"max_steps": 20}
+    run = Fit(module, answers(LENGTHS, 4), tmp_path, strategy, settings=settings)
+    for result in ranks2.run(failing_fit, run):
+        scales = [step["actor/loss_scale"] for step in result.steps]
+        # 14 halvings from 2^14 to 1, and at 1 two more updates before the third
+        assert scales == [2.0**power for power in range(13, -1, -1)] + [1.0]
+        assert "the gradient of `actor` was infinite or NaN in 3 updates in a row" in result.error
 
 
 def test_a_finite_update_starts_the_count_of_skipped_ones_again(policy: Path, tmp_path: Path) -> None:
