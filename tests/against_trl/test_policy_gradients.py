@@ -9,8 +9,8 @@ What both compute alike has other names and defaults in TRL:
   `dr_grpo` is `constant`. TRL's own default is `dapo`.
 - The gap between sampler and trainer is corrected only where TRL's vLLM samples, by default with `sequence_mask` and 3
   (here `token`, `truncate` and 2).
-- GRPO's KL in TRL is k3 times the ratio, which is k3-ratio, the default; `use_bias_correction_kl=False` is k3 alone. RLOO's, in
-  the reward, is k1 summed over the response in both.
+- GRPO's KL in TRL is k3 times the ratio, which is k3-ratio, the default; `use_bias_correction_kl=False` is k3 alone.
+  RLOO's, in the reward, is k1 summed over the response in both.
 - RLOO's ratio is one of whole responses in TRL, so its loss at the first update is the mean advantage; here it is of
   tokens, and `sequence-mean-token-sum` gives the same gradient there. Later both are the same with TRL's ratio.
 - TRL computes logprobs and advantages in float32 also where the model is in float64: hence the tolerance.

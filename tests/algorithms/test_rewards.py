@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rlflow.algorithms import PPO
+from rlflow import PerSample, Rollout
+from rlflow.algorithms import GRPO, PPO
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.tiny import write_tiny_model
-from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, Result, fit, grpo, sums
+from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, Result, failing_fit, fit, grpo, sums
 from tests.controller.test_ranks import difference
 from tests.ranks import RankPool
 
@@ -53,6 +54,24 @@ def test_verifier_reward_model_and_penalty_add_up(mixed: tuple[Result, list[Resu
         assert step["reward/overlong"] < -0.1
         expected = step["reward/mean"] + 0.5 * step["reward/model"] + step["reward/overlong"]
         assert step["reward/outcome"] == pytest.approx(expected, rel=1e-6)
+
+
+class Broken(GRPO):
+    """GRPO whose reward model has no score for the last prompt's second response."""
+
+    def model_scores(self, rollout: Rollout) -> PerSample:
+        scores = super().model_scores(rollout)
+        return scores.where((rollout.group != 1) | (torch.arange(len(scores)) % 2 == 0), torch.nan)
+
+
+def test_a_score_that_is_not_finite_is_named_by_its_row_on_every_rank(
+    policy: Path, judge: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    module = Broken(str(policy), reward_model_path=str(judge), group_size=2, max_response_length=4)
+    run = Fit(module, sums(2, 2), tmp_path / "run", strategy=ZERO2)  # one prompt for each rank
+    errors = [result.error for result in ranks2.run(failing_fit, run)]
+    assert errors[0] == errors[1]
+    assert "gives row 3 of the step no finite score" in errors[0]
 
 
 def test_mixed_rewards_are_the_same_for_any_number_of_ranks(mixed: tuple[Result, list[Result]]) -> None:
