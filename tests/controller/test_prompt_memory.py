@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,12 @@ def rows_of(steps: list[list[int]]) -> set[int]:
     return {row for step in steps for row in step}
 
 
+def remembered(folder: Path) -> dict[str, Any]:
+    """What the last checkpoint of a run holds of the module."""
+    state: dict[str, Any] = json.loads((sorted(folder.glob("checkpoint/step-*"))[-1] / "state.json").read_text())
+    return state["module"]
+
+
 def numbers(step: dict[str, float]) -> dict[str, float]:
     return {name: x for name, x in step.items() if not name.startswith(("time/", "straggler"))}
 
@@ -102,6 +109,7 @@ def test_with_steps_that_overlap_an_epoch_is_chosen_by_those_trained_by_then(
     rest, trained_rest = ranks2.run(
         fit, run(policy, tmp_path / "parts", **given, ckpt_path="last", callbacks=[StopsAfter(0)])
     )
+    assert remembered(tmp_path / "parts") == remembered(tmp_path / "whole")
     assert rest.record == whole.record[6:]  # step 6 was generated before the run was stopped
     assert [numbers(step) for step in trained_rest.steps] == [numbers(step) for step in trained.steps[5:]]
 
