@@ -21,8 +21,8 @@ from benchmarks.learning.runs import ROOT
 
 FOUND = ROOT / "runs" / "learn" / "faults"
 PAGE = ROOT / "docs" / "learning.md"
-# By a number that is another; a fault that cannot run shows nothing.
-FAILED = re.compile(r"^FAILED (\S+?)(?:\[.*\])? - (?:assert|AssertionError)", re.MULTILINE)
+# By a number that is another, or by a check of the package's own; a fault that cannot run shows nothing.
+FAILED = re.compile(r"^FAILED (\S+?)(?:\[.*\])? - (?:assert|AssertionError|\S+WeightSyncError)", re.MULTILINE)
 
 
 def main(names: list[str]) -> int:

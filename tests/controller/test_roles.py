@@ -52,6 +52,13 @@ def test_an_actor_and_a_critic_train_alike_at_every_stage_and_both_are_saved(
         assert all(difference(found[name], expected[name]) < FLOAT32 for name in expected), stage
 
 
+def test_a_reference_stays_what_it_was_at_the_start(policy: Path, tmp_path: Path) -> None:
+    module = grpo(policy, kl_coef=0.01, kl_kind="k2")
+    first, second = fit(Fit(module, sums(12, 3), tmp_path / "run", settings={"max_steps": 2})).steps
+    assert first["actor/kl"] < 1e-12  # of the policy from itself, but for rounding
+    assert second["actor/kl"] > 1e-4  # before the second update: what the first one moved
+
+
 def test_a_run_with_a_critic_and_an_actor_that_starts_later_goes_on_to_the_bit(policy: Path, tmp_path: Path) -> None:
     def run(name: str, stop: int, ckpt_path: str | None = None) -> list[dict[str, float]]:
         settings = {"max_steps": 4, "save_every_n_steps": 9, "ckpt_path": ckpt_path, "callbacks": [StopsAfter(stop)]}
