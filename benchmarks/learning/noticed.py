@@ -22,7 +22,7 @@ from benchmarks.learning.runs import ROOT
 FOUND = ROOT / "runs" / "learn" / "faults"
 PAGE = ROOT / "docs" / "learning.md"
 # By a number that is another, or by a check of the package's own; a fault that cannot run shows nothing.
-FAILED = re.compile(r"^FAILED (\S+?)(?:\[.*\])? - (?:assert|AssertionError|\S+WeightSyncError)", re.MULTILINE)
+FAILED = re.compile(r"^FAILED (\S+?)(?:\[.*\])? - (?:assert|AssertionError|\S+(?:WeightSyncError|UserError))", re.MULTILINE)
 
 
 def main(names: list[str]) -> int:
