@@ -6,8 +6,7 @@
 
 Names are folders under `runs`: `learn/` holds chains of 64 digits, with TRL's and those with a planted fault, and
 `learning/` sums of three digits by each algorithm's own config. A part of a name will do. The exit code is 0 if every
-chosen training is there and passed. Tables of `docs/learning.md` and their pictures are written where all runs of a
-table are there.
+chosen training is there and passed. The tables of `docs/learning.md` and their pictures are written from what is there.
 """
 
 from __future__ import annotations
@@ -60,22 +59,19 @@ def failures(task: Task) -> list[str]:
 
 
 def write() -> None:
-    """The tables and pictures of which all runs are there."""
+    """The tables and pictures; those of chains say which trainings are not there, the others wait until all are."""
 
     def if_there(name: str, tasks: Iterable[Task], lines: Callable[[], list[str]], draw: Callable[[], None]) -> None:
         if all(task.complete() for task in tasks):
             table.write(PAGE, name, lines())
             draw()
 
-    if_there(
-        "chains",
-        GATES,
-        lambda: table.of_gates(GATES),
-        lambda: pictures.draw_panels(
-            PICTURES / "learning_chains.svg",
-            {task.name: (ACCURACY, table.runs_of(task)) for task in GATES},
-        ),
-    )
+    table.write(PAGE, "chains", table.of_gates(GATES))
+    table.write(PAGE, "faults in training", table.of_gates(FAULTY))
+    trained = [task for task in GATES if task.complete()]
+    if trained:
+        panels = {table.called(task): (ACCURACY, table.runs_of(task)) for task in trained}
+        pictures.draw_panels(PICTURES / "learning_chains.svg", panels)
     if_there(
         "trl",
         (OURS, THEIRS),
@@ -86,7 +82,6 @@ def write() -> None:
             BESIDE[1:4],
         ),
     )
-    if_there("faults in training", FAULTY, lambda: table.of_gates(FAULTY), lambda: None)
     if_there(
         "sums",
         [claim.task for claim in sums.CLAIMS],

@@ -22,7 +22,9 @@ from benchmarks.learning.runs import ROOT
 FOUND = ROOT / "runs" / "learn" / "faults"
 PAGE = ROOT / "docs" / "learning.md"
 # By a number that is another, or by a check of the package's own; a fault that cannot run shows nothing.
-FAILED = re.compile(r"^FAILED (\S+?)(?:\[.*\])? - (?:assert|AssertionError|\S+(?:WeightSyncError|UserError))", re.MULTILINE)
+FAILED = re.compile(
+    r"^FAILED (\S+?)(?:\[.*\])? - (?:assert|AssertionError|\S+(?:WeightSyncError|UserError))", re.MULTILINE
+)
 
 
 def main(names: list[str]) -> int:
@@ -58,10 +60,9 @@ def lines() -> list[str]:
 
 def by(name: str, fault: Fault) -> str:
     """The test that failed."""
-    wanted = fault.test.partition("[")[0]
-    if wanted not in read(name):
+    if fault.test.partition("[")[0] not in read(name):
         return "**none**"
-    file, test = wanted.split("::")
+    file, test = fault.test.split("::")
     return f"`{test}` in `{file}`"
 
 

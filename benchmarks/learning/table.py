@@ -26,16 +26,23 @@ def of_gates(gates: dict[Task, tuple[Gate, ...]]) -> list[str]:
         "|---|---|---|---|---|" + "---|" * (len(names) + 1),
     ]
     for task, of_task in gates.items():
+        if not task.complete():
+            lines.append(f"| `{called(task)}` | not trained yet |" + " |" * (len(names) + 4))
+            continue
         runs = runs_of(task)
         starts, ends = zip(*(before_and_after(run) for run in runs), strict=True)
         gains = [after - before for before, after in zip(starts, ends, strict=True)]
-        by_name = {gate.name: each([gate.measure(run) for run in runs]) for gate in of_task}
+        measured = {gate.name: each([gate.measure(run) for run in runs]) for gate in of_task}
+        cells = [with_error(gains), *(measured.get(name, "") for name in names), verdict(of_task, runs)]
         lines.append(
-            f"| `{task.config.removeprefix('configs/')}` | {int(runs[0][-1]['step'])} | {each(starts)} | {each(ends)}"
-            f" | {statistics.mean(gains):+.3f} ± {standard_error(gains):.3f}"
-            f" | {' | '.join(by_name.get(name, '') for name in names)} | {verdict(of_task, runs)} |"
+            f"| `{called(task)}` | {int(runs[0][-1]['step'])} | {each(starts)} | {each(ends)} | {' | '.join(cells)} |"
         )
     return lines
+
+
+def called(task: Task) -> str:
+    """The name of a training in tables."""
+    return task.name.removeprefix("learn/")
 
 
 def verdict(gates: Iterable[Gate], runs: Sequence[Run]) -> str:
@@ -77,6 +84,12 @@ def before_and_after(run: Run, metric: str = ACCURACY) -> tuple[float, float]:
     """The first and the last validation."""
     found = curve(run, metric)
     return found[0][1], found[-1][1]
+
+
+def with_error(gains: Sequence[float]) -> str:
+    """The mean gain, and its standard error where there are several."""
+    mean = f"{statistics.mean(gains):+.3f}"
+    return mean if len(gains) == 1 else f"{mean} ± {standard_error(gains):.3f}"
 
 
 def standard_error(values: Sequence[float]) -> float:
