@@ -80,6 +80,7 @@ def test_the_summary_takes_the_fastest_ways_and_ratios_step_by_step() -> None:
     found = {
         "rlflow_vllm": [10.0, 12.0],
         "rlflow_transformers": [20.0],
+        "rlflow_compiled": [8.8],
         "trl_8": [33.0],
         "trl_16": [22.0],
         "gemm_rate": [5e11, 5e11],
@@ -97,6 +98,7 @@ def test_the_summary_takes_the_fastest_ways_and_ratios_step_by_step() -> None:
     assert told["gemm_shares"] == {"generate": 0.25, "actor_train": 0.5}
     assert told["ms_of_engine_step"] == 50
     assert told["ratio_to_trl"] == 2  # 22 to 11
+    assert told["ratio_to_trl_compiled"] == 2.5
     assert told["ratio_to_trl_same_engine"] == 1.1
 
 

@@ -12,8 +12,9 @@ Workloads, see `workloads.py`; all on two ranks of one thread:
 
 The sides, one after another in each round, in processes of their own:
 
-- rlflow: `Trainer.fit` with ZeRO-2 and one vLLM engine on each rank, and again with `TransformersEngine`. A step lasts
-  from the end of one to the end of the next, logging and weight sync included.
+- rlflow: `Trainer.fit` with ZeRO-2 and one vLLM engine on each rank, again with `TransformersEngine`, and with a vLLM
+  that compiles its model (`enforce_eager: false`). A step lasts from the end of one to the end of the next, logging and
+  weight sync included.
 - The parts, on both ranks at once and after each of rlflow's steps, so that they meet the same machine: vLLM's
   `generate` alone with the same requests and weights, then every forward, backward and optimizer pass of that step in
   the fastest of three ways (`ways.py`). Each counts with its slower rank.
@@ -52,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", metavar="W1 W2 W3 W4", help="which; all where none is named")
     parser.add_argument("--without-trl", action="store_true", help="leave TRL out, and the ratios to it")
+    parser.add_argument("--sides", nargs="+", help="no others: vllm, compiled, transformers, trl_8 and so on")
     parser.add_argument("--rounds", type=int, default=1, help="how often all sides run")
     parser.add_argument("--steps", type=int, default=4, help="of rlflow in a round, after one to warm up")
     parser.add_argument("--trl-steps", type=int, default=1, help="of TRL and each size, after one to warm up")
@@ -91,12 +93,14 @@ def compare(workload: Workload, given: argparse.Namespace) -> None:
     """All sides of a workload, then what they say."""
     trl = [] if given.without_trl or not workload.trl else [f"trl_{size}" for size in micro_batches(workload)]
     found: dict[str, list[float]] = {}
+    sides = ["vllm", *trl, "transformers", "compiled"]
     for number in range(given.rounds):
-        for side in ["vllm", *trl, "transformers"]:
+        for side in [side for side in sides if given.sides is None or side in given.sides]:
             for name, values in measured(workload, side, number, given).items():
                 found.setdefault(name, []).extend(values)
     print_table(workload, found)
-    print(json.dumps(summary(workload.name, found)), flush=True)
+    if "rlflow_vllm" in found:
+        print(json.dumps(summary(workload.name, found)), flush=True)
 
 
 def print_table(workload: Workload, found: Seconds) -> None:

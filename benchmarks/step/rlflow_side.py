@@ -17,23 +17,32 @@ from rlflow import Callback, Optimizer, PromptData, RLModule, Trainer
 from rlflow.algorithms import GRPO, PPO
 from rlflow.data import JSONL
 from rlflow.rewards import CallableReward
-from rlflow.rollout import TransformersEngine
+from rlflow.rollout import TransformersEngine, VLLMEngine
 
 WARM_UP = 1  # steps of each side that are not counted
 
 
 def run_rlflow(workload: Workload, folder: Path, engine: str, steps: int) -> None:
-    """Train, and leave the seconds of each step in `found.json`; with vLLM also those of its parts."""
+    """Train, and leave the seconds of each step in `found.json`.
+
+    Args:
+        workload: What is trained.
+        folder: With model and prompts.
+        engine: `vllm`, whose steps are followed by their parts, `compiled` for vLLM with its model compiled, or
+            `transformers`.
+        steps: That are counted.
+    """
     strategy = RecordedStrategy(stage=2, precision=workload.precision)
-    vllm = RecordedVLLM() if engine == "vllm" else None
-    parts = None if vllm is None else Parts(workload, folder, vllm, strategy)
+    recorded = RecordedVLLM()
+    engines = {"vllm": recorded, "compiled": VLLMEngine(enforce_eager=False), "transformers": TransformersEngine()}
+    parts = Parts(workload, folder, recorded, strategy) if engine == "vllm" else None
     trainer = Trainer(
         run_dir=str(folder / "run"),
         max_steps=WARM_UP + steps,
         devices=RANKS,
         accelerator="cpu",
         strategy=strategy,
-        rollout=vllm or TransformersEngine(),
+        rollout=engines[engine],
         callbacks=[Clock(folder, f"rlflow_{engine}", strategy, parts)],
     )
     data = PromptData(

@@ -30,7 +30,7 @@ def summary(workload: str, found: Seconds) -> dict[str, Any]:
         part: statistics.median(found[f"gemm_{part}"][step] / found[name][step] for step in steps)
         for part, name in parts.items()
     }
-    same_engine = median.get("rlflow_transformers")
+    same_engine, compiled = median.get("rlflow_transformers"), median.get("rlflow_compiled")
     trl = min((name for name in median if name.startswith("trl_")), key=median.__getitem__, default=None)
     return {
         "benchmark": "step",
@@ -44,6 +44,7 @@ def summary(workload: str, found: Seconds) -> dict[str, Any]:
         "ms_of_its_model": 1e3 * median["model_of_engine_steps"] / median["engine_steps"],
         "trl": trl,
         "ratio_to_trl": trl and median[trl] / median["rlflow_vllm"],
+        "ratio_to_trl_compiled": trl and compiled and median[trl] / compiled,
         "ratio_to_trl_same_engine": trl and same_engine and median[trl] / same_engine,
         "median": median,
         "spread": {name: [min(values), max(values)] for name, values in found.items()},

@@ -166,6 +166,7 @@ def deepspeed_engine(model: nn.Module, workload: Workload) -> Any:
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": workload.dtype == torch.bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
     }
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
     return deepspeed.initialize(config=config, model=model, optimizer=optimizer, dist_init_required=False)[0]
