@@ -54,7 +54,9 @@ class RecordedStrategy(DeepSpeedStrategy):
         self.forget()
 
         def keep(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-            self.passes[name].append(Pass(*arguments[:6], trains=module.training))
+            read = Pass(*arguments[:6])
+            read.trains = module.training
+            self.passes[name].append(read)
 
         assert handle._forward is not None
         handle._forward.register_forward_pre_hook(keep)

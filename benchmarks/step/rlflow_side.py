@@ -55,7 +55,7 @@ def module_of(workload: Workload, folder: Path) -> RLModule:
     """The algorithm, with as many updates a step as the workload has."""
     reward = CallableReward(lambda text, row: share_of_digits(text))
     kind = PPO if workload.algorithm == "ppo" else GRPO
-    module = kind(
+    module: RLModule = kind(
         str(folder / "model"),
         reward,
         Optimizer(lr=LEARNING_RATE),

@@ -103,10 +103,11 @@ class OwnForward(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor | None, scored: Tensor, targets: Tensor) -> Tensor:
         """`[R]` logprobs of the targets, or numbers where the output layer has one label."""
         states = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-        output = self.head(states.flatten(0, 1)[scored]).float()
+        output: Tensor = self.head(states.flatten(0, 1)[scored]).float()
         if output.shape[1] == 1:
             return output[:, 0]
-        return -nn.functional.cross_entropy(output, targets, reduction="none")
+        nll: Tensor = nn.functional.cross_entropy(output, targets, reduction="none")
+        return -nll
 
 
 class OurForward(nn.Module):
