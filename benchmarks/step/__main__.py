@@ -6,7 +6,7 @@
 Workloads, see `workloads.py`; all on two ranks of one thread:
 
 - W1: GRPO, float32, 3.2 million weights, prompts `a+b=`, 256 responses of at most 256 tokens, one update.
-- W2: GRPO with KL to a reference, bf16, 20 million weights, prompts of 64 to 256 tokens, 128 responses of at most 192.
+- W2: GRPO with KL to a reference, bf16, 20 million weights, prompts of 64 to 256 tokens, 64 responses of at most 192.
 - W3: PPO with a critic, four updates a step, the model of W1, 128 responses of at most 512 tokens.
 - W4: W2 without the reference, training adapters of rank 16.
 
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--without-trl", action="store_true", help="leave TRL out, and the ratios to it")
     parser.add_argument("--sides", nargs="+", help="no others: vllm, compiled, transformers, trl_8 and so on")
     parser.add_argument("--rounds", type=int, default=1, help="how often all sides run")
-    parser.add_argument("--steps", type=int, default=4, help="of rlflow in a round, after one to warm up")
+    parser.add_argument("--steps", type=int, default=3, help="of rlflow in a round, after one to warm up")
     parser.add_argument("--trl-steps", type=int, default=1, help="of TRL and each size, after one to warm up")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file that keeps what was measured")
     parser.add_argument("--again", action="store_true", help="measure what is in the file once more")

@@ -93,7 +93,7 @@ class Workload:
 
 
 W1 = Workload("W1", SMALL, "fp32", prompts=32, prompt_tokens=None, group=8, longest=256)
-W2 = Workload("W2", LARGER, "bf16", prompts=16, prompt_tokens=(64, 256), group=8, longest=192, kl_coef=0.04)
+W2 = Workload("W2", LARGER, "bf16", prompts=8, prompt_tokens=(64, 256), group=8, longest=192, kl_coef=0.04)
 W3 = Workload(
     "W3", SMALL, "fp32", prompts=32, prompt_tokens=None, group=4, longest=512, algorithm="ppo", updates=4, trl=False
 )
