@@ -14,8 +14,8 @@ class DAPO(GRPO):
     """GRPO with clip-higher, token-mean and no KL, on groups whose scores differ; others are drawn in their place.
 
     `overlong_buffer` is the paper's soft overlong punishment, over the last fifth of the length as there (4,096 of
-    20,480 tokens), `mask_truncated` its overlong filtering. The punishment
-    keeps no group: equation 11 asks for right and wrong answers, not for long and short ones.
+    20,480 tokens), `mask_truncated` its overlong filtering. The punishment keeps no group: equation 11 asks for right
+    and wrong answers, not for long and short ones.
 
     Args:
         max_draws: Batches of prompts that are drawn at most to fill a step.

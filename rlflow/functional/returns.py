@@ -65,19 +65,18 @@ def gae(
     return advantages.where(generated, 0.0).to(dtype), returns.where(generated, 0.0).to(dtype)
 
 
-def reinforce_returns(rewards: Tensor, mask: Tensor, gamma: float, bootstrap: Tensor | None = None) -> Tensor:
+def reinforce_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """`G_t = r_t + gamma G_t'`, over the generated tokens `t` of each response and the next of them, `t'`.
 
-    The return of REINFORCE and REINFORCE++, arXiv 2501.03262, after the last token `bootstrap`. Detached.
+    The return of REINFORCE and REINFORCE++, arXiv 2501.03262. Detached.
 
     Args:
         rewards: `[B, T]`. A reward for the whole response stands on its last generated token.
         mask: `[B, T]`, nonzero on generated tokens.
         gamma: Discount of a token.
-        bootstrap: `[B]`, the value after the last token, for responses that were cut off; None is 0 for all.
 
     Returns:
         `[B, T]`, 0 where the mask is 0.
     """
-    returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0, bootstrap)
+    returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)
     return returns

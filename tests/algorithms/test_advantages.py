@@ -62,17 +62,23 @@ class Noisy(PPO):
         return 100 * noise * rollout.loss_mask  # rewards are in the hundreds
 
     def advantages(self, rollout: Rollout, estimates: Any, rewards: PerSample, values: PerToken) -> PerToken:
-        self.record = rewards[:, None].expand_as(values)[rollout.loss_mask], values[rollout.loss_mask]
+        known = rollout.loss_mask
+        if self.on_truncation == "bootstrap":
+            known = known & rollout.finished[:, None]
+        self.record = rewards[:, None].expand_as(values)[known], values[known]
         return super().advantages(rollout, estimates)
 
 
-@pytest.mark.parametrize("critic_lam", [1.0, 0.5])
+@pytest.mark.parametrize(
+    "settings", [{}, {"critic_lam": 0.5}, {"on_truncation": "bootstrap", "max_response_length": 96}]
+)
 def test_a_critic_explains_what_was_earned_and_not_what_it_says_itself(
-    policy: Path, tmp_path: Path, critic_lam: float
+    policy: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    module = Noisy(str(policy), OneUseful(), SGD, group_size=4, max_response_length=8, critic_lam=critic_lam)
+    module = Noisy(str(policy), OneUseful(), SGD, group_size=4, **{"max_response_length": 8, **settings})
     result = fit(Fit(module, sums(6, prompts_per_step=6), tmp_path / "run"))
     earned, values = (x.double() for x in result.record)
+    assert earned.var() > 0
     expected = 1 - (earned - values).var() / earned.var()
     assert result.steps[0]["critic/explained_variance"] == pytest.approx(expected.item(), abs=1e-4)
 

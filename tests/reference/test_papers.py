@@ -1,4 +1,4 @@
-"""Pure functions of rlflow equal the references that were written from the papers alone, values and gradients."""
+"""Pure functions of rlflow equal the references written from the papers, values and gradients."""
 
 from __future__ import annotations
 

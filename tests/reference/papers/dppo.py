@@ -1,4 +1,4 @@
-"""DPPO with the binary total variation: arXiv 2602.04879. # Source: the paper's full text."""
+"""DPPO with the binary total variation: arXiv 2602.04879, from the paper's full text."""
 
 from __future__ import annotations
 

@@ -30,11 +30,6 @@ def value_loss(V: Ragged, V_targ: Sequence[Sequence[float]]) -> Tensor:
     return token_mean([[(V[i][t] - V_targ[i][t]) ** 2 for t in range(len(V[i]))] for i in range(len(V))])
 
 
-def clip_vf_s_loss(l_clip: Tensor, l_vf: Tensor, entropy: Tensor, c_1: float, c_2: float) -> Tensor:
-    """-(L^CLIP - c_1 L^VF + c_2 S), eq. 9 on page 5. `l_clip` is the objective, not its negative."""
-    return -(l_clip - c_1 * l_vf + c_2 * entropy)
-
-
 def rewards_with_kl(
     R: Sequence[float], log_old: Sequence[Sequence[float]], log_sft: Sequence[Sequence[float]], beta: float
 ) -> list[list[float]]:
@@ -68,10 +63,7 @@ def k_step_advantage(
 def gae_as_average(
     rewards: Sequence[float], V: Sequence[float], gamma: float, lam: float, V_after: float = 0.0
 ) -> list[float]:
-    """Eq.
-
-    16 by its first line: (1 - lam)(A^(1) + lam A^(2) + ...), where A^(k) past the end is A of the whole rest.
-    """
+    """Eq. 16 by its first line: (1 - lam)(A^(1) + lam A^(2) + ...), where A^(k) past the end is A of the whole rest."""
     T = len(rewards)
     out = []
     for t in range(T):

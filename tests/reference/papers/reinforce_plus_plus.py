@@ -1,6 +1,4 @@
-"""REINFORCE++ and its variant with a baseline: arXiv 2501.03262, section 3 (equations as numbered in its later
-versions).
-"""
+"""REINFORCE++ and its variant with a baseline: arXiv 2501.03262, section 3, with the equations of later versions."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ def advantages(
     beta: float,
     ddof: int = 0,
 ) -> list[list[float]]:
-    """Eq.
-
-    4: A_t = r(x, y) - beta sum_(i >= t) KL(i), KL(i) = log(pi_old / pi_ref); eq. 5: normalised over the batch's tokens.
+    """A_t = r(x, y) - beta sum_(i >= t) KL(i), KL(i) = log(pi_old / pi_ref), eq. 4; eq. 5: over the batch's tokens.
 
     The paper does not say which std. The authors' code (OpenRLHF) divides by the number of tokens: ddof 0.
     """
@@ -34,10 +30,7 @@ def advantages(
 def advantages_with_baseline(
     groups: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]], ddof: int = 0
 ) -> list[list[float]]:
-    """Eq.
-
-    6: A' = R - mean of the group; eq. 7: normalised over the batch's tokens, every token of a response with its A'.
-    """
+    """A' = R - mean of the group, eq. 6; eq. 7: over the batch's tokens, of which each has its response's A'."""
     A = []
     for group, group_lengths in zip(groups, lengths, strict=True):
         for R, length in zip(group, group_lengths, strict=True):
