@@ -245,6 +245,7 @@ class Run:
         startup.passed("models")
         self._set_up_engine()
         startup.passed("engine")
+        startup.collect_again()
         limit = trainer.logprob_gap_limit
         gap = LogprobGap(self._metrics, default_gap_limit(strategy.dtype) if limit is None else limit)
         if prepared.follows is not None:

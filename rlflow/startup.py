@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import time
 from dataclasses import dataclass
@@ -66,11 +65,12 @@ _mine: Startup | None = None
 
 
 def begin(of_process: bool = False) -> None:
-    """From here on time is counted, unless it is already. A process that is forked goes on where it was.
+    """From here on time is counted, unless it is already.
 
     Args:
-        of_process: From when this process was started: all that it does is a run. No garbage is collected until the
-            first step, for imports make millions of objects and no garbage; looking for it takes a third of their time.
+        of_process: From when this process was started: all that it does is a run. No garbage is collected until
+            `collect_again`, for imports make millions of objects and no garbage; looking for it takes a third of their
+            time.
     """
     global _mine  # of the process
     if _mine is None:
@@ -78,7 +78,6 @@ def begin(of_process: bool = False) -> None:
         if of_process:
             _mine.pauses_gc = True
             gc.disable()
-            atexit.register(gc.unfreeze)  # libraries tell of objects that are left at the end
 
 
 def passed(name: str) -> None:
@@ -87,17 +86,15 @@ def passed(name: str) -> None:
         _mine.passed(name)
 
 
-def stays() -> None:
-    """What this process has made until now stays: nobody looks for garbage in it. Forks share its memory."""
+def collect_again() -> None:
+    """Models and engine are there: garbage is collected from now on."""
     if _mine is not None and _mine.pauses_gc:
-        gc.freeze()
+        gc.enable()
 
 
 def end() -> Startup:
     """The first step begins: what has been counted. The next run of this process counts anew."""
     global _mine
+    collect_again()
     counted, _mine = _mine, None
-    if counted is not None and counted.pauses_gc:
-        gc.freeze()
-        gc.enable()
     return counted or Startup(time.perf_counter())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ from rlflow.data.prompts import PromptData
 from rlflow.data.transport import Transport
 from rlflow.devices import require_accelerator, require_known_gpu
 from rlflow.errors import UserError
-from rlflow.loggers.console import held_back
 from rlflow.loggers.logger import Logger
 from rlflow.module import RLModule
 from rlflow.placement import Machines, Placed, handles
@@ -26,7 +24,6 @@ from rlflow.rollout.transformers import TransformersEngine
 from rlflow.run import Run
 from rlflow.status import refusing_exits
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
-from rlflow.strategies.forked import can_fork, fit_to_fork
 from rlflow.strategies.single import SingleProcess
 from rlflow.strategies.strategy import TrainingStrategy
 
@@ -225,22 +222,21 @@ class Trainer:
                 return start(Run(self, module, data, prepared, strategy, engine))
 
         with tempfile.TemporaryDirectory() as scratch:
-            with fit_to_fork() if self.devices > 1 and can_fork() else nullcontext():
-                prepared = prepare(
-                    module,
-                    data,
-                    seed=self.seed,
-                    machines=self.machines,
-                    tensor_parallel_size=engine.tensor_parallel_size,
-                    placement=self.placement,
-                    max_staleness=self.max_staleness,
-                    cuts_off=self.partial_rollout is not None,
-                    packing=strategy.packing,
-                    max_steps=max_steps,
-                    max_epochs=self.max_epochs,
-                    limit_val_batches=self.limit_val_batches,
-                    scratch=Path(scratch),
-                )
+            prepared = prepare(
+                module,
+                data,
+                seed=self.seed,
+                machines=self.machines,
+                tensor_parallel_size=engine.tensor_parallel_size,
+                placement=self.placement,
+                max_staleness=self.max_staleness,
+                cuts_off=self.partial_rollout is not None,
+                packing=strategy.packing,
+                max_steps=max_steps,
+                max_epochs=self.max_epochs,
+                limit_val_batches=self.limit_val_batches,
+                scratch=Path(scratch),
+            )
             _keep_apart(prepared.paths, folder)
             strategy.check_roles(handles(module), prepared.layouts)
             fabric = Fabric(
@@ -258,13 +254,6 @@ class Trainer:
             if was_scanned:
                 check_rows(prepared, module, engine, strategy)
             startup.passed("data")
-            if strategy.forks_ranks:
-                with held_back():
-                    strategy.import_libraries()
-                    if prepared.generates:
-                        engine.import_libraries()
-                startup.passed("imports")
-            startup.stays()
             results: dict[str, Any] = fabric.launch(run)
         return results
 

@@ -6,6 +6,9 @@ import gc
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+
+import pytest
 
 from rlflow import startup
 from rlflow.startup import Phase, Startup
@@ -47,11 +50,18 @@ def test_a_phase_of_no_length_is_not_shown() -> None:
 def test_a_run_in_a_process_of_somebody_else_s_leaves_its_garbage_collection_alone() -> None:
     startup.begin()
     assert gc.isenabled()
-    startup.stays()
-    assert gc.get_freeze_count() == 0
     startup.passed("imports")
     assert [phase.name for phase in startup.end().phases] == ["imports"]
     assert startup.end().phases == ()
+
+
+@pytest.mark.parametrize("ready", [startup.collect_again, startup.end])
+def test_a_process_of_a_run_collects_garbage_again_when_all_is_set_up(ready: Callable[[], object]) -> None:
+    startup.begin(of_process=True)
+    assert not gc.isenabled()
+    ready()
+    assert gc.isenabled()
+    startup.end()
 
 
 def test_a_command_imports_neither_lightning_s_trainer_nor_what_it_may_not_use() -> None:

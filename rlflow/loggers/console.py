@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -77,29 +75,6 @@ class Console:
             return None
         display = LiveBar if self._terminal.isatty() else LinePerStep
         return display(self._terminal, self._total_steps, self._steps_done, time.monotonic())
-
-
-@contextmanager
-def held_back() -> Iterator[None]:
-    """Keep from the terminal what is printed within, C++ libraries included, unless an error is raised."""
-    _flush()
-    stdout, stderr = os.dup(1), os.dup(2)
-    with tempfile.TemporaryFile() as printed:
-        os.dup2(printed.fileno(), 1)
-        os.dup2(printed.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            _flush()
-            printed.seek(0)
-            os.write(stderr, printed.read())
-            raise
-        finally:
-            _flush()
-            os.dup2(stdout, 1)
-            os.dup2(stderr, 2)
-            os.close(stdout)
-            os.close(stderr)
 
 
 def _flush() -> None:

@@ -175,7 +175,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores) 
     reach = length if scores.window is None else scores.window
     if not scores.plain:
         return _written_out(query, key, value, scores, _seen(length, reach, query.device))
-    if query.is_cpu and query.dtype == torch.bfloat16 and length <= reach:
+    if query.is_cpu and query.dtype == torch.bfloat16 and length <= reach and query.shape[3] == value.shape[3]:
         return block_attention(query, key, value, scores.scale)
     mask = {"is_causal": True} if length <= reach else {"attn_mask": _seen(length, reach, query.device)}
     grouped = query.shape[1] != key.shape[1]

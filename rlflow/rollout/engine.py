@@ -117,13 +117,6 @@ class RolloutEngine(ABC):
             UserError: It is not installed.
         """
 
-    def import_libraries(self) -> None:  # noqa: B027 - as `check_installed`
-        """Import what generates; done once for ranks that are forks.
-
-        Raises:
-            UserError: It cannot be imported, or is a version that was not tested.
-        """
-
     def check_lengths(  # noqa: B027 - engines without limits of their own have nothing to refuse
         self, prompt: int, response: int, *, positions: int | None, token_bytes: int, on_cpu: bool
     ) -> None:

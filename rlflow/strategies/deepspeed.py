@@ -130,12 +130,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         # DeepSpeed averages over the role's ranks; this sums. Copies of a shard each add a part of its gradient.
         engine.backward(loss * len(self.layout(name).ranks), scale_wrt_gas=False)
 
-    def import_libraries(self) -> None:
-        """See `TrainingStrategy.import_libraries`."""
-        os.environ["DS_ACCELERATOR"] = self.root_device.type  # DeepSpeed reads it when it is imported, once for all
-        with importable("deepspeed", "DeepSpeedStrategy"):
-            import deepspeed  # noqa: F401
-
     def _say_scale(self, name: str) -> None:
         """Tell DeepSpeed, which would have one of its own, by what it scales a loss and divides gradients."""
         role = self._roles[name]

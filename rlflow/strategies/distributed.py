@@ -20,7 +20,6 @@ from rlflow.errors import UserError
 from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.packed import PackedModel
-from rlflow.strategies.forked import can_fork
 from rlflow.strategies.groups import Groups
 from rlflow.strategies.launcher import RankLauncher
 from rlflow.strategies.sequence import divided_attention, peers_of
@@ -105,14 +104,6 @@ class DistributedStrategy(TrainingStrategy, DDPStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-        self._launcher.forks = self.forks_ranks
-
-    @property
-    def forks_ranks(self) -> bool:
-        """See `TrainingStrategy.forks_ranks`. A GPU that a process has touched is lost to its forks."""
-        assert self.cluster_environment is not None
-        starts = self.num_processes > 1 and not self.cluster_environment.creates_processes_externally
-        return starts and self.root_device.type == "cpu" and can_fork()
 
     def _forward_plan(self, name: str) -> ForwardPlan:
         plan = super()._forward_plan(name)

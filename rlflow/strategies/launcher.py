@@ -7,13 +7,12 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -22,9 +21,7 @@ from rlflow import status
 from rlflow.environment import place_kept
 from rlflow.errors import UserError
 from rlflow.status import FOLDER_VARIABLE, PARENT_VARIABLE, SUPERVISED_VARIABLE, Status
-from rlflow.strategies.forked import ForkedRank, fork
 
-Started: TypeAlias = "subprocess.Popen[bytes] | ForkedRank"
 POLL_S = 0.2
 GRACE_S = 2.0  # how long rank 0 may still take to fail in its own words after another rank has died
 END_S = 60.0  # how long the other ranks may outlive a rank 0 that is done
@@ -32,10 +29,7 @@ TOLD = 2  # the exit code of a rank that has said on the terminal what its user 
 
 
 class RankLauncher(_SubprocessScriptLauncher):
-    """Starts every further rank of this machine, unless torchrun or Slurm started them.
-
-    A rank is this script run once more, or a fork of this process where `forks` is set: then it begins with what was
-    imported and prepared here.
+    """Runs this script once more for every further rank of this machine, unless torchrun or Slurm started them.
 
     Use it as `fabric.launch(function)`. A rank that dies ends the others within 5 seconds: one line on the terminal
     names it and what it was doing, unless it has told of a `UserError` itself, and the exit code is its own (1 if that
@@ -43,8 +37,6 @@ class RankLauncher(_SubprocessScriptLauncher):
     `function` raises in rank 0 is rank 0's to report; the others are killed. Ranks of other machines learn of a death
     by their collectives failing.
     """
-
-    forks = False
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start the other ranks, then call the function; its result is rank 0's."""
@@ -68,54 +60,14 @@ class RankLauncher(_SubprocessScriptLauncher):
                 raise
 
         folder = Path(tempfile.mkdtemp(prefix="rlflow-ranks-"))
+        os.environ |= {PARENT_VARIABLE: str(os.getpid()), FOLDER_VARIABLE: str(folder)}
+        self._call_children_scripts()
+        del os.environ[PARENT_VARIABLE], os.environ[FOLDER_VARIABLE]
         first = environment.node_rank() * self.num_processes
-        ranks: list[Started]
-        if self.forks:
-            ranks = []
-            self._say_place()
-            for local_rank in range(1, self.num_processes):
-                parent = os.getpid()
-                process = fork()
-                if process is None:
-                    os.environ["LOCAL_RANK"] = str(local_rank)
-                    status.use(Status.in_file(folder / str(local_rank)))
-                    status.report(first + local_rank, status.AT_FIRST)
-                    return _as_forked(parent, local_rank, terminal, function, *args, **kwargs)
-                ranks.append(process)
-        else:
-            os.environ |= {PARENT_VARIABLE: str(os.getpid()), FOLDER_VARIABLE: str(folder)}
-            self._call_children_scripts()
-            del os.environ[PARENT_VARIABLE], os.environ[FOLDER_VARIABLE]
-            ranks = list(self.procs)
-        watch = _Watch({first + 1 + index: process for index, process in enumerate(ranks)}, first, terminal, folder)
+        watch = _Watch(
+            {first + 1 + index: process for index, process in enumerate(self.procs)}, first, terminal, folder
+        )
         return watch.over(function, *args, **kwargs)
-
-    def _say_place(self) -> None:
-        """Say in this process's environment where ranks meet, as `_call_children_scripts` does."""
-        environment = self.cluster_environment
-        self._check_can_spawn_children()
-        os.environ |= {
-            "MASTER_ADDR": environment.main_address,
-            "MASTER_PORT": str(environment.main_port),
-            "NODE_RANK": str(environment.node_rank()),
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": str(self.num_processes * self.num_nodes),
-        }
-
-
-def _as_forked(
-    parent: int, local_rank: int, terminal: int, function: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Run a forked rank to its end, and end its process: what comes after `launch` is rank 0's to do."""
-    _follow(parent, local_rank, terminal)
-    try:
-        _to_its_end(function, *args, **kwargs)
-    except Exception:
-        time.sleep(GRACE_S)  # as of a rank that is a script
-        raise
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def _to_its_end(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +79,9 @@ def _to_its_end(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class _Watch(threading.Thread):
     """Waits in rank 0's process for another rank to die."""
 
-    def __init__(self, ranks: dict[int, Started], own_rank: int, terminal: int, status_folder: Path) -> None:
+    def __init__(
+        self, ranks: dict[int, subprocess.Popen[bytes]], own_rank: int, terminal: int, status_folder: Path
+    ) -> None:
         super().__init__(daemon=True, name="rank-watch")
         self._folder = status_folder
         self._statuses = {rank: Status.in_file(status_folder / str(rank - own_rank)) for rank in ranks}
@@ -196,17 +150,11 @@ class _Watch(threading.Thread):
             os._exit(self._exit_code(dead))
 
     def _exit_code(self, rank: int) -> int:
-        return max(1, self._code(rank))
-
-    def _code(self, rank: int) -> int:
-        """The exit code of a rank that has ended."""
-        code = self._ranks[rank].returncode
-        assert code is not None
-        return code
+        return max(1, self._ranks[rank].returncode)
 
     def _report(self, rank: int) -> None:
         status.end()  # of this process, whose exit code follows from what is said here
-        code, last = self._code(rank), self._statuses[rank]
+        code, last = self._ranks[rank].returncode, self._statuses[rank]
         if code != TOLD or not last.ended:
             _say(self._terminal, f"rank {rank} {last.ending(code)}; ended the other ranks")
 

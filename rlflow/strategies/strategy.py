@@ -117,14 +117,6 @@ class TrainingStrategy(Strategy):
             UserError: Something cannot.
         """
 
-    @property
-    def forks_ranks(self) -> bool:
-        """Whether the further ranks of this machine are forks of this process; known once Fabric has chosen devices."""
-        return False
-
-    def import_libraries(self) -> None:
-        """Import what trains, on the device that Fabric has chosen; done once for ranks that are forks."""
-
     def form_groups(self, layouts: Mapping[str, Layout]) -> None:
         """Say where roles live; called once, before any role is set up, by all ranks of the job alike.
 

@@ -331,7 +331,7 @@ def adapters(model: Path) -> RLModule:
 
 def restrained(model: Path) -> RLModule:
     """Rewards of texts, which stay where they were made, and of logprobs, which are made where the actor trains."""
-    return grpo(model, optimizer=SGD, kl_coef=0.1, kl_in_reward=True)
+    return grpo(model, optimizer=SGD, kl_coef=0.1, kl_in_reward=True, kl_kind="k1")
 
 
 @pytest.mark.parametrize(

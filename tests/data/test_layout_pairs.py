@@ -97,7 +97,17 @@ def row_bytes(i: int) -> int:
     """What row `i` of `Everything` takes on the wire, column by column, without its text, which stays at home."""
     question = {"id": i, "question": "wie viel? \U0001f642 \n" * (i % 3), "parts": [i, None, 0.1 * i]}
     per_token = 8 + 1 + 2 + 3 * 8
-    return 8 + 1 + 6 * 4 + per_token * LENGTHS[i] + 8 * (i % 5) + 2 * 2 * (i % 4) + len(json.dumps(question).encode())
+    parts = 2 * 4
+    return (
+        8
+        + 1
+        + 6 * 4
+        + parts
+        + per_token * LENGTHS[i]
+        + 8 * (i % 5)
+        + 2 * 2 * (i % 4)
+        + len(json.dumps(question).encode())
+    )
 
 
 # ---- On the ranks

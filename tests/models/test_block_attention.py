@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,10 +13,13 @@ from rlflow.models.block_attention import block_attention
 LENGTH = 5
 
 
-def states(dtype: torch.dtype, lines: int, heads: tuple[int, int, int], length: int = LENGTH) -> list[Tensor]:
+def states(
+    dtype: torch.dtype, lines: int, heads: tuple[int, int, int], length: int = LENGTH, widths: Sequence[int] = (8, 8, 8)
+) -> list[Tensor]:
     """Queries, keys and values as layers have them: views of `[S, L, heads, head_dim]`."""
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(lines, length, count, 8, dtype=torch.float64, generator=generator) for count in heads]
+    sizes = zip(heads, widths, strict=True)
+    drawn = [torch.randn(lines, length, *size, dtype=torch.float64, generator=generator) for size in sizes]
     return [each.to(dtype).transpose(1, 2).requires_grad_() for each in drawn]
 
 
@@ -55,3 +60,13 @@ def test_bfloat16_on_the_cpu_is_off_by_no_more_than_its_rounding() -> None:
     of_formula = torch.autograd.grad(expected.square().sum(), exact)
     for grad, of_exact in zip(grads, of_formula, strict=True):
         assert float((grad - of_exact).norm() / of_exact.norm()) < 2**-6
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    query, key, value = states(torch.bfloat16, 1, (4, 4, 4), length=30, widths=(8, 8, 6))
+    ends = torch.tensor([0, 30])
+    found, _ = packed_attention(
+        nn.Identity(), query, key, value, None, scaling=0.3, cu_seq_lens_q=ends, max_length_q=30
+    )
+    exact = by_the_formula(query.double(), key.double(), value.double(), 0.3).transpose(1, 2)
+    assert float((found - exact).norm() / exact.norm()) < 2**-7

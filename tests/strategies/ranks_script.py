@@ -1,4 +1,4 @@
-"""A script that the launcher's tests start with two ranks, the name of what shall happen, and how ranks are started."""
+"""A script that the launcher's tests start with two ranks and the name of what shall happen."""
 
 from __future__ import annotations
 
@@ -50,6 +50,5 @@ def main(happening: str) -> None:
 
 
 if __name__ == "__main__":
-    launcher = RankLauncher(LightningEnvironment(), num_processes=2, num_nodes=1)
-    launcher.forks = sys.argv[2] == "fork"
-    launcher.launch(main, sys.argv[1])
+    environment = LightningEnvironment()
+    RankLauncher(environment, num_processes=2, num_nodes=1).launch(main, sys.argv[1])

@@ -52,13 +52,13 @@ def _runs(pid: int) -> bool:
     )  # nobody reaps an orphan's zombie here
 
 
-@pytest.fixture(scope="module", params=["script", "fork"])
-def endings(request: pytest.FixtureRequest) -> dict[str, Ending]:
-    """How each script ended, all running side by side: its second rank the script once more, or a fork."""
+@pytest.fixture(scope="module")
+def endings() -> dict[str, Ending]:
+    """How each script ended, all running side by side."""
     environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "MASTER_PORT")}
     scripts = {
         happening: subprocess.Popen(
-            [sys.executable, str(SCRIPT), happening, request.param],
+            [sys.executable, str(SCRIPT), happening],
             cwd=SCRIPT.parents[2],
             env=environment | {"PYTHONPATH": str(SCRIPT.parents[2])},
             stdout=subprocess.PIPE,

