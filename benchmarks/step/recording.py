@@ -55,7 +55,7 @@ class RecordedStrategy(DeepSpeedStrategy):
 
         def keep(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
             read = Pass(*arguments[:6])
-            read.trains = module.training
+            read.trains = torch.is_grad_enabled()  # a DeepSpeed engine is `training` at all times
             self.passes[name].append(read)
 
         assert handle._forward is not None
