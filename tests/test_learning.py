@@ -94,8 +94,12 @@ class TestRunning:
         task = Task("a", "one.yaml")
         task.folder(0).mkdir(parents=True)
         assert not task.finished(0)
-        task.marked(0).write_text(task.mark(0))
+        task.marked(0).write_text(f"{task.mark(0)}\n{runs.code()}\n")
         assert task.finished(0)
+        assert not task.of_other_code()
+        task.marked(0).write_text(f"{task.mark(0)}\nof another day\n")
+        assert task.finished(0)
+        assert task.of_other_code()
         (tmp_path / "one.yaml").write_text("lr: 2")
         assert not task.finished(0)
 

@@ -34,6 +34,8 @@ def main() -> int:
     everything = [*GATES, THEIRS, *FAULTY, *(claim.task for claim in sums.CLAIMS)]
     chosen = [task for task in everything if any(part in task.name for part in given.only)]
     problems = [] if given.table else run_all(chosen, given.jobs)
+    for task in filter(Task.of_other_code, everything):
+        print(f"{task.name}: of other code than this; remove {task.marked(0).parent}/*.finished to train it again")
     problems += [f"{task.name} is not finished" for task in chosen if not task.complete()]
     problems += [problem for task in chosen if task.complete() for problem in failures(task)]
     write()

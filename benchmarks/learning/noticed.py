@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.learning import table
 from benchmarks.learning.faults import FAULTS, Fault
-from benchmarks.learning.runs import ROOT
+from benchmarks.learning.runs import ROOT, code
 
 FOUND = ROOT / "runs" / "learn" / "faults"
 PAGE = ROOT / "docs" / "learning.md"
@@ -31,11 +31,14 @@ def main(names: list[str]) -> int:
     """Run what is wanted, and sum up."""
     FOUND.mkdir(parents=True, exist_ok=True)
     for name in names or [name for name in FAULTS if not kept(name).exists()]:
-        kept(name).write_text(json.dumps(failing(name)), encoding="utf-8")
+        kept(name).write_text(json.dumps({"code": code(), "failed": failing(name)}), encoding="utf-8")
         print(f"{name}: {', '.join(read(name)) or 'NOT NOTICED'}", flush=True)
-    if all(kept(name).exists() for name in FAULTS):
+    there = [name for name in FAULTS if kept(name).exists()]
+    for name in filter(of_other_code, there):
+        print(f"{name}: found with other code; name it to look again")
+    if there == list(FAULTS):
         table.write(PAGE, "faults", lines())
-    return 0 if all(kept(name).exists() and read(name) for name in FAULTS) else 1
+    return 0 if there == list(FAULTS) and all(map(read, FAULTS)) else 1
 
 
 def failing(name: str) -> list[str]:
@@ -68,8 +71,13 @@ def by(name: str, fault: Fault) -> str:
 
 def read(name: str) -> list[str]:
     """What was found."""
-    found: list[str] = json.loads(kept(name).read_text(encoding="utf-8"))
+    found: list[str] = json.loads(kept(name).read_text(encoding="utf-8"))["failed"]
     return found
+
+
+def of_other_code(name: str) -> bool:
+    """Whether a result is of other code than there is."""
+    return bool(json.loads(kept(name).read_text(encoding="utf-8"))["code"] != code())
 
 
 def kept(name: str) -> Path:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from benchmarks.learning.runs import ROOT, Task
+from benchmarks.learning.runs import ROOT, Task, code
 
 
 def run_all(tasks: Iterable[Task], jobs: int) -> list[str]:
@@ -49,13 +49,13 @@ def train(task: Task, seed: int) -> str | None:
     shutil.rmtree(folder, ignore_errors=True)
     task.marked(seed).unlink(missing_ok=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    mark, started = task.mark(seed), time.monotonic()
+    marks, started = f"{task.mark(seed)}\n{code()}\n", time.monotonic()
     with folder.with_suffix(".log").open("w", encoding="utf-8") as log:
         command = [sys.executable, *task.command(seed)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
     if ended.returncode:
         return f"{task.name} with seed {seed} ended with {ended.returncode}: see {log.name}"
-    task.marked(seed).write_text(mark, encoding="utf-8")
+    task.marked(seed).write_text(marks, encoding="utf-8")
     print(f"{task.name} with seed {seed}: {time.monotonic() - started:.0f} s", flush=True)
     return None

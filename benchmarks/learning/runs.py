@@ -6,11 +6,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import yaml
 
 ROOT = Path(__file__).parents[2]
+CODE = ("rlflow", "algorithms", "benchmarks/learning")
 SEEDS = (0, 1, 2)
 Record = Mapping[str, float]
 
@@ -56,7 +58,14 @@ class Task:
 
     def finished(self, seed: int) -> bool:
         """Whether a run by this command and config came to its end."""
-        return self.marked(seed).exists() and self.marked(seed).read_text(encoding="utf-8") == self.mark(seed)
+        return self.marked(seed).exists() and self._marks(seed)[0] == self.mark(seed)
+
+    def of_other_code(self) -> bool:
+        """Whether a finished run was made by other code than there is; it stands until somebody removes its mark."""
+        return any(self.finished(seed) and self._marks(seed)[1:] != [code()] for seed in self.seeds)
+
+    def _marks(self, seed: int) -> list[str]:
+        return self.marked(seed).read_text(encoding="utf-8").splitlines()
 
     def complete(self) -> bool:
         """Whether every seed's run is finished."""
@@ -74,6 +83,16 @@ class Start(Task):
 
     def command(self, seed: int) -> list[str]:
         return [*self.start, "--config", self.config]
+
+
+@cache
+def code() -> str:
+    """A digest of all that trains."""
+    files = [file for name in CODE for file in sorted((ROOT / name).rglob("*.py"))]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def records(folder: Path) -> list[Record]:
