@@ -383,9 +383,9 @@ class Controller:
             now.lengths[node.id] = read.gathered(task.layout, here, self._transport, ranks)
         elif node.role is not None:
             self._compared(node.role)
-        else:
-            require_numbers(node, result, read, task.layout, self._transport)
         now.buffer.put(node.id, result, node.returns, space, task.layout, now.lengths.get(node.id))
+        if node.role is None:
+            require_numbers(node, result, read, task.layout, self._transport)
         self._free(task.frees, now)
         for callback in self._callbacks:
             callback.on_node_end(node.id)

@@ -142,3 +142,28 @@ def test_a_part_that_is_nan_on_one_rank_ends_all_with_its_row(policy: Path, tmp_
     errors = [result.error for result in ranks2.run(failing_fit, run)]
     assert errors[0] == errors[1]
     assert re.match(r"part `begins` of `parts` is NaN for row [13] of prompt [01] of the run \(.*test_parts", errors[0])
+
+
+class OneNumber(PartsGRPO):
+    """Returns a number of all samples where one of each is annotated."""
+
+    def advantages(self, rollout: Rollout, parts: dict[str, PerSample], odd: Odd) -> PerSample:
+        return parts["odd"].sum()
+
+
+class NotOdd(PartsGRPO):
+    """Returns another type than it is annotated with."""
+
+    def odd(self, parts: dict[str, PerSample]) -> Odd:
+        return parts["odd"]
+
+
+WRONG = {OneNumber: "`advantages` has shape [] and is annotated", NotOdd: "`odd` is a Tensor and is annotated as Odd"}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_value_that_is_not_of_its_type_is_one_line_on_two_ranks_too(
+    kind: type[PartsGRPO], policy: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    for result in ranks2.run(failing_fit, run_of(policy, tmp_path / "run", kind, prompts=2, strategy=ZERO2)):
+        assert result.error.startswith(WRONG[kind])
