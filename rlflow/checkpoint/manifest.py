@@ -30,7 +30,7 @@ class Progress:
         before: Validation before the first step.
         module: The module's own state.
         callbacks: The callbacks' states, in order.
-        chosen: The rows of epochs that the module chose, see `rlflow.data.chosen`; None where it does not choose.
+        chosen: The rows of epochs that the module chose, see `rlflow.data.chosen_rows`; None where it does not choose.
     """
 
     step: int

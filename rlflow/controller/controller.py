@@ -15,10 +15,10 @@ from rlflow.callbacks.callback import Callback
 from rlflow.controller.context import NodeContext, Running
 from rlflow.controller.crossing import Crossing
 from rlflow.controller.filling import Filling
+from rlflow.controller.finite import require_finite
 from rlflow.controller.gap import LogprobGap
 from rlflow.controller.in_step import InStep
 from rlflow.controller.keeping import Keeping
-from rlflow.controller.not_numbers import require_numbers
 from rlflow.controller.partial import PartialRollout
 from rlflow.controller.probe import Probe
 from rlflow.controller.syncing import WeightSync
@@ -385,7 +385,7 @@ class Controller:
             self._compared(node.role)
         now.buffer.put(node.id, result, node.returns, space, task.layout, now.lengths.get(node.id))
         if node.role is None:
-            require_numbers(node, result, read, task.layout, self._transport)
+            require_finite(node, result, read, task.layout, self._transport)
         self._free(task.frees, now)
         for callback in self._callbacks:
             callback.on_node_end(node.id)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlflow.data.batch import Batch, Pairs, Ragged
-from rlflow.data.chosen import Choose, ChosenRows, Epoch
+from rlflow.data.chosen_rows import Choose, ChosenRows, Epoch
 from rlflow.data.lengths import count, count_together, keep_counts, key_of, read_counts
 from rlflow.data.prompts import Encoder, Example, PromptData
 from rlflow.data.scan import Scan, scan

@@ -9,7 +9,7 @@ from typing import Self
 from torch import Tensor
 
 from rlflow.data.batch import Batch, Pairs
-from rlflow.data.chosen import Epoch
+from rlflow.data.chosen_rows import Epoch
 from rlflow.data.loader import Loader
 
 _Draw = tuple[int, int, int]  # draw, shard, shards

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlflow.data.host_copy import on_host
 from rlflow.errors import UserError
 
 _COUNT, _MEAN, _SQUARES = range(3)  # of the numbers of a prompt: how many, their mean, their squared deviations' sum
@@ -44,18 +46,33 @@ class PromptMemory:
         self._record(group, x)
 
     def count(self, prompts: Tensor) -> Tensor:
-        """`[N]` float64: how many numbers were seen of these places in the dataset, `[N]` int64."""
+        """`[N]` float64, on the device of `prompts`: how many numbers were seen of these places in the dataset.
+
+        Args:
+            prompts: `[N]` int64, from 0; `RLModule.dataset_rows` says them of `rollout.group`.
+        """
         return self._of(prompts)[:, _COUNT]
 
-    def mean(self, prompts: Tensor) -> Tensor:
-        """`[N]` float64: their mean; NaN where none was seen."""
-        count, mean, _ = self._of(prompts).unbind(dim=1)
-        return mean.where(count > 0, torch.nan)
+    def mean(self, prompts: Tensor, unseen: float = math.nan) -> Tensor:
+        """`[N]` float64, on the device of `prompts`: their mean.
 
-    def std(self, prompts: Tensor) -> Tensor:
-        """`[N]` float64: their standard deviation, N - 1 in its denominator; NaN where fewer than two were seen."""
+        Args:
+            prompts: As of `count`.
+            unseen: What it is where no number was seen. Give a number where a node returns the mean: a NaN in its value
+                ends the run.
+        """
+        count, mean, _ = self._of(prompts).unbind(dim=1)
+        return mean.where(count > 0, unseen)
+
+    def std(self, prompts: Tensor, unseen: float = math.nan) -> Tensor:
+        """`[N]` float64, on the device of `prompts`: their standard deviation, N - 1 in its denominator.
+
+        Args:
+            prompts: As of `count`.
+            unseen: What it is where fewer than two numbers were seen; see `mean`.
+        """
         count, _, squares = self._of(prompts).unbind(dim=1)
-        return (squares / (count - 1).clamp(min=1)).sqrt().where(count > 1, torch.nan)
+        return (squares / (count - 1).clamp(min=1)).sqrt().where(count > 1, unseen)
 
     def attach(self, record: Callable[[Tensor, Tensor], None]) -> None:
         """Called by the module: where updates go until the end of the step."""
@@ -112,9 +129,10 @@ class PromptMemory:
         self._moments[prompts] = torch.tensor(state["moments"], dtype=torch.float64).view(-1, 3)
 
     def _of(self, prompts: Tensor) -> Tensor:
-        """`[N, 3]`, zeros where nothing was seen."""
-        self._grow(int(prompts.max()) + 1 if len(prompts) else 0)
-        return self._moments[prompts.cpu()]
+        """`[N, 3]` on the device of `prompts`, zeros where nothing was seen."""
+        rows = on_host(prompts)
+        self._grow(int(rows.max()) + 1 if len(rows) else 0)
+        return self._moments[rows].to(prompts.device)
 
     def _grow(self, rows: int) -> None:
         lacking = rows - len(self._moments)

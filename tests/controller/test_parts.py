@@ -129,11 +129,13 @@ def test_what_fails_to_score_on_one_rank_ends_all_with_its_line(policy: Path, tm
 class NotANumber(PartsGRPO):
     """Makes a NaN of the second sample of the prompt `0+0=`, which lies on one rank alone."""
 
+    broken = float("nan")
+
     def parts(self, rollout: Rollout) -> dict[str, PerSample]:
         parts = self.reward_parts(rollout)
         for row, asked in enumerate(rollout.rows):
             if asked["question"] == "0+0=" and row % 2:
-                parts["begins"][row] = float("nan")
+                parts["begins"][row] = self.broken
         return parts
 
 
@@ -141,7 +143,20 @@ def test_a_part_that_is_nan_on_one_rank_ends_all_with_its_row(policy: Path, tmp_
     run = replace(run_of(policy, tmp_path / "run", NotANumber, prompts=2, strategy=ZERO2), data=sums(2, 2))
     errors = [result.error for result in ranks2.run(failing_fit, run)]
     assert errors[0] == errors[1]
-    assert re.match(r"part `begins` of `parts` is NaN for row [13] of prompt [01] of the run \(.*test_parts", errors[0])
+    assert re.match(
+        r"part `begins` of `parts` is infinite or NaN for row [13] of prompt [01] of the run \(.*test_parts", errors[0]
+    )
+
+
+class Infinite(NotANumber):
+    """Divides by 0."""
+
+    broken = float("inf")
+
+
+def test_what_two_ranks_refuse_one_refuses_too(policy: Path, tmp_path: Path) -> None:
+    error = failing_fit(run_of(policy, tmp_path / "run", Infinite, prompts=2)).error
+    assert re.match(r"part `begins` of `parts` is infinite or NaN for row \d+ of prompt \d+ of the run", error)
 
 
 class OneNumber(PartsGRPO):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlflow.data.chosen import ChosenRows
+from rlflow.data.chosen_rows import ChosenRows
 from rlflow.data.prompt_memory import PromptMemory
 from rlflow.errors import UserError
 
@@ -30,6 +30,12 @@ def test_several_steps_come_to_the_mean_and_deviation_of_all_numbers() -> None:
     assert memory.std(rows)[0].item() == pytest.approx(math.sqrt(7), rel=1e-15)
     assert memory.mean(rows)[2:].isnan().all()
     assert memory.std(rows)[1:].isnan().all()
+
+
+def test_what_was_not_seen_is_a_number_of_one_s_own() -> None:
+    memory, rows = learned(([3, 7, 3], [1.0, 4.0, 0.0])), torch.tensor([3, 7, 0])
+    assert memory.mean(rows, unseen=-1).tolist() == [0.5, 4.0, -1.0]
+    assert memory.std(rows, unseen=0)[1:].tolist() == [0.0, 0.0]
 
 
 def test_a_memory_comes_back_from_json_to_the_bit() -> None:

@@ -89,3 +89,20 @@ def _inferred() -> list[list[int]]:
 
 def test_nothing_is_remembered_of_tensors_whose_changes_nobody_counts(device1: RankPool) -> None:
     assert device1.run(_inferred) == [[[3, 1, 2], [4, 2, 3]]]
+
+
+def _memory_read_there() -> tuple[list[float], bool]:
+    from rlflow.data.prompt_memory import PromptMemory
+    from tests.device.elsewhere import DEVICE
+
+    memory = PromptMemory()
+    memory.learn(torch.tensor([1, 2, 2]), torch.tensor([4.0, 1.0, 3.0], dtype=torch.float64))
+    read = [of(torch.tensor([2, 0], device=DEVICE)) for of in (memory.count, memory.mean, memory.std)]
+    return [float(x[0].cpu()) for x in read], all(x.device == DEVICE for x in read)
+
+
+def test_what_is_remembered_of_prompts_is_where_they_are(device1: RankPool) -> None:
+    (((count, mean, std), is_there),) = device1.run(_memory_read_there)
+    assert (count, mean) == (2, 2)  # of 1 and 3
+    assert abs(std - 2**0.5) < 1e-15
+    assert is_there

@@ -46,19 +46,20 @@ def prompts(count: int) -> PromptData:
     return sums(2 * count, count)
 
 
-def test_a_grpo_step_waits_seven_times_whatever_its_size(tmp_path: Path, device1: RankPool) -> None:
+def test_a_grpo_step_waits_nine_times_whatever_its_size(tmp_path: Path, device1: RankPool) -> None:
     (small,), (large,) = small_and_large(grpo, tmp_path, device1, prompts)
     assert small == large
     # Groups of equal prompts, for the advantages and for the share that has a signal: 2 each. Once the fingerprints of
-    # a sync, the norm of an update's gradient, and the metrics.
-    assert small.total() == 7, small
+    # a sync, the norm of an update's gradient, and the metrics. Whether rewards and advantages are finite: 2.
+    assert small.total() == 9, small
 
 
-def test_a_ppo_step_waits_nineteen_times_whatever_its_size(tmp_path: Path, device1: RankPool) -> None:
+def test_a_ppo_step_waits_twenty_times_whatever_its_size(tmp_path: Path, device1: RankPool) -> None:
     (small,), (large,) = small_and_large(ppo, tmp_path, device1, prompts)
     assert small == large
     # Moments of advantages, returns and values: 12. Two norms; fingerprints and metrics. Groups beside all rows: 3.
-    assert small.total() == 19, small
+    # Whether rewards are finite: 1.
+    assert small.total() == 20, small
 
 
 def test_a_step_on_pairs_waits_twice_whatever_its_size(tmp_path: Path, device1: RankPool) -> None:

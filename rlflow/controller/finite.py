@@ -1,4 +1,4 @@
-"""A NaN that a node makes on one rank ends all of its ranks, in one line that names the row."""
+"""An infinite or NaN number that a node makes on one rank ends all of its ranks, in one line that names the row."""
 
 from __future__ import annotations
 
@@ -9,32 +9,39 @@ from torch import Tensor
 
 from rlflow.dag.node import Node
 from rlflow.data.batch import Cut, columns
+from rlflow.data.host_copy import bring_over, on_host
 from rlflow.data.layout import Layout
 from rlflow.data.rows import RowSpace
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
 
 
-def require_numbers(node: Node, value: Any, space: RowSpace, layout: Layout, transport: Transport) -> None:
-    """Refuse a NaN in numbers of samples that a node without a role made; called by all its ranks.
+def require_finite(node: Node, value: Any, space: RowSpace, layout: Layout, transport: Transport) -> None:
+    """Refuse infinite and NaN numbers of samples that a node without a role made; called by all its ranks.
 
-    On one rank nobody waits for others, and what reads the value says it: see `rlflow.functional`.
+    Args:
+        node: That made the value.
+        value: Of the type that the node is annotated with.
+        space: The rows of the value.
+        layout: Where they lie.
+        transport: To the other ranks.
 
     Raises:
         UserError: There is one, on any rank: all raise it, with the sample of the lowest id.
     """
-    if len(layout.ranks) == 1 or not node.makes_value or node.returns is Any:
+    if not node.makes_value or node.returns is Any:
         return
     numbers = _numbers(value, node.returns)
     if numbers is None:
         return
     found = []
     held = space.held(layout, transport.rank)
-    for name, x in numbers.items():
-        missing = x.detach().isnan().flatten(1).any(dim=1) if x.dim() > 1 else x.detach().isnan()
-        found += [
-            (int(space.ids[held[row]]), int(space.groups[held[row]]), name) for row in missing.nonzero()[:1, 0].tolist()
-        ]
+    broken = {name: ~x.detach().isfinite() for name, x in numbers.items()}
+    bring_over(broken.values())  # the host waits for the device once
+    for name, of_x in broken.items():
+        here = on_host(of_x)
+        rows = (here.flatten(1).any(dim=1) if here.dim() > 1 else here).nonzero()[:1, 0].tolist()
+        found += [(int(space.ids[held[row]]), int(space.groups[held[row]]), name) for row in rows]
     ranks = transport.gather_bytes(json.dumps(found).encode() if found else b"", layout.ranks)
     of_all = [each for rank in ranks if rank for each in json.loads(rank)]
     if of_all:
@@ -42,7 +49,7 @@ def require_numbers(node: Node, value: Any, space: RowSpace, layout: Layout, tra
         what = f"part `{name}` of `{node.id}`" if name else f"`{node.id}`"
         of = f" of prompt {group}" if group != row else ""
         raise UserError(
-            f"{what} is NaN for row {row}{of} of the run ({node.place}); mend what made it, or mask the row"
+            f"{what} is infinite or NaN for row {row}{of} of the run ({node.place}); mend what made it, or mask the row"
         )
 
 
