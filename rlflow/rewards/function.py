@@ -15,7 +15,7 @@ class CallableReward(SampleReward):
 
     Args:
         function: Dotted path such as `my_rewards.brevity`, or the function itself. Of a dict each part is logged, and
-            nodes read it by `self.reward_parts`.
+            nodes read it by `self.reward_parts`; inside a `WeightedSum` the sum alone is a part.
         on_error: `raise` or `zero`; see `SampleReward`.
     """
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from rlflow.errors import UserError, did_you_mean, one_line
 
 OnError = Literal["raise", "zero"]
+TAKEN = ("mean", "errors", "outcome", "overlong", "model")  # what is logged of a reward beside its parts
 LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ class Scores:
 
     Attributes:
         total: The reward of each sample.
-        parts: Scores that went into the total, by name, each as long as `total`.
+        parts: Scores that went into the total, by name, each as long as `total`; no name of `TAKEN`.
         errors: How many samples the scorer failed on and were scored 0.
     """
 
@@ -52,11 +53,17 @@ def scored(reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]])
     """What `reward` gives, checked: a finite number in float32 for each sample, and each part likewise.
 
     Raises:
-        UserError: It gives another length, or no number; as `Reward.score`.
+        UserError: It gives another length, or no number, or a part has the name of another metric of rewards; as
+            `Reward.score`.
     """
     scores = reward.score(texts, rows)
     if not isinstance(scores, Scores):
         raise UserError(f"{reward} returned {scores!r:.60} for {len(texts)} samples; return `rlflow.Scores`")
+    if taken := next((name for name in scores.parts if name in TAKEN), None):
+        raise UserError(
+            f"{reward} has a part `{taken}`, and another number is logged under this name; give the part a name other"
+            f" than {', '.join(TAKEN)}"
+        )
     for name, values in {"total": scores.total, **scores.parts}.items():
         if len(values) != len(texts):
             raise UserError(

@@ -12,6 +12,8 @@ from rlflow.rewards.reward import Reward, Scores, scored
 class WeightedSum(Reward):
     """The weighted sum of several rewards; each part is logged unweighted under its name.
 
+    Of a reward that has parts of its own, such as a function that returns a dict, their sum is one part here.
+
     Args:
         parts: The rewards by name.
         weights: The weight of each, under the same names.

@@ -248,3 +248,10 @@ def test_under_zero_a_failed_sample_has_0_as_each_of_its_parts() -> None:
 
     scores = CallableReward(two, on_error="zero").score(["ab", ""], [{}] * 2)
     assert scores == Scores([1.5, 0.0], {"right": [1.0, 0.0], "brevity": [0.5, 0.0]}, errors=1)
+
+
+@pytest.mark.parametrize("name", ["mean", "errors", "outcome", "overlong", "model"])
+def test_a_part_is_not_called_as_another_metric(name: str) -> None:
+    reward = WeightedSum({name: CallableReward(length)}, {name: 1.0})
+    with pytest.raises(UserError, match=f"has a part `{name}`, and another number is logged under this name"):
+        scored(reward, ["a"], [{}])
