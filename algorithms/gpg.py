@@ -22,7 +22,6 @@ class GPG(PolicyGradient):
     group_size: int = 8
 
     compares_group: ClassVar[bool] = True
-    unclipped: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = (
         "anchor",
         "clip_low",

@@ -131,6 +131,14 @@ class PolicyGradient(RLModule):
         return self.epochs > 1 or self.samples_per_update is not None or self._restrains_reward or draws_dropout
 
     @property
+    def ignores_sampler(self) -> bool:
+        """With `anchor: old` a clip is around the policy at the start of the step; importance weights know who sampled.
+
+        With one update a step the ratio to that policy is 1, and no clip acts at all.
+        """
+        return self.importance is None if self.anchor == "old" else self.unclipped
+
+    @property
     def _restrains_reward(self) -> bool:
         return self.kl_in_reward and self.kl_coef > 0
 

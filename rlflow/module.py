@@ -57,8 +57,8 @@ class RLModule:
         mask_truncated: Whether responses that were cut at the longest length are left out of losses; they stay in their
             group's baseline. The overlong filtering of DAPO, arXiv 2503.14476, section 3.4.
         max_draws: Batches of prompts that a filter draws at most to fill a step.
-        unclipped: Whether no clip, cap or mask of the loss holds the policy near the one that sampled. A run that
-            trains on samples of older weights is then warned of it, once.
+        unclipped: Whether the loss has no clip, cap or mask at all. A run that makes several updates a step, or trains
+            on samples of older weights, is then warned of it, once.
         config_models: Model handles by role that a config gives beside or in place of those of `configure_models`.
         config_nodes: Nodes that a config adds, puts in the place of others, or removes.
     """
@@ -76,6 +76,11 @@ class RLModule:
     config_nodes: tuple[Entry, ...] = ()
 
     _context: StepContext | None = None
+
+    @property
+    def ignores_sampler(self) -> bool:
+        """Whether nothing in the loss holds the policy near the one that sampled, where that had older weights."""
+        return self.unclipped
 
     def configure_models(self) -> None:
         """Assign the model handles (`CausalLM`, ...) to `self`; an attribute's name is the role's name."""
@@ -150,7 +155,7 @@ class RLModule:
         return rollout
 
     def reward_function(self, rollout: Rollout, name: str = "reward") -> PerSample:
-        """The module's `reward` of each sample `[B]` float32.
+        """The module's `reward` of each sample `[B]` float32; called by all ranks of the node alike.
 
         Args:
             rollout: The samples, where they were made.
@@ -161,9 +166,9 @@ class RLModule:
     def reward_parts(self, rollout: Rollout, name: str = "reward") -> dict[str, PerSample]:
         """What the module's `reward` is made of: `[B]` float32 by the part's name, the same names on all ranks.
 
-        The parts of a `WeightedSum`, before they are weighted, or those of a dict that a reward's function returns. It
-        scores as `reward_function` does, so call one of the two. A node hands parts on as `dict[str, PerSample]`, or as
-        a frozen dataclass of `PerSample` that it makes from them.
+        Called by all ranks of the node alike. Of a `WeightedSum` its parts, before they are weighted, or those of a
+        dict that a reward's function returns. It scores as `reward_function` does, so call one of the two. A node hands
+        parts on as `dict[str, PerSample]`, or as a frozen dataclass of `PerSample` that it makes from them.
 
         Args:
             rollout: The samples, where they were made.
@@ -222,7 +227,7 @@ class RLModule:
     def quantile(self, x: Tensor, q: float | Sequence[float], mask: Tensor | None = None) -> Tensor:
         """The number below which a share `q` of the entries of all rows of all ranks lies; as `torch.quantile` of all.
 
-        Exact, and the same on any number of ranks; what ranks tell one another does not grow with the entries. It
+        Exact, and the same on any number of ranks; what ranks exchange does not grow with the entries. It
         chooses some tokens of a step, such as those of highest entropy, arXiv 2506.01939.
 
         Args:
@@ -245,7 +250,11 @@ class RLModule:
         return self._running().all_rows(x)
 
     def dataset_rows(self, group: Tensor) -> Tensor:
-        """Places in the dataset `[B]` int64, counted from 0, of prompts as `rollout.group` names them, `[B]`."""
+        """Places in the dataset `[B]` int64, counted from 0, of prompts as `rollout.group` names them, `[B]`.
+
+        Raises:
+            UserError: It was called in a train node or in validation.
+        """
         return self._running().dataset_rows(group)
 
     def _moments(self, x: Tensor, mask: Tensor | None) -> Tensor:

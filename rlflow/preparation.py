@@ -386,20 +386,25 @@ def table(module: RLModule, data: PromptData, prepared: Prepared, world_size: in
 
 def unclipped(module: RLModule, prepared: Prepared, prompts_per_step: int) -> list[str]:
     """A warning, where a loss that nothing holds near the policy that sampled meets samples of older weights."""
-    if not module.unclipped:
-        return []
     updates = max(updates_per_step(module, role, prompts_per_step) for role in prepared.graph.trained_roles())
+    staleness, ignores = prepared.plan.max_staleness, module.ignores_sampler
     stale = {
-        f"`trainer.max_staleness` is {prepared.plan.max_staleness}": prepared.plan.max_staleness > 0,
-        "`trainer.partial_rollout` continues responses with newer weights": prepared.plan.cuts_off,
-        f"a step makes {updates} updates": updates > 1,
+        f"`trainer.max_staleness` is {staleness}": ignores and staleness > 0,
+        "`trainer.partial_rollout` continues responses with newer weights": ignores and prepared.plan.cuts_off,
+        f"a step makes {updates} updates": module.unclipped and updates > 1,
     }
     return [
         f"warning: {why}, and the loss of {type(module).__name__} has no clip, cap or mask that holds the policy near"
-        " the one that sampled; train without that, or by an algorithm that has one, such as GRPO, CISPO or DPPO"
+        f" the one that sampled; {_WHAT_HOLDS}"
         for why, holds in stale.items()
         if holds
     ][:1]
+
+
+_WHAT_HOLDS = (
+    "set `importance` with `anchor: old`, or take DPPO, OffPolicySequenceMasking, or GRPO with `anchor: rollout`, whose"
+    " clip is then around it"
+)
 
 
 def _where(layout: Layout, world_size: int) -> str:

@@ -10,6 +10,8 @@ import pytest
 
 from rlflow import algorithms
 from rlflow.algorithms import PolicyGradient
+from rlflow.placement import Machines
+from rlflow.preparation import prepare, unclipped
 from tests.controller.runs import SGD, Fit, OddCharacters, fit, sums
 
 WARNS = "has no clip, cap or mask that holds the policy near the one that sampled"
@@ -35,9 +37,38 @@ def test_several_updates_of_an_unclipped_loss_are_warned_of_once(warnings: Warni
     assert "warning: a step makes 2 updates, and the loss of REINFORCE has no clip" in line
 
 
-def test_partial_rollouts_of_an_unclipped_loss_are_warned_of(warnings: Warnings) -> None:
-    (line,) = warnings(algorithms.GPG, {"partial_rollout": 8})
-    assert "`trainer.partial_rollout` continues responses with newer weights, and the loss of GPG" in line
+@pytest.mark.parametrize("algorithm", [algorithms.GPG, algorithms.OPO])
+def test_partial_rollouts_are_warned_of_without_importance(algorithm: type[PolicyGradient], warnings: Warnings) -> None:
+    (line,) = warnings(algorithm, {"partial_rollout": 8}, importance=None)
+    of = f"`trainer.partial_rollout` continues responses with newer weights, and the loss of {algorithm.__name__}"
+    assert of in line
+    assert "set `importance`" in line
+
+
+def test_samples_one_step_old_are_warned_of_without_importance(policy: Path, tmp_path: Path) -> None:
+    def lines(**given: Any) -> list[str]:
+        module = algorithms.GRPO(str(policy), OddCharacters(), SGD, group_size=2, max_response_length=8, **given)
+        prepared = prepare(
+            module,
+            sums(4, 2),
+            seed=0,
+            machines=Machines(num_nodes=1, devices=2),
+            tensor_parallel_size=1,
+            placement={"rollout": 0, "actor": 1},
+            max_staleness=1,
+            cuts_off=False,
+            packing=True,
+            max_steps=1,
+            max_epochs=None,
+            limit_val_batches=None,
+            scratch=tmp_path,
+        )
+        return unclipped(module, prepared, 2)
+
+    (line,) = lines(importance=None)
+    assert line.startswith("warning: `trainer.max_staleness` is 1, and the loss of GRPO")
+    assert lines(importance=None, samples_per_update=2)  # its clip is near the trainer's policy, not the engine's
+    assert lines() == lines(importance=None, anchor="rollout") == []
 
 
 @pytest.mark.parametrize(
