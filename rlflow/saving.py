@@ -19,7 +19,7 @@ from rlflow.data.surplus import SURPLUS, UNDER_WAY, flight_name, read_kept
 from rlflow.data.transport import Transport
 from rlflow.errors import UserError
 from rlflow.metrics import Metrics
-from rlflow.module import RLModule
+from rlflow.module import RLModule, chooses_prompts
 from rlflow.preparation import Prepared
 from rlflow.run_folder import RunFolder
 from rlflow.samples import Samples
@@ -84,6 +84,7 @@ class Saving:
         if trainer.ckpt_path is not None:
             self.resumed = checkpoint.find(trainer.ckpt_path, trainer.run_dir)
             self.progress = checkpoint.read_progress(self.resumed, trainer.seed, prepared.train.scan.digest)
+            self._require_same_choice(self.resumed, self.progress)
             self._require_flights(self.resumed, self.progress.step)
             self._require_parts(self.resumed)
         self.before: dict[str, float] = {} if self.progress is None else self.progress.before
@@ -151,6 +152,7 @@ class Saving:
             module=self._module_state(),
             callbacks=[callback.state_dict() for callback in self._trainer.callbacks],
             chosen=self._chosen_rows(),
+            prompts_per_step=self._prepared.train.prompts_per_step,
         )
         later = self._metrics.of_later_steps(done - 1)
         logged = {"metrics": later, "samples": self._samples.of_later_steps()} if later else {}
@@ -358,6 +360,22 @@ class Saving:
         of_ranks = self._gather(chosen.state_dict() if self._transport.rank == loads else None)
         rows: list[dict[str, Any]] = of_ranks[loads]
         return rows
+
+    def _require_same_choice(self, folder: Path, progress: Progress) -> None:
+        """Every rank looks before anything is loaded, so all end alike."""
+        chose, chooses = progress.chosen is not None, chooses_prompts(self._module)
+        if chose != chooses:
+            raise UserError(
+                f"{folder} was made by a module {'with' if chose else 'without'} `choose_prompts`, and this one has"
+                f" {'one' if chooses else 'none'}, so the run would draw other prompts; continue with the same module,"
+                " or start a new run from its model"
+            )
+        now, then = self._prepared.train.prompts_per_step, progress.prompts_per_step
+        if chose and then not in (None, now):
+            raise UserError(
+                f"`data.prompts_per_step` is {now}, and the run of {folder} chose prompts for steps of {then}; continue"
+                " with the same, or start a new run from its model"
+            )
 
     def _require_flights(self, folder: Path, done: int) -> None:
         """Every rank looks before anything is loaded, so all end alike."""

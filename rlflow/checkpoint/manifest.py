@@ -31,6 +31,7 @@ class Progress:
         module: The module's own state.
         callbacks: The callbacks' states, in order.
         chosen: The rows of epochs that the module chose, see `rlflow.data.chosen_rows`; None where it does not choose.
+        prompts_per_step: Prompts of one draw, which the chosen rows are cut by; None in a checkpoint without it.
     """
 
     step: int
@@ -42,6 +43,7 @@ class Progress:
     module: dict[str, Any] = field(default_factory=dict)
     callbacks: list[dict[str, Any]] = field(default_factory=list)
     chosen: list[dict[str, Any]] | None = None
+    prompts_per_step: int | None = None
 
 
 @dataclass(frozen=True)
