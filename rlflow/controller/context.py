@@ -28,7 +28,7 @@ from rlflow.rollout.sampling import sample
 
 @dataclass(frozen=True)
 class Running:
-    """The node under way: its rows, where they lie, the policy version and draw it runs at, and how far it samples."""
+    """The node that runs: its rows, where they lie, the policy version and draw it runs at, and how far it samples."""
 
     node: Node
     space: RowSpace
@@ -38,8 +38,35 @@ class Running:
     part: Part | None = None
 
 
+_NUMBERS = 6  # that are gathered of each row: draw, place of the node, call, id, prompt, the number itself
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What one call of a node gave a memory of this rank's rows.
+
+    Attributes:
+        memory: Its name.
+        node: The node's id.
+        draw: At which the node ran.
+        call: Which of the node's calls for this memory, from 0.
+        rows: `[3, B]` float64: the rows' ids, their prompts' places in the dataset, the numbers.
+    """
+
+    memory: str
+    node: str
+    draw: int
+    call: int
+    rows: Tensor
+
+    def keyed(self, place: int) -> Tensor:
+        """`[6, B]`: by what the rows are ordered, the node's place in the graph among it; then prompts and numbers."""
+        keys = self.rows.new_tensor([self.draw, place, self.call])[:, None].expand(3, self.rows.shape[1])
+        return torch.cat([keys, self.rows])
+
+
 class NodeContext:
-    """Implements `rlflow.module.StepContext` for the node under way on this rank."""
+    """Implements `rlflow.module.StepContext` for the node that runs on this rank."""
 
     def __init__(
         self,
@@ -66,7 +93,7 @@ class NodeContext:
         self._on_scores = on_scores
         self._rows_of = rows_of
         self._measures = False
-        self.remembered: dict[int, list[tuple[str, Tensor]]] = {}  # by step: a memory's name, and [4, B], see `learn`
+        self.remembered: dict[int, list[Remembered]] = {}  # by step
         self.running: Running | None = None
         self.under_way: Tensor | None = None  # [B] bool, which of the node's samples were cut off
 
@@ -180,6 +207,11 @@ class NodeContext:
 
     def dataset_rows(self, group: Tensor) -> Tensor:
         self._outside_training("dataset_rows")
+        if self._measures:
+            raise UserError(
+                "`dataset_rows` was called in validation, whose prompts are not those of the training rows; call it in"
+                " a node"
+            )
         return on_device(self._rows_of(on_host(group)), group.device)
 
     def remember(self, memory: str, group: Tensor, x: Tensor) -> None:
@@ -189,40 +221,47 @@ class NodeContext:
         if not self._speaks(now):
             return
         of_step = self.remembered.setdefault(self._metrics.step, [])
+        call = sum((each.memory, each.node, each.draw) == (memory, now.node.id, now.draw) for each in of_step)
         ids = now.space.ids[now.space.held(now.layout, self._transport.rank)]
-        call = torch.full_like(ids, sum(name == memory for name, _ in of_step))
-        rows = [part.double() for part in (call, ids, self._rows_of(on_host(group)), x.detach().cpu())]
-        of_step.append((memory, torch.stack(rows)))
+        rows = [part.double() for part in (ids, self._rows_of(on_host(group)), x.detach().cpu())]
+        of_step.append(Remembered(memory, now.node.id, now.draw, call, torch.stack(rows)))
 
-    def learn(self, memories: Mapping[str, PromptMemory], step: int) -> None:
+    def learn(self, memories: Mapping[str, PromptMemory], nodes: Sequence[str], step: int) -> None:
         """Let memories learn what all ranks' nodes gave in a step; by all ranks.
 
-        Of each row of a node: by which call it was given, the row's id, the prompt's place in the dataset, the number.
-        The first two are the order in which it is learned, the same on any number of ranks.
+        The order is that of draws, of nodes, of a node's calls, and of the rows' ids: the same on any number of ranks.
+
+        Args:
+            memories: By name.
+            nodes: All of the graph, in its order.
+            step: Whose nodes they were.
         """
         here = self.remembered.pop(step, [])
         for name, memory in memories.items():
-            mine = torch.cat([torch.zeros(4, 0, dtype=torch.float64), *(x for of, x in here if of == name)], dim=1)
+            parts = [each.keyed(nodes.index(each.node)) for each in here if each.memory == name]
+            mine = torch.cat([torch.zeros(_NUMBERS, 0, dtype=torch.float64), *parts], dim=1)
             ranks = self._transport.all_gather_ragged(mine.flatten())
-            rows = torch.cat([each.cpu().view(4, -1) for each in ranks], dim=1)
-            for key in (1, 0):  # by the call, and by the row's id in it
+            rows = torch.cat([each.cpu().view(_NUMBERS, -1) for each in ranks], dim=1)
+            *keys, prompts, x = range(_NUMBERS)
+            for key in reversed(keys):
                 rows = rows[:, rows[key].argsort(stable=True)]
-            memory.learn(rows[2].long(), rows[3])
+            memory.learn(rows[prompts].long(), rows[x])
 
     def of_later_steps(self, step: int) -> list[dict[str, Any]]:
-        """What is to be learned of steps after `step`, JSON-able: these are under way."""
+        """What is to be learned of steps after `step`, JSON-able: these are in progress."""
         return [
-            {"step": later, "memory": name, "rows": rows.tolist()}
-            for later, each in self.remembered.items()
-            for name, rows in each
+            {"step": later, **vars(each), "rows": each.rows.tolist()}
+            for later, of_step in self.remembered.items()
+            for each in of_step
             if later > step
         ]
 
     def remember_again(self, later_steps: Sequence[Mapping[str, Any]]) -> None:
         """Take back what `of_later_steps` gave."""
         for stored in later_steps:
-            rows = torch.tensor(stored["rows"], dtype=torch.float64).view(4, -1)
-            self.remembered.setdefault(stored["step"], []).append((stored["memory"], rows))
+            given = {name: x for name, x in stored.items() if name != "step"}
+            given["rows"] = torch.tensor(stored["rows"], dtype=torch.float64).view(3, -1)
+            self.remembered.setdefault(stored["step"], []).append(Remembered(**given))
 
     def _now(self) -> Running:
         assert self.running is not None, "no node is running"

@@ -414,7 +414,7 @@ class Controller:
         if self._fills:
             self._metrics.largest(draws_total, float(self.draws))
         worked = time.perf_counter() - self._slot_began - (self._trace.waited_s - self._waited_before)
-        self.context.learn(self._module.memories(), step)
+        self.context.learn(self._module.memories(), [node.id for node in self._graph.order], step)
         self._reduced = self._metrics.reduce(self._transport, worked)
         self._transport.clock.settle()  # of this very collective, which belongs to no later step
         self.draws = int(self._reduced.get(draws_total, self.draws))  # ranks without a part in it learn it

@@ -1,4 +1,4 @@
-"""The rows of epochs that a module chooses, kept so that a run goes on in the middle of an epoch."""
+"""The rows of epochs that a module chooses, kept so that a run resumes in the middle of an epoch."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The number with `k` others below it is found byte by byte. A float64 read as an integer has the order of the floats, so
 its first byte follows from how many numbers begin with each of 256 bytes; then only those that begin with it are looked
-at, eight times in all. Ranks tell one another counts, 2 KiB for each byte and each of the two neighbours of a quantile,
+at, eight times in all. Ranks exchange counts, 2 KiB for each byte and each of the two neighbours of a quantile,
 whatever the number of tokens; gathered, these would take 8 bytes each on every rank. Nothing is rounded,
 so the result does not depend on who holds which number, and nothing has to converge, as in a bisection of the range.
 """

@@ -77,7 +77,7 @@ def broken_rows(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def not_finite(rows: Tensor) -> UserError:
-    """What to say of rows `[N]` that were to be whitened."""
+    """The error for rows `[N]` that cannot be whitened."""
     return UserError(
         f"row {rows[0].item()}, one of {len(rows)}, has an infinite or NaN entry, and whitening by the mean of all rows"
         " would leave none; look at its reward, at the critic's values and at KL"

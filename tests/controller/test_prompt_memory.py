@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from rlflow import PerSample, PromptMemory, Rollout, node
+from rlflow import Batch, PerSample, PromptMemory, Rollout, node
 from rlflow.functional import group_has_signal
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, StopsAfter, failing_fit, fit, sums
 from tests.ranks import RankPool
@@ -149,3 +152,68 @@ def test_a_filter_s_draws_go_from_epoch_to_epoch_and_on_from_a_checkpoint(policy
     rest = fit(run(policy, tmp_path / "parts", **given, ckpt_path="last", callbacks=[StopsAfter(0)]))
     assert rest.record == whole.record[-len(rest.record) :]
     assert [numbers(step) for step in rest.steps] == [numbers(step) for step in whole.steps[2:]]
+
+
+class Plain(Curriculum):
+    """Draws all prompts."""
+
+    choose_prompts = RaggedGRPO.choose_prompts
+
+
+CHANGES: dict[str, tuple[type[Curriculum], type[Curriculum], int, str]] = {
+    "begins to choose": (
+        Plain,
+        Curriculum,
+        PER_STEP,
+        "was made by a module without `choose_prompts`, and this one has",
+    ),
+    "chooses no more": (Curriculum, Plain, PER_STEP, "was made by a module with `choose_prompts`, and this one has"),
+    "takes more": (Curriculum, Curriculum, 4, "`data.prompts_per_step` is 4, and .* chose prompts for steps of 2"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_that_chooses_otherwise_than_its_checkpoint_is_refused(change: str, policy: Path, tmp_path: Path) -> None:
+    before, after, per_step, message = CHANGES[change]
+    fit(run(policy, tmp_path, before, max_steps=1))
+    resumed = replace(run(policy, tmp_path, after, ckpt_path="last"), data=sums(ROWS, per_step))
+    assert re.search(message, failing_fit(resumed).error)
+
+
+class Twice(RaggedGRPO):
+    """Remembers at two places of the graph, of which ranks of the actor run one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.seen = PromptMemory()
+
+    @node
+    def first(self, rollout: Rollout, rewards: PerSample) -> None:
+        self.seen.update(rollout.group, rewards * 0.1)
+
+    @node(role="actor")
+    def second(self, rollout: Rollout, rewards: PerSample) -> None:
+        self.seen.update(rollout.group, 1 / (1 + rewards + rollout.lengths))
+
+
+def test_memories_are_the_same_to_the_bit_where_nodes_run_on_other_ranks(
+    policy: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    module = Twice(str(policy), OddCharacters(), SGD, group_size=4, max_response_length=4)
+    saved: dict[str, Any] = {"save_every_n_steps": 1}
+    apart = {**saved, "placement": {"rollout": 0, "actor": 1}}
+    fit(Fit(module, sums(ROWS, 4), tmp_path / "1", settings=saved))
+    ranks2.run(fit, Fit(module, sums(ROWS, 4), tmp_path / "2", ZERO2, settings=apart))
+    assert remembered(tmp_path / "2") == remembered(tmp_path / "1")
+
+
+class Measures(Curriculum):
+    """Asks in validation for places in the dataset of the training rows."""
+
+    def validation_step(self, batch: Batch) -> None:
+        self.dataset_rows(torch.zeros(len(batch.rows), dtype=torch.int64))
+
+
+def test_validation_asks_for_no_places_in_the_training_rows(policy: Path, tmp_path: Path) -> None:
+    result = failing_fit(replace(run(policy, tmp_path, Measures), data=sums(ROWS, PER_STEP, held_out=2)))
+    assert result.error.startswith("`dataset_rows` was called in validation, whose prompts are not those of")
