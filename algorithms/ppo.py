@@ -122,9 +122,8 @@ class PPO(PolicyGradient):
         _, returns = gae(r, values, mask, self.gamma, self.critic_lam, bootstrap)
         earned = reinforce_returns(r, mask, self.gamma)  # has no value in it, as `returns` has below 1
         ended = mask if bootstrap is None else mask & rollout.finished[:, None]  # what the others earn is not known
-        if self.mean(ended) > 0:
-            error, spread = (self.mean((x - self.mean(x, ended)) ** 2, ended) for x in (earned - values, earned))
-            self.log("critic/explained_variance", 1 - error / spread.clamp(min=1e-12))
+        error, spread = (self.mean((x - self.mean(x, ended)) ** 2, ended) for x in (earned - values, earned))
+        self.log("critic/explained_variance", torch.where(spread > 0, 1 - error / spread, 0.0))
         return Estimates(advantages, returns)
 
     @node

@@ -117,8 +117,10 @@ class _GroupedSamples:
     def __init__(self, rewards: Tensor, group: Tensor) -> None:
         ids, self._index, sizes = torch.unique(group, return_inverse=True, return_counts=True)
         self._groups = len(ids)
-        _require_two(ids, sizes)
-        _require_finite(rewards, group)
+        alone, broken = sizes == 1, ~rewards.isfinite()
+        if torch.stack([alone.any(), broken.any()]).any():  # one wait for the device
+            _require_two(ids[alone])
+            raise _not_finite(rewards, group, int(broken.nonzero()[0]))
         self._dtype = float_dtype(rewards)
         raw = rewards.detach().double()
         smallest = raw.new_full((self._groups,), torch.inf).scatter_reduce(0, self._index, raw, "amin")
@@ -140,8 +142,7 @@ class _GroupedSamples:
         return advantages.to(self._dtype)
 
 
-def _require_two(ids: Tensor, sizes: Tensor) -> None:
-    alone = ids[sizes == 1]
+def _require_two(alone: Tensor) -> None:
     if len(alone):
         raise UserError(
             f"group {alone[0].item()} has 1 sample; a baseline from its group needs at least 2. "
@@ -149,11 +150,8 @@ def _require_two(ids: Tensor, sizes: Tensor) -> None:
         )
 
 
-def _require_finite(rewards: Tensor, group: Tensor) -> None:
-    broken = ~rewards.isfinite()
-    if broken.any():
-        row = int(broken.nonzero()[0])
-        raise UserError(
-            f"the reward of row {row}, of group {group[row].item()}, is {rewards[row].item()}; a group's mean needs"
-            " finite rewards. Look at what scored it, a reward model say"
-        )
+def _not_finite(rewards: Tensor, group: Tensor, row: int) -> UserError:
+    return UserError(
+        f"the reward of row {row}, of group {group[row].item()}, is {rewards[row].item()}; a group's mean needs"
+        " finite rewards. Look at what scored it, a reward model say"
+    )

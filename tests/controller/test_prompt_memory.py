@@ -199,11 +199,13 @@ class Twice(RaggedGRPO):
 def test_memories_are_the_same_to_the_bit_where_nodes_run_on_other_ranks(
     policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
-    module = Twice(str(policy), OddCharacters(), SGD, group_size=4, max_response_length=4)
+    def twice() -> Twice:
+        return Twice(str(policy), OddCharacters(), SGD, group_size=4, max_response_length=4)
+
     saved: dict[str, Any] = {"save_every_n_steps": 1}
     apart = {**saved, "placement": {"rollout": 0, "actor": 1}}
-    fit(Fit(module, sums(ROWS, 4), tmp_path / "1", settings=saved))
-    ranks2.run(fit, Fit(module, sums(ROWS, 4), tmp_path / "2", ZERO2, settings=apart))
+    fit(Fit(twice(), sums(ROWS, 4), tmp_path / "1", settings=saved))
+    ranks2.run(fit, Fit(twice(), sums(ROWS, 4), tmp_path / "2", ZERO2, settings=apart))
     assert remembered(tmp_path / "2") == remembered(tmp_path / "1")
 
 

@@ -54,12 +54,12 @@ def test_a_grpo_step_waits_nine_times_whatever_its_size(tmp_path: Path, device1:
     assert small.total() == 9, small
 
 
-def test_a_ppo_step_waits_twenty_times_whatever_its_size(tmp_path: Path, device1: RankPool) -> None:
+def test_a_ppo_step_waits_twenty_one_times_whatever_its_size(tmp_path: Path, device1: RankPool) -> None:
     (small,), (large,) = small_and_large(ppo, tmp_path, device1, prompts)
     assert small == large
     # Moments of advantages, returns and values: 12. Two norms; fingerprints and metrics. Groups beside all rows: 3.
-    # Whether rewards are finite: 1.
-    assert small.total() == 20, small
+    # Whether rewards and advantages are finite: 2.
+    assert small.total() == 21, small
 
 
 def test_a_step_on_pairs_waits_twice_whatever_its_size(tmp_path: Path, device1: RankPool) -> None:
