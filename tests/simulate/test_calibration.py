@@ -31,9 +31,9 @@ TRUE = replace(
 
 
 def workload(prompts: int) -> Workload:
-    """The quickstart's step on one rank."""
+    """The quickstart's step on one rank, with a forward pass for old logprobs."""
     sizes = [f"--data.prompts_per_step={prompts}", f"--module.samples_per_update={2 * prompts}"]
-    settings = ["--trainer.devices=1", "--module.model=tiny", *sizes, "--scaling=strong"]
+    settings = ["--trainer.devices=1", "--module.model=tiny", "--module.anchor=old", *sizes, "--scaling=strong"]
     simulation = read_simulate(["--config", QUICKSTART, *settings]).simulation
     return replace(simulation, hardware=BARE).predicted.workload
 
