@@ -1,6 +1,6 @@
 """`rlflow simulate` against measured steps on the machine at hand.
 
-    python benchmarks/calibrate.py --to machine.yaml --set module.model=runs/quickstart/sft/model
+    python benchmarks/calibrate.py --to machine.yaml --set module.anchor=old module.model=runs/quickstart/sft/model
     python benchmarks/predicted.py --hardware machine.yaml --set module.model=runs/quickstart/sft/model
 
 Runs the config for a few steps with each number of ranks, and prints what a step took (the median of those after the
