@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from gpu_checks import LOGPROB_LIMIT, Found, small_model
-from step import GROUP, PROMPTS, WARM_UP, share_of_digits, write_prompts
+from step.workloads import W1, share_of_digits
 
 from rlflow import Callback, Optimizer, PromptData, Trainer
 from rlflow.algorithms import GRPO
@@ -24,6 +24,7 @@ from rlflow.strategies import DeepSpeedStrategy
 
 GIB = 2**30
 STEPS = 4
+WARM_UP = 1  # steps that are not counted
 SYNC = ("sync/verified_tensors", "sync/logprob_gap", "time/sync")
 LONGEST = 512
 SPEED = {"hidden_size": 2048, "intermediate_size": 8192, "layers": 16, "heads": 16, "kv_heads": 8}
@@ -46,7 +47,7 @@ def run_grpo(
     model, prompts = folder / "model", folder / "prompts.jsonl"
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # the others are started once this has been written
         small_model(folder)
-        write_prompts(prompts, 8 * STEPS)
+        W1.write_prompts(prompts, 8 * STEPS)
     kept = Kept(skip=0)
     trainer = Trainer(
         run_dir=str(folder / "run"),
@@ -85,7 +86,7 @@ def measure_speed(folder: Path, device: str, devices: int, *, engine: str, stage
     memory that each role took to set up, with the peak of torch's allocator over the whole run.
     """
     write_tiny_model(folder / "model", **SPEED)
-    write_prompts(folder / "prompts.jsonl", PROMPTS * (WARM_UP + steps))
+    W1.write_prompts(folder / "prompts.jsonl", W1.prompts * (WARM_UP + steps))
     memory: dict[str, float] = {}
     kept = Kept(skip=WARM_UP)
     trainer = Trainer(
@@ -99,11 +100,11 @@ def measure_speed(folder: Path, device: str, devices: int, *, engine: str, stage
     module = GRPO(
         str(folder / "model"),
         CallableReward(lambda text, row: share_of_digits(text)),
-        group_size=GROUP,
+        group_size=W1.group,
         max_response_length=LONGEST,
         gradient_checkpointing=True,
     )
-    trainer.fit(module, PromptData(JSONL(str(folder / "prompts.jsonl")), prompts_per_step=PROMPTS, prompt="prompt"))
+    trainer.fit(module, PromptData(JSONL(str(folder / "prompts.jsonl")), prompts_per_step=W1.prompts, prompt="prompt"))
     trained = kept.median(lambda step: step["rollout/tokens"] / step["time/actor_loss"])
     values = {
         "step_s": kept.median(lambda step: step["time/step"]),

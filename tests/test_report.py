@@ -58,8 +58,8 @@ def test_the_report_names_the_slowest_rank_of_each_step(printed: list[str]) -> N
 
 def test_a_rank_that_waits_for_another_is_seen_to_wait(folder: Path) -> None:
     timeline = timeline_of(folder)
-    # The rows lie where they are trained, so rank 0 first waits for rank 1 where all agree on what is trained.
-    waited = timeline.seconds([2], lambda span: span.category == "Wait")["all_gather"]
+    # Rank 0 first waits for rank 1 where all agree on what was scored.
+    waited = timeline.seconds([2], lambda span: span.category == "Wait")["gather_bytes"]
     assert SLOW_S - 0.1 < waited[0] - waited[1] < 2 * SLOW_S
 
 

@@ -80,10 +80,13 @@ class Workload:
     def write(self, folder: Path, steps: int) -> None:
         """Write the model and the prompts of so many steps."""
         write_tiny_model(folder / "model", dtype=self.dtype, seed=0, **vars(self.sizes))
+        self.write_prompts(folder / "prompts.jsonl", self.prompts * steps)
+
+    def write_prompts(self, file: Path, count: int) -> None:
+        """Write so many rows with a `prompt`."""
         numbers = random.Random(0)
-        prompts = [self._prompt(numbers) for _ in range(self.prompts * steps)]
-        lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
-        (folder / "prompts.jsonl").write_text("".join(lines))
+        prompts = [self._prompt(numbers) for _ in range(count)]
+        file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
 
     def _prompt(self, numbers: random.Random) -> str:
         if self.prompt_tokens is None:
