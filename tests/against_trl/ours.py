@@ -9,20 +9,20 @@ from typing import Any
 import torch
 
 from rlflow import Batch, CausalLM, RLModule, Rollout
-from rlflow.controller.context import NodeContext, Running
+from rlflow.controller.context import Running
 from rlflow.dag.node import Node
 from rlflow.data.batch import Pairs, Ragged
 from rlflow.data.layout import Layout
 from rlflow.data.rows import RowSpace
 from rlflow.data.transport import Transport
 from rlflow.functional import aggregate
-from rlflow.metrics import Metrics
 from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.packed import PackedModel
 from rlflow.placement import handles
 from rlflow.preparation import read_graph
 from rlflow.rewards import SampleReward
 from tests.against_trl.cases import GROUP, TEMPERATURE, Models, Result, pairs, points, prompt_ids, response_ids
+from tests.node_context import node_context
 
 HERE = Layout((0,), 1)
 
@@ -85,7 +85,7 @@ def step(module: RLModule, recorded: Mapping[str, Any], start: Mapping[str, Path
         _attach(models[role], start[role])
     (rows,) = recorded.values()
     values = dict(recorded)
-    context = _context()
+    context = node_context()
     module.attach(context)
     for node in graph.order:
         if node.id in values:
@@ -110,20 +110,6 @@ def _attach(handle: ModelHandle, weights: Path) -> PackedModel:
     model = handle.load(weights, torch.float64, torch.device("cpu"))
     handle.attach(model, ForwardPlan())
     return model
-
-
-def _context() -> NodeContext:
-    return NodeContext(
-        engine=None,
-        transport=Transport(),
-        metrics=Metrics(),
-        device=torch.device("cpu"),
-        dtype=torch.float64,
-        seed=0,
-        stop_token_ids=(),
-        decode=str,
-        on_scores=lambda rollout, scores: None,
-    )
 
 
 def _running(node: Node, rows: Batch | Rollout | Pairs) -> Running:

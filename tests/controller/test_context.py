@@ -21,6 +21,7 @@ from rlflow.data.transport import Transport
 from rlflow.metrics import Metrics
 from tests.controller.runs import ZERO2, Fit, OddCharacters, Paired, fit
 from tests.data.listed import Listed
+from tests.node_context import node_context
 from tests.ranks import RankPool
 
 KNOWN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "known_answers.json").read_text())["global_whiten"]
@@ -152,17 +153,7 @@ def test_a_quantile_of_many_tokens_on_many_ranks_is_torch_s_to_the_bit(
 
 def _context(transport: Transport, metrics: Metrics, layout: Layout) -> NodeContext:
     """In a node of two rows."""
-    context = NodeContext(
-        engine=None,
-        transport=transport,
-        metrics=metrics,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        seed=0,
-        stop_token_ids=(),
-        decode=str,
-        on_scores=lambda rollout, scores: None,
-    )
+    context = node_context(transport, metrics, torch.float32)
     ids = torch.arange(2) + 2 * layout.shard(transport.rank)
     space = RowSpace.gather("batch", transport, layout, ids=ids, groups=ids, lengths=ids, tokens=ids)
     module = Asks("tiny", OddCharacters())

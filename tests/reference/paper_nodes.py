@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from rlflow import CausalLM, PerToken, RLModule, Rollout
-from rlflow.controller.context import NodeContext, Running
+from rlflow.controller.context import Running
 from rlflow.data.batch import Batch as Rows
 from rlflow.data.batch import Ragged
 from rlflow.data.layout import Layout
 from rlflow.data.rows import RowSpace
 from rlflow.data.transport import Transport
 from rlflow.functional import aggregate
-from rlflow.metrics import Metrics
 from rlflow.models.handle import ForwardPlan
 from rlflow.preparation import read_graph
+from tests.node_context import node_context
 from tests.reference.paper_batches import LENGTHS, Batch, batch
 
 HERE = Layout((0,), 1)
@@ -92,17 +92,7 @@ def step(algorithm: type[RLModule], policy: Path, given: Mapping[str, Any], **se
     module.configure_models()
     graph = read_graph(module)
     module.actor.attach(module.actor.load(policy, torch.float64, torch.device("cpu")), ForwardPlan())
-    context = NodeContext(
-        engine=None,
-        transport=Transport(),
-        metrics=Metrics(),
-        device=torch.device("cpu"),
-        dtype=torch.float64,
-        seed=0,
-        stop_token_ids=(),
-        decode=str,
-        on_scores=lambda rollout, scores: None,
-    )
+    context = node_context()
     module.attach(context)
     values = dict(given)
     rollout = values["rollout"]
