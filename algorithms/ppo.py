@@ -27,7 +27,7 @@ class PPO(PolicyGradient):
     """A_t = GAE(gamma, lam) of r_t = r 1[t is last] - beta k1_t and the critic's V_t; both losses clipped.
 
     The critic's targets are those of GAE(gamma, critic_lam). With a lambda of 1 they are what was earned from a token
-    on, and the first token of a response is told of a reward at its end; with less, its share is lambda^(T - 1).
+    on; with less, lambda^(T - 1) of a reward at the end of a response reaches its first token.
 
     Args:
         critic_path: Folder or hub name of the critic, with a value head or without; None for `model`.
@@ -115,8 +115,7 @@ class PPO(PolicyGradient):
         final_values: PerSample | None = None,
     ) -> Estimates:
         mask = rollout.loss_mask
-        r = last_token_rewards(rewards, mask)
-        r = r if kl_penalty is None else r - kl_penalty
+        r = last_token_rewards(rewards, mask, kl_penalty)
         bootstrap = None if final_values is None else torch.where(rollout.finished, 0.0, final_values)
         advantages, _ = gae(r, values, mask, self.gamma, self.lam, bootstrap)
         _, returns = gae(r, values, mask, self.gamma, self.critic_lam, bootstrap)

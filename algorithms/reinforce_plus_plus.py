@@ -26,6 +26,5 @@ class REINFORCEPlusPlus(PolicyGradient):
 
     @node
     def advantages(self, rollout: Rollout, rewards: PerSample, kl_penalty: PerToken | None = None) -> PerToken:
-        r = last_token_rewards(rewards, rollout.loss_mask)
-        r = r if kl_penalty is None else r - kl_penalty
+        r = last_token_rewards(rewards, rollout.loss_mask, kl_penalty)
         return self.whiten(reinforce_returns(r, rollout.loss_mask, self.gamma), rollout.loss_mask)

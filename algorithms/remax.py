@@ -43,6 +43,5 @@ class ReMax(PolicyGradient):
     def advantages(
         self, rollout: Rollout, rewards: PerSample, greedy_rewards: PerSample, kl_penalty: PerToken | None = None
     ) -> PerToken:
-        r = last_token_rewards(rewards - greedy_rewards, rollout.loss_mask)
-        r = r if kl_penalty is None else r - kl_penalty
+        r = last_token_rewards(rewards - greedy_rewards, rollout.loss_mask, kl_penalty)
         return reinforce_returns(r, rollout.loss_mask, gamma=1.0)

@@ -14,19 +14,21 @@ from torch import Tensor
 from rlflow.functional.shapes import float_dtype, per_sample
 
 
-def last_token_rewards(scores: Tensor, mask: Tensor) -> Tensor:
-    """The score of each response as the reward of its last generated token; 0 at all others.
+def last_token_rewards(scores: Tensor, mask: Tensor, penalty: Tensor | None = None) -> Tensor:
+    """The score of each response as the reward of its last generated token, less a penalty of each token.
 
     Args:
         scores: `[B]`, one for each response.
         mask: `[B, T]`, nonzero on generated tokens; a row without one has no reward.
+        penalty: `[B, T]`, such as a divergence from the reference (InstructGPT, arXiv 2203.02155, eq. 2); None is 0.
 
     Returns:
         `[B, T]`, detached, in the dtype of the scores.
     """
     generated = mask.bool()
     left = generated.flip(1).cumsum(1).flip(1)  # generated tokens from here to the end
-    return torch.where(generated & (left == 1), scores.detach().unsqueeze(1), 0.0).to(float_dtype(scores))
+    rewards = torch.where(generated & (left == 1), scores.detach().unsqueeze(1), 0.0).to(float_dtype(scores))
+    return rewards if penalty is None else rewards - penalty.detach()
 
 
 def gae(

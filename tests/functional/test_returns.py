@@ -82,3 +82,10 @@ def test_a_score_is_the_reward_of_the_last_generated_token() -> None:
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])  # tool output within the second
     rewards = last_token_rewards(torch.tensor([2.0, 3.0, 5.0, 7.0]), mask)
     assert rewards.tolist() == [[0, 0, 2, 0], [0, 0, 3, 0], [0, 0, 0, 0], [0, 0, 0, 7]]
+
+
+def test_a_penalty_comes_off_the_reward_of_its_token() -> None:
+    penalty = torch.tensor([[0.5, 0.25, 1.0]], requires_grad=True)
+    rewards = last_token_rewards(torch.tensor([2.0]), torch.ones(1, 3), penalty)
+    assert rewards.tolist() == [[-0.5, -0.25, 1.0]]
+    assert not rewards.requires_grad
