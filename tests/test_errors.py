@@ -78,4 +78,4 @@ def test_an_older_python_is_told_in_one_line() -> None:
 def test_the_python_is_looked_at_before_anything_else_is_imported() -> None:
     lines = (PACKAGE / "__init__.py").read_text().splitlines()
     imports = [line for line in lines if line.startswith(("import rlflow", "from rlflow"))]
-    assert imports[0].startswith("import rlflow.minimum_python")
+    assert imports[0].startswith("import rlflow.process.minimum_python")
