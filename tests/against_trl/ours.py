@@ -14,6 +14,7 @@ from rlflow.dag.node import Node
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.functional import aggregate
+from rlflow.metrics import StepMetrics
 from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.packed import PackedModel
 from rlflow.module import handles
@@ -116,4 +117,4 @@ def _attach(handle: ModelHandle, weights: Path) -> PackedModel:
 def _running(node: Node, rows: Batch | Rollout | Pairs) -> Running:
     ids = torch.arange(len(rows.rows))
     space = RowSpace.gather("rows", Transport(), HERE, ids=ids, groups=ids // GROUP, lengths=ids, tokens=ids)
-    return Running(node, space, HERE, draw=0, version=0)
+    return Running(node, space, HERE, draw=0, version=0, metrics=StepMetrics(0))
