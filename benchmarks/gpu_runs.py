@@ -141,7 +141,7 @@ class Kept(Callback):
         self.skip = skip
         self.steps: list[Mapping[str, float]] = []
 
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, trainer: Trainer, module: Any, step: int, metrics: Mapping[str, float]) -> None:
         if step > self.skip:
             self.steps.append(dict(metrics))
 

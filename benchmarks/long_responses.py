@@ -27,7 +27,7 @@ from rlflow import Callback, Optimizer, Trainer
 from rlflow.algorithms import REINFORCEPlusPlus
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import Completion, Sampling, VLLMEngine
-from rlflow.run.placement import Place
+from rlflow.settings import Place
 from rlflow.strategies import DeepSpeedStrategy
 
 MIB = 2**20
@@ -88,14 +88,14 @@ class Memory(Callback):
         self.metrics: dict[str, float] = {}
         self._task, self._began = "", 0
 
-    def on_task_start(self, task: str, step: int) -> None:
+    def on_task_start(self, trainer: Any, module: Any, task: str, step: int) -> None:
         if self._task:
             self.of_tasks[self._task] = self._began, resident("VmHWM")
         self._task = re.sub(r"\s+", " ", task.split(":")[0])
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
         self._began = resident("VmRSS")
 
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, trainer: Trainer, module: Any, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics = dict(metrics)
 
 

@@ -64,10 +64,10 @@ class TimedSaving(Saving):
 
     seconds: dict[str, list[float]]
 
-    def save_if_due(self, *arguments: Any) -> None:
-        """See `Saving.save_if_due`; seconds of those that write."""
+    def save(self, *arguments: Any) -> None:
+        """See `Saving.save`; seconds of those that write."""
         began, computed, looked = time.perf_counter(), time.thread_time(), len(self.seconds["looks"])
-        super().save_if_due(*arguments)
+        super().save(*arguments)
         if len(self.seconds["looks"]) > looked:
             self.seconds["waits"].append(time.perf_counter() - began)
             self.seconds["computes"].append(time.thread_time() - computed)

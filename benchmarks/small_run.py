@@ -24,6 +24,7 @@ from torch import Tensor
 
 import rlflow.controller.controller
 import rlflow.run.fit
+import rlflow.run.setup
 from rlflow import Callback, PerSample, PerToken, PromptData, Rollout, Trainer
 from rlflow.algorithms import GRPO
 from rlflow.data import JSONL
@@ -135,7 +136,7 @@ def train(
 def _instead(parts: Parts, transport: Callable[..., Transport]) -> Any:
     """A run builds its parts itself; within this it builds these."""
     places: list[tuple[Any, str, Any]] = [
-        (rlflow.run.fit, "Transport", transport),
+        (rlflow.run.setup, "Transport", transport),
         (rlflow.run.fit, "Prefetch", parts.prompts),
         (rlflow.controller.controller, "DataBuffer", parts.buffer),
     ]
@@ -158,7 +159,7 @@ class Clock(Callback):
         self.metrics: list[dict[str, float]] = []
         self._ended = (0.0, 0.0)
 
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, trainer: Trainer, module: Any, step: int, metrics: Mapping[str, float]) -> None:
         now = time.perf_counter(), time.process_time()
         if self.metrics:
             self.seconds.append(now[0] - self._ended[0])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlflow.callbacks.callback import Callback
+from rlflow.callbacks.hooks import Callbacks, check_callbacks
 from rlflow.data.loader import scan_together
 from rlflow.data.prompts import PromptData
 from rlflow.databuffer.balance import Balance
@@ -20,9 +21,14 @@ from rlflow.process.devices import require_accelerator, require_known_gpu
 from rlflow.process.status import refusing_exits
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.rollout.transformers import TransformersEngine
-from rlflow.run.fit import Run
-from rlflow.run.placement import Machines, Placed
-from rlflow.run.prepare import check_rows, load_config, prepare
+from rlflow.run.checks import check_rows
+from rlflow.run.fit import fit
+from rlflow.run.prepare import prepare
+from rlflow.run.prepared import Prepared
+from rlflow.run.pretrained import load_config
+from rlflow.run.validation import validate
+from rlflow.run_state import RunState
+from rlflow.settings import Placed, Settings
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.single import SingleProcess
 from rlflow.strategies.strategy import TrainingStrategy
@@ -63,7 +69,7 @@ class Trainer:
             go on with the weights of the next. None for whole responses.
         strategy: How training is spread over ranks; None for one process without DeepSpeed, else ZeRO-2.
         rollout: The engine that generates; None for transformers' own.
-        loggers: Where metrics go beside the run's own files.
+        logger: Where metrics go beside the run's own files; one or several.
         callbacks: Told of steps, nodes and validations.
         seed: Of everything random.
     """
@@ -94,67 +100,44 @@ class Trainer:
         partial_rollout: int | None = None,
         strategy: TrainingStrategy | None = None,
         rollout: RolloutEngine | None = None,
-        loggers: Sequence[Logger] = (),
+        logger: Logger | Sequence[Logger] = (),
         callbacks: Sequence[Callback] = (),
         seed: int = 0,
     ) -> None:
-        for name, value in {
-            "max_steps": max_steps,
-            "max_epochs": max_epochs,
-            "devices": devices,
-            "num_nodes": num_nodes,
-            "val_check_interval": val_check_interval,
-            "limit_val_batches": limit_val_batches,
-            "val_samples": val_samples,
-            "log_every_n_steps": log_every_n_steps,
-            "save_every_n_steps": save_every_n_steps,
-            "sync_bucket_bytes": sync_bucket_bytes,
-            "partial_rollout": partial_rollout,
-        }.items():
-            if value is not None and value < 1:
-                raise UserError(f"`trainer.{name}` is {value}; give 1 or more")
-        if keep_checkpoints < 2:
-            raise UserError(
-                f"`trainer.keep_checkpoints` is {keep_checkpoints}; give 2 or more: the last may be damaged"
-            )
-        if not 0 <= seed < 2**32:
-            raise UserError(f"`seed` is {seed}; give a number from 0 to {2**32 - 1:,}")
         if not run_dir.strip():
             raise UserError(f"`trainer.run_dir` is {run_dir!r}; name a folder, such as runs/mine")
-        if max_staleness < 0:
-            raise UserError(f"`trainer.max_staleness` is {max_staleness}; give 0 or more steps")
-        for name, limit in {"max_seconds": max_seconds, "logprob_gap_limit": logprob_gap_limit}.items():
-            if limit is not None and not limit > 0:
-                raise UserError(f"`trainer.{name}` is {limit}; give more than 0, or null for none")
-        self.run_dir = Path(run_dir).with_name(f"{Path(run_dir).name}-dev") if fast_dev_run else Path(run_dir)
-        self.max_steps = 2 if fast_dev_run else max_steps
-        self.max_epochs = max_epochs
-        self.max_seconds = max_seconds
-        self.devices = devices
-        self.num_nodes = num_nodes
-        self.accelerator = accelerator
-        self.val_check_interval = val_check_interval
-        self.limit_val_batches = limit_val_batches
-        self.val_samples = val_samples
-        self.log_every_n_steps = log_every_n_steps
-        self.save_every_n_steps = save_every_n_steps
-        self.keep_checkpoints = keep_checkpoints
-        self.async_save = async_save
-        self.ckpt_path = ckpt_path
-        self.balance = Balance(balance) if isinstance(balance, str) else balance
-        self.logprob_gap_limit = logprob_gap_limit
-        self.sync_bucket_bytes = sync_bucket_bytes
-        self.fast_dev_run = fast_dev_run
-        self.placement = placement
-        self.max_staleness = max_staleness
-        self.partial_rollout = partial_rollout
+        self.settings = Settings(
+            run_dir=Path(run_dir).with_name(f"{Path(run_dir).name}-dev") if fast_dev_run else Path(run_dir),
+            max_steps=2 if fast_dev_run else max_steps,
+            max_epochs=max_epochs,
+            max_seconds=max_seconds,
+            devices=devices,
+            num_nodes=num_nodes,
+            accelerator=accelerator,
+            val_check_interval=val_check_interval,
+            limit_val_batches=limit_val_batches,
+            val_samples=val_samples,
+            log_every_n_steps=log_every_n_steps,
+            save_every_n_steps=save_every_n_steps,
+            keep_checkpoints=keep_checkpoints,
+            async_save=async_save,
+            ckpt_path=ckpt_path,
+            balance=Balance(balance) if isinstance(balance, str) else balance,
+            logprob_gap_limit=logprob_gap_limit,
+            sync_bucket_bytes=sync_bucket_bytes,
+            fast_dev_run=fast_dev_run,
+            placement=placement,
+            max_staleness=max_staleness,
+            partial_rollout=partial_rollout,
+            seed=seed,
+        )
+        check_callbacks(callbacks)
         self.strategy = strategy
         self.rollout = rollout
-        self.loggers = list(loggers)
         self.callbacks = list(callbacks)
-        self.seed = seed
+        self.loggers = [logger] if isinstance(logger, Logger) else list(logger)
         self.resolved_config: str | None = None
-        self.should_stop = False
+        self._state = RunState(world_size=self.settings.machines.world_size)
 
     def fit(self, module: RLModule, data: PromptData) -> dict[str, Any]:
         """Train, and return the run's summary: validation before and after, steps, seconds.
@@ -164,7 +147,11 @@ class Trainer:
         Raises:
             UserError: Something that the user can mend; before processes start where it can be known then.
         """
-        return self._launch(module, data, self.run_dir, self.max_steps, Run.run)
+
+        def run(prepared: Prepared, callbacks: Callbacks) -> dict[str, Any]:
+            return fit(prepared, callbacks, self.loggers, self._state, self.resolved_config)
+
+        return self._launch(module, data, self.settings, run)
 
     def validate(self, module: RLModule, data: PromptData) -> dict[str, Any]:
         """Validate the module's model on `data.validation`; the metrics, and the number of problems.
@@ -177,70 +164,101 @@ class Trainer:
         """
         if data.validation is None:
             raise UserError("`data.validation` is not set, so there is nothing to validate on; name a dataset")
-        if self.ckpt_path is not None:
+        if self.settings.ckpt_path is not None:
             raise UserError(
-                f"`trainer.ckpt_path` is {self.ckpt_path!r}, and validation reads a model; leave it out, and set the"
-                " module's `model` to the `model` folder of the run"
+                f"`trainer.ckpt_path` is {self.settings.ckpt_path!r}, and validation reads a model; leave it out, and"
+                " set the module's `model` to the `model` folder of the run"
             )
-        return self._launch(module, data, self.validation_dir, 1, Run.validate)
+
+        def run(prepared: Prepared, callbacks: Callbacks) -> dict[str, Any]:
+            return validate(prepared, callbacks, self._state, self.resolved_config)
+
+        return self._launch(module, data, self.settings.for_validation(), run)
 
     @property
-    def machines(self) -> Machines:
-        """The ranks that a run has."""
-        return Machines(self.num_nodes, self.devices)
+    def should_stop(self) -> bool:
+        """Whether the run ends after the step that it is at; a callback may set it, on all ranks alike."""
+        return self._state.should_stop
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self._state.should_stop = value
 
     @property
-    def validation_dir(self) -> Path:
-        """Where `validate` leaves its results: beside the run's own folder, whose model may be what it validates."""
-        return self.run_dir.with_name(f"{self.run_dir.name}-validate")
+    def global_step(self) -> int:
+        """Steps of the run that are done, those before it was resumed included. A step may be several updates."""
+        return self._state.step
+
+    @property
+    def current_epoch(self) -> int:
+        """The pass over the training rows that the last step drew from, from 0.
+
+        Where a module's `choose_prompts` chooses, counted as if it chose all of them.
+        """
+        return self._state.epoch
+
+    @property
+    def callback_metrics(self) -> Mapping[str, float]:
+        """The metrics of the last step and of the last validation, the same on every rank."""
+        return self._state.metrics
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all of the run, from 0; 0 before the run's processes have started."""
+        return self._state.rank
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run: `devices` times `num_nodes`."""
+        return self._state.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0, which writes what the run leaves behind."""
+        return self._state.rank == 0
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first of `loggers`; None without."""
+        return self.loggers[0] if self.loggers else None
 
     def _launch(
         self,
         module: RLModule,
         data: PromptData,
-        folder: Path,
-        max_steps: int | None,
-        start: Callable[[Run], dict[str, Any]],
+        settings: Settings,
+        start: Callable[[Prepared, Callbacks], dict[str, Any]],
     ) -> dict[str, Any]:
         """Prepare a run, bring up its ranks, and `start` it on each."""
         from lightning.fabric import Fabric
 
         startup.begin()
-        self.should_stop = False
-        require_accelerator(self.accelerator)
-        strategy = self.strategy or (SingleProcess() if self.machines.world_size == 1 else DeepSpeedStrategy())
+        machines = settings.machines
+        self._state = RunState(world_size=machines.world_size)
+        require_accelerator(settings.accelerator)
+        strategy = self.strategy or (SingleProcess() if machines.world_size == 1 else DeepSpeedStrategy())
         engine = self.rollout or TransformersEngine()
         engine.check_installed()
 
         def run(_: Fabric) -> dict[str, Any]:
+            self._state.rank = strategy.global_rank
             with refusing_exits():
                 transport = Transport(strategy.root_device, strategy.timeout)
                 scan_together(prepared.loaders, transport, keeps=strategy.local_rank == 0)
                 if not was_scanned:
-                    check_rows(prepared, module, engine, strategy)
+                    check_rows(prepared)
                 startup.passed("ranks")
-                return start(Run(self, module, data, prepared, strategy, engine))
+                return start(prepared, Callbacks(self.callbacks, self, module))
 
         with tempfile.TemporaryDirectory() as scratch:
-            prepared = prepare(
-                module,
-                data,
-                seed=self.seed,
-                machines=self.machines,
-                tensor_parallel_size=engine.tensor_parallel_size,
-                placement=self.placement,
-                max_staleness=self.max_staleness,
-                cuts_off=self.partial_rollout is not None,
-                packing=strategy.packing,
-                max_steps=max_steps,
-                max_epochs=self.max_epochs,
-                limit_val_batches=self.limit_val_batches,
-                scratch=Path(scratch),
-            )
-            _keep_apart(prepared.paths, folder)
+            prepared = prepare(module, data, settings, strategy, engine, Path(scratch))
+            _keep_apart(prepared.paths, settings.run_dir)
             strategy.check_roles(handles(module), prepared.layouts)
             fabric = Fabric(
-                accelerator=self.accelerator, devices=self.devices, num_nodes=self.num_nodes, strategy=strategy
+                accelerator=settings.accelerator,
+                devices=settings.devices,
+                num_nodes=settings.num_nodes,
+                strategy=strategy,
             )
             require_known_gpu(strategy.root_device, strategy.dtype)
             if prepared.generates and strategy.float32_head:
@@ -252,7 +270,7 @@ class Trainer:
                 engine.check_device(strategy.root_device)
             was_scanned = prepared.is_scanned
             if was_scanned:
-                check_rows(prepared, module, engine, strategy)
+                check_rows(prepared)
             startup.passed("data")
             results: dict[str, Any] = fabric.launch(run)
         return results

@@ -28,7 +28,7 @@ RANKS = {  # others: 1
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
 def test_a_config_is_read_as_one_for_its_ranks(config: Path) -> None:
     trainer = read_fit(["--config", str(config)]).trainer
-    assert trainer.devices * trainer.num_nodes == RANKS.get(config.stem, 1)
+    assert trainer.settings.machines.world_size == RANKS.get(config.stem, 1)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)

@@ -291,7 +291,7 @@ def test_a_line_of_code_is_no_blank_comment_or_docstring() -> None:
 def test_the_config_of_the_reference_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "shown.yaml").write_text(blocks("configuration.md", "yaml")[0], encoding="utf-8")
     configured = read_fit(["--config", str(tmp_path / "shown.yaml")])
-    assert configured.trainer.max_steps == 100
+    assert configured.trainer.settings.max_steps == 100
     assert configured.data.prompts_per_step == 32
 
 

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -78,12 +79,12 @@ class Clock(Callback):
         self._parts = parts
         self.found: dict[str, list[float]] = {}
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: Trainer, module: Any) -> None:
         if self._parts is not None:
             self._parts.build()
         self._start()
 
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, trainer: Trainer, module: Any, step: int, metrics: Mapping[str, float]) -> None:
         seconds = {self._name: slowest(time.perf_counter() - self._started)}
         logged = {name: value for name, value in metrics.items() if name.startswith("time/")}
         seconds |= {f"{self._name} {name}": value for name, value in logged.items()}
@@ -95,7 +96,7 @@ class Clock(Callback):
                 self.found.setdefault(name, []).append(value)
         self._start()
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: Trainer, module: Any) -> None:
         if dist.get_rank() == 0:
             (self._folder / "found.json").write_text(json.dumps(self.found))
 

@@ -1,6 +1,6 @@
 """Code of a user's own at fixed points of a run."""
 
-from rlflow.callbacks.callback import Callback
+from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.callbacks.early_stopping import EarlyStopping
 
-__all__ = ["Callback", "EarlyStopping"]
+__all__ = ["Callback", "EarlyStopping", "RunningTrainer"]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from rlflow.callbacks.callback import Callback
+from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.errors import UserError, did_you_mean
-
-if TYPE_CHECKING:
-    from rlflow.trainer import Trainer
+from rlflow.module import RLModule
 
 
 class EarlyStopping(Callback):
@@ -50,11 +48,17 @@ class EarlyStopping(Callback):
         self._looks_without_better = 0
         self._seen = False
 
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(monitor=self.monitor, mode=self.mode)
+
+    def on_step_end(self, trainer: RunningTrainer, module: RLModule, step: int, metrics: Mapping[str, float]) -> None:
         if not self._of_validation:
             self._look(trainer, metrics)
 
-    def on_validation_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+    def on_validation_end(
+        self, trainer: RunningTrainer, module: RLModule, step: int, metrics: Mapping[str, float]
+    ) -> None:
         if self._of_validation:
             self._look(trainer, metrics)
 
@@ -69,7 +73,7 @@ class EarlyStopping(Callback):
     def _of_validation(self) -> bool:
         return self.monitor.startswith("val")
 
-    def _look(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    def _look(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> None:
         if self.monitor not in metrics:
             if self._seen:  # a mean over no entry is left out of a step's metrics
                 return

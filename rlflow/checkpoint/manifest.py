@@ -12,7 +12,7 @@ from typing import Any
 from rlflow.errors import UserError
 from rlflow.storage.tensors import sha256
 
-FORMAT = 6
+FORMAT = 7
 STATE = "state.json"
 NAME = re.compile(r"step-\d{8}")
 
@@ -29,7 +29,7 @@ class Progress:
         draws: How often prompts were drawn.
         before: Validation before the first step.
         module: The module's own state.
-        callbacks: The callbacks' states, in order.
+        callbacks: The callbacks' states, by `Callback.state_key`.
         chosen: The rows of epochs that the module chose, see `rlflow.data.chosen_rows`; None where it does not choose.
         prompts_per_step: Prompts of one draw, which the chosen rows are cut by; None in a checkpoint without it.
     """
@@ -41,7 +41,7 @@ class Progress:
     draws: int
     before: dict[str, float] = field(default_factory=dict)
     module: dict[str, Any] = field(default_factory=dict)
-    callbacks: list[dict[str, Any]] = field(default_factory=list)
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     chosen: list[dict[str, Any]] | None = None
     prompts_per_step: int | None = None
 

@@ -22,7 +22,6 @@ from rlflow.commands.graph_drawing import mermaid, svg, text
 from rlflow.commands.report import MergedTrace, Report
 from rlflow.config_errors import ConfigError, complaint, naming_keys, written
 from rlflow.dag.entry import Entry
-from rlflow.dag.planner import plan
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError, did_you_mean
 from rlflow.loggers.logger import Logger
@@ -32,8 +31,9 @@ from rlflow.module import RLModule
 from rlflow.process.status import Answered
 from rlflow.rewards import ExactMatch
 from rlflow.rollout.engine import RolloutEngine
-from rlflow.run.placement import Placed, followed_role, layouts
+from rlflow.run.prepare import plan_run
 from rlflow.run.prepare import read_graph as read_module_graph
+from rlflow.settings import Placed
 from rlflow.simulate.command import ShownSimulation
 from rlflow.simulate.foretold import Foretold
 from rlflow.simulate.hardware import read_hardware
@@ -49,7 +49,7 @@ TOP_LEVEL = {
     "strategy",
     "rollout",
     "placement",
-    "loggers",
+    "logger",
     "callbacks",
     "seed",
 }  # of Trainer, sections of their own in a config
@@ -110,14 +110,12 @@ class ConfiguredGraph:
     def show(self) -> None:
         """Print the nodes and the rank's plan; write `<draw>.mmd` and `<draw>.svg` if asked."""
         module, trainer = self.configured.module, self.configured.trainer
-        graph = read_module_graph(module)
-        world_size = trainer.machines.world_size
+        world_size = trainer.settings.machines.world_size
         if not 0 <= self.rank < world_size:
             raise UserError(f"`--rank` is {self.rank}, but the config has the ranks 0 to {world_size - 1}; name one")
         tensor_parallel_size = 1 if trainer.rollout is None else trainer.rollout.tensor_parallel_size
-        placed = layouts(module, graph, trainer.machines, tensor_parallel_size, trainer.placement)
-        cuts_off = trainer.partial_rollout is not None
-        planned = plan(graph, placed, world_size, followed_role(module, graph), trainer.max_staleness, cuts_off)
+        run = plan_run(module, trainer.settings, tensor_parallel_size)
+        graph, planned = run.graph, run.plan
         print(text(graph, planned, self.rank))
         if self.draw is not None:
             self.draw.parent.mkdir(parents=True, exist_ok=True)
@@ -209,6 +207,7 @@ def read_simulate(arguments: Sequence[str]) -> ShownSimulation:
     configured = _build(parser, parsed, read_entries(arguments))
     simulation = Simulation(
         configured.module,
+        read_module_graph(configured.module),
         configured.data,
         configured.trainer,
         parsed.machines,
@@ -222,14 +221,24 @@ def read_simulate(arguments: Sequence[str]) -> ShownSimulation:
 
 
 def _foretold(configured: Configured, hardware: str) -> Foretold:
-    trainer = configured.trainer
-    on_gpu = trainer.accelerator != "cpu" and torch.cuda.is_available()
+    trainer, settings = configured.trainer, configured.trainer.settings
+    on_gpu = settings.accelerator != "cpu" and torch.cuda.is_available()
     if hardware == HERE:
-        name, machine = this_machine(trainer.devices, on_gpu)
+        name, machine = this_machine(settings.devices, on_gpu)
     else:
-        name, machine = hardware, replace(read_hardware(hardware), gpus_per_node=trainer.devices)
+        name, machine = hardware, replace(read_hardware(hardware), gpus_per_node=settings.devices)
     simulation = Simulation(
-        configured.module, configured.data, trainer, trainer.num_nodes, name, machine, "strong", None, None, not on_gpu
+        configured.module,
+        read_module_graph(configured.module),
+        configured.data,
+        trainer,
+        settings.num_nodes,
+        name,
+        machine,
+        "strong",
+        None,
+        None,
+        not on_gpu,
     )
     return Foretold(simulation)
 
@@ -417,7 +426,7 @@ def _build(parser: OneLineParser, parsed: Namespace, entries: Sequence[Entry]) -
             strategy=built.strategy,
             rollout=built.rollout,
             placement=built.placement,
-            loggers=built.logger,
+            logger=built.logger,
             callbacks=built.callbacks,
             seed=built.seed,
         )

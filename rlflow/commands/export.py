@@ -10,7 +10,7 @@ from typing import Literal
 
 from rlflow.errors import UserError
 from rlflow.models.lora import CONFIG, merge, require_peft
-from rlflow.run.prepare import load_tokenizer
+from rlflow.run.pretrained import load_tokenizer
 
 Form = Literal["merged", "adapter"]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlflow.callbacks.callback import Callback
+from rlflow.callbacks.hooks import Callbacks
 from rlflow.checkpoint.kept_rows import SURPLUS, UNDER_WAY, flight_name
 from rlflow.controller.context import NodeContext, Running
 from rlflow.controller.crossing import Crossing
@@ -97,7 +98,7 @@ class Controller:
         metrics: Metrics,
         gap: LogprobGap,
         trace: Trace,
-        callbacks: Sequence[Callback],
+        callbacks: Callbacks,
         context: NodeContext,
         seed: int,
         balance: Balance,
@@ -152,8 +153,7 @@ class Controller:
 
     def run(self, task: Task, step: int) -> None:
         """One task of this rank's plan."""
-        for callback in self._callbacks:
-            callback.on_task_start(str(task), step)
+        self._callbacks.call(Callback.on_task_start, str(task), step)
         doing = f"step {step + 1}, {self._doing(task)}"
         with self._watched(task, step), memory_watched(doing, lambda: self._remedies(task), self._strategy):
             match task:
@@ -208,8 +208,7 @@ class Controller:
             self._probe.run(version, metrics)
         if report is not None:
             metrics.number("sync/verified_tensors", float(report.tensors))
-            for callback in self._callbacks:
-                callback.on_weight_sync(version)
+            self._callbacks.call(Callback.on_weight_sync, version)
 
     def sleep(self) -> None:
         """Let the engines go to sleep after validation, where no step would do so; all ranks call it."""
@@ -357,8 +356,7 @@ class Controller:
 
     def _run_node(self, task: RunNode, step: int) -> None:
         now, node = self._flights[step], self._graph.nodes[task.node_id]
-        for callback in self._callbacks:
-            callback.on_node_start(node.id)
+        self._callbacks.call(Callback.on_node_start, node.id)
         values, read = self._read(node, task.layout, now)
         result = self._call(node, read, task.layout, values, now)
         space = read
@@ -375,8 +373,7 @@ class Controller:
         if node.role is None:
             require_finite(node, result, read, task.layout, self._transport)
         self._free(task.frees, now)
-        for callback in self._callbacks:
-            callback.on_node_end(node.id)
+        self._callbacks.call(Callback.on_node_end, node.id)
 
     def _train(self, task: TrainNode, step: int) -> None:
         now, node = self._flights[step], self._graph.nodes[task.node_id]

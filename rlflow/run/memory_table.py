@@ -8,39 +8,25 @@ import psutil
 import torch
 
 from rlflow.dag.node import ROLLOUT
-from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.memory.estimate import memories, memory_lines
 from rlflow.memory.workload import Lengths, Workload, engine_here, loaded_role
 from rlflow.models.sizes import size_of
-from rlflow.module import RLModule, handles
-from rlflow.rollout.engine import RolloutEngine
-from rlflow.run.prepare import Prepared
+from rlflow.module import handles
+from rlflow.run.prepared import Prepared
 from rlflow.storage.space import in_bytes
-from rlflow.strategies.strategy import TrainingStrategy
 
 
-def memory_table(
-    module: RLModule,
-    data: PromptData,
-    prepared: Prepared,
-    strategy: TrainingStrategy,
-    engine: RolloutEngine,
-    ranks_here: int,
-) -> Iterator[str]:
+def memory_table(prepared: Prepared) -> Iterator[str]:
     """The memory of each role on a rank, a line each, and a warning where it is short.
 
     Args:
-        module: The algorithm.
-        data: Its prompts.
-        prepared: The plan.
-        strategy: Joined to the other ranks.
-        engine: As configured.
-        ranks_here: Of this machine; on the CPU they share its memory.
+        prepared: The run; its strategy has joined the other ranks.
     """
+    strategy, ranks_here = prepared.strategy, prepared.settings.devices  # which on the CPU share its memory
     total, free = device_memory(strategy.root_device, ranks_here)
     try:
-        workload = run_workload(module, data, prepared, strategy, engine)
+        workload = run_workload(prepared)
     except UserError as error:  # of a family whose size is not known from its config; it runs nevertheless
         yield f"memory of a rank is not known before the run: {error}"
         return
@@ -57,14 +43,13 @@ def memory_table(
             )
 
 
-def run_workload(
-    module: RLModule, data: PromptData, prepared: Prepared, strategy: TrainingStrategy, engine: RolloutEngine
-) -> Workload:
+def run_workload(prepared: Prepared) -> Workload:
     """What a run has to do at each step.
 
     Raises:
         UserError: The size of a model is not known from its config.
     """
+    module, data, strategy, engine = prepared.module, prepared.data, prepared.strategy, prepared.engine
     graph, layouts, models = prepared.graph, prepared.layouts, handles(module)
     on_cpu = strategy.root_device.type == "cpu"
     rows = data.prompts_per_step * module.group_size

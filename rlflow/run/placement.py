@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import ROLLOUT
@@ -14,48 +13,8 @@ from rlflow.errors import UserError, did_you_mean
 from rlflow.models.causal_lm import CausalLM, WithoutAdapters
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule, handles
+from rlflow.settings import Machines, Place, Placed
 from rlflow.values.layout import Layout
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a role lives. By default on all ranks, each with rows of its own.
-
-    Args:
-        ranks: Numbers and ranges, such as `1-3` or `[0, "4-7"]`; counted from 0 over all machines.
-        nodes: Machines instead of ranks, all ranks of each: numbers and ranges from 0, or host names under Slurm.
-        sequence_parallel_size: Consecutive ranks that share each sequence of a model's forward pass.
-    """
-
-    ranks: list[int | str] | int | str | None = None
-    nodes: list[int | str] | int | str | None = None
-    sequence_parallel_size: int = 1
-
-
-Placed = Place | list[int | str] | int | str
-"""What a config may write for a role: a `Place`, or just its ranks: `0`, `1-3`, `[0, "2-3"]`."""
-
-
-@dataclass(frozen=True)
-class Machines:
-    """The ranks there are.
-
-    Args:
-        num_nodes: Machines.
-        devices: Ranks of each.
-    """
-
-    num_nodes: int
-    devices: int
-
-    @property
-    def world_size(self) -> int:
-        """All ranks."""
-        return self.num_nodes * self.devices
-
-    def ranks_of_node(self, node: int) -> range:
-        """The ranks of a machine."""
-        return range(node * self.devices, (node + 1) * self.devices)
 
 
 def followed_role(module: RLModule, graph: Graph) -> str | None:

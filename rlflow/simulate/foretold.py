@@ -15,7 +15,7 @@ from rlflow.memory.estimate import does_not_fit
 from rlflow.models.tiny import resolve_model
 from rlflow.module import handles
 from rlflow.run.placement import followed_role
-from rlflow.run.prepare import load_tokenizer, read_graph
+from rlflow.run.pretrained import load_tokenizer
 from rlflow.simulate.report import in_seconds, work_lines
 from rlflow.simulate.simulation import Simulation
 
@@ -53,15 +53,14 @@ class Foretold:
 
     def after(self, simulation: Simulation) -> None:
         """Print what was predicted against what the run's metrics say, for responses as long as they were."""
-        folder = simulation.trainer.run_dir
+        folder = simulation.trainer.settings.run_dir
         if (folder / METRICS_FILE).is_file():
             print("\n".join(compared(simulation, read_metrics(folder))))
 
 
 def with_lengths(simulation: Simulation) -> Simulation:
     """With tokens of a row as the first rows of the data have them; of responses that are sampled, half of the most."""
-    module, data = simulation.module, simulation.data
-    graph = read_graph(module)
+    module, data, graph = simulation.module, simulation.data, simulation.graph
     lead = followed_role(module, graph) or graph.trained_roles()[0]
     with tempfile.TemporaryDirectory() as scratch:
         model = handles(module)[lead].model

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from rlflow.dag.graph import Graph
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.memory.estimate import Memory, memories
 from rlflow.memory.workload import Workload
 from rlflow.module import RLModule
-from rlflow.run.placement import Placed
+from rlflow.rollout.transformers import TransformersEngine
+from rlflow.settings import Placed, Settings
 from rlflow.simulate.designs import DESIGNS, Design, works
 from rlflow.simulate.hardware import Hardware
 from rlflow.simulate.run_phases import Phase, run_phases
@@ -59,7 +60,8 @@ class Simulation:
     """A config on machines that are not here.
 
     Attributes:
-        module: The algorithm.
+        module: The algorithm, its models configured.
+        graph: Of the module.
         data: Its prompts.
         trainer: Its strategy and engine.
         nodes: To be simulated.
@@ -72,6 +74,7 @@ class Simulation:
     """
 
     module: RLModule
+    graph: Graph
     data: PromptData
     trainer: Trainer
     nodes: int
@@ -94,7 +97,7 @@ class Simulation:
     @cached_property
     def phases(self) -> list[Phase]:
         """Around the steps."""
-        return run_phases(self.predicted.workload, self.hardware, self.trainer.sync_bucket_bytes)
+        return run_phases(self.predicted.workload, self.hardware, self.trainer.settings.sync_bucket_bytes)
 
     @cached_property
     def growth(self) -> dict[int, Predicted]:
@@ -112,22 +115,25 @@ class Simulation:
     def alternatives(self) -> dict[str, Predicted]:
         """The same ranks with other placements, where the config has one."""
         found = {}
-        if self.trainer.max_staleness:
-            found["in step"] = self._with(self.trainer.placement, 0)
-        if self.trainer.placement:
+        settings = self.trainer.settings
+        if settings.max_staleness:
+            found["in step"] = self._with(settings.placement, 0)
+        if settings.placement:
             found["all roles on all ranks"] = self._with(None, 0)
         return found
 
-    def _with(self, placement: dict[str, Placed] | None, max_staleness: int) -> Predicted:
-        other = copy.copy(self.trainer)
-        other.placement, other.max_staleness = placement, max_staleness
+    def _with(self, placement: Mapping[str, Placed] | None, max_staleness: int) -> Predicted:
+        other = replace(self.trainer.settings, placement=placement, max_staleness=max_staleness)
         return predict(self._workload(self.nodes, other), self.hardware)
 
-    def _workload(self, nodes: int, trainer: Trainer | None = None) -> Workload:
+    def _workload(self, nodes: int, settings: Settings | None = None) -> Workload:
         return read_workload(
             self.module,
+            self.graph,
             self.data,
-            trainer or self.trainer,
+            settings or self.trainer.settings,
+            self.trainer.strategy,
+            self.trainer.rollout or TransformersEngine(),
             nodes * self.hardware.gpus_per_node,
             weak=self.scaling == "weak",
             on_cpu=self.on_cpu,

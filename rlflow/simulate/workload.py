@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import ROLLOUT
-from rlflow.dag.planner import plan
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.memory.workload import Lengths, Workload, engine_here, loaded_role
+from rlflow.models.causal_lm import CausalLM, WithoutAdapters
 from rlflow.models.sizes import size_of
 from rlflow.module import RLModule, handles
-from rlflow.rollout.transformers import TransformersEngine
-from rlflow.run.placement import Machines, followed_role, layouts
-from rlflow.run.prepare import read_graph
+from rlflow.rollout.engine import RolloutEngine
+from rlflow.run.placement import followed_role, layouts
+from rlflow.run.prepare import planned
+from rlflow.settings import Machines, Settings
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.single import SingleProcess
 from rlflow.strategies.strategy import TrainingStrategy
-from rlflow.trainer import Trainer
 from rlflow.values.layout import Layout
 
 
 def read_workload(
     module: RLModule,
+    graph: Graph,
     data: PromptData,
-    trainer: Trainer,
+    settings: Settings,
+    strategy: TrainingStrategy | None,
+    engine: RolloutEngine,
     ranks: int,
     *,
     weak: bool,
@@ -36,9 +40,12 @@ def read_workload(
     """The step of a config on `ranks` ranks.
 
     Args:
-        module: The algorithm.
+        module: The algorithm, with its models configured; it stays as it is.
+        graph: Of the module.
         data: Its prompts; only their number and lengths are read.
-        trainer: Its strategy, engine and number of ranks.
+        settings: Of the trainer.
+        strategy: Of the trainer; None for the one that a run would take.
+        engine: That generates.
         ranks: To be simulated.
         weak: Whether the step's prompts and updates grow with the ranks; else they are the config's.
         on_cpu: Whether the ranks run on CPUs.
@@ -48,14 +55,10 @@ def read_workload(
     Raises:
         UserError: The sizes do not divide, a length is beyond the config's, or a model's size is unknown.
     """
-    graph = read_graph(module)
-    engine = trainer.rollout or TransformersEngine()
-    tensor_parallel_size = engine.tensor_parallel_size
-    share = ranks / (trainer.devices * trainer.num_nodes) if weak else 1.0
-    for handle in handles(module).values():
-        if handle.samples_per_update is not None:
-            handle.samples_per_update = _scaled("samples_per_update", handle.samples_per_update, share, ranks)
-    placed = _placed(module, graph, trainer, ranks, tensor_parallel_size)
+    tensor_parallel_size, world = engine.tensor_parallel_size, settings.machines.world_size
+    share = ranks / world if weak else 1.0
+    module = _of_size(module, share, ranks)
+    placed = _placed(module, graph, settings, ranks, tensor_parallel_size)
     prompts = _scaled("prompts_per_step", data.prompts_per_step, share, ranks)
     follows = followed_role(module, graph)
     smallest = placed[ROLLOUT].shards if follows and ROLLOUT in graph.roles() else ranks
@@ -65,14 +68,13 @@ def read_workload(
             " to do; raise it, or simulate fewer nodes"
         )
     samples = prompts * module.group_size
-    world = trainer.devices * trainer.num_nodes
     models = handles(module)
     roles = {
         name: loaded_role(
             name,
             models,
             size_of(models[name].model),
-            _strategy(trainer, world, placed[name]),
+            strategy or _default_strategy(world, placed[name]),
             placed[name],
             samples,
             on_cpu,
@@ -91,7 +93,7 @@ def read_workload(
     generates = follows if ROLLOUT in graph.roles() else None
     return Workload(
         graph=graph,
-        plan=plan(graph, placed, ranks, follows, trainer.max_staleness, trainer.partial_rollout is not None),
+        plan=planned(module, graph, placed, settings, ranks).plan,
         ranks=ranks,
         roles=roles,
         follows=generates,
@@ -99,8 +101,23 @@ def read_workload(
         prompts=prompts,
         group_size=module.group_size,
         lengths=lengths,
-        moves_rows=trainer.balance.mode != "off",
+        moves_rows=settings.balance.mode != "off",
     )
+
+
+def _of_size(module: RLModule, share: float, ranks: int) -> RLModule:
+    """A copy whose updates have so many times the samples."""
+    scaled, found = copy.copy(module), handles(module)
+    copies = {role: copy.copy(handle) for role, handle in found.items()}
+    for role, handle in copies.items():
+        if handle.samples_per_update is not None:
+            handle.samples_per_update = _scaled("samples_per_update", handle.samples_per_update, share, ranks)
+        if isinstance(handle, WithoutAdapters):
+            owner = next(copies[name] for name, other in found.items() if other is handle.owner)
+            assert isinstance(owner, CausalLM)
+            handle.owner = owner
+        setattr(scaled, role, handle)
+    return scaled
 
 
 def _scaled(name: str, size: int, share: float, ranks: int) -> int:
@@ -114,14 +131,13 @@ def _scaled(name: str, size: int, share: float, ranks: int) -> int:
 
 
 def _placed(
-    module: RLModule, graph: Graph, trainer: Trainer, ranks: int, tensor_parallel_size: int
+    module: RLModule, graph: Graph, settings: Settings, ranks: int, tensor_parallel_size: int
 ) -> dict[str, Layout]:
     """Where roles live: as the config places them, each of its ranks standing for as many as there are more."""
-    if not trainer.placement:
+    if not settings.placement:
         return layouts(module, graph, Machines(1, ranks), tensor_parallel_size)
-    machines = Machines(trainer.num_nodes, trainer.devices)
-    written = layouts(module, graph, machines, tensor_parallel_size, trainer.placement)
-    return {role: _spread(role, layout, machines.world_size, ranks) for role, layout in written.items()}
+    written = layouts(module, graph, settings.machines, tensor_parallel_size, settings.placement)
+    return {role: _spread(role, layout, settings.machines.world_size, ranks) for role, layout in written.items()}
 
 
 def _spread(role: str, layout: Layout, world: int, ranks: int) -> Layout:
@@ -144,7 +160,5 @@ def _lengths(longest_prompt: int, longest: int, prompt: float | None, response: 
     return Lengths(prompt or longest_prompt / 2, response or longest / 2, longest_prompt, longest)
 
 
-def _strategy(trainer: Trainer, world: int, layout: Layout) -> TrainingStrategy:
-    if trainer.strategy is not None:
-        return trainer.strategy
+def _default_strategy(world: int, layout: Layout) -> TrainingStrategy:
     return SingleProcess() if world == 1 and len(layout.ranks) == 1 else DeepSpeedStrategy()

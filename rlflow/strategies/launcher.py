@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -38,6 +39,11 @@ class RankLauncher(_SubprocessScriptLauncher):
     by their collectives failing.
     """
 
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether one rank can run in a notebook; more are refused when they would be started."""
+        return True
+
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start the other ranks, then call the function; its result is rank 0's."""
         with place_kept():
@@ -59,6 +65,8 @@ class RankLauncher(_SubprocessScriptLauncher):
                 time.sleep(GRACE_S)  # rank 0 finds most of them too: it tells them once, and ends this process
                 raise
 
+        if self.num_processes > 1:
+            require_command(self.num_processes)
         folder = Path(tempfile.mkdtemp(prefix="rlflow-ranks-"))
         os.environ |= {PARENT_VARIABLE: str(os.getpid()), FOLDER_VARIABLE: str(folder)}
         self._call_children_scripts()
@@ -68,6 +76,21 @@ class RankLauncher(_SubprocessScriptLauncher):
             {first + 1 + index: process for index, process in enumerate(self.procs)}, first, terminal, folder
         )
         return watch.over(function, *args, **kwargs)
+
+
+def require_command(devices: int) -> None:
+    """Refuse to start ranks from what has no command to run again: a notebook, a prompt, `python -c`, standard input.
+
+    Raises:
+        UserError: This is one.
+    """
+    is_module = sys.modules["__main__"].__spec__ is not None
+    if hasattr(sys, "ps1") or not (is_module or Path(sys.argv[0]).is_file()):
+        raise UserError(
+            f"`trainer.devices` is {devices}, and each further rank runs this process's command again, which a notebook"
+            " cell, a prompt or `python -c` does not have (and a fork hangs in OpenMP's threads); write the code to a"
+            " file, such as by `%%writefile my_run.py`, and run `python my_run.py`, or set `devices=1`"
+        )
 
 
 def _to_its_end(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ import pytest
 
 from rlflow.callbacks import EarlyStopping
 from rlflow.errors import UserError
+from rlflow.module import RLModule
 from rlflow.trainer import Trainer
 
 
@@ -15,7 +16,7 @@ def stops_after(callback: EarlyStopping, values: list[float]) -> int | None:
     """At which of the validations (the first is 1) the run is asked to stop; None if it is not."""
     trainer = Trainer()
     for look, value in enumerate(values, start=1):
-        callback.on_validation_end(trainer, look, {"val/accuracy": value})
+        callback.on_validation_end(trainer, RLModule(), look, {"val/accuracy": value})
         if trainer.should_stop:
             return look
     return None
@@ -44,23 +45,23 @@ def test_a_gain_of_no_more_than_min_delta_is_no_better_value() -> None:
 
 def test_a_metric_of_training_is_looked_at_after_each_step() -> None:
     trainer, callback = Trainer(), EarlyStopping("reward/mean", stopping_threshold=0.9)
-    callback.on_validation_end(trainer, 0, {"val/accuracy": 1.0})
-    callback.on_step_end(trainer, 1, {"reward/mean": 0.8})
+    callback.on_validation_end(trainer, RLModule(), 0, {"val/accuracy": 1.0})
+    callback.on_step_end(trainer, RLModule(), 1, {"reward/mean": 0.8})
     assert not trainer.should_stop
-    callback.on_step_end(trainer, 2, {"reward/mean": 0.9})
+    callback.on_step_end(trainer, RLModule(), 2, {"reward/mean": 0.9})
     assert trainer.should_stop
 
 
 def test_a_metric_that_the_run_does_not_log_is_the_users_error_with_the_names_it_logs() -> None:
     callback = EarlyStopping("val/acuracy", patience=1)
     with pytest.raises(UserError, match=r'`val/acuracy`.*Did you mean "val/accuracy"\?.*val/accuracy, val/reward'):
-        callback.on_validation_end(Trainer(), 0, {"val/reward": 0.0, "val/accuracy": 0.0})
+        callback.on_validation_end(Trainer(), RLModule(), 0, {"val/reward": 0.0, "val/accuracy": 0.0})
 
 
 def test_a_metric_that_a_step_leaves_out_is_not_missed_once_it_was_seen() -> None:
     trainer, callback = Trainer(), EarlyStopping("reward/format", patience=1)
-    callback.on_step_end(trainer, 1, {"reward/format": 0.5})
-    callback.on_step_end(trainer, 2, {"reward/mean": 0.5})
+    callback.on_step_end(trainer, RLModule(), 1, {"reward/format": 0.5})
+    callback.on_step_end(trainer, RLModule(), 2, {"reward/mean": 0.5})
     assert not trainer.should_stop
 
 

@@ -101,7 +101,7 @@ class StopAfter(Callback):
     def __init__(self, step: int) -> None:
         self.step, self.seen = step, 0
 
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, trainer: Trainer, module: Any, step: int, metrics: Mapping[str, float]) -> None:
         self.seen += 1
         trainer.should_stop |= step == self.step
 
@@ -237,7 +237,7 @@ class Spoils(Callback):
     def __init__(self, rank: int, after: int, kind: str = "weight") -> None:
         self.rank, self.after, self.kind = rank, after, kind
 
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, trainer: Trainer, module: Any, step: int, metrics: Mapping[str, float]) -> None:
         strategy = trainer.strategy
         assert strategy is not None
         if step != self.after or strategy.global_rank != self.rank:

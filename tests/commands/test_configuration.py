@@ -29,15 +29,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_of_two_configs_the_later_wins_and_keeps_what_it_does_not_name(folder: Path) -> None:
     (folder / "more.yaml").write_text("trainer: {max_steps: 7}\n")
     trainer = read_fit(["--config", "my.yaml", "--config", "more.yaml"]).trainer
-    assert (trainer.max_steps, str(trainer.run_dir)) == (7, "runs/own")
+    assert (trainer.settings.max_steps, str(trainer.settings.run_dir)) == (7, "runs/own")
 
 
 def test_an_option_wins_over_the_config_before_it(folder: Path) -> None:
-    assert read_fit(["--config", "my.yaml", "--trainer.max_steps", "9"]).trainer.max_steps == 9
+    assert read_fit(["--config", "my.yaml", "--trainer.max_steps", "9"]).trainer.settings.max_steps == 9
 
 
 def test_a_config_wins_over_the_option_before_it(folder: Path) -> None:
-    assert read_fit(["--trainer.max_steps", "9", "--config", "my.yaml"]).trainer.max_steps == 2
+    assert read_fit(["--trainer.max_steps", "9", "--config", "my.yaml"]).trainer.settings.max_steps == 2
 
 
 def test_an_argument_of_a_class_is_overridden_without_naming_the_class_again(folder: Path) -> None:

@@ -71,7 +71,7 @@ def test_the_table_and_the_plan_of_a_rank() -> None:
 
 def test_the_table_numbers_the_tasks_that_repeat_too() -> None:
     lines = text(*planned(Filtered()), rank=0).splitlines()
-    assert lines[-12:-8] == [
+    assert lines[-11:-7] == [
         "  2  fill      useful: ranks 0-1; keeps rollout, rewards; repeats",
         "  3    load      batch: ranks 0-1, 2 shards, groups",
         "  4    run       rollout: ranks 0-1, 2 shards, groups; frees batch",

@@ -72,7 +72,7 @@ class Remembers(Callback):
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
 
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
+    def on_step_end(self, trainer: Trainer, module: Any, step: int, metrics: Any) -> None:
         self.steps.append(dict(metrics))
 
 
@@ -288,7 +288,7 @@ class StopsAfter(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
+    def on_step_end(self, trainer: Trainer, module: Any, step: int, metrics: Any) -> None:
         trainer.should_stop |= step == self.step
 
 

@@ -18,7 +18,7 @@ from rlflow.algorithms import PPO, OnPolicyDistillation
 from rlflow.callbacks import Callback
 from rlflow.rollout.engine import Sampling, sampling_seed
 from rlflow.rollout.transformers import TransformersEngine
-from rlflow.run.prepare import load_tokenizer, stop_tokens
+from rlflow.run.pretrained import load_tokenizer, stop_tokens
 from tests.controller.runs import (
     SGD,
     ZERO2,
@@ -70,10 +70,10 @@ class Weights(Callback):
     def __init__(self) -> None:
         self.kept: list[dict[str, Tensor]] = []
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
         self._keep(trainer)
 
-    def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+    def on_step_end(self, trainer: Any, module: Any, step: int, metrics: Any) -> None:
         self._keep(trainer)
 
     def _keep(self, trainer: Any) -> None:
@@ -88,7 +88,7 @@ class Delays(Callback):
     def __init__(self) -> None:
         self._random = random.Random(dist.get_rank())
 
-    def on_task_start(self, task: str, step: int) -> None:
+    def on_task_start(self, trainer: Any, module: Any, task: str, step: int) -> None:
         time.sleep(self._random.random() * 0.05)
 
 

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlflow.callbacks.hooks import Callbacks
 from rlflow.process.environment import place_kept
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
-from rlflow.run.fit import Run
-from rlflow.run.placement import Place
+from rlflow.run.prepared import Prepared
+from rlflow.run.setup import join
+from rlflow.settings import Place
 from rlflow.strategies import DeepSpeedStrategy
 from tests.controller.new_groups import recording
 from tests.controller.runs import ZERO2, ZERO3, Fit, fit, grpo, sums, trainer_of
@@ -47,14 +49,14 @@ def _meet(run: Fit) -> list[Any]:
     """The groups that this rank forms until models are loaded."""
     trainer = trainer_of(run, run.strategy(), [])
 
-    def meet(run: Run) -> dict[str, Any]:
-        run._meet()
-        if run._engine is not None:
-            run._engine.close()
+    def meet(prepared: Prepared, callbacks: Callbacks) -> dict[str, Any]:
+        joined = join(prepared, None)
+        if joined.engine is not None:
+            joined.engine.close()
         return {}
 
     with recording() as calls:
-        trainer._launch(run.module, run.data, run.folder, 1, meet)
+        trainer._launch(run.module, run.data, trainer.settings, meet)
     return calls
 
 

@@ -163,7 +163,7 @@ class Seen(Callback):
     def __init__(self) -> None:
         self.validations: dict[int, dict[str, float]] = {}
 
-    def on_validation_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, module: Any, step: int, metrics: Any) -> None:
         self.validations[step] = dict(metrics)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlflow import Optimizer, UserError
 from rlflow.callbacks import Callback
 from rlflow.module import handles
-from rlflow.run.prepare import updates_of_run
+from rlflow.run.size_table import updates_of_run
 from tests.controller.runs import ActorCritic, Fit, StopsAfter, answers, fit, grpo, sums
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.ranks import RankPool
@@ -85,10 +85,10 @@ def test_before_its_first_step_a_role_keeps_its_weights_and_the_policy_its_versi
     class Late(Callback):
         versions: list[int]
 
-        def on_fit_start(self, trainer: Any) -> None:
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
             self.versions = []
 
-        def on_weight_sync(self, version: int) -> None:
+        def on_weight_sync(self, trainer: Any, module: Any, version: int) -> None:
             self.versions.append(version)
 
     module, syncs = grpo(policy), Late()

@@ -10,8 +10,11 @@ import pytest
 
 from rlflow import algorithms
 from rlflow.algorithms import PolicyGradient
-from rlflow.run.placement import Machines
-from rlflow.run.prepare import prepare, unclipped
+from rlflow.rollout import TransformersEngine
+from rlflow.run.prepare import prepare
+from rlflow.run.size_table import unclipped
+from rlflow.settings import Settings
+from rlflow.strategies import SingleProcess
 from tests.controller.runs import SGD, Fit, OddCharacters, fit, sums
 
 WARNS = "has no clip, cap or mask that holds the policy near the one that sampled"
@@ -51,19 +54,12 @@ def test_samples_one_step_old_are_warned_of_without_importance(policy: Path, tmp
         prepared = prepare(
             module,
             sums(4, 2),
-            seed=0,
-            machines=Machines(num_nodes=1, devices=2),
-            tensor_parallel_size=1,
-            placement={"rollout": 0, "actor": 1},
-            max_staleness=1,
-            cuts_off=False,
-            packing=True,
-            max_steps=1,
-            max_epochs=None,
-            limit_val_batches=None,
-            scratch=tmp_path,
+            Settings(devices=2, placement={"rollout": 0, "actor": 1}, max_staleness=1, max_steps=1),
+            SingleProcess(),
+            TransformersEngine(),
+            tmp_path,
         )
-        return unclipped(module, prepared, 2)
+        return unclipped(prepared)
 
     (line,) = lines(importance=None)
     assert line.startswith("warning: `trainer.max_staleness` is 1, and the loss of GRPO")

@@ -24,7 +24,7 @@ from tests.controller.runs import grpo, sums
 class First(Callback):
     """Keeps what the first validation said."""
 
-    def on_validation_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, module: Any, step: int, metrics: Any) -> None:
         if step == 0:
             self.metrics = dict(metrics)
 

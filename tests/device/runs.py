@@ -27,7 +27,7 @@ class KeepsWaits(Callback):
         self.steps: list[Counter[Where]] = []
         self._counted = counted
 
-    def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+    def on_step_end(self, trainer: Any, module: Any, step: int, metrics: Any) -> None:
         self.steps.append(self._counted.copy())
         self._counted.clear()
 

@@ -5,7 +5,7 @@ The rollout engine answers with recorded responses, so that every run trains on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from torch import Tensor
 
 import rlflow.algorithms
 from rlflow import PerToken, RLModule, Rollout
+from rlflow.callbacks.hooks import Callbacks
 from rlflow.data.prompts import PromptData
 from rlflow.data.sources import JSONL
 from rlflow.rewards import SampleReward
-from rlflow.run.fit import Run
+from rlflow.run.fit import fit
 from rlflow.run.prepare import prepare
+from rlflow.run_state import RunState
 from rlflow.strategies import SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
 from tests.exactness.cases import OPTIMIZER, Case, settings
@@ -113,21 +115,8 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
         logprob_gap_limit=100.0,  # the recorded logprobs are no model's
         seed=setting.seed,
     )
-    prepared = prepare(
-        module,
-        data,
-        seed=setting.seed,
-        machines=trainer.machines,
-        tensor_parallel_size=1,
-        placement=None,
-        max_staleness=0,
-        cuts_off=False,
-        packing=strategy.packing,
-        max_steps=1,
-        max_epochs=None,
-        limit_val_batches=None,
-        scratch=scratch,
-    )
+    one = replace(trainer.settings, max_steps=1)
+    prepared = prepare(module, data, one, strategy, Recorded(recording), scratch)
     Fabric(accelerator="cpu", devices=world_size, strategy=strategy).launch()
     adapters: dict[str, dict[str, Tensor]] = {}
     gradients: dict[str, list[dict[str, Tensor]]] = {}
@@ -141,7 +130,7 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
         return update(name)
 
     strategy.step = step  # type: ignore[method-assign]
-    Run(trainer, module, data, prepared, strategy, Recorded(recording)).run()
+    fit(prepared, Callbacks([], trainer, module), (), RunState(), None)
     return {
         role: Outcome(
             adapters.get(role, {}),

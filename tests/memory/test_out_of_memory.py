@@ -86,7 +86,7 @@ import rlflow.run.fit, rlflow.trainer  # noqa
 
 
 class Limit(Callback):
-    def on_task_start(self, task, step):
+    def on_task_start(self, trainer, module, task, step):
         if task.startswith("train"):
             used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + 64 * 2**20,) * 2)

@@ -31,16 +31,16 @@ class Notes(Callback):
     def __init__(self) -> None:
         self.called: list[str] = []
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: Trainer, module: Any) -> None:
         self.called.append("start")
 
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
+    def on_step_end(self, trainer: Trainer, module: Any, step: int, metrics: Any) -> None:
         self.called.append(f"step {step}")
 
-    def on_validation_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, module: Any, step: int, metrics: Any) -> None:
         self.called.append(f"validation {step}")
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: Trainer, module: Any) -> None:
         self.called.append("end")
 
 

@@ -62,19 +62,12 @@ def test_what_is_printed_is_what_is_predicted(engine: str, settings: dict[str, o
     prepared = prepare(
         module,
         data,
-        seed=0,
-        machines=trainer.machines,
-        tensor_parallel_size=1,
-        placement=None,
-        max_staleness=0,
-        cuts_off=False,
-        packing=True,
-        max_steps=1,
-        max_epochs=None,
-        limit_val_batches=None,
-        scratch=folder,
+        trainer.settings,
+        trainer.strategy,
+        trainer.rollout,
+        folder,
     )
-    here = run_workload(module, data, prepared, trainer.strategy, trainer.rollout)
+    here = run_workload(prepared)
     total, _ = device_memory(torch.device("cpu"), ranks_here=1)
     assert memories(here, total) == configured.foretold.simulation.predicted.memories
 

@@ -6,8 +6,9 @@ import pytest
 
 from rlflow import LoRA, Pairs, Rollout, UserError, node
 from rlflow.algorithms import GRPO, RewardModelTraining
-from rlflow.run.placement import Machines, Place, Placed, followed_role, layouts
+from rlflow.run.placement import followed_role, layouts
 from rlflow.run.prepare import read_graph
+from rlflow.settings import Machines, Place, Placed
 from rlflow.values.layout import Layout
 from tests.controller.runs import OddCharacters
 

@@ -39,7 +39,7 @@ class Limits(Callback):
     def __init__(self, rank: int, after: int, limit: int) -> None:
         self.rank, self.after, self.limit = rank, after, limit
 
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, trainer: Trainer, module: Any, step: int, metrics: Mapping[str, float]) -> None:
         assert trainer.strategy is not None
         if step == self.after and trainer.strategy.global_rank == self.rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, resource.RLIM_INFINITY))
@@ -126,7 +126,7 @@ class Fills(Callback):
     def __init__(self, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.after, self.monkeypatch = after, monkeypatch
 
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, trainer: Trainer, module: Any, step: int, metrics: Mapping[str, float]) -> None:
         if step == self.after:
             self.monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1_500_000))
 

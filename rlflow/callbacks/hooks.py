@@ -1,0 +1,100 @@
+"""A run's callbacks as one: each hook of all of them, and their states by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec
+
+from rlflow.callbacks.callback import Callback, RunningTrainer
+from rlflow.errors import UserError
+from rlflow.module import RLModule
+
+P = ParamSpec("P")
+HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
+
+
+class Callbacks:
+    """Calls the hooks of all callbacks, in their order.
+
+    Args:
+        given: By the user.
+        trainer: That the hooks are given.
+        module: Likewise.
+    """
+
+    def __init__(self, given: Sequence[Callback], trainer: RunningTrainer, module: RLModule) -> None:
+        self._given = given
+        self._trainer = trainer
+        self._module = module
+
+    def call(
+        self,
+        hook: Callable[Concatenate[Callback, RunningTrainer, RLModule, P], None],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> None:
+        """Call a hook, such as `Callback.on_step_end`, with what it takes behind trainer and module."""
+        for callback in self._given:
+            getattr(callback, hook.__name__)(self._trainer, self._module, *arguments, **named)
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """The states of those that have one, by `Callback.state_key`."""
+        states = {callback.state_key: callback.state_dict() for callback in self._given}
+        return {key: state for key, state in states.items() if state}
+
+    def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Give each the state that was saved under its key; callbacks may have come and gone.
+
+        Returns:
+            A line for each state without a callback, which is dropped, and each callback that begins anew.
+        """
+        present = {callback.state_key: callback for callback in self._given}
+        for key in present.keys() & states.keys():
+            present[key].load_state_dict(states[key])
+        stateful = {key for key, callback in present.items() if callback.state_dict()}
+        return [
+            *(
+                f"the checkpoint has a state of the callback {key}, which this run does not have; it is dropped"
+                for key in states.keys() - present.keys()
+            ),
+            *(
+                f"the checkpoint has no state of the callback {key}, which begins anew"
+                for key in sorted(stateful - states.keys())
+            ),
+        ]
+
+
+def check_callbacks(callbacks: Iterable[Callback]) -> None:
+    """Refuse callbacks that cannot be called, or whose states could not be told apart.
+
+    Raises:
+        UserError: A hook takes other arguments; or two callbacks that keep a state have one `state_key`.
+    """
+    keys = Counter(callback.state_key for callback in callbacks if _keeps_state(callback))
+    for key, count in keys.items():
+        if count > 1:
+            raise UserError(
+                f"{count} callbacks have the `state_key` {key!r}, so a checkpoint could keep the state of one alone;"
+                " override `state_key` to return another for each"
+            )
+    for callback in callbacks:
+        for name in HOOKS:
+            _check_hook(callback, name)
+
+
+def _keeps_state(callback: Callback) -> bool:
+    return type(callback).state_dict is not Callback.state_dict
+
+
+def _check_hook(callback: Callback, name: str) -> None:
+    expected = list(inspect.signature(getattr(Callback, name)).parameters)  # self, trainer, module, ...
+    try:
+        inspect.signature(getattr(callback, name)).bind(*expected[1:])
+    except TypeError:
+        written = ", ".join(inspect.signature(getattr(type(callback), name)).parameters)
+        raise UserError(
+            f"`{name}({written})` of the callback {type(callback).__qualname__} does not take what it is called with;"
+            f" write `def {name}({', '.join(expected)})`"
+        ) from None

@@ -1,0 +1,133 @@
+"""What cannot work, refused before a process starts or a weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from rlflow.dag.graph import Graph
+from rlflow.dag.node import BATCH
+from rlflow.dag.planner import Plan
+from rlflow.dag.tasks import rank_ranges
+from rlflow.data.prompts import PromptData
+from rlflow.errors import UserError
+from rlflow.models.causal_lm import CausalLM
+from rlflow.models.context import cached_bytes, check_positions, positions
+from rlflow.models.handle import ModelHandle
+from rlflow.models.moe import check_moe
+from rlflow.module import RLModule
+from rlflow.run.prepared import Prepared
+from rlflow.run.pretrained import load_config
+from rlflow.settings import Settings
+from rlflow.values.batch import Pairs
+from rlflow.values.layout import Layout
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def check_sides(module: RLModule, graph: Graph, data: PromptData) -> None:
+    """Pairs have two responses, other rows one at most."""
+    name, paired = type(module).__name__, graph.type_of(BATCH) is Pairs
+    if paired and data.rejected is None:
+        raise UserError(
+            f"{name} reads `batch` as Pairs, and these are pairs without a rejected side: `data.rejected` is null; name"
+            " the column of the rejected response there, and that of the chosen one in `data.response`"
+        )
+    if not paired and data.rejected is not None:
+        raise UserError(
+            f"`data.rejected` is {data.rejected!r}, and {name} reads `batch` as Batch, whose rows have one response;"
+            " leave it out, or take an algorithm of pairs, such as DPO"
+        )
+
+
+def nothing_to_validate(module: RLModule, follows: str | None) -> str:
+    if follows is None:
+        lacks = (
+            "trains no model that generates, and has no `validation_step`; write one, or leave `data.validation` out"
+        )
+        return f"`data.validation` is set but {type(module).__name__} {lacks}"
+    return "`data.validation` is set but the module has no reward to score responses; set `module.reward`"
+
+
+def require_end(planned: Plan, settings: Settings, chooses: bool) -> None:
+    """A run ends after steps or epochs."""
+    max_steps, max_epochs = settings.max_steps, settings.max_epochs
+    if chooses and max_epochs is not None:
+        raise UserError(
+            f"`trainer.max_epochs` is {max_epochs}, and the module's `choose_prompts` decides how many prompts an epoch"
+            " has, so nobody knows how many steps that is; set `trainer.max_steps` instead"
+        )
+    if planned.fill is not None and max_epochs is not None:
+        who = "`trainer.partial_rollout`"
+        if planned.fill.filter_id is not None:
+            who = f"the filter `{planned.fill.filter_id}`"
+        raise UserError(
+            f"`trainer.max_epochs` is {max_epochs}, and {who} draws as many prompts as it needs, so passes over the"
+            " rows do not say how many steps there are; set `trainer.max_steps` instead"
+        )
+    if max_steps is None and max_epochs is None:
+        raise UserError("neither `trainer.max_steps` nor `trainer.max_epochs` is set, so the run has no end; set one")
+
+
+def require_one_place(module: RLModule, roles: Collection[str], placed: Mapping[str, Layout], lead: str) -> None:
+    """A `validation_step` may call any model, and runs on the ranks of the lead."""
+    for role in roles:
+        if placed[role].ranks != placed[lead].ranks:
+            raise UserError(
+                f"the `validation_step` of {type(module).__name__} runs on the {rank_ranges(placed[lead].ranks)} of"
+                f" `{lead}`, and `{role}` lives on {rank_ranges(placed[role].ranks)}; place both on the same ranks, or"
+                " leave `data.validation` out"
+            )
+
+
+def check_experts(
+    handle: ModelHandle, role: str, config: PretrainedConfig, follows: str | None, cuts_off: bool, whole: bool
+) -> None:
+    """Refuse settings of experts that the model, the algorithm or how rows are fed to the model cannot follow."""
+    moe = handle.moe if isinstance(handle, CausalLM) else None
+    if moe is None:
+        return
+    check_moe(config, f"`moe` of `{role}`")
+    if moe.watches and not whole:
+        raise UserError(
+            f"`moe` of `{role}` has `routing_replay` or `router_aux_loss_coef`, which are of whole packed sequences;"
+            " set the strategy's `packing` to true, and do not let ranks divide the role's sequences"
+        )
+    if handle.replays_routing and role != follows:
+        raise UserError(
+            f"`moe.routing_replay` is set for `{role}`, and no rollout engine generates with its weights, whose experts"
+            " could be replayed; leave it out"
+        )
+    if handle.replays_routing and cuts_off:
+        raise UserError(
+            "`moe.routing_replay` and `trainer.partial_rollout` are set; the experts of a response that several"
+            " policies generated are not kept. Leave out one of them"
+        )
+
+
+def check_rows(prepared: Prepared) -> None:
+    """Check what the scanned rows decide: that there are enough, and that models and engine take the longest.
+
+    Raises:
+        UserError: Something of this cannot work.
+    """
+    module, engine, strategy = prepared.module, prepared.engine, prepared.strategy
+    prepared.train.require_enough()
+    prompt, response = prepared.longest_prompt, module.max_response_length
+    longest_row = max(loader.scan.longest_row for loader in prepared.loaders if loader is not None)
+    for role, path in prepared.paths.items():
+        config = load_config(path)
+        check_positions(config, longest_row, role, "the longest row of the data")
+        if prepared.generates:
+            of = f"a prompt of {prompt} tokens and a response of up to {response}"
+            check_positions(config, prompt + response, role, of)
+    if prepared.generates:
+        config = load_config(prepared.paths[prepared.lead])
+        engine.check_lengths(
+            prompt,
+            response,
+            positions=positions(config),
+            token_bytes=cached_bytes(config, strategy.dtype, engine.tensor_parallel_size),
+            on_cpu=strategy.root_device.type == "cpu",
+        )

@@ -1,0 +1,111 @@
+"""A run as it is planned, before a process starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlflow.dag.graph import Graph
+from rlflow.dag.planner import Plan
+from rlflow.data.loader import Loader
+from rlflow.data.prompts import PromptData
+from rlflow.module import RLModule
+from rlflow.rollout.engine import RolloutEngine
+from rlflow.settings import Settings
+from rlflow.strategies.strategy import TrainingStrategy
+from rlflow.values.layout import Layout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What follows from the algorithm and the ranks alone.
+
+    Attributes:
+        graph: Of the module.
+        layouts: By role; `rollout` is the engine's.
+        plan: Of all ranks.
+        follows: The role whose weights the rollout engine generates with; None where none can.
+    """
+
+    graph: Graph
+    layouts: dict[str, Layout]
+    plan: Plan
+    follows: str | None
+
+    @property
+    def lead(self) -> str:
+        """The followed role, else the first trained one: its tokenizer reads the data."""
+        return self.follows or self.graph.trained_roles()[0]
+
+
+@dataclass(frozen=True)
+class Prepared(Planned):
+    """A run with all that it is made of; models are not loaded.
+
+    Attributes:
+        module: The algorithm.
+        data: Its prompts.
+        settings: Of the trainer.
+        strategy: How training is spread.
+        engine: As configured; each rank that generates has one of its own.
+        paths: Model folder or hub name of each role that a node uses.
+        tokenizer: Of the lead.
+        stop_token_ids: What ends a response: the end tokens of the tokenizer, of the model's generation config and of
+            the module.
+        train: Loader of the training rows.
+        validation: Loader of the held-out rows; None without.
+        generates: Whether a rollout engine is needed, for the graph or to validate.
+        scores_validation: Whether validation generates responses and scores them.
+    """
+
+    module: RLModule
+    data: PromptData
+    settings: Settings
+    strategy: TrainingStrategy
+    engine: RolloutEngine
+    paths: dict[str, Path]
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+    train: Loader
+    validation: Loader | None
+    generates: bool
+    scores_validation: bool
+
+    @property
+    def loaders(self) -> tuple[Loader, Loader | None]:
+        """Of the training rows, and of those held out."""
+        return self.train, self.validation
+
+    @property
+    def is_scanned(self) -> bool:
+        """Whether it is known what the rows are; else ranks that have joined find out together."""
+        return all(loader is None or loader.is_scanned for loader in self.loaders)
+
+    @cached_property
+    def steps(self) -> int:
+        """Of the run.
+
+        Raises:
+            UserError: There are fewer rows than one step takes.
+        """
+        max_steps, max_epochs = self.settings.max_steps, self.settings.max_epochs
+        by_epochs = self.train.steps_per_epoch * (math.inf if max_epochs is None else max_epochs)
+        return int(min(by_epochs, math.inf if max_steps is None else max_steps))
+
+    @property
+    def longest_prompt(self) -> int:
+        """In tokens, of all rows that are kept."""
+        return max(loader.scan.longest_prompt for loader in self.loaders if loader is not None)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a response, without special tokens."""
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text

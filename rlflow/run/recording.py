@@ -1,0 +1,80 @@
+"""What loggers and the terminal are given of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from rlflow.loggers.console import Console
+from rlflow.loggers.csv import CSVLogger
+from rlflow.loggers.jsonl import JSONLLogger
+from rlflow.loggers.logger import Logger
+from rlflow.process import startup
+from rlflow.run.folder import RunFolder
+from rlflow.run.resume import Resume
+from rlflow.run.setup import Joined
+from rlflow.run.summary import by_summary_name, told
+
+
+class Recording:
+    """Starts the loggers, gives them metrics and samples, and finishes them when it is left, by an error too.
+
+    Args:
+        joined: This rank; rank 0's loggers are called.
+        folder: Of the run.
+        console: Shows the steps.
+        loggers: Beside the run's own files.
+        resume: From where the run goes on.
+    """
+
+    def __init__(
+        self, joined: Joined, folder: RunFolder, console: Console, loggers: Sequence[Logger], resume: Resume
+    ) -> None:
+        own = [] if joined.prepared.settings.fast_dev_run else [JSONLLogger(), CSVLogger(), *loggers]
+        self._loggers = own if joined.is_first else []
+        self._joined = joined
+        self._folder = folder
+        self._console = console
+        self._done_before = resume.done
+        self._first_step = 0 if resume.checkpoint is None else resume.done + 1
+        self._started = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for logger in self._loggers:
+                logger.start(self._folder.path, first_step=self._first_step)
+                stack.callback(logger.finish)
+                if self._joined.config is not None:
+                    logger.log_config(self._joined.config)
+            self._started = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._started.close()
+
+    def begin(self, validation: dict[str, float]) -> None:
+        """Record the validation before the first step, if there was one; called by all ranks."""
+        self._write(validation, self._done_before)
+        if validation:
+            shown = told(by_summary_name(validation)).items()
+            values = (f"{'greedy' if name == 'greedy_accuracy' else name} {value:.3f}" for name, value in shown)
+            self._console.say(f"before training: {', '.join(values)}")
+        self._console.say(startup.end().line())
+        self._console.begin()
+
+    def step(self, done: int, metrics: dict[str, float], records: bool) -> None:
+        """Show a step, and record it if so; called by all ranks."""
+        self._write(metrics, done, records)
+        self._console.step(done, metrics)
+
+    def _write(self, metrics: dict[str, float], done: int, records: bool = True) -> None:
+        samples = self._joined.samples.take(done - 1)
+        for logger in self._loggers if records else ():
+            if metrics:
+                logger.log_metrics(metrics, done)
+            if samples:
+                logger.log_samples(samples, done)

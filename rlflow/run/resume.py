@@ -1,0 +1,147 @@
+"""From where a run goes on: a checkpoint that is found, looked at before anything is loaded, and read back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlflow import checkpoint
+from rlflow.callbacks.hooks import Callbacks
+from rlflow.checkpoint import Progress
+from rlflow.checkpoint.kept_rows import SURPLUS, UNDER_WAY, flight_name, read_kept
+from rlflow.controller import Controller
+from rlflow.errors import UserError
+from rlflow.metrics import Metrics
+from rlflow.module import chooses_prompts
+from rlflow.run.prepared import Prepared
+from rlflow.run.setup import Joined
+from rlflow.run.together import attempt, gather
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a run begins.
+
+    Attributes:
+        joined: This rank.
+        checkpoint: That the run goes on from; None for a new run.
+        progress: Where that one stood; None likewise.
+    """
+
+    joined: Joined
+    checkpoint: Path | None
+    progress: Progress | None
+
+    @classmethod
+    def of(cls, joined: Joined) -> Resume:
+        """What `trainer.ckpt_path` asks for.
+
+        Raises:
+            UserError: The checkpoint that is named is not there, or of another run.
+        """
+        prepared, settings = joined.prepared, joined.prepared.settings
+        if settings.ckpt_path is None:
+            return cls(joined, None, None)
+        folder = checkpoint.find(settings.ckpt_path, settings.run_dir)
+        progress = checkpoint.read_progress(folder, settings.seed, prepared.train.scan.digest)
+        _require_same_choice(prepared, folder, progress)
+        _require_flights(prepared, folder, progress.step)
+        _require_parts(prepared, folder)
+        return cls(joined, folder, progress)
+
+    @property
+    def done(self) -> int:
+        """Steps that were done before this run."""
+        return 0 if self.progress is None else self.progress.step
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run goes on in the folder that its checkpoint lies in."""
+        folder = self.joined.prepared.settings.run_dir
+        return self.checkpoint is not None and self.checkpoint.is_relative_to(folder)
+
+    def require_unchanged(self) -> None:
+        """Read the checkpoint, each file on one rank; called by all, before roles are loaded.
+
+        Raises:
+            UserError: A file is not what was written.
+        """
+        if self.checkpoint is None:
+            return
+        found, here, transport = self.checkpoint, list[str](), self.joined.transport
+        rank, world_size = transport.rank, transport.world_size
+        folder = self.joined.prepared.settings.run_dir
+        attempt(transport, folder, lambda: here.extend(checkpoint.changed_files(found, rank, world_size)))
+        changed = sorted(name for names in gather(transport, here) for name in names)
+        if changed:
+            raise UserError(
+                f"{found / changed[0]} is not what was written: its SHA-256 differs from that in"
+                f" {checkpoint.STATE}; give `trainer.ckpt_path` another checkpoint's folder"
+            )
+
+    def restore(self, controller: Controller, metrics: Metrics, callbacks: Callbacks) -> list[str]:
+        """Go on where the checkpoint was taken, if there is one; called by all ranks once their roles are loaded.
+
+        Returns:
+            What the user should know of it, a line each.
+        """
+        if self.checkpoint is None or self.progress is None:
+            return []
+        joined, prepared, folder, progress = self.joined, self.joined.prepared, self.checkpoint, self.progress
+        device, transport = prepared.strategy.root_device, joined.transport
+        checkpoint.restore(folder, prepared.strategy, prepared.graph.trained_roles())
+        prepared.module.load_state_dict(progress.module)
+        if prepared.train.chosen is not None:
+            prepared.train.chosen.load_state_dict(progress.chosen or [])
+        lines = callbacks.load_state_dict(progress.callbacks)
+        controller.restore(self.done, progress.draws, lambda name, like: read_kept(folder, name, like, device))
+        for logged in checkpoint.read_logged(folder, transport.rank, transport.world_size):
+            metrics.log_again(logged.get("metrics", ()))
+            joined.samples.keep_again(logged.get("samples", []))
+            joined.context.remember_again(logged.get("remembered", ()))
+        return [*lines, f"continues {folder} after step {self.done}"]
+
+
+def _require_same_choice(prepared: Prepared, folder: Path, progress: Progress) -> None:
+    """Every rank looks before anything is loaded, so all end alike."""
+    chose, chooses = progress.chosen is not None, chooses_prompts(prepared.module)
+    if chose != chooses:
+        raise UserError(
+            f"{folder} was made by a module {'with' if chose else 'without'} `choose_prompts`, and this one has"
+            f" {'one' if chooses else 'none'}, so the run would draw other prompts; continue with the same module,"
+            " or start a new run from its model"
+        )
+    now, then = prepared.train.prompts_per_step, progress.prompts_per_step
+    if chose and then not in (None, now):
+        raise UserError(
+            f"`data.prompts_per_step` is {now}, and the run of {folder} chose prompts for steps of {then}; continue"
+            " with the same, or start a new run from its model"
+        )
+
+
+def _require_flights(prepared: Prepared, folder: Path, done: int) -> None:
+    """Every rank looks before anything is loaded, so all end alike."""
+    staleness = prepared.plan.max_staleness
+    for step in range(done, min(done + staleness, prepared.steps)):
+        if not (folder / f"{flight_name(step)}.json").is_file():
+            raise UserError(
+                f"{folder} has no rows of step {step + 1}, which is generated by then where"
+                f" `trainer.max_staleness` is {staleness}: it was made with another, or at the end of its run;"
+                " continue with the same, and a run that is done by a new one that starts from its model"
+            )
+
+
+def _require_parts(prepared: Prepared, folder: Path) -> None:
+    """Every rank looks before anything is loaded, so all end alike."""
+    planned = prepared.plan
+    lost = {
+        "responses under way": not planned.cuts_off and (folder / f"{UNDER_WAY}.json").is_file(),
+        "groups that wait for the next step": planned.fill is None and (folder / f"{SURPLUS}.json").is_file(),
+    }
+    for what, is_lost in lost.items():
+        if is_lost:
+            raise UserError(
+                f"{folder} has {what}, which would be lost, since `trainer.partial_rollout` is null or another"
+                " algorithm is trained; continue with the algorithm that wrote it, and set `partial_rollout` as it"
+                " was, or to the longest response to let all end in one step"
+            )

@@ -1,0 +1,88 @@
+"""What the sizes of a config come to: prompts, samples and updates, a line each, before the first step."""
+
+from __future__ import annotations
+
+import math
+
+from rlflow.dag.node import ROLLOUT
+from rlflow.dag.tasks import rank_ranges
+from rlflow.data.prompts import PromptData
+from rlflow.module import RLModule, handles
+from rlflow.run.prepared import Prepared
+from rlflow.values.layout import Layout
+
+
+def updates_per_step(module: RLModule, role: str, prompts_per_step: int) -> int:
+    """Optimizer steps of a trained role in one step of the run."""
+    handle = handles(module)[role]
+    samples = prompts_per_step * module.group_size
+    return handle.epochs * math.ceil(samples / (handle.samples_per_update or samples))
+
+
+def updates_of_run(module: RLModule, role: str, data: PromptData, steps: int) -> int:
+    """Optimizer steps of a trained role in a run of so many steps; those before its `start_step` make none."""
+    trained = max(0, steps - handles(module)[role].start_step)
+    return trained * updates_per_step(module, role, data.prompts_per_step)
+
+
+def size_table(prepared: Prepared) -> list[str]:
+    """The batch sizes that follow from the configuration, a line each."""
+    module, data = prepared.module, prepared.data
+    world_size, token_budget = prepared.settings.machines.world_size, prepared.strategy.token_budget
+    prompts, samples = data.prompts_per_step, data.prompts_per_step * module.group_size
+    rollout = prepared.layouts[ROLLOUT]
+    lines = [
+        f"ranks {world_size}, steps {prepared.steps}, training rows {prepared.train.size},"
+        f" validation rows {prepared.validation.size if prepared.validation else 0}",
+        f"per step: {prompts} prompts x {module.group_size} = {samples} samples;"
+        f" per rank about {prompts / rollout.shards:g} prompts, {samples / rollout.shards:g} samples"
+        f"{_where(rollout, world_size)}",
+    ]
+    for role in sorted(prepared.graph.trained_roles()):
+        updates = updates_per_step(module, role, prompts)
+        of, layout = handles(module)[role].samples_per_update or samples, prepared.layouts[role]
+        start = handles(module)[role].start_step
+        lines.append(
+            f"{role}: {updates} update(s) per step of {of} samples, about {of / layout.shards:g} per rank"
+            f"{_where(layout, world_size)}, in micro-batches of at most {token_budget} tokens"
+            f"{f', from step {start + 1} on' if start else ''}"
+        )
+    if prepared.graph.filter is not None:
+        filled = f"filter {prepared.graph.filter.id}: {prompts} prompts a draw until a step has {prompts} groups"
+        lines.append(f"{filled}, at most {module.max_draws} draws")
+    elif prepared.plan.fill is not None:
+        lines.append(f"long responses are cut off: {prompts} prompts a draw until {prompts} groups have ended")
+    dropped = prepared.train.scan.dropped
+    if dropped:
+        lines.append(f"dropped {dropped} overlong training rows")
+    return lines + unclipped(prepared)
+
+
+def unclipped(prepared: Prepared) -> list[str]:
+    """A warning, where a loss that nothing holds near the policy that sampled meets samples of older weights."""
+    module, prompts_per_step = prepared.module, prepared.data.prompts_per_step
+    updates = max(updates_per_step(module, role, prompts_per_step) for role in prepared.graph.trained_roles())
+    staleness, ignores = prepared.plan.max_staleness, module.ignores_sampler
+    stale = {
+        f"`trainer.max_staleness` is {staleness}": ignores and staleness > 0,
+        "`trainer.partial_rollout` continues responses with newer weights": ignores and prepared.plan.cuts_off,
+        f"a step makes {updates} updates": module.unclipped and updates > 1,
+    }
+    return [
+        f"warning: {why}, and the loss of {type(module).__name__} has no clip, cap or mask that holds the policy near"
+        f" the one that sampled; {_WHAT_HOLDS}"
+        for why, holds in stale.items()
+        if holds
+    ][:1]
+
+
+_WHAT_HOLDS = (
+    "set `importance` with `anchor: old`, or take DPPO, OffPolicySequenceMasking, or GRPO with `anchor: rollout`, whose"
+    " clip is then around it"
+)
+
+
+def _where(layout: Layout, world_size: int) -> str:
+    """Which ranks those are, where they are not all, and how many share their rows."""
+    where = "" if len(layout.ranks) == world_size else f" of {rank_ranges(layout.ranks)}"
+    return f"{where} ({layout.copies} share their rows)" if layout.copies > 1 else where

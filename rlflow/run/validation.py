@@ -1,0 +1,93 @@
+"""Validation: by itself (`validate`), and as a part of training (`measure`)."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+from rlflow.callbacks.callback import Callback
+from rlflow.callbacks.hooks import Callbacks
+from rlflow.controller import validation
+from rlflow.dag.node import ROLLOUT
+from rlflow.loggers.console import Console
+from rlflow.memory.out_of_memory import memory_watched, to_generate, to_score
+from rlflow.module import handles, has_validation_step
+from rlflow.process import startup
+from rlflow.process.status import report
+from rlflow.run.prepared import Prepared
+from rlflow.run.setup import Joined, join
+from rlflow.run_state import RunState
+from rlflow.values.layout import Layout
+
+
+def validate(prepared: Prepared, callbacks: Callbacks, state: RunState, resolved_config: str | None) -> dict[str, Any]:
+    """Validate the model of the config in a folder of its own; no optimizer is built. Called by all ranks.
+
+    Args:
+        prepared: The run, of `Settings.for_validation`.
+        callbacks: Told of the validation.
+        state: That they see.
+        resolved_config: YAML; None for a run without a config.
+
+    Returns:
+        The metrics of one validation, and `problems`, the number of held-out prompts.
+    """
+    joined, module, loader = join(prepared, resolved_config), prepared.module, prepared.validation
+    assert loader is not None
+    folder = joined.open_folder()
+    with Console(folder.logs / f"rank{joined.transport.rank}.log", prepared.steps, shows=joined.is_first):
+        for role in prepared.paths if has_validation_step(module) else [prepared.lead]:
+            if prepared.strategy.holds(role):
+                handles(module)[role].freeze()
+            joined.load(role)
+        joined.set_up_engine()
+        sync = joined.weight_sync()
+        if sync is not None:
+            sync.run(version=0)
+        startup.end()
+        metrics = measure(joined, version=0)
+        state.metrics = dict(metrics)
+        callbacks.call(Callback.on_validation_end, 0, metrics)
+    if joined.engine is not None:
+        joined.engine.close()
+    results = {"problems": loader.size, **metrics}
+    if joined.is_first:
+        folder.validation.write_text(json.dumps(results, indent=2) + "\n")
+        print(f"{handles(module)[prepared.lead].model} on {loader.size} held-out problems")
+        for name, value in metrics.items():
+            print(f"  {name:<22} {value:.4f}")
+        config = "config.yaml, " if folder.config.exists() else ""
+        print(f"left in {folder.path}/: validation.json, {config}logs/")
+    return results
+
+
+def measure(joined: Joined, version: int) -> dict[str, float]:
+    """Of the held-out rows: the scores of responses that policy `version` samples, and what the module measures."""
+    report(joined.transport.rank, "validation")
+    prepared, module, strategy = joined.prepared, joined.prepared.module, joined.prepared.strategy
+    loader = prepared.validation
+    assert loader is not None
+    metrics = {}
+    if prepared.scores_validation:
+        with memory_watched("validation, generating", partial(to_generate, strategy, prepared.engine), strategy):
+            metrics = validation.validate(
+                module,
+                joined.engine,
+                loader,
+                joined.transport,
+                prepared.layouts[ROLLOUT],
+                samples=prepared.settings.val_samples,
+                seed=prepared.settings.seed,
+                version=version,
+                stop_token_ids=prepared.stop_token_ids,
+                decode=prepared.decode,
+            )
+    if has_validation_step(module):
+        lead = prepared.layouts[prepared.lead]
+        layout = Layout(lead.ranks, lead.shards)
+        with memory_watched("validation, `validation_step`", partial(to_score, strategy), strategy):
+            metrics |= validation.run_validation_step(
+                module, joined.context, loader, joined.transport, layout, strategy.root_device
+            )
+    return metrics
