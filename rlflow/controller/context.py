@@ -41,7 +41,7 @@ class Running:
     part: Part | None = None
 
 
-_NUMBERS = 6  # that are gathered of each row: draw, place of the node, call, id, prompt, the number itself
+_NUMBERS = 6  # that are gathered of each row: draw, place of the node, call, its own place, prompt, the number itself
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Remembered:
         node: The node's id.
         draw: At which the node ran.
         call: Which of the node's calls for this memory, from 0.
-        rows: `[3, B]` float64: the rows' ids, their prompts' places in the dataset, the numbers.
+        rows: `[3, B]` float64: the rows' places in the order of all, their prompts' places in the dataset, the numbers.
     """
 
     memory: str
@@ -115,11 +115,10 @@ class NodeContext:
         now = self._outside_training("generate")
         if self._engine is None or now.node.kind != "rollout":
             raise UserError(f"node `{now.node.id}` samples but is not a rollout node; mark it @node(role='rollout')")
-        ids = now.space.ids[now.space.held(now.layout, self._transport.rank)]
         rollout = sample(
             self._engine,
             batch,
-            ids.tolist(),
+            now.space.paths(now.space.held(now.layout, self._transport.rank)),
             n,
             replace(sampling, stop_token_ids=self._stop_token_ids),
             seed=self._seed,
@@ -225,14 +224,14 @@ class NodeContext:
             return
         of_step = self.remembered.setdefault(self._metrics.step, [])
         call = sum((each.memory, each.node, each.draw) == (memory, now.node.id, now.draw) for each in of_step)
-        ids = now.space.ids[now.space.held(now.layout, self._transport.rank)]
-        rows = [part.double() for part in (ids, self._rows_of(on_host(group)), x.detach().cpu())]
+        places = now.space.held(now.layout, self._transport.rank)
+        rows = [part.double() for part in (places, self._rows_of(on_host(group)), x.detach().cpu())]
         of_step.append(Remembered(memory, now.node.id, now.draw, call, torch.stack(rows)))
 
     def learn(self, memories: Mapping[str, PromptMemory], nodes: Sequence[str], step: int) -> None:
         """Let memories learn what all ranks' nodes gave in a step; by all ranks.
 
-        The order is that of draws, of nodes, of a node's calls, and of the rows' ids: the same on any number of ranks.
+        The order is that of draws, of nodes, of a node's calls, and of the rows' paths: alike on any number of ranks.
 
         Args:
             memories: By name.

@@ -33,7 +33,7 @@ from rlflow.databuffer.balance import Balance
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.kept import Kept
 from rlflow.databuffer.message import to_message
-from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.rows import ROOT, RowSpace
 from rlflow.databuffer.telling import heard, told
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
@@ -299,7 +299,7 @@ class Controller:
         self._begin(now.draw, layout)
         batch, ids = self._loader.batch(now.draw, layout.shard(self._transport.rank), layout.shards)
         lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)  # of pairs nothing is per token
-        space = self._gather_space(BATCH, layout, now, ids=ids, groups=ids, lengths=lengths, tokens=batch.tokens)
+        space = self._gather_space(BATCH, layout, now, path=ids[:, None], lengths=lengths, tokens=batch.tokens)
         on_device = to_device(batch, self._strategy.root_device)
         now.buffer.put(BATCH, on_device, self._graph.type_of(BATCH), space, layout)
         if self.partial is not None:
@@ -349,7 +349,7 @@ class Controller:
                 self._note_age(repeated, now)
         if self.partial is not None:
             held = self.partial.held
-            self._metrics.number("rollout/under_way", 0.0 if held is None else float(len(held.groups)))
+            self._metrics.number("rollout/under_way", 0.0 if held is None else float(len(held.roots)))
 
     def _draw(self, task: Fill, now: InStep) -> bool:
         """The tasks of a `Fill` on the next prompts; whether any group went through all of them."""
@@ -444,17 +444,14 @@ class Controller:
         """The row space of the samples that a rollout node made, and the metrics of its responses."""
         if not isinstance(result, Rollout):
             raise UserError(f"rollout node `{node.id}` returned {type(result).__name__}; return what `generate` gives")
-        prompts = now.spaces[BATCH]
-        n = len(result.lengths) // max(len(prompts.held(layout, self._transport.rank)), 1)
-        of_rows = [result.group, result.lengths, result.prompt_ids.lengths, result.version]
+        of_rows = [result.path.numbers, result.lengths, result.prompt_ids.lengths, result.version]
         bring_over(of_rows)
-        groups, lengths, prompt_lengths, versions = map(on_host, of_rows)
+        path, lengths, prompt_lengths, versions = map(on_host, of_rows)
         space = self._gather_space(
             node.id,
             layout,
             now,
-            ids=groups * n + _index_in_group(groups),
-            groups=groups,
+            path=path,
             lengths=lengths,
             tokens=lengths + prompt_lengths,
             versions=versions,
@@ -482,9 +479,9 @@ class Controller:
             self._metrics.mean("rollout/staleness", ages.sum(), float(len(versions)))
 
     def _gather_space(self, name: str, layout: Layout, now: InStep, **rows: Tensor) -> RowSpace:
-        now.spaces[name] = RowSpace.gather(
-            name, self._transport, layout, seed=self._seed, step=now.step, balance=self._balance, **rows
-        )
+        of_run: dict[str, Any] = {"seed": self._seed, "step": now.step, "balance": self._balance}
+        of_run["above"] = self._graph.levels(name)[:-1] or ROOT
+        now.spaces[name] = RowSpace.gather(name, self._transport, layout, **of_run, **rows)
         return now.spaces[name]
 
     def _free(self, names: Sequence[str], now: InStep) -> None:
@@ -555,11 +552,3 @@ def _last_that_samples(tasks: Sequence[Task], graph: Graph) -> Task | None:
         return isinstance(task, RunNode) and graph.nodes[task.node_id].kind == "rollout"
 
     return next((task for task in reversed(tasks) if samples(task)), None)
-
-
-def _index_in_group(group: Tensor) -> Tensor:
-    """The position of each row among the consecutive rows of its group, `[B]` int64."""
-    _, counts = group.unique_consecutive(return_counts=True)
-    starts = counts.cumsum(0) - counts
-    first_row: Tensor = starts.repeat_interleave(counts)
-    return torch.arange(len(group), device=group.device) - first_row

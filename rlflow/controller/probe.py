@@ -72,7 +72,7 @@ class Probe:
             self._compare([(tokens, logprobs) for tokens, logprobs in json.loads(heard)])
 
     def _sampled(self, engine: RolloutEngine, version: int) -> list[Completion]:
-        seeds = [sampling_seed(self._seed, version, "probe", 0, index) for index in range(PROBES)]
+        seeds = [sampling_seed(self._seed, version, "probe", (0,), index) for index in range(PROBES)]
         return engine.generate(self._prompts, seeds, self._sampling, version)
 
     def _compare(self, written: list[tuple[list[int], list[float]]]) -> None:

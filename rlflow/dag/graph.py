@@ -109,6 +109,10 @@ class Graph:
         """The rows of a value: `batch`, or the id of a rollout node."""
         return BATCH if value == BATCH else self.nodes[value].space
 
+    def levels(self, space: str) -> tuple[str, ...]:
+        """The names of the rows on the way from prompts to those of a space, its own last."""
+        return (BATCH,) if space == BATCH else (*self.levels(self.nodes[space].input_space), space)
+
     def roles(self) -> KeysView[str]:
         """The roles that nodes use, `rollout` included, in the order of declaration: alike on every rank."""
         return dict.fromkeys(node.role for node in self.nodes.values() if node.role is not None).keys()

@@ -206,7 +206,7 @@ class Workload:
             width = WIDTHS.get(column.name, FLOAT_BYTES)
             if column.name == EXPERTS:  # it has entries only where experts are replayed, which is not counted
                 continue
-            if column.home or column.cut is Cut.SCALAR or (fields is not None and column.name not in fields):
+            if not column.travels or (fields is not None and column.name not in fields):
                 continue
             if column.cut is Cut.JSON:
                 total += ROW_BYTES
@@ -221,7 +221,7 @@ class Workload:
     def columns(self, value: str, fields: Collection[str] | None = None) -> int:
         """How many of `value` travel, of `fields` or of all."""
         every = [column for column in columns(self.graph.type_of(value)) if fields is None or column.name in fields]
-        return sum(not column.home and column.cut is not Cut.SCALAR for column in every)
+        return sum(column.travels for column in every)
 
     @property
     def _samples(self) -> bool:

@@ -12,6 +12,7 @@ from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, sampling_
 from rlflow.rollout.responses import Part, Responses
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.host_copy import bring_over, on_host
+from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
@@ -19,7 +20,7 @@ from rlflow.values.rollout import Rollout
 def sample(
     engine: RolloutEngine,
     batch: Batch | Pairs,
-    ids: Sequence[int],
+    parents: RowPath,
     n: int,
     sampling: Sampling,
     *,
@@ -36,10 +37,10 @@ def sample(
     Args:
         engine: Holds the weights of `version`, or refuses.
         batch: Prompts, `B` rows.
-        ids: Global id of each prompt; the samples' `group`.
+        parents: The path of each prompt.
         n: Responses to each prompt.
         sampling: Length, temperature and stop tokens.
-        seed: Of the run. A sample's own seed is a function of (seed, draw, node, prompt id, sample index).
+        seed: Of the run. A sample's own seed is a function of (seed, draw, node, path).
         draw: How often prompts were drawn before.
         node: The node that samples.
         version: The policy version that must generate.
@@ -50,10 +51,10 @@ def sample(
     bring_over([batch.prompt_ids.values, batch.prompt_ids.lengths])
     prompt_ids = Ragged(on_host(batch.prompt_ids.values), on_host(batch.prompt_ids.lengths))
     prompts = [row for tokens in prompt_ids.rows() for row in [tokens.tolist()] * n]
-    seeds = [sampling_seed(seed, draw, node, prompt, index) for prompt in ids for index in range(n)]
+    path = parents.children(torch.full((len(parents),), n), node)
+    seeds = [sampling_seed(seed, draw, node, parent, child) for *parent, child in path.numbers.tolist()]
     begun = None if part is None else part.begun
-    groups = torch.tensor(list(ids), dtype=torch.int64).repeat_interleave(n)
-    responses = Responses.new(len(prompts), dtype) if begun is None else Responses.after(begun, groups)
+    responses = Responses.new(len(prompts), dtype) if begun is None else Responses.after(begun, path)
     room = responses.room(sampling.max_tokens)
     limits = room if part is None else room.clamp(max=part.max_tokens)
     completions: dict[int, Completion] = {}
@@ -72,7 +73,7 @@ def sample(
         lengths=responses.lengths,
         logprobs=responses.logprobs,
         finished=responses.finished,
-        group=groups,
+        path=path,
         version=oldest,
         versions=responses.versions,
         experts=_experts([completions[row] for row in range(len(prompts)) if row in completions], len(prompts)),

@@ -8,7 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from torch import Tensor
+
 from rlflow.values.cuts import Cut, Home, PerSample, PerToken
+from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 
 
@@ -23,7 +26,7 @@ class Rollout:
         lengths: `[B]` int64, generated tokens of each row.
         logprobs: `[B, T]` float32, the engine's, of the policy version that generated each token, after temperature.
         finished: `[B]` bool, False where the response was cut at the longest allowed length.
-        group: `[B]` int64, global id of the prompt that the sample answers.
+        path: Who each sample is: the id of its prompt, then its number among the prompt's samples.
         version: `[B]` int64, of the policy that generated the sample; of its oldest token where several did.
         versions: `[B, T]` int32, of the policy that generated each token.
         experts: The experts that the engine chose for each token that it read, `[sum, layers, k]` uint8 (int16 beyond
@@ -39,9 +42,27 @@ class Rollout:
     lengths: PerSample
     logprobs: PerToken
     finished: PerSample
-    group: PerSample
+    path: RowPath
     version: PerSample
     versions: PerToken
     experts: Ragged
     texts: Annotated[list[str], Cut.JSON, Home]
     rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
+
+    @property
+    def group(self) -> PerSample:
+        """`[B]` int64, alike where samples have one parent; the id of the prompt where that is one."""
+        return self.path.group
+
+    @property
+    def index(self) -> PerSample:
+        """`[B]` int64, the number of each sample among those of its parent."""
+        return self.path.index
+
+    def group_of(self, level: str) -> Tensor:
+        """`[B]` int64, alike where samples descend from one row of `level`: `batch`, or the node that made the rows.
+
+        Raises:
+            UserError: There is no such level above these samples.
+        """
+        return self.path.group_of(level)
