@@ -33,7 +33,7 @@ from rlflow.dag.planner import plan
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.loggers.trace import Trace
-from rlflow.metrics import Metrics
+from rlflow.metrics import Metrics, StepMetrics
 from rlflow.rewards import ExactMatch
 from rlflow.run.prepare import read_graph
 from rlflow.simulate.costs import gather_seconds
@@ -92,8 +92,10 @@ def _measure(ranks: int, repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trace = Trace(Path(folder), rank, ranks)
         for repeat in range(repeats + 1):
-            _log(metrics, rank)
-            (timed if repeat else _once)("metrics", lambda: metrics.reduce(transport, worked=1.0 + rank / ranks))
+            _log(metrics.of(repeat), rank)
+            (timed if repeat else _once)(
+                "metrics", lambda step=repeat: metrics.reduce(step, transport, worked=1.0 + rank / ranks)
+            )
             (timed if repeat else _once)("trace", lambda repeat=repeat: _write(trace, repeat))
         trace.close()
     sums = torch.stack([space.tokens[rows].sum() for rows in space.partition(there).shards]).double()
@@ -131,7 +133,7 @@ def _once(name: str, way: Callable[[], Any]) -> None:
     way()
 
 
-def _log(metrics: Metrics, rank: int) -> None:
+def _log(metrics: StepMetrics, rank: int) -> None:
     for name in range(NAMES):
         (metrics.sum if name % 4 == 0 else metrics.largest if name % 4 == 1 else metrics.number)(f"{name}", rank + 0.5)
 
@@ -152,10 +154,10 @@ def _reducing_rank(rank: int, ranks: int, folder: str, repeats: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     transport, metrics, seconds = Transport(), Metrics(), []
     for repeat in range(4 * repeats + 1):
-        _log(metrics, rank)
+        _log(metrics.of(repeat), rank)
         dist.barrier()
         began = time.perf_counter()
-        metrics.reduce(transport, worked=1.0)
+        metrics.reduce(repeat, transport, worked=1.0)
         seconds += [time.perf_counter() - began] if repeat else []
     if rank == 0:
         (Path(folder) / "seconds.json").write_text(json.dumps(statistics.median(seconds)))

@@ -37,59 +37,28 @@ class _Mean:
 
 
 @dataclass
-class _Logged:
-    """Of one step."""
-
-    means: defaultdict[str, _Mean] = field(default_factory=lambda: defaultdict(_Mean))
-    sums: dict[str, float] = field(default_factory=dict)
-    largest: dict[str, float] = field(default_factory=dict)
-    largest_there: dict[str, Tensor] = field(default_factory=dict)  # 0-dim float64, left on its device
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def bring_over(self) -> None:
-        """Bring what was left on a device to the host, all in one transfer."""
-        left = [(mean.here, i, value) for mean in self.means.values() for i, value in enumerate(mean.there)]
-        waiting = [(into, i, value) for into, i, value in left if value is not None]
-        largest = list(self.largest_there.items())
-        numbers = _numbers([value for *_, value in waiting] + [value for _, value in largest])
-        for (into, i, _), number in zip(waiting, numbers, strict=False):
-            into[i] += number
-        for (name, _), number in zip(largest, numbers[len(waiting) :], strict=True):
-            self.largest[name] = max(number, self.largest.get(name, -math.inf))
-        for mean in self.means.values():
-            mean.there = [None, None]
-        self.largest_there.clear()
-
-    def entries(self, worked: float | None) -> dict[tuple[Kind, str], tuple[float, float]]:
-        """Value and count of each metric, in which a count of 0 says that there is none."""
-        assert not self.largest_there
-        entries: dict[tuple[Kind, str], tuple[float, float]] = {}
-        entries |= {("mean", name): (mean.here[0], mean.here[1]) for name, mean in self.means.items()}
-        entries |= {("sum", name): (value, 1.0) for name, value in self.sums.items()}
-        entries |= {("largest", name): (value, 1.0) for name, value in (self.largest | self.seconds).items()}
-        return entries if worked is None else entries | {("worked", ""): (worked, 1.0)}
-
-
-class Metrics:
-    """What this rank logged since the last reduction: means as sum and count, totals, and largest values.
+class StepMetrics:
+    """What this rank logged of one step: means as sum and count, totals, and largest values.
 
     Numbers on a device stay there: the host waits for it once, where they are reduced.
 
     Attributes:
-        step: The step that is logged for and reduced; where steps overlap, each has metrics of its own.
+        step: From 0.
     """
 
-    def __init__(self) -> None:
-        self.step = 0
-        self._steps: defaultdict[int, _Logged] = defaultdict(_Logged)
-        self._known: list[tuple[Kind, str]] = []  # names of all ranks so far, in the same order on each
+    step: int
+    means: defaultdict[str, _Mean] = field(default_factory=lambda: defaultdict(_Mean))
+    sums: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, float] = field(default_factory=dict)
+    peaks_there: dict[str, Tensor] = field(default_factory=dict)  # 0-dim float64, left on its device
+    times: dict[str, float] = field(default_factory=dict)  # seconds
 
     def mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Add `total` over `count` entries, 0-dim; the metric is the global total over the global count.
 
         The two may be on different devices.
         """
-        self._steps[self.step].means[name].add(total, count)
+        self.means[name].add(total, count)
 
     def number(self, name: str, value: float) -> None:
         """Add a number that every rank knows alike."""
@@ -97,46 +66,78 @@ class Metrics:
 
     def sum(self, name: str, value: float) -> None:
         """Add to the total over ranks and calls, as fits bytes and tokens."""
-        sums = self._steps[self.step].sums
-        sums[name] = sums.get(name, 0.0) + value
+        self.sums[name] = self.sums.get(name, 0.0) + value
 
     def largest(self, name: str, value: Tensor | float) -> None:
         """Keep the largest over ranks and calls, as fits peaks; a tensor is 0-dim."""
-        logged = self._steps[self.step]
         if isinstance(value, Tensor):
-            value, before = value.detach().double(), logged.largest_there.get(name)
-            logged.largest_there[name] = value if before is None else torch.maximum(value, before)
+            value, before = value.detach().double(), self.peaks_there.get(name)
+            self.peaks_there[name] = value if before is None else torch.maximum(value, before)
         else:
-            logged.largest[name] = max(value, logged.largest.get(name, -math.inf))
+            self.peaks[name] = max(value, self.peaks.get(name, -math.inf))
 
     def seconds(self, name: str, value: float) -> None:
         """Add to this rank's total; the metric is the largest total of a rank, as fits times."""
-        seconds = self._steps[self.step].seconds
-        seconds[name] = seconds.get(name, 0.0) + value
+        self.times[name] = self.times.get(name, 0.0) + value
+
+    def bring_over(self) -> None:
+        """Bring what was left on a device to the host, all in one transfer."""
+        left = [(mean.here, i, value) for mean in self.means.values() for i, value in enumerate(mean.there)]
+        waiting = [(into, i, value) for into, i, value in left if value is not None]
+        peaks = list(self.peaks_there.items())
+        numbers = _numbers([value for *_, value in waiting] + [value for _, value in peaks])
+        for (into, i, _), number in zip(waiting, numbers, strict=False):
+            into[i] += number
+        for (name, _), number in zip(peaks, numbers[len(waiting) :], strict=True):
+            self.peaks[name] = max(number, self.peaks.get(name, -math.inf))
+        for mean in self.means.values():
+            mean.there = [None, None]
+        self.peaks_there.clear()
+
+    def entries(self, worked: float | None) -> dict[tuple[Kind, str], tuple[float, float]]:
+        """Value and count of each metric, in which a count of 0 says that there is none."""
+        assert not self.peaks_there
+        entries: dict[tuple[Kind, str], tuple[float, float]] = {}
+        entries |= {("mean", name): (mean.here[0], mean.here[1]) for name, mean in self.means.items()}
+        entries |= {("sum", name): (value, 1.0) for name, value in self.sums.items()}
+        entries |= {("largest", name): (value, 1.0) for name, value in (self.peaks | self.times).items()}
+        return entries if worked is None else entries | {("worked", ""): (worked, 1.0)}
+
+
+class Metrics:
+    """What this rank logged of the steps in progress; where steps overlap, these are several."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, StepMetrics] = {}
+        self._known: list[tuple[Kind, str]] = []  # names of all ranks so far, in the same order on each
+
+    def of(self, step: int) -> StepMetrics:
+        """Those of a step, counted from 0, until they are reduced."""
+        return self._steps.setdefault(step, StepMetrics(step))
 
     def of_later_steps(self, step: int) -> list[dict[str, Any]]:
-        """What this rank logged of steps after `step`, JSON-able: these are under way."""
+        """What this rank logged of steps after `step`, JSON-able: these are in progress."""
         later_steps = []
         for later, logged in self._steps.items():
             if later > step:
                 logged.bring_over()
                 means = {name: mean.here for name, mean in logged.means.items()}
-                largest = logged.largest | logged.seconds
+                largest = logged.peaks | logged.times
                 later_steps.append({"step": later, "means": means, "sums": logged.sums, "largest": largest})
         return later_steps
 
     def log_again(self, later_steps: Sequence[Mapping[str, Any]]) -> None:
         """Log what `of_later_steps` gave."""
         for stored in later_steps:
-            self.step = stored["step"]
+            logged = self.of(stored["step"])
             for name, (total, count) in stored["means"].items():
-                self.mean(name, total, count)
+                logged.mean(name, total, count)
             for name, value in stored["sums"].items():
-                self.sum(name, value)
+                logged.sum(name, value)
             for name, value in stored["largest"].items():
-                self.largest(name, value)
+                logged.largest(name, value)
 
-    def reduce(self, transport: Transport, worked: float | None = None) -> dict[str, float]:
+    def reduce(self, step: int, transport: Transport, worked: float | None = None) -> dict[str, float]:
         """The step's metrics over all ranks, the same on each, sorted by name; starts afresh.
 
         Two reductions of tensors whose size does not depend on the number of ranks, but for one number of each: first
@@ -146,10 +147,11 @@ class Metrics:
         NaN.
 
         Args:
+            step: Whose metrics are reduced, and then forgotten.
             transport: To the other ranks.
             worked: Seconds that this rank worked in the step, of which `straggler` is made; None to leave it out.
         """
-        here = self._steps.pop(self.step, _Logged())
+        here = self._steps.pop(step, StepMetrics(step))
         here.bring_over()
         mine = here.entries(worked)
         largest = self._largest(mine, transport)

@@ -14,7 +14,8 @@ from tests.ranks import RankPool
 
 def _reduced() -> tuple[list[tuple[str, float]], dict[str, float]]:
     """A step's metrics as they come out, and those of a step in which nothing was logged."""
-    rank, metrics = dist.get_rank(), Metrics()
+    rank, all_metrics = dist.get_rank(), Metrics()
+    metrics = all_metrics.of(4)
     metrics.mean("mean", torch.tensor([1.0, 30.0][rank]), torch.tensor([1, 3][rank]))
     metrics.mean("mean", torch.tensor(1.0), torch.tensor(1))
     metrics.mean("empty", torch.tensor(0.0), torch.tensor(0))
@@ -26,7 +27,7 @@ def _reduced() -> tuple[list[tuple[str, float]], dict[str, float]]:
     if rank == 1:
         metrics.largest("one/rank", -3.0)
     transport = Transport()
-    return list(metrics.reduce(transport).items()), metrics.reduce(transport)
+    return list(all_metrics.reduce(4, transport).items()), all_metrics.reduce(4, transport)
 
 
 def test_every_rank_has_the_metrics_over_all_of_them_sorted_by_name(ranks2: RankPool) -> None:
@@ -50,11 +51,19 @@ def _names_one_after_another() -> list[dict[str, float]]:
     rank, metrics, transport = dist.get_rank(), Metrics(), Transport()
     steps = []
     for step in range(3):
-        metrics.sum("always", 1.0)
+        metrics.of(step).sum("always", 1.0)
         if step == 1 + rank:
-            metrics.largest(f"of/rank{rank}", -2.0)
-        steps.append(metrics.reduce(transport))
+            metrics.of(step).largest(f"of/rank{rank}", -2.0)
+        steps.append(metrics.reduce(step, transport))
     return steps
+
+
+def test_what_is_logged_of_one_step_is_not_in_the_metrics_of_another() -> None:
+    metrics, transport = Metrics(), Transport()
+    first, second = metrics.of(0), metrics.of(1)
+    second.sum("sum", 5.0)
+    first.sum("sum", 2.0)
+    assert (metrics.reduce(0, transport), metrics.reduce(1, transport)) == ({"sum": 2.0}, {"sum": 5.0})
 
 
 def test_a_name_that_one_rank_logs_for_the_first_time_is_learned_by_all(ranks2: RankPool) -> None:
@@ -67,11 +76,11 @@ def _collectives_of_a_step() -> list[int]:
     transport, waits = Transport(), _Waits()
     transport.watch = waits
     metrics, counts = Metrics(), []
-    for _ in range(3):
-        metrics.sum("sum", 1.0)
-        metrics.mean("mean", 1.0, 1.0)
+    for step in range(3):
+        metrics.of(step).sum("sum", 1.0)
+        metrics.of(step).mean("mean", 1.0, 1.0)
         waits.count = 0
-        metrics.reduce(transport)
+        metrics.reduce(step, transport)
         counts.append(waits.count)
     return counts
 
@@ -96,11 +105,11 @@ def test_metrics_are_two_reductions_once_their_names_are_known(ranks2: RankPool)
 def _sent_by_a_step_of(names: int) -> int:
     """Bytes that this rank gathers from all, of a step whose names are known."""
     transport, metrics = Transport(), Metrics()
-    for _ in range(2):
+    for step in range(2):
         for name in range(names):
-            metrics.mean(f"mean/{name}", 1.0, 1.0)
+            metrics.of(step).mean(f"mean/{name}", 1.0, 1.0)
         transport.metadata_bytes = 0
-        metrics.reduce(transport, worked=1.0)
+        metrics.reduce(step, transport, worked=1.0)
     return transport.metadata_bytes
 
 
@@ -116,10 +125,10 @@ def _totals_of(order: tuple[int, ...]) -> list[float]:
     """Totals where rank `r` logs the values at `order[r]`; beside them, a number of names that differs."""
     transport, metrics = Transport(), Metrics()
     for name, values in enumerate(UNEVEN):
-        metrics.sum(f"sum/{name}", values[order[transport.rank]])
+        metrics.of(0).sum(f"sum/{name}", values[order[transport.rank]])
     for name in range(order[0]):
-        metrics.number(f"other/{name}", 1.0)
-    reduced = metrics.reduce(transport)
+        metrics.of(0).number(f"other/{name}", 1.0)
+    reduced = metrics.reduce(0, transport)
     return [reduced[f"sum/{name}"] for name in range(len(UNEVEN))]
 
 
@@ -131,7 +140,7 @@ def test_a_total_does_not_depend_on_the_order_in_which_ranks_add_theirs(ranks3: 
 
 def _worked_of_three() -> dict[str, float]:
     transport, metrics = Transport(), Metrics()
-    return metrics.reduce(transport, worked=[2.0, 5.0, 1.0][transport.rank])
+    return metrics.reduce(0, transport, worked=[2.0, 5.0, 1.0][transport.rank])
 
 
 def test_every_rank_knows_the_straggler_of_all(ranks3: RankPool) -> None:
@@ -139,7 +148,7 @@ def test_every_rank_knows_the_straggler_of_all(ranks3: RankPool) -> None:
 
 
 def test_a_mean_takes_its_total_and_its_count_from_different_devices() -> None:
-    metrics = Metrics()
+    metrics = Metrics().of(0)
     metrics.mean("mean", torch.tensor(1.0, device="meta"), torch.tensor(1.0))
     metrics.mean("mean", torch.tensor(1.0), torch.tensor(1.0, device="meta"))
 

@@ -15,7 +15,7 @@ from rlflow.dag.node import Node
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
-from rlflow.metrics import Metrics
+from rlflow.metrics import StepMetrics
 from rlflow.rewards.reward import Reward, Scores, scored
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.responses import Part, under_way
@@ -31,13 +31,24 @@ from rlflow.values.rollout import Rollout
 
 @dataclass(frozen=True)
 class Running:
-    """The node that runs: its rows, where they lie, the policy version and draw it runs at, and how far it samples."""
+    """The node that runs.
+
+    Attributes:
+        node: Itself.
+        space: Its rows.
+        layout: Where they lie.
+        draw: Of prompts, that it runs at.
+        version: Of the policy, likewise.
+        metrics: What is logged goes here.
+        part: How far it samples; None for whole responses.
+    """
 
     node: Node
     space: RowSpace
     layout: Layout
     draw: int
     version: int
+    metrics: StepMetrics
     part: Part | None = None
 
 
@@ -76,18 +87,16 @@ class NodeContext:
         *,
         engine: RolloutEngine | None,
         transport: Transport,
-        metrics: Metrics,
         device: torch.device,
         dtype: torch.dtype,
         seed: int,
         stop_token_ids: tuple[int, ...],
         decode: Callable[[Sequence[int]], str],
-        on_scores: Callable[[Rollout, Scores], None],
+        on_scores: Callable[[int, Rollout, Scores], None],
         rows_of: Callable[[Tensor], Tensor] = lambda ids: ids,
     ) -> None:
         self._engine = engine
         self._transport = transport
-        self._metrics = metrics
         self._device = device
         self._dtype = torch.float64 if dtype == torch.float64 else torch.float32  # of rewards and rollout logprobs
         self._seed = seed
@@ -101,15 +110,14 @@ class NodeContext:
         self.under_way: Tensor | None = None  # [B] bool, which of the node's samples were cut off
 
     @contextmanager
-    def measuring(self, metrics: Metrics, running: Running) -> Iterator[None]:
-        """Within it, what is logged goes to `metrics` and not to the step's."""
-        before = self._metrics, self.running
-        self._metrics, self.running, self._measures = metrics, running, True
+    def measuring(self, running: Running) -> Iterator[None]:
+        """Within it no node of the graph runs, but validation."""
+        before = self.running
+        self.running, self._measures = running, True
         try:
             yield
         finally:
-            self._metrics, self.running = before
-            self._measures = False
+            self.running, self._measures = before, False
 
     def generate(self, batch: Batch, n: int, sampling: Sampling) -> Rollout:
         now = self._outside_training("generate")
@@ -150,14 +158,14 @@ class NodeContext:
                 " Score in a node without a role"
             )
         scores = self._scored_alike(reward, rollout.texts, rollout.rows, now)
-        self._on_scores(rollout, scores)
+        self._on_scores(now.metrics.step, rollout, scores)
         totals = torch.tensor(scores.total, dtype=self._dtype)
         parts = Parts({part: torch.tensor(of_part, dtype=self._dtype) for part, of_part in scores.parts.items()})
         self.log(f"{name}/mean", totals, None)
         for part_name, part in parts.items():
             self.log(f"{name}/{part_name}", part, None)
         if self._speaks(now):
-            self._metrics.sum(f"{name}/errors", float(scores.errors))
+            now.metrics.sum(f"{name}/errors", float(scores.errors))
         return on_device(totals, self._device), to_device(parts, self._device)
 
     def _scored_alike(
@@ -189,12 +197,13 @@ class NodeContext:
         return replace(scores, parts={name: scores.parts.get(name, [0.0] * len(scores.total)) for name in names})
 
     def log(self, name: str, x: Tensor, mask: Tensor | None) -> None:
-        if not self._speaks(self._now()):
+        now = self._now()
+        if not self._speaks(now):
             return
         if mask is None:
-            self._metrics.mean(name, x.detach().double().sum(), float(x.numel()))
+            now.metrics.mean(name, x.detach().double().sum(), float(x.numel()))
         else:
-            self._metrics.mean(name, x.detach().double().where(mask.bool(), 0.0).sum(), mask.bool().sum())
+            now.metrics.mean(name, x.detach().double().where(mask.bool(), 0.0).sum(), mask.bool().sum())
 
     def of_each_shard(self, x: Tensor) -> Tensor:
         """The tensors of all shards, `[shards, ...]`; of several peers one speaks."""
@@ -222,7 +231,7 @@ class NodeContext:
             raise UserError(f"`{memory}` was updated in validation, whose prompts are others; update it in a node")
         if not self._speaks(now):
             return
-        of_step = self.remembered.setdefault(self._metrics.step, [])
+        of_step = self.remembered.setdefault(now.metrics.step, [])
         call = sum((each.memory, each.node, each.draw) == (memory, now.node.id, now.draw) for each in of_step)
         places = now.space.held(now.layout, self._transport.rank)
         rows = [part.double() for part in (places, self._rows_of(on_host(group)), x.detach().cpu())]

@@ -27,7 +27,7 @@ from rlflow.controller.training import Training
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node
 from rlflow.dag.planner import Plan
-from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, Save, SyncWeights, Task, Tell, TrainNode
+from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, SyncWeights, Task, Tell, TrainNode
 from rlflow.data.prefetch import Prefetch
 from rlflow.databuffer.balance import Balance
 from rlflow.databuffer.buffer import DataBuffer
@@ -39,7 +39,7 @@ from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.loggers.trace import Trace
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_hold_rows, to_score, to_train
-from rlflow.metrics import Metrics
+from rlflow.metrics import Metrics, StepMetrics
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
 from rlflow.process.status import report
@@ -78,7 +78,6 @@ class Controller:
         seed: Of the run.
         balance: Whether rows may move to even out tokens.
         max_tokens_per_draw: By which a response grows at most before it is cut off; None where none is.
-        save: Writes the models to the run's folder if this step is one to save at.
     """
 
     def __init__(
@@ -103,7 +102,6 @@ class Controller:
         seed: int,
         balance: Balance,
         max_tokens_per_draw: int | None,
-        save: Callable[[int], None],
     ) -> None:
         self.plan = plan.for_rank(transport.rank)
         self._sleeps_after = _last_that_samples(self.plan, graph)
@@ -135,19 +133,18 @@ class Controller:
         self._balance = balance
         self._seed = seed
         self._began = time.perf_counter()
-        self._save = save
-        self.filling = Filling(graph, plan, transport, metrics, loader.prompts_per_step, module.max_draws, keep)
+        self.filling = Filling(graph, plan, transport, loader.prompts_per_step, module.max_draws, keep)
         self.partial: PartialRollout | None = None
         for task in plan.every():
             if isinstance(task, HoldBack) and max_tokens_per_draw is not None:
                 self.partial = PartialRollout(plan, task, transport, max_tokens_per_draw, keep)
-        self._training = Training(module, graph, strategy, transport, metrics, seed, self._compared)
+        self._training = Training(module, graph, strategy, transport, seed, self._compared)
         self._reduced: dict[str, float] = {}
         self._slot_began = self._waited_before = 0.0
         self.context = context
 
     def step(self, step: int) -> dict[str, float]:
-        """Run the plan until `step` is trained, up to its saves; the step's metrics, the same on every rank."""
+        """Run the plan until `step` is trained; the step's metrics, the same on every rank."""
         while self._slot <= step + self._staleness:
             self._run_slot(self._slot)
             self._slot += 1
@@ -155,7 +152,6 @@ class Controller:
 
     def run(self, task: Task, step: int) -> None:
         """One task of this rank's plan."""
-        self._metrics.step = step
         for callback in self._callbacks:
             callback.on_task_start(str(task), step)
         doing = f"step {step + 1}, {self._doing(task)}"
@@ -164,7 +160,7 @@ class Controller:
                 case Load():
                     self._load(task, step)
                 case SyncWeights():
-                    self.sync_weights(self.version_of(step))
+                    self.sync_weights(self.version_of(step), self._metrics.of(step))
                 case Tell():
                     self._tell(task, step)
                 case Exchange():
@@ -179,16 +175,8 @@ class Controller:
                     self._fill(task, step)
                 case Reduce():
                     self._reduce(step)
-                case Save():
-                    self._save(step)
             if task == self._sleeps_after and self._engine is not None and self._shares_memory:
                 self._engine.sleep()
-
-    def save(self, done: int) -> None:
-        """Run the plan's saves, once callbacks and validation have seen the `done` steps and keep what they saw."""
-        for task in self.plan:
-            if isinstance(task, Save):
-                self.run(task, done)
 
     def close(self) -> None:
         """Let go of steps that are under way: the run ends before they are trained."""
@@ -207,19 +195,19 @@ class Controller:
         """The version that generates the rows of `step`: the weights after the last step trained by then."""
         return self.version_after(max(0, step - self._staleness))
 
-    def sync_weights(self, version: int) -> None:
+    def sync_weights(self, version: int, metrics: StepMetrics) -> None:
         """Bring the engines to `version`, which the trainer has, unless they are; each verifies tensor by tensor."""
         if self._sync is None:
             return
         if self._probe is None:
-            self._gap.open(version)
+            self._gap.open(version, metrics)
         if self._sync.version == version:
             return
         report = self._sync.run(version)
         if self._probe is not None:
-            self._probe.run(version)
+            self._probe.run(version, metrics)
         if report is not None:
-            self._metrics.number("sync/verified_tensors", float(report.tensors))
+            metrics.number("sync/verified_tensors", float(report.tensors))
             for callback in self._callbacks:
                 callback.on_weight_sync(version)
 
@@ -232,8 +220,7 @@ class Controller:
 
     def sync_for_validation(self, done: int) -> None:
         """Bring the engines to the weights after `done` steps; the next step is told of it, which may need no sync."""
-        self._metrics.step = done
-        self.sync_weights(self.version_after(done))
+        self.sync_weights(self.version_after(done), self._metrics.of(done))
 
     def kept(self, done: int) -> dict[str, Kept]:
         """After `done` steps, what this rank has for later ones, by name.
@@ -264,7 +251,7 @@ class Controller:
         if self.partial is not None:
             self.partial.restore(read)
         for step in self._steps_in_flight(done):
-            now = self._flights[step] = InStep(step, DataBuffer(self._transport))
+            now = self._flights[step] = InStep(step, DataBuffer(self._transport), self._metrics.of(step))
             if self._crossing.made_here:
                 flight = read(flight_name(step), self._crossing.keeping.empty())
                 assert flight is not None, step
@@ -274,20 +261,19 @@ class Controller:
                     self.run(task, step)
 
     def _run_slot(self, slot: int) -> None:
-        """All tasks of this rank but the saves: of step `slot`, and of those that lag behind it."""
+        """All tasks of this rank: of step `slot`, and of those that lag behind it."""
         if slot < self._steps:
-            self._flights[slot] = InStep(slot, DataBuffer(self._transport), draw=self.draws)
+            self._flights[slot] = InStep(slot, DataBuffer(self._transport), self._metrics.of(slot), draw=self.draws)
             self.draws += not self._fills
         started = self._slot_began = time.perf_counter()
         self._waited_before = self._trace.waited_s
         for task in self.plan:
             step = slot - task.lag
-            if isinstance(task, Save) or not 0 <= step < self._steps:
+            if not 0 <= step < self._steps:
                 continue
             if isinstance(task, Reduce):
-                self._metrics.step = step
-                self._metrics.seconds("time/step", time.perf_counter() - started)
-                self._metrics.seconds("time/elapsed", time.perf_counter() - self._began)
+                self._metrics.of(step).seconds("time/step", time.perf_counter() - started)
+                self._metrics.of(step).seconds("time/elapsed", time.perf_counter() - self._began)
             self.run(task, step)
             if isinstance(task, Reduce):
                 self._flights.pop(step).buffer.clear()
@@ -349,7 +335,7 @@ class Controller:
                 self._note_age(repeated, now)
         if self.partial is not None:
             held = self.partial.held
-            self._metrics.number("rollout/under_way", 0.0 if held is None else float(len(held.roots)))
+            now.metrics.number("rollout/under_way", 0.0 if held is None else float(len(held.roots)))
 
     def _draw(self, task: Fill, now: InStep) -> bool:
         """The tasks of a `Fill` on the next prompts; whether any group went through all of them."""
@@ -366,7 +352,7 @@ class Controller:
         assert self.partial is not None
         self.partial.hold_back(now, self.context.under_way)
         if layout.publishes(self._transport.rank):
-            self._measure(now.buffer.get(task.node_id, layout))
+            self._measure(now.buffer.get(task.node_id, layout), now.metrics)
         self._free(task.frees, now)
 
     def _run_node(self, task: RunNode, step: int) -> None:
@@ -396,8 +382,8 @@ class Controller:
         now, node = self._flights[step], self._graph.nodes[task.node_id]
         values, space = self._read(node, task.layout, now)
         if self._training.begun(node, step):
-            self.context.running = Running(node, space, task.layout, now.draw, NO_VERSION)
-            self._training.run(node, values, space, task.layout, step)
+            self.context.running = Running(node, space, task.layout, now.draw, NO_VERSION, now.metrics)
+            self._training.run(node, values, space, task.layout, now.metrics)
             self.context.running = None
         self._free(task.frees, now)
 
@@ -405,19 +391,19 @@ class Controller:
         self._transport.clock.settle()
         now = self._flights[step]
         buffer, held = now.buffer, [flight.buffer for flight in self._flights.values()]
-        self._metrics.sum("exchange/bytes", buffer.bytes_sent)
-        self._metrics.largest("exchange/busiest_rank_bytes", max(buffer.bytes_sent, buffer.bytes_received))
-        self._metrics.largest("exchange/held_bytes_max", sum(each.peak_held_bytes for each in held))
-        self._metrics.seconds("time/exchange_wait", buffer.waited_s)
+        now.metrics.sum("exchange/bytes", buffer.bytes_sent)
+        now.metrics.largest("exchange/busiest_rank_bytes", max(buffer.bytes_sent, buffer.bytes_received))
+        now.metrics.largest("exchange/held_bytes_max", sum(each.peak_held_bytes for each in held))
+        now.metrics.seconds("time/exchange_wait", buffer.waited_s)
         if predicted := [space.predicted for space in now.spaces.values()]:
-            self._metrics.largest("balance/predicted_gain_s", sum(each.gain_s for each in predicted))
-            self._metrics.largest("balance/predicted_cost_s", sum(each.cost_s for each in predicted))
+            now.metrics.largest("balance/predicted_gain_s", sum(each.gain_s for each in predicted))
+            now.metrics.largest("balance/predicted_cost_s", sum(each.cost_s for each in predicted))
         draws_total = f"{self.filling.part}/draws_total"
         if self._fills:
-            self._metrics.largest(draws_total, float(self.draws))
+            now.metrics.largest(draws_total, float(self.draws))
         worked = time.perf_counter() - self._slot_began - (self._trace.waited_s - self._waited_before)
         self.context.learn(self._module.memories(), [node.id for node in self._graph.order], step)
-        self._reduced = self._metrics.reduce(self._transport, worked)
+        self._reduced = self._metrics.reduce(step, self._transport, worked)
         self._transport.clock.settle()  # of this very collective, which belongs to no later step
         self.draws = int(self._reduced.get(draws_total, self.draws))  # ranks without a part in it learn it
         self._gap.check(self._reduced)
@@ -430,7 +416,7 @@ class Controller:
     def _call(self, node: Node, space: RowSpace, layout: Layout, values: dict[str, Any], now: InStep) -> Any:
         part = None if self.partial is None else self.partial.part_of(node.id)
         self.context.under_way = None
-        self.context.running = Running(node, space, layout, now.draw, self.version_of(now.step), part)
+        self.context.running = Running(node, space, layout, now.draw, self.version_of(now.step), now.metrics, part)
         result = getattr(self._module, node.id)(**values)
         self.context.running = None
         return result
@@ -457,26 +443,26 @@ class Controller:
             versions=versions,
         )
         if self.partial is None and layout.publishes(self._transport.rank):
-            self._measure(result)
+            self._measure(result, now.metrics)
         return space
 
-    def _measure(self, rollout: Rollout) -> None:
+    def _measure(self, rollout: Rollout, metrics: StepMetrics) -> None:
         """The metrics of responses that have ended, of this rank's shard."""
         rows, tokens = float(len(rollout.lengths)), on_host(rollout.lengths).sum()
-        self._metrics.mean("rollout/length", tokens, rows)
-        self._metrics.mean("rollout/truncated", (~rollout.finished).sum(), rows)
-        self._metrics.sum("rollout/tokens", float(tokens))
+        metrics.mean("rollout/length", tokens, rows)
+        metrics.mean("rollout/truncated", (~rollout.finished).sum(), rows)
+        metrics.sum("rollout/tokens", float(tokens))
         if self.partial is not None:
             places = torch.arange(rollout.versions.shape[1], device=rollout.versions.device)
             newer = (rollout.versions > rollout.version[:, None]) & (places < rollout.lengths[:, None])
-            self._metrics.mean("rollout/continued", newer.any(dim=1).sum(), rows)
+            metrics.mean("rollout/continued", newer.any(dim=1).sum(), rows)
 
     def _note_age(self, run: RunNode, now: InStep) -> None:
         """How many versions older than the trainer's the weights were that began the responses of the step."""
         if (self._staleness or self._fills) and self._transport.rank == run.layout.ranks[0]:
             versions = now.spaces[run.node_id].versions
             ages = self.version_after(now.step) - versions
-            self._metrics.mean("rollout/staleness", ages.sum(), float(len(versions)))
+            now.metrics.mean("rollout/staleness", ages.sum(), float(len(versions)))
 
     def _gather_space(self, name: str, layout: Layout, now: InStep, **rows: Tensor) -> RowSpace:
         of_run: dict[str, Any] = {"seed": self._seed, "step": now.step, "balance": self._balance}
@@ -529,11 +515,11 @@ class Controller:
         report(self._transport.rank, f"step {step + 1}")
         self._trace.span(str(task), type(task).__name__, started, ended, step=step)
         if isinstance(task, RunNode | TrainNode):
-            self._metrics.seconds(f"time/{task.node_id}", ended - started)
+            self._metrics.of(step).seconds(f"time/{task.node_id}", ended - started)
         elif isinstance(task, SyncWeights):
-            self._metrics.seconds("time/sync", ended - started)
+            self._metrics.of(step).seconds("time/sync", ended - started)
         elif isinstance(task, Load):
-            self._metrics.seconds("time/load", ended - started)
+            self._metrics.of(step).seconds("time/load", ended - started)
 
 
 def _engines_share_ranks(plan: Plan, graph: Graph) -> bool:

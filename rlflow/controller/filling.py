@@ -17,7 +17,6 @@ from rlflow.dag.tasks import Fill, RunNode
 from rlflow.databuffer.kept import Kept
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
-from rlflow.metrics import Metrics
 from rlflow.values.host_copy import on_host
 
 NOT_BOOL = 2  # beside 0 and 1, what a filter may answer
@@ -30,7 +29,6 @@ class Filling:
         graph: With a filter or not.
         plan: Of all ranks.
         transport: To the other ranks.
-        metrics: Of this rank.
         needed: Groups of a step.
         max_draws: Draws for one step at most, counted by the groups that a filter was asked about.
         keep: Keeps rows and values of this rank.
@@ -44,7 +42,6 @@ class Filling:
         graph: Graph,
         plan: Plan,
         transport: Transport,
-        metrics: Metrics,
         needed: int,
         max_draws: int,
         keep: Keep,
@@ -59,7 +56,6 @@ class Filling:
         keeps = () if plan.fill is None else plan.fill.keeps
         self._keeping = keep(spaces, keeps)
         self._transport = transport
-        self._metrics = metrics
         self._needed = needed
         self._max_draws = max_draws
 
@@ -97,9 +93,9 @@ class Filling:
         self._keeping.put(filled.only(step), now)
         self.surplus = filled.only(left) if len(left) else None
         if fill.filter_id is not None and drawn:
-            self._metrics.mean("filter/kept", float(kept), float(drawn))
-        self._metrics.number(f"{self.part}/draws", float(draws))
-        self._metrics.number(f"{self.part}/surplus", float(len(left)))
+            now.metrics.mean("filter/kept", float(kept), float(drawn))
+        now.metrics.number(f"{self.part}/draws", float(draws))
+        now.metrics.number(f"{self.part}/surplus", float(len(left)))
 
     @property
     def part(self) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
-from rlflow.metrics import Metrics
+from rlflow.metrics import StepMetrics
 from rlflow.values.rollout import Rollout
 
 GAP = "sync/logprob_gap"
@@ -25,14 +25,19 @@ class LogprobGap:
         limit: Largest mean |logprob - rollout logprob| over all tokens of a step; above it the run stops.
     """
 
-    def __init__(self, metrics: Metrics, limit: float) -> None:
-        self._metrics = metrics
+    def __init__(self, limit: float) -> None:
         self._limit = limit
+        self._metrics: StepMetrics | None = None
         self._version: int | None = None  # while watching
 
-    def open(self, version: int) -> None:
-        """From here on the trainer's weights are those of `version`, which the engine generates with."""
-        self._version = version
+    def open(self, version: int, metrics: StepMetrics) -> None:
+        """From here on the trainer's weights are those of `version`, which the engine generates with.
+
+        Args:
+            version: Of the weights.
+            metrics: Of the step whose rows are compared.
+        """
+        self._version, self._metrics = version, metrics
 
     def close(self) -> None:
         """The trainer's weights are about to change, or the step's rows have been compared."""
@@ -40,15 +45,15 @@ class LogprobGap:
 
     def observe(self, rows: Any, logprobs: Tensor) -> None:
         """Compare the logprobs `[B, T]` of a forward pass over `rows` with those that came with them."""
-        if self._version is None or not isinstance(rows, Rollout):
+        if self._version is None or self._metrics is None or not isinstance(rows, Rollout):
             return
-        self.record(logprobs, rows.logprobs, rows.loss_mask & (rows.version == self._version)[:, None])
+        self.record(self._metrics, logprobs, rows.logprobs, rows.loss_mask & (rows.version == self._version)[:, None])
 
-    def record(self, trainer: Tensor, engine: Tensor, mask: Tensor) -> None:
+    def record(self, metrics: StepMetrics, trainer: Tensor, engine: Tensor, mask: Tensor) -> None:
         """Compare logprobs `[B, T]` of equal weights where `mask` is true."""
         gap = (trainer.detach().double() - engine.double()).abs() * mask
-        self._metrics.mean(GAP, gap.sum(), mask.sum())
-        self._metrics.largest(LARGEST_GAP, gap.max() if gap.numel() else 0.0)
+        metrics.mean(GAP, gap.sum(), mask.sum())
+        metrics.largest(LARGEST_GAP, gap.max() if gap.numel() else 0.0)
 
     def check(self, reduced: dict[str, float]) -> None:
         """Stop the run if the step's gap is above the limit.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.rows import RowSpace
+from rlflow.metrics import StepMetrics
 
 
 @dataclass
@@ -17,6 +18,7 @@ class InStep:
     Attributes:
         step: From 0.
         buffer: Its values.
+        metrics: What this rank logs of it.
         spaces: Its rows by name, those that this rank has to do with.
         lengths: Of values with lengths of their own, such as a rollout node's that keeps the prompts' rows: `[N]`
             response tokens, by value.
@@ -25,6 +27,7 @@ class InStep:
 
     step: int
     buffer: DataBuffer
+    metrics: StepMetrics
     spaces: dict[str, RowSpace] = field(default_factory=dict)
     lengths: dict[str, Tensor] = field(default_factory=dict)
     draw: int = 0

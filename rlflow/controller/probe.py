@@ -11,6 +11,7 @@ from rlflow.controller.gap import LogprobGap
 from rlflow.dag.tasks import SyncWeights
 from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.transport import Transport
+from rlflow.metrics import StepMetrics
 from rlflow.models.causal_lm import CausalLM
 from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, sampling_seed
 from rlflow.values.batch import TokenRows
@@ -56,7 +57,7 @@ class Probe:
         self._sampling = Sampling(min(TOKENS, longest), temperature)
         self._seed = seed
 
-    def run(self, version: int) -> None:
+    def run(self, version: int, metrics: StepMetrics) -> None:
         """Compare at `version`, which both have now."""
         speaker, rank = self._task.target[0], self._transport.rank
         completions = [] if self._engine is None else self._sampled(self._engine, version)
@@ -69,13 +70,13 @@ class Probe:
             return
         heard = from_message(self._transport.broadcast_bytes(message, speaker, ranks))
         if rank in self._task.source:
-            self._compare([(tokens, logprobs) for tokens, logprobs in json.loads(heard)])
+            self._compare([(tokens, logprobs) for tokens, logprobs in json.loads(heard)], metrics)
 
     def _sampled(self, engine: RolloutEngine, version: int) -> list[Completion]:
         seeds = [sampling_seed(self._seed, version, "probe", (0,), index) for index in range(PROBES)]
         return engine.generate(self._prompts, seeds, self._sampling, version)
 
-    def _compare(self, written: list[tuple[list[int], list[float]]]) -> None:
+    def _compare(self, written: list[tuple[list[int], list[float]]], metrics: StepMetrics) -> None:
         """Every rank of the role scores all rows: they are few, and scoring is a collective."""
         device = self._transport.device
         prompts = Ragged(
@@ -90,7 +91,7 @@ class Probe:
         mask = torch.arange(rows.response_ids.shape[1], device=device) < rows.lengths[:, None]
         said = torch.zeros(mask.shape, dtype=torch.float64, device=device)
         said[mask] = torch.tensor([p for _, logprobs in written for p in logprobs], dtype=said.dtype, device=device)
-        self._gap.record(self._handle.logprobs(rows), said, mask)
+        self._gap.record(metrics, self._handle.logprobs(rows), said, mask)
 
 
 def probing_group(task: SyncWeights) -> tuple[int, ...]:

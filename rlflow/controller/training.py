@@ -17,7 +17,7 @@ from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.functional import loss_count, loss_sum, loss_weights
-from rlflow.metrics import Metrics
+from rlflow.metrics import StepMetrics
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
 from rlflow.rollout.engine import sampling_seed
@@ -42,7 +42,6 @@ class Training:
         graph: Of the module.
         strategy: Runs backward and the optimizer.
         transport: To the other ranks.
-        metrics: Of this rank.
         seed: Of the run; mini-batches are a function of (seed, step, row ids).
         before_update: Told of a role whose weights are about to change.
     """
@@ -53,7 +52,6 @@ class Training:
         graph: Graph,
         strategy: TrainingStrategy,
         transport: Transport,
-        metrics: Metrics,
         seed: int,
         before_update: Callable[[str], None],
     ) -> None:
@@ -61,7 +59,6 @@ class Training:
         self._graph = graph
         self._strategy = strategy
         self._transport = transport
-        self._metrics = metrics
         self._seed = seed
         self._before_update = before_update
         self._skipped: Counter[str] = Counter()  # updates in a row, by role
@@ -72,8 +69,17 @@ class Training:
         handle: ModelHandle = getattr(self._module, node.role)
         return step >= handle.start_step
 
-    def run(self, node: Node, values: Mapping[str, Any], space: RowSpace, layout: Layout, step: int) -> None:
-        """All epochs and mini-batches of one step. `values` are this rank's rows in `layout`, by the node's inputs."""
+    def run(self, node: Node, values: Mapping[str, Any], space: RowSpace, layout: Layout, metrics: StepMetrics) -> None:
+        """All epochs and mini-batches of one step.
+
+        Args:
+            node: That trains.
+            values: This rank's rows in `layout`, by the node's inputs.
+            space: The rows.
+            layout: Where they lie.
+            metrics: Of the step.
+        """
+        step = metrics.step
         assert node.role is not None
         handle: ModelHandle = getattr(self._module, node.role)
         if handle.lora is not None and handle.lora.dropout > 0:
@@ -82,7 +88,7 @@ class Training:
         mini_batches = space.held_mini_batches(layout, self._transport.rank)
         for epoch in range(handle.epochs):
             for number in self._order(len(mini_batches), step, epoch):
-                self._update(node, handle, values, mini_batches[number], layout)
+                self._update(node, handle, values, mini_batches[number], layout, metrics)
 
     def _order(self, count: int, step: int, epoch: int) -> list[int]:
         if epoch == 0:
@@ -91,7 +97,15 @@ class Training:
         order: list[int] = torch.randperm(count, generator=generator).tolist()
         return order
 
-    def _update(self, node: Node, handle: ModelHandle, values: Mapping[str, Any], rows: Tensor, layout: Layout) -> None:
+    def _update(
+        self,
+        node: Node,
+        handle: ModelHandle,
+        values: Mapping[str, Any],
+        rows: Tensor,
+        layout: Layout,
+        metrics: StepMetrics,
+    ) -> None:
         assert node.role is not None
         role, longest = node.role, self._module.max_response_length
         mode = handle.loss_aggregation or self._module.loss_aggregation
@@ -118,10 +132,11 @@ class Training:
                 balance = routed.loss.detach().double() / sequences
                 balance_here = balance if balance_here is None else balance_here + balance
             if routed.pairs:
-                self._metrics.mean(f"{role}/routed_otherwise", routed.otherwise, float(routed.pairs))
+                metrics.mean(f"{role}/routed_otherwise", routed.otherwise, float(routed.pairs))
             self._strategy.backward(role, share, last=part == most - 1)
         self._before_update(role)
-        self._finish(role, loss_here, balance_here, self._strategy.step(role), layout)
+        self._log(role, loss_here, balance_here, layout, metrics)
+        self._finish(role, self._strategy.step(role), metrics)
 
     def _take(self, values: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
         return {name: take_rows(value, self._graph.type_of(name), rows) for name, value in values.items()}
@@ -133,27 +148,34 @@ class Training:
         total, learnt_from, sequences, _ = every[:: layout.copies].sum(dim=0).tolist()
         return total, learnt_from, sequences, int(every[:, 3].max())
 
-    def _finish(
-        self, role: str, loss_here: Tensor | float, balance_here: Tensor | None, grad_norm: float, layout: Layout
+    def _log(
+        self, role: str, loss_here: Tensor | float, balance_here: Tensor | None, layout: Layout, metrics: StepMetrics
     ) -> None:
         rank = self._transport.rank
         if layout.publishes(rank):  # the shares of all shards add up to one loss an update
             once = 1.0 if rank == layout.ranks[0] else 0.0
-            self._metrics.mean(f"{role}/loss", loss_here, once)
+            metrics.mean(f"{role}/loss", loss_here, once)
             if balance_here is not None:
-                self._metrics.mean(f"{role}/router_aux_loss", balance_here, once)
+                metrics.mean(f"{role}/router_aux_loss", balance_here, once)
+
+    def _finish(self, role: str, grad_norm: float, metrics: StepMetrics) -> None:
+        """Count updates that were skipped.
+
+        Raises:
+            UserError: There were too many in a row.
+        """
         scale = self._strategy.loss_scale(role)
         if scale is not None:
-            self._metrics.number(f"{role}/loss_scale", scale.factor)
+            metrics.number(f"{role}/loss_scale", scale.factor)
         if math.isfinite(grad_norm):
             self._skipped[role] = 0
-            self._metrics.number(f"{role}/grad_norm", grad_norm)
+            metrics.number(f"{role}/grad_norm", grad_norm)
             return
         if scale is not None and scale.can_fall:  # the next update is tried with a smaller one
-            self._metrics.number(f"{role}/skipped_updates", 1.0)
+            metrics.number(f"{role}/skipped_updates", 1.0)
             return
         self._skipped[role] += 1
-        self._metrics.number(f"{role}/skipped_updates", 1.0)
+        metrics.number(f"{role}/skipped_updates", 1.0)
         if self._skipped[role] >= MOST_SKIPPED_UPDATES:
             raise UserError(
                 f"the gradient of `{role}` was infinite or NaN in {self._skipped[role]} updates in a row, which were"

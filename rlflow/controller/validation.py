@@ -53,9 +53,10 @@ def validate(
         number. Equal on every rank.
     """
     assert module.reward is not None
-    metrics = Metrics()
+    all_metrics = Metrics()
     if transport.rank not in layout.ranks:
-        return metrics.reduce(transport)
+        return all_metrics.reduce(0, transport)
+    metrics = all_metrics.of(0)
     assert engine is not None
     batch, ids = loader.all(layout.shard(transport.rank), layout.shards)
     path = RowPath(ids[:, None], (BATCH,))
@@ -76,7 +77,7 @@ def validate(
         correct = right.reshape(-1, n).sum(dim=1)  # [B]
         for k in powers_of_two(n) if n > 1 else ():
             metrics.mean(f"{prefix}/pass@{k}", pass_at_k(correct, n, k).sum(), rows / n)
-    return metrics.reduce(transport)
+    return all_metrics.reduce(0, transport)
 
 
 @torch.no_grad()
@@ -84,17 +85,18 @@ def run_validation_step(
     module: RLModule, context: NodeContext, loader: Loader, transport: Transport, layout: Layout, device: torch.device
 ) -> dict[str, float]:
     """What the module's `validation_step` logs of all held-out rows, equal on every rank."""
-    metrics = Metrics()
+    all_metrics = Metrics()
     if transport.rank not in layout.ranks:
-        return metrics.reduce(transport)
+        return all_metrics.reduce(0, transport)
+    metrics = all_metrics.of(0)
     batch, ids = loader.all(layout.shard(transport.rank), layout.shards)
     lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)
     name = RLModule.validation_step.__name__
     space = RowSpace.gather(name, transport, layout, path=ids[:, None], lengths=lengths, tokens=batch.tokens)
     node = Node(name, inputs=(), role=None, kind="compute", returns=Any, rows=None, file="", line=0)
-    with context.measuring(metrics, Running(node, space, layout, draw=DRAW, version=0)):
+    with context.measuring(Running(node, space, layout, draw=DRAW, version=0, metrics=metrics)):
         module.validation_step(to_device(batch, device))
-    return metrics.reduce(transport)
+    return all_metrics.reduce(0, transport)
 
 
 def powers_of_two(most: int) -> list[int]:

@@ -19,7 +19,6 @@ from rlflow.dag.tasks import (
     Load,
     Reduce,
     RunNode,
-    Save,
     SyncWeights,
     Task,
     Tell,
@@ -74,7 +73,7 @@ class Plan:
         lags = [task.lag for task in self.tasks]
         if not any(lags):
             return ()
-        trains = max(place for place, task in enumerate(self.tasks) if task.lag and not isinstance(task, Reduce | Save))
+        trains = max(place for place, task in enumerate(self.tasks) if task.lag and not isinstance(task, Reduce))
         return tuple(task for task in self.tasks[trains:] if not task.lag)
 
     def layouts(self) -> dict[str, Layout]:
@@ -163,7 +162,7 @@ def plan(
     for value in made:
         tasks += _exchanges(value, graph, placed, behind) if value in placed else []
     tasks = list(_told(_once(tasks), graph))
-    return Plan((*tasks, Reduce(world, lag=max_staleness), Save(world, lag=max_staleness)), max_staleness)
+    return Plan((*tasks, Reduce(world, lag=max_staleness)), max_staleness)
 
 
 def _continued_node(graph: Graph) -> Node:

@@ -217,16 +217,6 @@ class Reduce(_OfMembers):
         return f"reduce    metrics: {rank_ranges(self.members)}"
 
 
-@dataclass(frozen=True)
-class Save(_OfMembers):
-    """Save a checkpoint, at the steps where one is due."""
-
-    members: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"save      checkpoint: {rank_ranges(self.members)}"
-
-
 def task_lines(tasks: Sequence[Task]) -> Iterator[str]:
     """A line for each task, those that a `Fill` repeats indented below it."""
     for task in tasks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
@@ -27,8 +28,8 @@ from rlflow.loggers.csv import CSVLogger
 from rlflow.loggers.curves import draw_curves
 from rlflow.loggers.jsonl import JSONLLogger
 from rlflow.loggers.secrets import without_secrets
-from rlflow.loggers.trace import Trace
-from rlflow.memory.out_of_memory import memory_watched, to_generate, to_load, to_score
+from rlflow.loggers.trace import SAVE, Trace
+from rlflow.memory.out_of_memory import memory_watched, to_generate, to_hold_rows, to_load, to_score
 from rlflow.metrics import Metrics
 from rlflow.models.causal_lm import CausalLM
 from rlflow.module import RLModule, chooses_prompts, handles, has_validation_step
@@ -109,7 +110,7 @@ class Run:
             draws = self._prepared.steps if self._prepared.plan.fill is None else None
             prompts = stack.enter_context(Prefetch(self._prepared.train, draws))
             try:
-                self._train(folder, self._build(folder, trace, prompts))
+                self._train(folder, self._build(folder, trace, prompts), trace)
             except BaseException as error:
                 self._saving.abandon()
                 for callback in self._trainer.callbacks:
@@ -185,13 +186,12 @@ class Run:
         self._context = NodeContext(
             engine=self._engine,
             transport=transport,
-            metrics=self._metrics,
             device=self._strategy.root_device,
             dtype=self._strategy.dtype,
             seed=self._trainer.seed,
             stop_token_ids=prepared.stop_token_ids,
             decode=self._decode,
-            on_scores=lambda rollout, scores: self._samples.keep(self._metrics.step, rollout, scores),
+            on_scores=self._samples.keep,
             rows_of=self._prepared.train.rows_of,
         )
         self._module.attach(self._context)
@@ -246,7 +246,7 @@ class Run:
         startup.passed("engine")
         startup.collect_again()
         limit = trainer.logprob_gap_limit
-        gap = LogprobGap(self._metrics, default_gap_limit(strategy.dtype) if limit is None else limit)
+        gap = LogprobGap(default_gap_limit(strategy.dtype) if limit is None else limit)
         if prepared.follows is not None:
             follows = handles(self._module)[prepared.follows]
             assert isinstance(follows, CausalLM)
@@ -271,7 +271,6 @@ class Run:
             seed=trainer.seed,
             balance=trainer.balance,
             max_tokens_per_draw=trainer.partial_rollout,
-            save=lambda done: self._saving.save_if_due(done, folder, controller),
         )
         self._saving.restore(controller)
         if self._saving.resumed is not None:
@@ -318,7 +317,7 @@ class Run:
         seed = self._trainer.seed
         return Probe(task, follows, self._engine, self._transport, gap, prompts, temperature, longest, seed)
 
-    def _train(self, folder: RunFolder, controller: Controller) -> None:
+    def _train(self, folder: RunFolder, controller: Controller, trace: Trace) -> None:
         trainer, steps = self._trainer, self._prepared.steps
         for callback in trainer.callbacks:
             callback.on_fit_start(trainer)
@@ -342,7 +341,8 @@ class Run:
                 after = self._validate(controller, done)
                 metrics |= after
             self._log(metrics, done, records=validates or done % trainer.log_every_n_steps == 0)
-            controller.save(done)
+            if self._saving.is_due(done):
+                self._save(done, folder, controller, trace)
         controller.close()
         self._saving.wait()
         saved = trainer.save_every_n_steps is not None and done > self._done  # with the last checkpoint
@@ -353,6 +353,15 @@ class Run:
         self._summary = {"steps": done, **compared(self._saving.before, after)}
         if self._prepared.validation is not None:
             self._summary["problems"] = self._prepared.validation.size
+
+    def _save(self, done: int, folder: RunFolder, controller: Controller, trace: Trace) -> None:
+        """Callbacks and validation have seen the `done` steps, and keep what they saw."""
+        doing, started = f"saving after step {done}", time.perf_counter()
+        report(self._transport.rank, doing)
+        with memory_watched(doing, to_hold_rows, self._strategy):
+            self._saving.save(done, folder, controller)
+        trace.span("save checkpoint", SAVE, started, time.perf_counter(), step=done)
+        report(self._transport.rank, f"step {done}")
 
     def _validate(self, controller: Controller, done: int) -> dict[str, float]:
         if self._prepared.validation is None:

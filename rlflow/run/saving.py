@@ -130,16 +130,18 @@ class Saving:
                 controller.context.remember_again(logged.get("remembered", ()))
         self._module_before = _as_json(self._module.state_dict())
 
-    def save_if_due(self, done: int, folder: RunFolder, controller: Controller) -> None:
-        """Write models and a checkpoint after `done` steps, if they are to be written then; called by all ranks.
+    def is_due(self, done: int) -> bool:
+        """Whether a checkpoint is to be written after `done` steps."""
+        every = self._trainer.save_every_n_steps
+        ends = self._trainer.should_stop or done == self._prepared.steps
+        return every is not None and not self._trainer.fast_dev_run and (ends or done % every == 0)
+
+    def save(self, done: int, folder: RunFolder, controller: Controller) -> None:
+        """Write models and a checkpoint after `done` steps; called by all ranks.
 
         Raises:
             UserError: A weight, or what the optimizer keeps of it, is not finite; nothing was written.
         """
-        every = self._trainer.save_every_n_steps
-        ends = self._trainer.should_stop or done == self._prepared.steps
-        if every is None or self._trainer.fast_dev_run or (done % every and not ends):
-            return
         self.wait()
         self._require_finite(done, states=True)
         progress = Progress(

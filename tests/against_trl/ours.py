@@ -14,6 +14,7 @@ from rlflow.dag.node import Node
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.functional import aggregate
+from rlflow.metrics import StepMetrics
 from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.packed import PackedModel
 from rlflow.module import handles
@@ -118,4 +119,4 @@ def _running(node: Node, rows: Batch | Rollout | Pairs) -> Running:
     ids = torch.arange(len(rows.rows))
     path = torch.stack([ids // GROUP, ids], dim=1)
     space = RowSpace.gather("rows", Transport(), HERE, path=path, lengths=ids, tokens=ids)
-    return Running(node, space, HERE, draw=0, version=0)
+    return Running(node, space, HERE, draw=0, version=0, metrics=StepMetrics(0))

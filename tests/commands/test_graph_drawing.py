@@ -58,7 +58,6 @@ def test_the_table_and_the_plan_of_a_rank() -> None:
         *table,
         f"plan of rank 0, digest {steps.digest[:12]}:",
         "  1  reduce    metrics: ranks 0-1",
-        "  2  save      checkpoint: ranks 0-1",
     ]
     assert text(graph, steps, rank=1).splitlines() == [
         *table,
@@ -67,7 +66,6 @@ def test_the_table_and_the_plan_of_a_rank() -> None:
         "  2  exchange  batch: rank 1, 1 shard, groups -> rank 1, 1 shard, balanced; rows of batch",
         "  3  train     actor_loss: rank 1, 1 shard, balanced; frees batch",
         "  4  reduce    metrics: ranks 0-1",
-        "  5  save      checkpoint: ranks 0-1",
     ]
 
 

@@ -17,7 +17,7 @@ from rlflow.dag.graph import Graph
 from rlflow.data.prompts import PromptData
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
-from rlflow.metrics import Metrics
+from rlflow.metrics import Metrics, StepMetrics
 from rlflow.values.layout import Layout
 from tests.controller.runs import ZERO2, Fit, OddCharacters, Paired, fit
 from tests.data.listed import Listed
@@ -132,7 +132,7 @@ def test_the_ranks_of_the_known_answers_hold_two_rows_each(asked: list[dict[str,
 def _quantile_of_tokens(bounds: list[int]) -> float:
     """Each rank has some of the tokens, one none."""
     transport, rank = Transport(), dist.get_rank()
-    context = _context(transport, Metrics(), Layout(tuple(range(dist.get_world_size())), dist.get_world_size()))
+    context = _context(transport, Metrics().of(0), Layout(tuple(range(dist.get_world_size())), dist.get_world_size()))
     module = Asks("tiny", OddCharacters())
     module.attach(context)
     here = tokens()[bounds[rank] : bounds[rank + 1]]
@@ -151,26 +151,26 @@ def test_a_quantile_of_many_tokens_on_many_ranks_is_torch_s_to_the_bit(
     assert found == [torch.quantile(tokens().double(), 0.8).item()] * world_size
 
 
-def _context(transport: Transport, metrics: Metrics, layout: Layout) -> NodeContext:
+def _context(transport: Transport, metrics: StepMetrics, layout: Layout) -> NodeContext:
     """In a node of two rows."""
-    context = node_context(transport, metrics, torch.float32)
+    context = node_context(transport, torch.float32)
     ids = torch.arange(2) + 2 * layout.shard(transport.rank)
     space = RowSpace.gather("batch", transport, layout, path=ids[:, None], lengths=ids, tokens=ids)
     module = Asks("tiny", OddCharacters())
     module.configure_models()
     rollout = Graph.read(module, roles=("actor", "reference")).nodes["rollout"]
-    context.running = Running(rollout, space, layout, 0, 0)
+    context.running = Running(rollout, space, layout, 0, 0, metrics)
     return context
 
 
 def _log_on_peers(logged: list[float]) -> dict[str, float]:
     """Both ranks hold one shard; each logs its own number for its two rows."""
     transport, metrics = Transport(), Metrics()
-    context = _context(transport, metrics, Layout((0, 1), 1))
+    context = _context(transport, metrics.of(0), Layout((0, 1), 1))
     number = logged[dist.get_rank()]
     context.log("plain", torch.full((2,), number), None)
     context.log("masked", torch.tensor([[number, float("nan")]]), torch.tensor([[True, False]]))
-    return metrics.reduce(transport)
+    return metrics.reduce(0, transport)
 
 
 def test_of_peers_that_hold_the_same_rows_one_logs(ranks2: RankPool) -> None:

@@ -32,7 +32,7 @@ def test_an_engine_that_lies_about_its_weights_is_caught_in_the_step_that_it_gen
 
 @pytest.mark.parametrize("gap", [0.0011, float("nan"), float("inf")])
 def test_a_gap_above_the_limit_ends_the_run_and_one_that_is_no_number_does(gap: float) -> None:
-    alarm = LogprobGap(Metrics(), 0.001)
+    alarm = LogprobGap(0.001)
     alarm.check({GAP: 0.001})
     with pytest.raises(UserError, match="differ by"):
         alarm.check({GAP: gap})
@@ -55,10 +55,10 @@ def test_rows_that_an_older_policy_generated_are_not_compared() -> None:
         rows=[{}, {}],
     )
     metrics = Metrics()
-    gap = LogprobGap(metrics, 0.001)
-    gap.open(3)
+    gap = LogprobGap(0.001)
+    gap.open(3, metrics.of(7))
     gap.observe(rollout, torch.tensor([[9.0, 9.0], [0.5, 9.0]]))
-    assert metrics.reduce(Transport()) == {GAP: 0.5, LARGEST_GAP: 0.5}
+    assert metrics.reduce(7, Transport()) == {GAP: 0.5, LARGEST_GAP: 0.5}
 
 
 def test_bfloat16_is_allowed_a_wider_gap() -> None:

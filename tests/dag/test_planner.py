@@ -11,7 +11,7 @@ import pytest
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
 from rlflow.dag.planner import Plan, plan
-from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, Save, SyncWeights, Tell, TrainNode
+from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, SyncWeights, Tell, TrainNode
 from rlflow.errors import UserError
 from rlflow.values.batch import Batch
 from rlflow.values.cuts import PerSample, PerToken
@@ -43,7 +43,6 @@ def test_the_plan_of_grpo_on_two_ranks() -> None:
         Exchange("advantages", "rollout", GROUPS, BALANCED),
         TrainNode("actor_loss", BALANCED, frees=("rollout", "advantages", "old_logprobs", "ref_logprobs")),
         Reduce(BOTH),
-        Save(BOTH),
     )
 
 
@@ -67,7 +66,6 @@ def test_a_filter_and_its_ancestors_repeat_and_all_else_comes_after_them() -> No
         Exchange("advantages", "rollout", GROUPS, BALANCED),
         TrainNode("actor_loss", BALANCED, frees=("rollout", "advantages", "old_logprobs")),
         Reduce(BOTH),
-        Save(BOTH),
     )
 
 
@@ -246,7 +244,6 @@ def test_rows_are_loaded_on_the_ranks_of_their_first_reader_and_balanced_by_an_e
         Exchange("batch", "batch", GROUPS, BALANCED),
         TrainNode("actor_loss", BALANCED, frees=("batch",)),
         Reduce(BOTH),
-        Save(BOTH),
     )
 
 
@@ -347,7 +344,6 @@ def test_a_rank_runs_the_tasks_that_name_it_in_the_global_order() -> None:
         ["run", "advantages"],
         ["exchange", "advantages"],
         ["reduce", "metrics"],
-        ["save", "checkpoint"],
     ]
     assert second == [
         ["sync", "actor", "->", "rollout"],
@@ -358,7 +354,6 @@ def test_a_rank_runs_the_tasks_that_name_it_in_the_global_order() -> None:
         ["exchange", "advantages"],
         ["train", "actor_loss"],
         ["reduce", "metrics"],
-        ["save", "checkpoint"],
     ]
 
 
@@ -381,7 +376,6 @@ def test_generation_runs_a_step_ahead_of_training() -> None:
         Exchange("rollout", "rollout", GENERATES, TRAINS),
         Exchange("advantages", "rollout", GENERATES, TRAINS),
         Reduce((0, 1, 2), lag=1),
-        Save((0, 1, 2), lag=1),
     )
     assert planned.crossing() == planned.tasks[8:11]
 

@@ -15,6 +15,7 @@ from rlflow.controller.context import Running
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.functional import aggregate
+from rlflow.metrics import StepMetrics
 from rlflow.models.handle import ForwardPlan
 from rlflow.run.prepare import read_graph
 from rlflow.values.batch import Batch as Rows
@@ -102,7 +103,7 @@ def step(algorithm: type[RLModule], policy: Path, given: Mapping[str, Any], **se
     for node in graph.order:
         if node.id in values or node.role == "critic":
             continue
-        context.running = Running(node, space, HERE, draw=0, version=0)
+        context.running = Running(node, space, HERE, draw=0, version=0, metrics=StepMetrics(0))
         reads = {name: values[name] for name in node.reads}
         if node.kind != "train":
             values[node.id] = getattr(module, node.id)(**reads)
