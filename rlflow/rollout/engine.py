@@ -153,6 +153,15 @@ class RolloutEngine(ABC):
             UserError: It cannot.
         """
 
+    def shares_process(self, other: RolloutEngine, on_cpu: bool) -> bool:
+        """Whether it can live in a process in which `other` does; else it gets a process of its own.
+
+        Args:
+            other: An engine of another policy.
+            on_cpu: Whether they run on the CPU.
+        """
+        return True
+
     def tell_experts(self) -> None:
         """Tell with each response which experts its tokens went to; asked before `setup`, of a mixture of experts.
 
