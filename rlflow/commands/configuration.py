@@ -34,6 +34,7 @@ from rlflow.rewards import ExactMatch
 from rlflow.rollout.assignment import Share
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.run.placement import Placed, followed_role, layouts
+from rlflow.run.prepare import generating_policies
 from rlflow.run.prepare import read_graph as read_module_graph
 from rlflow.simulate.command import ShownSimulation
 from rlflow.simulate.foretold import Foretold
@@ -117,11 +118,12 @@ class ConfiguredGraph:
         if not 0 <= self.rank < world_size:
             raise UserError(f"`--rank` is {self.rank}, but the config has the ranks 0 to {world_size - 1}; name one")
         follows = followed_role(module, graph)
-        settings = trainer.engine_settings
-        engine = settings.rollout if follows is None else settings.assigned([follows])[follows]
-        placed = layouts(module, graph, trainer.machines, engine.tensor_parallel_size, trainer.placement)
+        names = generating_policies(graph, follows)
+        engines = trainer.engine_settings.assigned(names)
+        sizes = {name: engines[name].tensor_parallel_size for name in names}
+        placed = layouts(module, graph, trainer.machines, sizes, trainer.placement)
         cuts_off = trainer.partial_rollout is not None
-        planned = plan(graph, placed, world_size, follows, trainer.max_staleness, cuts_off)
+        planned = plan(graph, placed, world_size, trainer.max_staleness, cuts_off, engines.shared)
         print(text(graph, planned, self.rank))
         if self.draw is not None:
             self.draw.parent.mkdir(parents=True, exist_ok=True)

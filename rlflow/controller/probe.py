@@ -26,7 +26,7 @@ class Probe:
 
     Args:
         task: The sync; its ranks call `run` together.
-        handle: Of the followed role, on its ranks.
+        handle: Of the policy, on the ranks that train it.
         engine: Of this rank; None without.
         transport: To the other ranks.
         gap: Records how far the two are apart.

@@ -94,7 +94,7 @@ def run_validation_step(
     name = RLModule.validation_step.__name__
     space = RowSpace.gather(name, transport, layout, path=ids[:, None], lengths=lengths, tokens=batch.tokens)
     node = Node(name, inputs=(), role=None, kind="compute", returns=Any, rows=None, file="", line=0)
-    with context.measuring(Running(node, space, layout, draw=DRAW, version=0, metrics=metrics)):
+    with context.measuring(Running(node, space, layout, draw=DRAW, versions={}, metrics=metrics)):
         module.validation_step(to_device(batch, device))
     return all_metrics.reduce(0, transport)
 

@@ -31,6 +31,7 @@ def sample(
     decode: Callable[[Sequence[int]], str],
     dtype: torch.dtype = torch.float32,
     part: Part | None = None,
+    calls: Sequence[int] | None = None,
 ) -> Rollout:
     """`n` responses to each prompt of `batch` with the policy `version`, in consecutive rows.
 
@@ -40,19 +41,24 @@ def sample(
         parents: The path of each prompt.
         n: Responses to each prompt.
         sampling: Length, temperature and stop tokens.
-        seed: Of the run. A sample's own seed is a function of (seed, draw, node, path).
+        seed: Of the run. A sample's own seed is a function of (seed, draw, node, path, call).
         draw: How often prompts were drawn before.
         node: The node that samples.
         version: The policy version that must generate.
         decode: Token ids to text.
         dtype: Of the logprobs.
         part: Where responses may be cut off: the rows are then as far as they got, see `under_way`.
+        calls: How often each prompt was answered in this node before; never where None.
     """
     bring_over([batch.prompt_ids.values, batch.prompt_ids.lengths])
     prompt_ids = Ragged(on_host(batch.prompt_ids.values), on_host(batch.prompt_ids.lengths))
     prompts = [row for tokens in prompt_ids.rows() for row in [tokens.tolist()] * n]
     path = parents.children(torch.full((len(parents),), n), node)
-    seeds = [sampling_seed(seed, draw, node, parent, child) for *parent, child in path.numbers.tolist()]
+    call_of = [call for call in calls or [0] * len(parents) for _ in range(n)]
+    seeds = [
+        sampling_seed(seed, draw, node, parent, child, call)
+        for (*parent, child), call in zip(path.numbers.tolist(), call_of, strict=True)
+    ]
     begun = None if part is None else part.begun
     responses = Responses.new(len(prompts), dtype) if begun is None else Responses.after(begun, path)
     room = responses.room(sampling.max_tokens)

@@ -14,12 +14,12 @@ import yaml
 
 from rlflow.controller import Controller
 from rlflow.controller.context import NodeContext
-from rlflow.controller.gap import LogprobGap, default_gap_limit
-from rlflow.controller.probe import Probe, probing_group
-from rlflow.controller.syncing import WeightSync, sending_group
+from rlflow.controller.gap import default_gap_limit
+from rlflow.controller.observers import Observers
+from rlflow.controller.probe import probing_group
+from rlflow.controller.program import Program
+from rlflow.controller.syncing import sending_group
 from rlflow.controller.validation import run_validation_step, validate
-from rlflow.dag.node import ROLLOUT
-from rlflow.dag.tasks import SyncWeights
 from rlflow.data.prefetch import Prefetch
 from rlflow.data.prompts import PromptData
 from rlflow.databuffer.transport import Transport
@@ -31,7 +31,6 @@ from rlflow.loggers.secrets import without_secrets
 from rlflow.loggers.trace import SAVE, Trace
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_hold_rows, to_load, to_score
 from rlflow.metrics import Metrics
-from rlflow.models.causal_lm import CausalLM
 from rlflow.module import RLModule, chooses_prompts, handles, has_validation_step
 from rlflow.process import startup
 from rlflow.process.freed_memory import keep_freed_memory, return_freed_memory
@@ -41,6 +40,7 @@ from rlflow.rollout.engines import RankEngines, engines_of_rank
 from rlflow.run.agreement import agree, facts
 from rlflow.run.folder import RunFolder
 from rlflow.run.memory_table import memory_table
+from rlflow.run.policies import PolicyBuilder
 from rlflow.run.prepare import Prepared, table, updates_of_run
 from rlflow.run.samples import Samples
 from rlflow.run.saving import Saving
@@ -80,7 +80,7 @@ class Run:
         self._engines = RankEngines({}, {})
         self._first = self._transport.rank == 0
         self._metrics = Metrics()
-        self._samples = Samples(self._transport, prepared.layouts[ROLLOUT].ranks[0], self._decode)
+        self._samples = Samples(self._transport, prepared.generating.ranks[0], self._decode)
         self._summary: dict[str, Any] = {}
         resolved = trainer.resolved_config
         self._config = None if resolved is None else without_secrets(yaml.safe_load(resolved))
@@ -138,9 +138,10 @@ class Run:
                 handle.freeze()
                 strategy.setup_role(role, handle, prepared.paths[role])
             self._set_up_engines()
-            sync = self._weight_sync()
-            if sync is not None:
-                sync.run(version=0)
+            for name, task in prepared.syncs().items():
+                sync = self._builder.sync(task) if name == prepared.follows else None
+                if sync is not None:
+                    sync.run(version=0)
             startup.end()
             metrics = self._measured(version=0)
             for callback in self._trainer.callbacks:
@@ -168,26 +169,26 @@ class Run:
         digests = {f"{kind} data {of.scan.source}": of.scan.digest[:12] for kind, of in data.items() if of is not None}
         config = None if self._config is None else yaml.safe_dump(self._config, sort_keys=False)
         agree(transport, facts(self._module, config, str(prepared.plan), **numbers, **digests))
-        rollout = prepared.layouts[ROLLOUT]
         groups = [*prepared.plan.groups(), *(layout.ranks for layout in prepared.layouts.values())]
         groups += [self._samples.group]
-        groups += [rollout.peers(shard) for shard in range(rollout.shards)]
-        if self._sync_task is not None:
-            groups += [sending_group(self._sync_task), probing_group(self._sync_task)]
+        engines = prepared.engine_layouts()
+        groups += [engine.peers(shard) for engine in engines.values() for shard in range(engine.shards)]
+        for task in prepared.syncs().values() if prepared.generates else ():
+            groups += [task.ranks, sending_group(task), probing_group(task)]
         transport.form_groups(groups)
         self._strategy.form_groups(prepared.layouts)
         if prepared.generates:
-            layouts = dict.fromkeys(prepared.engines.own, rollout)
             on_cpu = self._strategy.root_device.type == "cpu"
-            self._engines = engines_of_rank(prepared.engines, layouts, transport, on_cpu)
+            self._engines = engines_of_rank(prepared.engines, engines, transport, on_cpu)
         self._context = NodeContext(
-            engine=self._engine,
+            engines=self._engines.by_policy,
             transport=transport,
             device=self._strategy.root_device,
             dtype=self._strategy.dtype,
             seed=self._trainer.seed,
             stop_token_ids=prepared.stop_token_ids,
             decode=self._decode,
+            encode=self._prepared.train.tokens,
             on_scores=self._samples.keep,
             rows_of=self._prepared.train.rows_of,
         )
@@ -200,13 +201,19 @@ class Run:
         return None if follows is None else self._engines.by_policy.get(follows)
 
     @cached_property
-    def _sync_task(self) -> SyncWeights | None:
-        """What brings weights to the engines, in the plan or for validation alone; None without engines."""
-        prepared = self._prepared
-        if not prepared.generates or prepared.follows is None:
-            return None
-        layouts = prepared.layouts
-        return SyncWeights(prepared.follows, layouts[prepared.follows].ranks, layouts[ROLLOUT].ranks)
+    def _builder(self) -> PolicyBuilder:
+        """Of what this rank knows of the policies."""
+        trainer, limit = self._trainer, self._trainer.logprob_gap_limit
+        return PolicyBuilder(
+            self._module,
+            self._prepared,
+            self._strategy,
+            self._engines.by_policy,
+            self._transport,
+            trainer.sync_bucket_bytes,
+            default_gap_limit(self._strategy.dtype) if limit is None else limit,
+            trainer.seed,
+        )
 
     def _open_folder(self, path: Path) -> RunFolder:
         folder = RunFolder(path)
@@ -246,33 +253,19 @@ class Run:
         self._set_up_engines()
         startup.passed("engine")
         startup.collect_again()
-        limit = trainer.logprob_gap_limit
-        gap = LogprobGap(default_gap_limit(strategy.dtype) if limit is None else limit)
-        if prepared.follows is not None:
-            follows = handles(self._module)[prepared.follows]
-            assert isinstance(follows, CausalLM)
-            follows.watch = gap.observe
-        controller = Controller(
-            module=self._module,
-            graph=prepared.graph,
-            plan=prepared.plan,
-            steps=prepared.steps,
-            follows=prepared.follows,
-            strategy=strategy,
-            engine=self._engine,
-            sync=self._weight_sync(),
-            probe=self._probe(gap),
-            loader=prompts,
-            transport=self._transport,
-            metrics=self._metrics,
-            gap=gap,
-            trace=trace,
-            callbacks=trainer.callbacks,
-            context=self._context,
-            seed=trainer.seed,
-            balance=trainer.balance,
-            max_tokens_per_draw=trainer.partial_rollout,
+        program = Program(
+            self._module,
+            prepared.graph,
+            prepared.plan,
+            self._transport.rank,
+            prepared.steps,
+            trainer.seed,
+            trainer.balance,
+            trainer.partial_rollout,
         )
+        policies = self._builder.policies(trainer.callbacks)
+        observers = Observers(self._metrics, trace, trainer.callbacks)
+        controller = Controller(program, policies, strategy, prompts, self._context, self._transport, observers)
         self._saving.restore(controller)
         if self._saving.resumed is not None:
             self._console.say(f"continues {self._saving.resumed} after step {self._done}")
@@ -286,7 +279,7 @@ class Run:
             remedies = partial(to_generate, strategy, engine)
             with memory_watched(f"setting up the rollout engine{of}", remedies, strategy):
                 engine.setup(
-                    str(self._prepared.paths[policy]),
+                    str(self._prepared.policies[policy]),
                     dtype=strategy.dtype,
                     device=strategy.root_device,
                     rank=self._transport.rank,
@@ -297,29 +290,6 @@ class Run:
                 if len(engines) > 1:
                     engine.sleep()
         self._engines.check_context(self._prepared.longest_prompt, self._module.max_response_length)
-
-    def _weight_sync(self) -> WeightSync | None:
-        """This rank's part in bringing weights to engines, if it has one."""
-        task = self._sync_task
-        if task is None or self._transport.rank not in task.ranks:
-            return None
-        return WeightSync(task, self._strategy, self._engine, self._transport, self._trainer.sync_bucket_bytes)
-
-    def _probe(self, gap: LogprobGap) -> Probe | None:
-        """Where steps overlap, or responses go on from older ones, few rows or none are of the trainer's own version.
-
-        So a few are made to be compared.
-        """
-        task, prepared = self._sync_task, self._prepared
-        if task is None or not (prepared.plan.max_staleness or prepared.plan.cuts_off):
-            return None
-        follows = handles(self._module)[task.role]
-        assert isinstance(follows, CausalLM)
-        some = prepared.train.first()
-        prompts = [row.tolist() for row in some.prompt_ids.rows()]
-        temperature, longest = self._module.temperature, self._module.max_response_length
-        seed = self._trainer.seed
-        return Probe(task, follows, self._engine, self._transport, gap, prompts, temperature, longest, seed)
 
     def _train(self, folder: RunFolder, controller: Controller, trace: Trace) -> None:
         trainer, steps = self._trainer, self._prepared.steps
@@ -370,11 +340,12 @@ class Run:
     def _validate(self, controller: Controller, done: int) -> dict[str, float]:
         if self._prepared.validation is None:
             return {}
-        if self._prepared.scores_validation:
-            controller.sync_for_validation(done)
-        metrics = self._measured(controller.version_after(done))
-        if not any(node.kind == "rollout" for node in self._prepared.graph.order):
-            controller.sleep()  # else the next step's rollouts come first, and sleep follows them
+        follows = None if self._prepared.follows is None else controller.policies.get(self._prepared.follows)
+        if self._prepared.scores_validation and follows is not None:
+            controller.policies.bring(follows.name, done, self._metrics.of(done))
+        metrics = self._measured(0 if follows is None else follows.version_after(done))
+        if follows is not None and self._prepared.graph.policies() != (follows.name,):
+            follows.sleep()  # else the next step generates with it first, and lets it sleep
         for callback in self._trainer.callbacks:
             callback.on_validation_end(self._trainer, done, metrics)
         return metrics
@@ -393,7 +364,7 @@ class Run:
                     self._engine,
                     loader,
                     self._transport,
-                    prepared.layouts[ROLLOUT],
+                    prepared.generating,
                     samples=self._trainer.val_samples,
                     seed=self._trainer.seed,
                     version=version,

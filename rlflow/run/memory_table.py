@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import psutil
 import torch
 
-from rlflow.dag.node import ROLLOUT
+from rlflow.dag.node import engine_of
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.memory.estimate import memories, memory_lines, require_room_for_engines
@@ -82,7 +82,7 @@ def run_workload(module: RLModule, data: PromptData, prepared: Prepared, strateg
         roles=roles,
         follows=follows,
         engines={
-            policy: engine_here(engine, layouts[ROLLOUT], roles[policy], lengths, rows, on_cpu)
+            policy: engine_here(engine, layouts[engine_of(policy)], roles[policy], lengths, rows, on_cpu)
             for policy, engine in prepared.engines.own.items()
             if prepared.generates
         },
@@ -90,6 +90,7 @@ def run_workload(module: RLModule, data: PromptData, prepared: Prepared, strateg
         group_size=module.group_size,
         lengths=lengths,
         moves_rows=False,
+        together=tuple(frozenset(node.generates) for node in graph.order if len(node.generates) > 1),
     )
 
 

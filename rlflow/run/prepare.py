@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import BATCH, ROLLOUT
-from rlflow.dag.planner import Plan, plan
-from rlflow.dag.tasks import rank_ranges
+from rlflow.dag.node import BATCH, engine_of
+from rlflow.dag.planner import Plan, plan, sync_of
+from rlflow.dag.tasks import SyncWeights, rank_ranges
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
@@ -45,11 +45,12 @@ class Prepared:
     Attributes:
         graph: Of the module.
         plan: Of all ranks.
-        layouts: By role; `rollout` is the engine's.
+        layouts: By role; and by `engine_of` for the engines of each policy.
         engines: Of each policy, as configured.
-        follows: The role whose weights the rollout engine generates with; None where none can.
+        follows: The language model that validation generates with, the first that is trained; None without.
         lead: The followed role, else the first trained one: its tokenizer reads the data.
         paths: Model folder or hub name of each role that a node uses.
+        policies: Model folder or hub name of each policy that generates, in the graph or to validate.
         tokenizer: Of the lead.
         stop_token_ids: What ends a response: the end tokens of the tokenizer, of the model's generation config and of
             the module.
@@ -68,6 +69,7 @@ class Prepared:
     follows: str | None
     lead: str
     paths: dict[str, Path]
+    policies: dict[str, Path]
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     train: Loader
@@ -98,6 +100,21 @@ class Prepared:
         return int(min(by_epochs, math.inf if self.max_steps is None else self.max_steps))
 
     @property
+    def generating(self) -> Layout:
+        """Where validation generates, and where most of a step's samples are made: on all ranks if nothing is."""
+        names = [engine_of(policy) for policy in (self.follows, *self.policies) if policy is not None]
+        ranks = tuple(sorted({rank for layout in self.layouts.values() for rank in layout.ranks}))
+        return next((self.layouts[name] for name in names if name in self.layouts), Layout(ranks, len(ranks)))
+
+    def engine_layouts(self) -> dict[str, Layout]:
+        """Where each policy generates."""
+        return {policy: self.layouts[engine_of(policy)] for policy in self.policies}
+
+    def syncs(self) -> dict[str, SyncWeights]:
+        """What brings weights to the engines of each policy."""
+        return {policy: sync_of(policy, self.graph, self.layouts) for policy in self.policies}
+
+    @property
     def longest_prompt(self) -> int:
         """In tokens, of all rows that are kept."""
         return max(loader.scan.longest_prompt for loader in self.loaders if loader is not None)
@@ -116,7 +133,8 @@ def read_graph(module: RLModule) -> Graph:
         raise UserError(f"`temperature` is {module.temperature}; it divides the logits, so give more than 0")
     module.configure_models()
     told = bind(module)
-    return Graph.read(module, handles(module), told)
+    models = handles(module)
+    return Graph.read(module, models, told, [name for name, of in models.items() if isinstance(of, CausalLM)])
 
 
 @refusing_exits()
@@ -159,11 +177,12 @@ def prepare(
     graph = read_graph(module)
     _check_sides(module, graph, data)
     follows = followed_role(module, graph)
-    policies = [] if follows is None else [follows]
-    assigned = engines.assigned(policies)
-    tensor_parallel_size = (engines.rollout if follows is None else assigned[follows]).tensor_parallel_size
-    placed = layouts(module, graph, machines, tensor_parallel_size, placement)
-    planned = plan(graph, placed, machines.world_size, follows, max_staleness, cuts_off)
+    names = generating_policies(graph, follows)
+    assigned = engines.assigned(names)
+    for node in graph.order:
+        assigned.refuse_together(node.id, node.generates)
+    placed = layouts(module, graph, machines, {name: assigned[name].tensor_parallel_size for name in names}, placement)
+    planned = plan(graph, placed, machines.world_size, max_staleness, cuts_off, assigned.shared)
     paths = {
         role: resolve_model(handles(module)[role].model, scratch, _said_by(module, role))
         for role in _loaded(module, graph)
@@ -173,13 +192,19 @@ def prepare(
         check_architecture(config, _said_by(module, role), isinstance(handles(module)[role], CausalLM))
         if placed[role].copies > 1:
             check_sequence_parallel(config, placed[role].copies, role, packing)
-        _check_moe(handles(module)[role], role, config, follows, cuts_off, packing and placed[role].copies == 1)
+        _check_moe(handles(module)[role], role, config, names, cuts_off, packing and placed[role].copies == 1)
+    policies = {
+        name: paths.get(name) or resolve_model(handles(module)[name].model, scratch, _said_by(module, name))
+        for name in names
+    }
+    for name, path in policies.items():
+        check_architecture(load_config(path), _said_by(module, name), True)
     assigned.check_shared(
-        {policy: load_config(paths[policy]) for policy in policies}, dict.fromkeys(policies, placed[ROLLOUT])
+        {name: load_config(path) for name, path in policies.items()}, {name: placed[engine_of(name)] for name in names}
     )
     lead = follows or graph.trained_roles()[0]
     tokenizer = load_tokenizer(paths[lead])
-    _require_same_vocabulary(paths, lead, tokenizer)
+    _require_same_vocabulary(policies | paths, lead, tokenizer)
     _require_end(planned, max_steps, max_epochs, chooses_prompts(module))
     ranks = machines.world_size
     train = Loader(data.train, data, tokenizer, seed, ranks=ranks)
@@ -199,6 +224,7 @@ def prepare(
         follows=follows,
         lead=lead,
         paths=paths,
+        policies=policies,
         tokenizer=tokenizer,
         stop_token_ids=stop_tokens(paths[lead], tokenizer, module.stop_token_ids),
         train=train,
@@ -210,8 +236,13 @@ def prepare(
     )
 
 
+def generating_policies(graph: Graph, follows: str | None) -> list[str]:
+    """All that may generate, the first one first: in the graph, and the one of validation."""
+    return list(dict.fromkeys([*graph.policies(), *([] if follows is None else [follows])]))
+
+
 def _check_moe(
-    handle: ModelHandle, role: str, config: PretrainedConfig, follows: str | None, cuts_off: bool, whole: bool
+    handle: ModelHandle, role: str, config: PretrainedConfig, policies: Collection[str], cuts_off: bool, whole: bool
 ) -> None:
     """Refuse settings of experts that the model, the algorithm or how rows are fed to the model cannot follow."""
     moe = handle.moe if isinstance(handle, CausalLM) else None
@@ -223,7 +254,7 @@ def _check_moe(
             f"`moe` of `{role}` has `routing_replay` or `router_aux_loss_coef`, which are of whole packed sequences;"
             " set the strategy's `packing` to true, and do not let ranks divide the role's sequences"
         )
-    if handle.replays_routing and role != follows:
+    if handle.replays_routing and role not in policies:
         raise UserError(
             f"`moe.routing_replay` is set for `{role}`, and no rollout engine generates with its weights, whose experts"
             " could be replayed; leave it out"
@@ -251,7 +282,7 @@ def check_rows(prepared: Prepared, module: RLModule, strategy: TrainingStrategy)
             of = f"a prompt of {prompt} tokens and a response of up to {response}"
             check_positions(config, prompt + response, role, of)
     for policy, engine in prepared.engines.own.items() if prepared.generates else ():
-        config = load_config(prepared.paths[policy])
+        config = load_config(prepared.policies[policy])
         engine.check_lengths(
             prompt,
             response,
@@ -364,7 +395,7 @@ def updates_of_run(module: RLModule, role: str, data: PromptData, steps: int) ->
 def table(module: RLModule, data: PromptData, prepared: Prepared, world_size: int, token_budget: int) -> list[str]:
     """The batch sizes that follow from the configuration, a line each."""
     prompts, samples = data.prompts_per_step, data.prompts_per_step * module.group_size
-    rollout = prepared.layouts[ROLLOUT]
+    rollout = prepared.generating
     lines = [
         f"ranks {world_size}, steps {prepared.steps}, training rows {prepared.train.size},"
         f" validation rows {prepared.validation.size if prepared.validation else 0}",
@@ -424,7 +455,7 @@ def _where(layout: Layout, world_size: int) -> str:
 def _loaded(module: RLModule, graph: Graph) -> list[str]:
     """The roles that have a model, in the order of loading: views after those that they are views of."""
     found = handles(module)
-    roles = [role for role in graph.roles() if role != ROLLOUT]
+    roles = list(graph.roles())
     used = [found[role] for role in roles]
     for role, handle in zip(roles, used, strict=True):
         if handle.lora is not None:

@@ -144,9 +144,10 @@ class Saving:
         """
         self.wait()
         self._require_finite(done, states=True)
+        follows = self._prepared.follows
         progress = Progress(
             step=done,
-            version=controller.version_after(done),
+            version=controller.policies.version_after(follows, done),
             seed=self._trainer.seed,
             data=self._prepared.train.scan.digest,
             draws=controller.draws,

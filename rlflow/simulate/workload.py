@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import ROLLOUT
+from rlflow.dag.node import engine_of
 from rlflow.dag.planner import plan
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
@@ -13,7 +14,7 @@ from rlflow.memory.workload import Lengths, Workload, engine_here, loaded_role
 from rlflow.models.sizes import size_of
 from rlflow.module import RLModule, handles
 from rlflow.run.placement import Machines, followed_role, layouts
-from rlflow.run.prepare import read_graph
+from rlflow.run.prepare import generating_policies, read_graph
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.single import SingleProcess
 from rlflow.strategies.strategy import TrainingStrategy
@@ -50,15 +51,16 @@ def read_workload(
     graph = read_graph(module)
     follows = followed_role(module, graph)
     settings = trainer.engine_settings
-    engine = settings.rollout if follows is None else settings.assigned([follows])[follows]
-    tensor_parallel_size = engine.tensor_parallel_size
+    names = generating_policies(graph, follows)
+    assigned = settings.assigned(names)
+    sizes = {name: assigned[name].tensor_parallel_size for name in names}
     share = ranks / (trainer.devices * trainer.num_nodes) if weak else 1.0
     for handle in handles(module).values():
         if handle.samples_per_update is not None:
             handle.samples_per_update = _scaled("samples_per_update", handle.samples_per_update, share, ranks)
-    placed = _placed(module, graph, trainer, ranks, tensor_parallel_size)
+    placed = _placed(module, graph, trainer, ranks, sizes)
     prompts = _scaled("prompts_per_step", data.prompts_per_step, share, ranks)
-    smallest = placed[ROLLOUT].shards if follows and ROLLOUT in graph.roles() else ranks
+    smallest = min((placed[engine_of(name)].shards for name in graph.policies()), default=ranks)
     if prompts < smallest:
         raise UserError(
             f"`data.prompts_per_step` is {prompts} for {smallest} shards on {ranks} ranks, so some would have nothing"
@@ -77,29 +79,30 @@ def read_workload(
             samples,
             on_cpu,
         )
-        for name in graph.roles()
-        if name != ROLLOUT
+        for name in dict.fromkeys([*graph.roles(), *graph.policies()])
     }
-    followed = roles[follows].size if follows else None
-    if followed and followed.heads % tensor_parallel_size:
+    for name in graph.policies() or ([follows] if follows else []):
+        followed, tensor_parallel_size = roles[name].size, sizes[name]
+        if not followed.heads % tensor_parallel_size:
+            continue
         raise UserError(
             f"`rollout.init_args.tensor_parallel_size` is {tensor_parallel_size}, which does not divide the model's"
             f" {followed.heads} attention heads; use a divisor"
         )
-    longest = data.max_response_length if ROLLOUT not in graph.roles() else module.max_response_length
+    longest = module.max_response_length if graph.policies() else data.max_response_length
     lengths = _lengths(data.max_prompt_length, longest or module.max_response_length, prompt_tokens, response_tokens)
-    generates = follows if ROLLOUT in graph.roles() else None
+    generates = next(iter(graph.policies()), None)
     return Workload(
         graph=graph,
-        plan=plan(graph, placed, ranks, follows, trainer.max_staleness, trainer.partial_rollout is not None),
+        plan=plan(graph, placed, ranks, trainer.max_staleness, trainer.partial_rollout is not None, assigned.shared),
         ranks=ranks,
         roles=roles,
         follows=generates,
-        engines=(
-            {generates: engine_here(engine, placed[ROLLOUT], roles[generates], lengths, samples, on_cpu)}
+        engines={
+            name: engine_here(engine, placed[engine_of(name)], roles[name], lengths, samples, on_cpu)
+            for name, engine in assigned.own.items()
             if generates
-            else {}
-        ),
+        },
         prompts=prompts,
         group_size=module.group_size,
         lengths=lengths,
@@ -118,13 +121,13 @@ def _scaled(name: str, size: int, share: float, ranks: int) -> int:
 
 
 def _placed(
-    module: RLModule, graph: Graph, trainer: Trainer, ranks: int, tensor_parallel_size: int
+    module: RLModule, graph: Graph, trainer: Trainer, ranks: int, sizes: Mapping[str, int]
 ) -> dict[str, Layout]:
     """Where roles live: as the config places them, each of its ranks standing for as many as there are more."""
     if not trainer.placement:
-        return layouts(module, graph, Machines(1, ranks), tensor_parallel_size)
+        return layouts(module, graph, Machines(1, ranks), sizes)
     machines = Machines(trainer.num_nodes, trainer.devices)
-    written = layouts(module, graph, machines, tensor_parallel_size, trainer.placement)
+    written = layouts(module, graph, machines, sizes, trainer.placement)
     return {role: _spread(role, layout, machines.world_size, ranks) for role, layout in written.items()}
 
 

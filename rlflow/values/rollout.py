@@ -5,12 +5,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import torch
 from torch import Tensor
 
+from rlflow.errors import UserError
+from rlflow.values.batch import Batch
+from rlflow.values.columns import join_rows, take_rows
 from rlflow.values.cuts import Cut, Home, PerSample, PerToken
+from rlflow.values.host_copy import on_device
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 
@@ -66,3 +72,34 @@ class Rollout:
             UserError: There is no such level above these samples.
         """
         return self.path.group_of(level)
+
+    def take(self, rows: Tensor) -> Rollout:
+        """The rows at `rows` `[K]` int64, in that order."""
+        taken: Rollout = take_rows(self, type(self), rows)
+        return taken
+
+    def concat(self, *others: Rollout) -> Rollout:
+        """These rows, then those of the others; as wide as the widest."""
+        joined: Rollout = join_rows([self, *others], type(self))
+        return joined
+
+    def as_prompts(self, render: Callable[[str, dict[str, Any]], Sequence[int]]) -> Batch:
+        """Prompts made of the responses, one of each row; what answers them are children of these rows.
+
+        Args:
+            render: Given a response's text and its row of the dataset, the token ids of the prompt; see
+                `RLModule.tokens`.
+
+        Raises:
+            UserError: The texts are on other ranks.
+        """
+        if self.texts is None or self.rows is None:
+            raise UserError(
+                f"rows of `{self.path.levels[-1]}` were moved, and their texts stay on the rank that made them; make"
+                " prompts of them where they were generated"
+            )
+        device = self.response_ids.device
+        written = Ragged.from_lists([render(text, row) for text, row in zip(self.texts, self.rows, strict=True)])
+        prompts = Ragged(on_device(written.values, device), on_device(written.lengths, device))
+        none = self.response_ids[:, :0]
+        return Batch(prompts, none, none.bool(), torch.zeros_like(self.lengths), self.rows, self.path)
