@@ -12,8 +12,8 @@ from pathlib import Path
 from benchmarks.unchanged.execution import python
 from benchmarks.unchanged.revisions import Revision
 
-# Folder under `runs`, as configs name it, with the config and options that make its model. The teacher is another student;
-# a step of sums has 64 rows, which takes a minute in all.
+# Folder under `runs`, as configs name it, with the config and options that make its model. The teacher is another
+# student; a step of sums has 64 rows, which takes a minute in all.
 SUMS = ("--trainer.devices", "1", "--data.prompts_per_step", "64", "--trainer.limit_val_batches", "1")
 MODELS = {
     "learn/sft": ("learn/sft",),
