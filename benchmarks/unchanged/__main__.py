@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.unchanged import starts
-from benchmarks.unchanged.cases import cases_of, not_run
+from benchmarks.unchanged.cases import apart, cases_of
 from benchmarks.unchanged.comparison import LEFT_OUT
 from benchmarks.unchanged.revisions import ROOT, committed, present
 from benchmarks.unchanged.running import Runs, run_all
@@ -50,8 +50,8 @@ def main() -> int:
         return 0 if chosen and done == len(chosen) else 1
     rows = [row(case, before.values(case), after.values(case), given.allow) for case in chosen]
     print("\n".join(table(rows)), "\n")
-    for name, why in not_run(base.code / "configs").items():
-        print(f"{name}: {why}")
+    for why, names in apart(base.code / "configs").items():
+        print(f"{', '.join(names)}: {why}")
     print(f"Left out: {', '.join(LEFT_OUT)}. {base.name}: {base.folder.name}, {now.name}: {now.folder.name}.")
     print("\n".join([*problems, summary(rows)]))
     return 0 if rows and all(each.equal for each in rows) else 1

@@ -41,14 +41,17 @@ def cases_of(configs: Path) -> list[Case]:
     return [case for name, settings in _read(configs) for case in _cases(name, settings)]
 
 
-def not_run(configs: Path) -> dict[str, str]:
-    """Configs that are not run at 1 and 2 ranks, or not as they are, and why."""
-    found = {}
+def apart(configs: Path) -> dict[str, list[str]]:
+    """Configs that are not run at 1 and 2 ranks, or not as they are, by why."""
+    found: dict[str, list[str]] = {}
     for name, settings in _read(configs):
         if settings.get("placement"):
-            found[name] = f"at {settings['trainer']['devices']} ranks only, which its placement names"
+            why = f"at {settings['trainer']['devices']} ranks only, which the placement names"
         elif for_gpus(settings):
-            found[name] = "for GPUs: with the embedded model, word problems, a reward for length, transformers' engine"
+            why = "for GPUs; with the embedded model, word problems, a reward for length and transformers' engine"
+        else:
+            continue
+        found.setdefault(why, []).append(name)
     return found
 
 
