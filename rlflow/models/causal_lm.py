@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlflow.data.batch import PerToken
 from rlflow.errors import UserError
 from rlflow.models.handle import ModelHandle
 from rlflow.models.lora import LoRA, adapters_off
@@ -18,6 +17,7 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.packing import ModelInput, Responses, no_rows
 from rlflow.models.scoring import ScoringModel
+from rlflow.values.cuts import PerToken
 
 
 class CausalLM(ModelHandle):
