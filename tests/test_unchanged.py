@@ -49,8 +49,8 @@ class TestCases:
 
     @pytest.mark.parametrize(
         ("prompts", "group_size", "by"),
-        # at least 8 prompts and 64 samples: 8 of 8, 64 of 1, 8 of 16; what is no power of 2 is halved while it can be
-        [(32, 8, 4), (128, 1, 2), (1024, 16, 128), (16, 4, 1), (96, 8, 8)],
+        # at least 4 prompts and 64 samples: 8 of 8, 64 of 1, 4 of 16 and of 32; 12 of 8 by halves of 96
+        [(32, 8, 4), (128, 1, 2), (1024, 16, 256), (16, 4, 1), (16, 32, 4), (96, 8, 8)],
     )
     def test_a_step_is_cut_to_what_a_proof_needs(self, prompts: int, group_size: int, by: int) -> None:
         assert divisor(prompts, group_size) == by
@@ -61,6 +61,11 @@ class TestShortened:
         short = shortened(read("grpo_math_8gpu"), Case("grpo_math_8gpu", 2, divisor=16), Path("run"))
         assert short["data"]["prompts_per_step"] == 128 / 16
         assert short["module"]["init_args"]["samples_per_update"] == 512 / 16
+
+    @pytest.mark.parametrize(("written", "made"), [(8, 8), (64, 64), (65, 32), (3072, 32)])
+    def test_long_responses_are_cut(self, written: int, made: int) -> None:
+        settings = {"module": {"max_response_length": written}, "data": {"prompts_per_step": 32}, "trainer": {}}
+        assert shortened(settings, CASE, Path("run"))["module"] == {"max_response_length": made}
 
     def test_keys_are_found_wherever_a_revision_has_them(self) -> None:
         settings = {

@@ -11,7 +11,7 @@ import yaml
 
 TRANSFORMERS, VLLM = "rlflow.rollout.TransformersEngine", "rlflow.rollout.VLLMEngine"
 WITH_VLLM = ("grpo", "grpo_apart", "grpo_lora", "ppo", "remax")  # with both engines, the others with transformers'
-LEAST_PROMPTS, LEAST_SAMPLES = 8, 64  # of a step
+LEAST_PROMPTS, LEAST_SAMPLES = 4, 64  # of a step
 
 
 @dataclass(frozen=True)
