@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from benchmarks.unchanged import starts
+from benchmarks.unchanged import execution, starts
 from benchmarks.unchanged.cases import Case, apart, cases_of, divisor
 from benchmarks.unchanged.comparison import compared
 from benchmarks.unchanged.execution import python
@@ -184,8 +184,20 @@ class TestRevisions:
             str(revision.code / "rlflow" / "algorithms" / "__init__.py"),
         ]
 
+    def test_so_do_the_processes_that_a_run_starts(self, tmp_path: Path) -> None:
+        log = tmp_path / "printed.log"
+        code = "import rlflow.algorithms; print(rlflow.algorithms.NAME)"
+        assert python(placed("base", self.FILES, tmp_path), ["-c", code], tmp_path, log) == 0
+        assert log.read_text() == "of the revision\n"
+
+    def test_a_process_that_takes_too_long_has_failed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(execution, "LIMIT_S", 0.1)
+        revision = placed("base", self.FILES, tmp_path)
+        assert python(revision, ["-c", "import time; time.sleep(9)"], tmp_path, tmp_path / "printed.log") != 0
+
     def test_the_digest_is_of_names_and_contents(self) -> None:
-        changed = self.FILES | {"rlflow/command.py": b"def run(): ..."}
+        changed = self.FILES | {"algorithms/__init__.py": b"NAME = 'of another code'"}  # as long as it was
+        assert len(changed["algorithms/__init__.py"]) == len(self.FILES["algorithms/__init__.py"])
         moved = {name.replace("command", "commands"): content for name, content in self.FILES.items()}
         assert len({digest(self.FILES), digest(changed), digest(moved)}) == 3
         assert digest(dict(reversed(self.FILES.items()))) == digest(self.FILES)

@@ -30,12 +30,11 @@ def python(revision: Revision, arguments: list[str], folder: Path, log: Path) ->
         "UNCHANGED_IMPORTED": str(imported),
     }
     with log.open("w", encoding="utf-8") as file:
-        ended = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=folder,
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            timeout=LIMIT_S,
+        process = subprocess.Popen(
+            [sys.executable, *arguments], cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT
         )
-    return ended.returncode
+        try:
+            return process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # the run's own processes end with it
+            return process.wait()

@@ -15,6 +15,7 @@ STEPS = 3
 LONGEST, CUT_TO = 64, 32  # tokens of a response; chains have 64, and are right as a whole
 DEEPSPEED, FSDP = "rlflow.strategies.DeepSpeedStrategy", "rlflow.strategies.FSDPStrategy"
 WITH_FSDP = ("learn/grpo_kl", "learn/ppo_kl")  # at 2 ranks; other configs of one process take DeepSpeed there
+OF_ONE_PROCESS = (None, "single", "rlflow.strategies.SingleProcess")
 PROBLEMS = {"class_path": "rlflow.data.JSONL", "init_args": {"path": "runs/word_problems/problems.jsonl"}}
 FOR_LENGTH = {
     "class_path": "rlflow.rewards.CallableReward",
@@ -43,13 +44,17 @@ def shortened(settings: Any, case: Case, folder: Path) -> Any:
     change(short, "actor_start_step", lambda _: 1)  # PPO's actor would not train within three steps
     for key in ("max_response_length", "max_new_tokens"):
         change(short, key, lambda tokens: tokens if tokens <= LONGEST else CUT_TO)
-    if "rollout" in short and short["rollout"]["class_path"] != case.engine:
+    if "rollout" in short and class_of(short["rollout"]) != case.engine:
         short["rollout"] = {"class_path": case.engine}
-    strategy = short.get("strategy") or {"class_path": "rlflow.strategies.SingleProcess"}
-    if case.ranks > 1 and strategy["class_path"].endswith("SingleProcess"):
+    if case.ranks > 1 and class_of(short.get("strategy")) in OF_ONE_PROCESS:
         fsdp = {"class_path": FSDP}
         short["strategy"] = fsdp if case.config in WITH_FSDP else {"class_path": DEEPSPEED, "init_args": {"stage": 2}}
     return short
+
+
+def class_of(section: Any) -> Any:
+    """The class that a section of a config names, by its path or a short name."""
+    return section.get("class_path") if isinstance(section, dict) else section
 
 
 def change(tree: Any, key: str, new: Any) -> None:

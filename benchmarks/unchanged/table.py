@@ -29,7 +29,7 @@ class Row:
     @property
     def equal(self) -> bool:
         """Whether both runs are there and no value differs."""
-        return not self.missing and not self.differences and self.values > 0
+        return not self.differences and self.values > 0
 
     @property
     def verdict(self) -> str:
