@@ -172,7 +172,7 @@ def _gathered(ranks: int) -> list[Tensor]:
     noise = torch.randn(len(ids), generator=generator, dtype=torch.float64)
     lengths = (500 * torch.exp(noise)).clamp(1, 8192).long()
     prompts = torch.randint(50, 500, (ranks * ROWS // GROUP,), generator=generator).repeat_interleave(GROUP)
-    arrays = torch.stack([ids, ids // GROUP, lengths, lengths + prompts, torch.zeros_like(ids)])
+    arrays = torch.stack([ids // GROUP, ids, lengths, lengths + prompts, torch.zeros_like(ids)])
     return [each.contiguous() for each in arrays.split(ROWS, dim=1)]
 
 

@@ -15,6 +15,7 @@ from rlflow.dag.entry import Entry
 from rlflow.errors import UserError
 from rlflow.functional import Aggregation, merge_moments, moments, quantiles, standardize
 from rlflow.functional.whitening import broken_rows, not_finite
+from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
 from rlflow.rewards.reward import Reward
 from rlflow.rollout.engine import Sampling
@@ -28,7 +29,9 @@ from rlflow.values.rollout import Rollout
 class StepContext(Protocol):
     """What a module may ask of the controller that runs it. Every method is called by all ranks of the node alike."""
 
-    def generate(self, batch: Batch, n: int, sampling: Sampling) -> Rollout: ...
+    def generate(self, rows: Any, n: int, sampling: Sampling, policy: str | None) -> Rollout: ...
+
+    def encode(self, text: str) -> list[int]: ...
 
     def score(self, reward: Reward, rollout: Rollout, name: str) -> tuple[Tensor, dict[str, Tensor]]: ...
 
@@ -138,9 +141,14 @@ class RLModule:
         self._context = context
         for name, memory in self.memories().items():
             memory.attach(partial(context.remember, name))
+        for name, handle in handles(self).items():
+            if isinstance(handle, CausalLM):
+                handle.attach_generator(partial(self._generate, name))
 
     def generate(self, batch: Batch, n: int = 1, temperature: float | None = None) -> Rollout:
         """Sample `n` responses to each prompt; the samples of a prompt are consecutive rows.
+
+        The short word for `self.actor.generate(batch, n)` where the node names one policy, at the module's temperature.
 
         With `trainer.partial_rollout` the node that calls this sees responses as far as they got; later nodes see those
         that have ended.
@@ -150,11 +158,34 @@ class RLModule:
             n: Responses to each prompt; the result has `B * n` rows.
             temperature: Instead of the module's; 0 takes the likeliest token.
         """
-        chosen = self.temperature if temperature is None else temperature
-        rollout = self._running().generate(batch, n, Sampling(self.max_response_length, chosen))
+        return self._generate(None, batch, n, self.temperature if temperature is None else temperature, None, ())
+
+    def _generate(
+        self,
+        policy: str | None,
+        rows: Any,
+        n: int,
+        temperature: float,
+        max_new_tokens: int | None,
+        stop: tuple[int, ...],
+    ) -> Rollout:
+        """With this policy, or with the only one of the node."""
+        longest = self.max_response_length if max_new_tokens is None else max_new_tokens
+        if longest > self.max_response_length:
+            raise UserError(
+                f"`max_new_tokens` is {longest} and `max_response_length` is {self.max_response_length}, for which"
+                " memory is planned; raise the latter"
+            )
+        if n < 1:
+            raise UserError(f"`n` is {n}; generate 1 response to each row or more")
+        rollout = self._running().generate(rows, n, Sampling(longest, temperature, stop), policy)
         if self.mask_truncated:
             return replace(rollout, loss_mask=rollout.loss_mask & rollout.finished[:, None])
         return rollout
+
+    def tokens(self, text: str) -> list[int]:
+        """The token ids of a text, as those of a prompt are read: what `Rollout.as_prompts` is given, for one."""
+        return self._running().encode(text)
 
     def reward_function(self, rollout: Rollout, name: str = "reward") -> PerSample:
         """The module's `reward` of each sample `[B]` float32; called by all ranks of the node alike.

@@ -19,6 +19,7 @@ from rlflow.module import RLModule, handles
 from rlflow.process import startup
 from rlflow.process.devices import require_accelerator, require_known_gpu
 from rlflow.process.status import refusing_exits
+from rlflow.rollout.assignment import EngineSettings, Share
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.run.checks import check_rows
@@ -69,6 +70,7 @@ class Trainer:
             go on with the weights of the next. None for whole responses.
         strategy: How training is spread over ranks; None for one process without DeepSpeed, else ZeRO-2.
         rollout: The engine that generates; None for transformers' own.
+        engines: By policy, an engine other than `rollout`, or a `Share` of another policy's.
         logger: Where metrics go beside the run's own files; one or several.
         callbacks: Told of steps, nodes and validations.
         seed: Of everything random.
@@ -100,6 +102,7 @@ class Trainer:
         partial_rollout: int | None = None,
         strategy: TrainingStrategy | None = None,
         rollout: RolloutEngine | None = None,
+        engines: dict[str, RolloutEngine | Share] | None = None,
         logger: Logger | Sequence[Logger] = (),
         callbacks: Sequence[Callback] = (),
         seed: int = 0,
@@ -134,6 +137,7 @@ class Trainer:
         check_callbacks(callbacks)
         self.strategy = strategy
         self.rollout = rollout
+        self.engines = engines or {}
         self.callbacks = list(callbacks)
         self.loggers = [logger] if isinstance(logger, Logger) else list(logger)
         self.resolved_config: str | None = None
@@ -174,6 +178,11 @@ class Trainer:
             return validate(prepared, callbacks, self._state, self.resolved_config)
 
         return self._launch(module, data, self.settings.for_validation(), run)
+
+    @property
+    def engine_settings(self) -> EngineSettings:
+        """What generates, as configured."""
+        return EngineSettings(self.rollout or TransformersEngine(), self.engines)
 
     @property
     def should_stop(self) -> bool:
@@ -237,8 +246,7 @@ class Trainer:
         self._state = RunState(world_size=machines.world_size)
         require_accelerator(settings.accelerator)
         strategy = self.strategy or (SingleProcess() if machines.world_size == 1 else DeepSpeedStrategy())
-        engine = self.rollout or TransformersEngine()
-        engine.check_installed()
+        self.engine_settings.check_installed()
 
         def run(_: Fabric) -> dict[str, Any]:
             self._state.rank = strategy.global_rank
@@ -251,7 +259,7 @@ class Trainer:
                 return start(prepared, Callbacks(self.callbacks, self, module))
 
         with tempfile.TemporaryDirectory() as scratch:
-            prepared = prepare(module, data, settings, strategy, engine, Path(scratch))
+            prepared = prepare(module, data, settings, strategy, self.engine_settings, Path(scratch))
             _keep_apart(prepared.paths, settings.run_dir)
             strategy.check_roles(handles(module), prepared.layouts)
             fabric = Fabric(
@@ -261,11 +269,11 @@ class Trainer:
                 strategy=strategy,
             )
             require_known_gpu(strategy.root_device, strategy.dtype)
-            if prepared.generates and strategy.float32_head:
-                engine.use_float32_head()
-            if prepared.generates:
-                engine.check_model(load_config(prepared.paths[prepared.lead]))
-                if handles(module)[prepared.lead].replays_routing:
+            for policy, engine in prepared.engines.own.items() if prepared.generates else ():
+                if strategy.float32_head:
+                    engine.use_float32_head()
+                engine.check_model(load_config(prepared.policies[policy]))
+                if handles(module)[policy].replays_routing:
                     engine.tell_experts()
                 engine.check_device(strategy.root_device)
             was_scanned = prepared.is_scanned

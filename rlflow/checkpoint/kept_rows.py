@@ -24,13 +24,14 @@ from torch import Tensor
 from rlflow.databuffer.balance import group_partition
 from rlflow.databuffer.kept import Kept, KeptValue
 from rlflow.databuffer.partition import Partition
-from rlflow.databuffer.rows import ARRAYS, RowSpace
+from rlflow.databuffer.rows import NUMBERS, RowSpace
 from rlflow.databuffer.wire import stacked, unstacked
 from rlflow.errors import UserError
 from rlflow.storage.draft import of_rank
 from rlflow.values.columns import columns, join_rows, take_rows
 from rlflow.values.cuts import Cut
 from rlflow.values.layout import Layout
+from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 
 SURPLUS = "surplus"
@@ -123,7 +124,8 @@ def read_kept(folder: Path, name: str, like: Kept, device: torch.device) -> Kept
 def _columns(name: str, value: KeptValue) -> Iterator[tuple[str, Any]]:
     """The columns of this rank's rows under the names of their tensors."""
     for column in columns(value.annotation) if value.rows is not None else ():
-        yield f"{name}/{column.name}", getattr(value.rows, column.name) if column.name else value.rows
+        if column.cut is not Cut.PATH:  # the space has it
+            yield f"{name}/{column.name}", getattr(value.rows, column.name) if column.name else value.rows
 
 
 class _Written:
@@ -160,7 +162,7 @@ class _Written:
 
 def _space_to_json(space: RowSpace, layouts: list[Layout]) -> dict[str, Any]:
     dealt = [[asdict(layout), [rows.tolist() for rows in space.partition(layout).shards]] for layout in layouts]
-    return {**{name: getattr(space, name).tolist() for name in ARRAYS}, "dealt": dealt}
+    return {**{name: array.tolist() for name, array in space.arrays.items()}, "dealt": dealt}
 
 
 def _dealt(space: dict[str, Any]) -> dict[Layout, Partition]:
@@ -174,12 +176,21 @@ def _space_from_json(
     like: RowSpace, stored: dict[str, Any], dealt: dict[Layout, Partition] | None, layouts: list[Layout]
 ) -> RowSpace:
     """The stored rows; where their layouts are other ones now, with their groups dealt anew."""
-    arrays = {name: torch.tensor(stored[name], dtype=torch.int64) for name in ARRAYS}
+    arrays = {name: torch.tensor(stored[name], dtype=torch.int64) for name in NUMBERS} | {"path": _path(stored, like)}
     made_in = like.home[0]
     if dealt is not None:
         return like.renewed(arrays, dealt)
-    anew = like.renewed(arrays, {made_in: Partition(group_partition(arrays["groups"], made_in.shards))})
+    anew = like.renewed(arrays, {made_in: Partition(group_partition(arrays["path"][:, 0], made_in.shards))})
     return like.renewed(arrays, {layout: anew.partition(layout) for layout in layouts})
+
+
+def _path(stored: dict[str, Any], like: RowSpace) -> Tensor:
+    """The paths `[N, depth]`; of a checkpoint that has ids and groups, (group, number among the group's rows)."""
+    depth = like.path.shape[1]
+    if "path" in stored:
+        return torch.tensor(stored["path"], dtype=torch.int64).view(-1, depth)
+    groups = torch.tensor(stored["groups"], dtype=torch.int64)
+    return groups[:, None] if depth == 1 else RowPath.of_groups(groups).numbers
 
 
 def _layout(stored: dict[str, Any]) -> Layout:

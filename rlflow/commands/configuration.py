@@ -30,6 +30,7 @@ from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
 from rlflow.process.status import Answered
 from rlflow.rewards import ExactMatch
+from rlflow.rollout.assignment import Share
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.run.prepare import plan_run
 from rlflow.run.prepare import read_graph as read_module_graph
@@ -48,6 +49,7 @@ HERE = "this machine"
 TOP_LEVEL = {
     "strategy",
     "rollout",
+    "engines",
     "placement",
     "logger",
     "callbacks",
@@ -113,8 +115,7 @@ class ConfiguredGraph:
         world_size = trainer.settings.machines.world_size
         if not 0 <= self.rank < world_size:
             raise UserError(f"`--rank` is {self.rank}, but the config has the ranks 0 to {world_size - 1}; name one")
-        tensor_parallel_size = 1 if trainer.rollout is None else trainer.rollout.tensor_parallel_size
-        run = plan_run(module, trainer.settings, tensor_parallel_size)
+        run = plan_run(module, trainer.settings, trainer.engine_settings)
         graph, planned = run.graph, run.plan
         print(text(graph, planned, self.rank))
         if self.draw is not None:
@@ -361,6 +362,9 @@ def _parser(command: str, description: str) -> OneLineParser:
     parser.add_class_arguments(Trainer, "trainer", skip=TOP_LEVEL, instantiate=False)
     parser.add_argument("--strategy", type=TrainingStrategy | None, default=None, help="how training is spread")
     parser.add_argument("--rollout", type=RolloutEngine | None, default=None, help="the engine that generates")
+    parser.add_argument(
+        "--engines", type=dict[str, Share | RolloutEngine], default={}, help="by policy, where it is not `rollout`"
+    )
     parser.add_argument("--placement", type=dict[str, Placed] | None, default=None, help="by role: its ranks")
     parser.add_argument("--logger", type=list[Logger], default=[], help="beside the run's own files")
     parser.add_argument("--callbacks", type=list[Callback], default=[], help="told of steps, nodes and validations")
@@ -425,6 +429,7 @@ def _build(parser: OneLineParser, parsed: Namespace, entries: Sequence[Entry]) -
             **parsed.trainer.as_dict(),
             strategy=built.strategy,
             rollout=built.rollout,
+            engines=built.engines,
             placement=built.placement,
             logger=built.logger,
             callbacks=built.callbacks,

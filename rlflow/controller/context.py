@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.responses import Part, under_way
 from rlflow.rollout.sampling import sample
 from rlflow.state.prompt_memory import PromptMemory
-from rlflow.values.batch import Batch
+from rlflow.values.batch import Batch, Pairs
 from rlflow.values.columns import to_device
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.layout import Layout
 from rlflow.values.parts import Parts
+from rlflow.values.path import RowPath
 from rlflow.values.rollout import Rollout
 
 
@@ -47,12 +49,13 @@ class Running:
     space: RowSpace
     layout: Layout
     draw: int
-    version: int
+    versions: Mapping[str, int]
     metrics: StepMetrics
     part: Part | None = None
+    calls: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
 
-_NUMBERS = 6  # that are gathered of each row: draw, place of the node, call, id, prompt, the number itself
+_NUMBERS = 6  # that are gathered of each row: draw, place of the node, call, its own place, prompt, the number itself
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Remembered:
         node: The node's id.
         draw: At which the node ran.
         call: Which of the node's calls for this memory, from 0.
-        rows: `[3, B]` float64: the rows' ids, their prompts' places in the dataset, the numbers.
+        rows: `[3, B]` float64: the rows' places in the order of all, their prompts' places in the dataset, the numbers.
     """
 
     memory: str
@@ -85,23 +88,25 @@ class NodeContext:
     def __init__(
         self,
         *,
-        engine: RolloutEngine | None,
+        engines: Mapping[str, RolloutEngine],
         transport: Transport,
         device: torch.device,
         dtype: torch.dtype,
         seed: int,
         stop_token_ids: tuple[int, ...],
         decode: Callable[[Sequence[int]], str],
+        encode: Callable[[str], list[int]],
         on_scores: Callable[[int, Rollout, Scores], None],
         rows_of: Callable[[Tensor], Tensor] = lambda ids: ids,
     ) -> None:
-        self._engine = engine
+        self._engines = engines
         self._transport = transport
         self._device = device
         self._dtype = torch.float64 if dtype == torch.float64 else torch.float32  # of rewards and rollout logprobs
         self._seed = seed
         self._stop_token_ids = stop_token_ids
         self._decode = decode
+        self._encode = encode
         self._on_scores = on_scores
         self._rows_of = rows_of
         self._measures = False
@@ -119,29 +124,62 @@ class NodeContext:
         finally:
             self.running, self._measures = before, False
 
-    def generate(self, batch: Batch, n: int, sampling: Sampling) -> Rollout:
+    def generate(self, rows: Any, n: int, sampling: Sampling, policy: str | None) -> Rollout:
         now = self._outside_training("generate")
-        if self._engine is None or now.node.kind != "rollout":
-            raise UserError(f"node `{now.node.id}` samples but is not a rollout node; mark it @node(role='rollout')")
-        ids = now.space.ids[now.space.held(now.layout, self._transport.rank)]
+        policy = _policy_of(now.node, policy)
+        engine = self._engines.get(policy)
+        assert engine is not None, f"no engine of {policy} is on this rank"
+        parents = self._parents(rows, now)
+        callers = [tuple(path) for path in parents.numbers.tolist()]
         rollout = sample(
-            self._engine,
-            batch,
-            ids.tolist(),
+            engine,
+            rows,
+            parents,
             n,
-            replace(sampling, stop_token_ids=self._stop_token_ids),
+            replace(sampling, stop_token_ids=(*self._stop_token_ids, *sampling.stop_token_ids)),
             seed=self._seed,
             draw=now.draw,
             node=now.node.id,
-            version=now.version,
+            version=now.versions[policy],
             decode=self._decode,
             dtype=self._dtype,
             part=now.part,
+            calls=[now.calls[caller] for caller in callers],
         )
+        now.calls.update(callers)
         if now.part is not None:
             self._cut_off(now, rollout, sampling)
         on_device: Rollout = to_device(rollout, self._device)
         return on_device
+
+    def encode(self, text: str) -> list[int]:
+        return self._encode(text)
+
+    def _parents(self, rows: Any, now: Running) -> RowPath:
+        """The paths of the rows that are answered, on the host.
+
+        Raises:
+            UserError: They are responses, or rows that the node does not see.
+        """
+        if not isinstance(rows, Batch | Pairs):
+            raise UserError(
+                f"node `{now.node.id}` generates from a {type(rows).__name__}, and responses are no prompts; make"
+                " prompts of them by `as_prompts`"
+            )
+        own = now.space.paths(now.space.held(now.layout, self._transport.rank))
+        if rows.path is None and len(rows.prompt_ids) == len(own):
+            return own
+        if rows.path is None:
+            raise UserError(
+                f"node `{now.node.id}` generates from {len(rows.prompt_ids)} rows without a path where it sees"
+                f" {len(own)}; take them from a value that it reads, or give the `Batch` its `path`"
+            )
+        if rows.path.levels[: len(own.levels)] != own.levels:
+            raise UserError(
+                f"node `{now.node.id}` sees rows of {' > '.join(own.levels)} and generates from rows of"
+                f" {' > '.join(rows.path.levels)}, which descend from others; generate from rows below those it reads"
+            )
+        return replace(rows.path, numbers=on_host(rows.path.numbers))
 
     def _cut_off(self, now: Running, rollout: Rollout, sampling: Sampling) -> None:
         if self.under_way is not None:
@@ -234,14 +272,14 @@ class NodeContext:
             return
         of_step = self.remembered.setdefault(now.metrics.step, [])
         call = sum((each.memory, each.node, each.draw) == (memory, now.node.id, now.draw) for each in of_step)
-        ids = now.space.ids[now.space.held(now.layout, self._transport.rank)]
-        rows = [part.double() for part in (ids, self._rows_of(on_host(group)), x.detach().cpu())]
+        places = now.space.held(now.layout, self._transport.rank)
+        rows = [part.double() for part in (places, self._rows_of(on_host(group)), x.detach().cpu())]
         of_step.append(Remembered(memory, now.node.id, now.draw, call, torch.stack(rows)))
 
     def learn(self, memories: Mapping[str, PromptMemory], nodes: Sequence[str], step: int) -> None:
         """Let memories learn what all ranks' nodes gave in a step; by all ranks.
 
-        The order is that of draws, of nodes, of a node's calls, and of the rows' ids: the same on any number of ranks.
+        The order is that of draws, of nodes, of a node's calls, and of the rows' paths: alike on any number of ranks.
 
         Args:
             memories: By name.
@@ -290,3 +328,26 @@ class NodeContext:
                 " do not meet it. Make it a value of its own in a node without type='train'"
             )
         return now
+
+
+def _policy_of(node: Node, policy: str | None) -> str:
+    """The policy that a node generates with.
+
+    Raises:
+        UserError: The node does not name it, or names several and it is not said which.
+    """
+    if node.kind != "rollout":
+        marked = f'generates="{policy}"' if policy is not None else "generates=..."
+        raise UserError(f"node `{node.id}` generates and is not marked to; write `@node({marked})` ({node.place})")
+    if policy is None and len(node.generates) == 1:
+        return node.generates[0]
+    named = ", ".join(f"'{each}'" for each in node.generates)
+    if policy is None:
+        calls = " or ".join(f"self.{each}.generate" for each in node.generates)
+        raise UserError(f"node `{node.id}` generates with {named}, so `self.generate` does not say which; call {calls}")
+    if policy not in node.generates:
+        raise UserError(
+            f"node `{node.id}` calls `self.{policy}.generate` and is marked to generate with {named}; add {policy!r} to"
+            f" its `generates` ({node.place})"
+        )
+    return policy

@@ -71,7 +71,7 @@ class Filling:
             UserError: The filter did not answer with one bool a row, equal within a group; or it kept too few groups.
         """
         parts = [] if self.surplus is None else [self.surplus]
-        count = sum(len(part.groups) for part in parts)
+        count = sum(len(part.roots) for part in parts)
         kept = drawn = draws = 0
         while count < self._needed:
             if fill.filter_id is not None and drawn >= self._max_draws * self._needed:
@@ -80,16 +80,16 @@ class Filling:
             if not draw():
                 continue
             drawing = self._keeping.of(now)
-            groups = drawing.groups if fill.filter_id is None else self._chosen(fill.filter_id, fill.members, now)
+            groups = drawing.roots if fill.filter_id is None else self._chosen(fill.filter_id, fill.members, now)
             for name in (*fill.keeps, fill.filter_id):
                 if name is not None and now.buffer.holds(name):
                     now.buffer.free(name)
             parts.append(drawing.only(groups))
-            drawn += len(drawing.groups)
+            drawn += len(drawing.roots)
             kept += len(groups)
             count += len(groups)
         filled = Kept.joined(parts)
-        step, left = filled.groups.tensor_split([self._needed])
+        step, left = filled.roots.tensor_split([self._needed])
         self._keeping.put(filled.only(step), now)
         self.surplus = filled.only(left) if len(left) else None
         if fill.filter_id is not None and drawn:
@@ -121,7 +121,7 @@ class Filling:
             raise UserError(
                 f"filter `{filter_id}` returned {found}; return one bool a row, `[B]`, such as a comparison gives"
             )
-        return kept_groups(filter_id, answers.bool(), space.groups)
+        return kept_groups(filter_id, answers.bool(), space.roots)
 
 
 def kept_groups(filter_id: str, answers: Tensor, groups: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def require_finite(node: Node, value: Any, space: RowSpace, layout: Layout, tran
         transport: To the other ranks.
 
     Raises:
-        UserError: There is one, on any rank: all raise it, with the sample of the lowest id.
+        UserError: There is one, on any rank: all raise it, with the first sample by its path.
     """
     if not node.makes_value or node.returns is Any:
         return
@@ -42,15 +42,15 @@ def require_finite(node: Node, value: Any, space: RowSpace, layout: Layout, tran
     for name, of_x in broken.items():
         here = on_host(of_x)
         rows = (here.flatten(1).any(dim=1) if here.dim() > 1 else here).nonzero()[:1, 0].tolist()
-        found += [(int(space.ids[held[row]]), int(space.groups[held[row]]), name) for row in rows]
+        found += [(space.path[held[row]].tolist(), name) for row in rows]
     ranks = transport.gather_bytes(json.dumps(found).encode() if found else b"", layout.ranks)
     of_all = [each for rank in ranks if rank for each in json.loads(rank)]
     if of_all:
-        row, group, name = min(of_all)
+        (root, *below), name = min(of_all)
         what = f"part `{name}` of `{node.id}`" if name else f"`{node.id}`"
-        of = f" of prompt {group}" if group != row else ""
+        row = f"sample {'.'.join(map(str, below))} of prompt {root}" if below else f"row {root}"
         raise UserError(
-            f"{what} is infinite or NaN for row {row}{of} of the run ({node.place}); mend what made it, or mask the row"
+            f"{what} is infinite or NaN for {row} of the run ({node.place}); mend what made it, or mask the row"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from rlflow.errors import UserError
 from rlflow.metrics import StepMetrics
 from rlflow.values.rollout import Rollout
 
-GAP = "sync/logprob_gap"
+GAP = "sync/logprob_gap"  # of the one policy; of several each by its name, `sync/logprob_gap/solver`
 LARGEST_GAP = "sync/logprob_gap_max"
 
 
@@ -23,10 +24,16 @@ class LogprobGap:
 
     Args:
         limit: Largest mean |logprob - rollout logprob| over all tokens of a step; above it the run stops.
+        policy: Its name, where there are several.
+        made_by: The nodes whose rows this policy alone generates; None for all rows.
     """
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, policy: str = "", made_by: Collection[str] | None = None) -> None:
         self._limit = limit
+        self._policy = policy
+        self._made_by = made_by
+        suffix = f"/{policy}" if policy else ""
+        self._mean, self._largest = GAP + suffix, LARGEST_GAP + suffix
         self._metrics: StepMetrics | None = None
         self._version: int | None = None  # while watching
 
@@ -47,24 +54,27 @@ class LogprobGap:
         """Compare the logprobs `[B, T]` of a forward pass over `rows` with those that came with them."""
         if self._version is None or self._metrics is None or not isinstance(rows, Rollout):
             return
+        if self._made_by is not None and rows.path.levels[-1] not in self._made_by:
+            return
         self.record(self._metrics, logprobs, rows.logprobs, rows.loss_mask & (rows.version == self._version)[:, None])
 
     def record(self, metrics: StepMetrics, trainer: Tensor, engine: Tensor, mask: Tensor) -> None:
         """Compare logprobs `[B, T]` of equal weights where `mask` is true."""
         gap = (trainer.detach().double() - engine.double()).abs() * mask
-        metrics.mean(GAP, gap.sum(), mask.sum())
-        metrics.largest(LARGEST_GAP, gap.max() if gap.numel() else 0.0)
+        metrics.mean(self._mean, gap.sum(), mask.sum())
+        metrics.largest(self._largest, gap.max() if gap.numel() else 0.0)
 
-    def check(self, reduced: dict[str, float]) -> None:
+    def check(self, reduced: Mapping[str, float]) -> None:
         """Stop the run if the step's gap is above the limit.
 
         Raises:
             UserError: The engine did not generate with the trainer's weights.
         """
-        found = reduced.get(GAP, 0.0)
+        found = reduced.get(self._mean, 0.0)
+        of = f" of `{self._policy}`" if self._policy else ""
         if not found <= self._limit:  # NaN is a gap too
             raise UserError(
-                f"rollout and training logprobs differ by {found:.3g} on average, more than"
+                f"rollout and training logprobs{of} differ by {found:.3g} on average, more than"
                 f" `trainer.logprob_gap_limit` = {self._limit:g}: the rollout engine holds other weights than the"
                 " trainer, or computes another model. Check the engine's version and dtype, or raise the limit"
             )

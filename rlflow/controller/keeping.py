@@ -12,7 +12,7 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.planner import Plan
 from rlflow.databuffer.balance import Balance
 from rlflow.databuffer.kept import Kept, KeptValue
-from rlflow.databuffer.rows import ARRAYS, RowSpace
+from rlflow.databuffer.rows import NUMBERS, ROOT, RowSpace
 
 
 class Keep(Protocol):
@@ -68,8 +68,9 @@ class Keeping:
         none = torch.empty(0, dtype=torch.int64)
         layouts = {name: self._layouts[name] for name in self._spaces}
         spaces = {
-            name: RowSpace.of_shards(name, layout, [none.view(len(ARRAYS), 0)] * layout.shards)
+            name: RowSpace.of_shards(name, layout, [_no_rows(len(levels))] * layout.shards, above=levels[:-1] or ROOT)
             for name, layout in layouts.items()
+            if (levels := self._graph.levels(name))
         }
         values = {
             name: KeptValue(self._graph.type_of(name), self._graph.space_of(name), self._layouts[name], none, None)
@@ -85,3 +86,8 @@ class Keeping:
             if name in self._graph.nodes and self._graph.nodes[name].samples_in_place:
                 now.lengths[name] = value.lengths
             now.buffer.put(name, value.rows, value.annotation, now.spaces[value.space], value.layout, value.lengths)
+
+
+def _no_rows(depth: int) -> torch.Tensor:
+    """Of a shard of paths of this depth."""
+    return torch.empty(depth + len(NUMBERS), 0, dtype=torch.int64)

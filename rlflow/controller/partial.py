@@ -71,8 +71,8 @@ class PartialRollout:
             under_way = torch.zeros(len(space.held(self._layout, self._transport.rank)), dtype=torch.bool)
         here = under_way.to("cpu", torch.uint8)
         cut_off = space.gathered(self._layout, here, self._transport, self._task.members).bool()
-        waiting = space.groups[cut_off].unique()
-        ended = drawn.groups[~torch.isin(drawn.groups, waiting)]
+        waiting = space.roots[cut_off].unique()
+        ended = drawn.roots[~torch.isin(drawn.roots, waiting)]
         self.held = drawn.only(waiting) if len(waiting) else None
         self.all_held = not len(ended)
         self._samples.put(drawn.only(ended), now)

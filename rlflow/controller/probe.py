@@ -26,7 +26,7 @@ class Probe:
 
     Args:
         task: The sync; its ranks call `run` together.
-        handle: Of the followed role, on its ranks.
+        handle: Of the policy, on the ranks that train it.
         engine: Of this rank; None without.
         transport: To the other ranks.
         gap: Records how far the two are apart.
@@ -73,7 +73,7 @@ class Probe:
             self._compare([(tokens, logprobs) for tokens, logprobs in json.loads(heard)], metrics)
 
     def _sampled(self, engine: RolloutEngine, version: int) -> list[Completion]:
-        seeds = [sampling_seed(self._seed, version, "probe", 0, index) for index in range(PROBES)]
+        seeds = [sampling_seed(self._seed, version, "probe", (0,), index) for index in range(PROBES)]
         return engine.generate(self._prompts, seeds, self._sampling, version)
 
     def _compare(self, written: list[tuple[list[int], list[float]]], metrics: StepMetrics) -> None:

@@ -1,9 +1,9 @@
-"""Weight sync: the trained role's weights on their way into the rollout engine, across ranks where they are apart."""
+"""Weight sync: a policy's weights on their way into its engines, across ranks where these are apart from training."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class WeightSync:
         engine: Of this rank; None without.
         transport: To the other ranks; has formed the group of `sending_group`.
         bucket_bytes: Weights gathered, and sent, at once.
+        files: Reads the weights of a frozen policy, which no rank trains; None where they are trained.
 
     Attributes:
         version: Of the weights in the engines, known alike on all ranks of the task.
@@ -41,17 +42,19 @@ class WeightSync:
         engine: RolloutEngine | None,
         transport: Transport,
         bucket_bytes: int,
+        files: Callable[[], Iterator[Bucket]] | None = None,
     ) -> None:
         self.version = NO_VERSION
-        self._role = task.role
+        self._policy = task.policy
+        self._files = files
         self._strategy = strategy
         self._engine = engine
         self._transport = transport
         self._bucket_bytes = bucket_bytes
         self._group = sending_group(task)
-        self._sender = task.source[0]
         self._trains = transport.rank in task.source
-        self._sends = len(self._group) > 1 and transport.rank == task.source[0]
+        self._sender = task.source[0] if task.source else None
+        self._sends = len(self._group) > 1 and transport.rank == self._sender
 
     def run(self, version: int) -> SyncReport | None:
         """Bring the engines to the weights that the trainer has now; what this rank's engine says, if it has one.
@@ -62,7 +65,7 @@ class WeightSync:
         Raises:
             WeightSyncError: The engine does not hold what was sent.
         """
-        buckets = self._gathered() if self._trains else self._received()
+        buckets = self._files() if self._files is not None else self._gathered() if self._trains else self._received()
         report = None
         if self._engine is not None:
             self._engine.wake_up()
@@ -77,7 +80,7 @@ class WeightSync:
         self.version = NO_VERSION
 
     def _gathered(self) -> Iterator[Bucket]:
-        for bucket in self._strategy.weights(self._role, self._bucket_bytes):
+        for bucket in self._strategy.weights(self._policy, self._bucket_bytes):
             if self._sends:
                 self._send(bucket)
             yield bucket
@@ -105,9 +108,12 @@ class WeightSync:
             yield bucket
 
     def _hear(self) -> Tensor:
+        assert self._sender is not None
         return self._transport.broadcast_bytes(None, self._sender, self._group)
 
 
 def sending_group(task: SyncWeights) -> tuple[int, ...]:
     """The first rank of the role and the engines' ranks without the role: who meets in the broadcasts."""
+    if not task.source:  # every engine reads the files
+        return (task.target[0],)
     return tuple(sorted({task.source[0], *set(task.target) - set(task.source)}))

@@ -83,7 +83,7 @@ class Training:
         assert node.role is not None
         handle: ModelHandle = getattr(self._module, node.role)
         if handle.lora is not None and handle.lora.dropout > 0:
-            torch.manual_seed(sampling_seed(self._seed, step, node.id, 0, self._transport.rank))
+            torch.manual_seed(sampling_seed(self._seed, step, node.id, (0,), self._transport.rank))
         bring_over(each for name, value in values.items() for each in countable(value, self._graph.type_of(name)))
         mini_batches = space.held_mini_batches(layout, self._transport.rank)
         for epoch in range(handle.epochs):
@@ -93,7 +93,7 @@ class Training:
     def _order(self, count: int, step: int, epoch: int) -> list[int]:
         if epoch == 0:
             return list(range(count))
-        generator = torch.Generator().manual_seed(sampling_seed(self._seed, step, "epoch", epoch, 0))
+        generator = torch.Generator().manual_seed(sampling_seed(self._seed, step, "epoch", (epoch,), 0))
         order: list[int] = torch.randperm(count, generator=generator).tolist()
         return order
 

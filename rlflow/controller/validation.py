@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlflow.controller.context import NodeContext, Running
-from rlflow.dag.node import Node
+from rlflow.dag.node import BATCH, Node
 from rlflow.data.loader import Loader
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
@@ -24,6 +24,7 @@ from rlflow.rollout.sampling import sample
 from rlflow.values.batch import Batch
 from rlflow.values.columns import to_device
 from rlflow.values.layout import Layout
+from rlflow.values.path import RowPath
 
 FULL_REWARD = 1.0
 DRAW = 0  # the same seeds at every validation, so that a difference is the policy's
@@ -58,10 +59,11 @@ def validate(
     metrics = all_metrics.of(0)
     assert engine is not None
     batch, ids = loader.all(layout.shard(transport.rank), layout.shards)
+    path = RowPath(ids[:, None], (BATCH,))
     for prefix, temperature, n in (("val", module.temperature, samples), ("val_greedy", 0.0, 1)):
         sampling = Sampling(module.max_response_length, temperature, stop_token_ids)
         rollout = sample(
-            engine, batch, ids.tolist(), n, sampling, seed=seed, draw=DRAW, node=prefix, version=version, decode=decode
+            engine, batch, path, n, sampling, seed=seed, draw=DRAW, node=prefix, version=version, decode=decode
         )
         if not layout.publishes(transport.rank):
             continue
@@ -90,9 +92,9 @@ def run_validation_step(
     batch, ids = loader.all(layout.shard(transport.rank), layout.shards)
     lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)
     name = RLModule.validation_step.__name__
-    space = RowSpace.gather(name, transport, layout, ids=ids, groups=ids, lengths=lengths, tokens=batch.tokens)
+    space = RowSpace.gather(name, transport, layout, path=ids[:, None], lengths=lengths, tokens=batch.tokens)
     node = Node(name, inputs=(), role=None, kind="compute", returns=Any, rows=None, file="", line=0)
-    with context.measuring(Running(node, space, layout, draw=DRAW, version=0, metrics=metrics)):
+    with context.measuring(Running(node, space, layout, draw=DRAW, versions={}, metrics=metrics)):
         module.validation_step(to_device(batch, device))
     return all_metrics.reduce(0, transport)
 

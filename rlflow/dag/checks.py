@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from types import NoneType
 from typing import Any
@@ -108,13 +109,31 @@ def miscast(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Probl
         roles: The names of the module's model handles.
     """
     for node in nodes.values():
-        if node.kind == "train" and node.role in (None, ROLLOUT):
-            found = "no role" if node.role is None else "role 'rollout'"
+        if node.kind == "train" and node.role is None:
+            found = "no role that could be trained"
             yield _problem(node, f'trains and has {found}. Name the model it trains: `@node(role="...", type="train")`')
-        elif node.role not in (None, ROLLOUT, *roles):
+        elif node.role not in (None, *roles):
             known = [*roles, ROLLOUT]
             why = did_you_mean(str(node.role), known) or f" The roles are {', '.join(known)}."
             yield _problem(node, f"has role {node.role!r}, which names no model handle of the module.{why}")
+
+
+def misgenerated(nodes: Mapping[str, Node], roles: Collection[str], policies: Collection[str]) -> Iterator[Problem]:
+    """Policies that the module does not have, or that cannot generate.
+
+    Args:
+        nodes: The graph's nodes.
+        roles: The names of the module's model handles.
+        policies: Of those, the language models.
+    """
+    for node in nodes.values():
+        for policy in node.generates:
+            if policy not in roles:
+                why = did_you_mean(policy, policies) or f" The language models are {', '.join(policies) or 'none'}."
+                yield _problem(node, f"generates with {policy!r}, which names no model handle of the module.{why}")
+            elif policy not in policies:
+                why = f"no language model; only a CausalLM generates, and those are {', '.join(policies) or 'none'}"
+                yield _problem(node, f"generates with {policy!r}, which is {why}. Name one of them")
 
 
 def unmasked(nodes: Mapping[str, Node]) -> Iterator[Problem]:
@@ -186,28 +205,48 @@ def in_order(nodes: Mapping[str, Node]) -> tuple[tuple[Node, ...], list[Problem]
     return tuple(order), problems
 
 
-def row_spaces(order: Sequence[Node]) -> tuple[dict[str, str], list[Problem]]:
-    """The rows of each node's value (`batch`, or the id of a rollout node), and the nodes that mix samples.
+@dataclass(frozen=True)
+class Spaces:
+    """The rows of a graph's values: a tree of row spaces, of which `batch` is the root.
+
+    Attributes:
+        of: By node: the rows of its value, `batch` or the id of the node that made them.
+        inside: By node: the rows in which it sees what it reads, the deepest of those.
+    """
+
+    of: dict[str, str]
+    inside: dict[str, str]
+
+
+def row_spaces(order: Sequence[Node]) -> tuple[Spaces, list[Problem]]:
+    """The rows of each node's value, and the nodes that read rows of two branches.
 
     Args:
         order: The nodes, each after what it reads.
     """
-    spaces: dict[str, str] = {}
+    found = Spaces({}, {})
+    lines: dict[str, tuple[str, ...]] = {BATCH: (BATCH,)}  # by row space: the spaces from the root to it
     rowless = {node.id for node in order if not node.has_rows}
     problems = []
     for node in order:
         through: dict[str, str] = {}  # row space -> the value that is read in it
         for name in node.reads:
-            if name not in rowless and spaces.get(name, BATCH) != BATCH:
-                through.setdefault(spaces[name], name)
-        read = [f"of `{space}` (in `{name}`)" for space, name in through.items()]
-        if len(read) > 1:
-            text = f"mixes samples {' and '.join(read)}, whose rows have nothing in common"
-            problems.append(_problem(node, f"{text}. Read them in nodes of their own"))
-        if node.kind == "rollout" and read:
-            problems.append(_problem(node, f"has role 'rollout' and reads samples {read[0]}; it may read prompts only"))
-        spaces[node.id] = node.id if node.samples else next(iter(through), BATCH)
-    return spaces, problems
+            if name not in rowless and found.of.get(name, BATCH) != BATCH:
+                through.setdefault(found.of[name], name)
+        deepest = max(through, key=lambda space: len(lines[space]), default=BATCH)
+        for space in through:
+            if space not in lines[deepest]:
+                read = [f"of `{each}` (in `{through[each]}`)" for each in through if each in (space, deepest)]
+                text = f"mixes samples {' and '.join(read)}, whose rows have nothing in common"
+                problems.append(_problem(node, f"{text}. Read them in nodes of their own"))
+        if node.samples_in_place and deepest != BATCH:
+            text = f"has `rows='batch'` and reads samples of `{deepest}` (in `{through[deepest]}`)"
+            problems.append(_problem(node, f"{text}; leave out `rows`, so that it makes rows of its own"))
+        found.inside[node.id] = deepest
+        found.of[node.id] = node.id if node.samples else deepest
+        if node.samples:
+            lines[node.id] = (*lines[deepest], node.id)
+    return found, problems
 
 
 def _problem(node: Node, text: str) -> Problem:

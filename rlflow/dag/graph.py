@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, KeysView, Mapping
+from collections.abc import Collection, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -32,13 +32,20 @@ class Graph:
     fields: Mapping[tuple[str, str], Fields | None] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def read(cls, module: object, roles: Collection[str] = (), told: Collection[Problem] = ()) -> Self:
+    def read(
+        cls,
+        module: object,
+        roles: Collection[str] = (),
+        told: Collection[Problem] = (),
+        policies: Collection[str] | None = None,
+    ) -> Self:
         """Read and check the graph of `module`, the instance: a node set to None in `__init__` is not part of it.
 
         Args:
             module: An instance of a class with methods marked `@node`, or with calls in place of some or all of them.
-            roles: The names of its model handles; `rollout` is always one more.
+            roles: The names of its model handles.
             told: What was found wrong with single nodes before, to be told with the rest.
+            policies: Which of the handles are language models, which can generate; None for all.
 
         Raises:
             GraphError: All that is wrong, each with file and line.
@@ -50,14 +57,18 @@ class Graph:
             raise UserError(f"`{type(module).__name__}` has no node. {steps}")
         nodes = {node.id: _without_absent(node, methods.nodes) for node in methods.nodes.values()}
         order, cycles = checks.in_order(nodes)
+        policies = roles if policies is None else policies
+        nodes = {node.id: _with_policy(node, order, policies) for node in nodes.values()}
+        order = tuple(nodes[node.id] for node in order)
         spaces, mixed = checks.row_spaces(order)
         problems = [
             *told,
             *methods.problems,
             *checks.missing(nodes, methods.removed, methods.all),
             *checks.mistyped(nodes),
-            *checks.mispaired(nodes, spaces),
+            *checks.mispaired(nodes, spaces.of),
             *checks.miscast(nodes, roles),
+            *checks.misgenerated(nodes, roles, policies),
             *checks.unmasked(nodes),
             *checks.misfiltered(nodes),
             *cycles,
@@ -65,7 +76,7 @@ class Graph:
         ]
         if problems:
             raise GraphError(*sorted(problems, key=lambda problem: (problem.file, problem.line)))
-        nodes = {name: replace(node, space=spaces[name]) for name, node in nodes.items()}
+        nodes = {name: replace(node, space=spaces.of[name], inside=spaces.inside[name]) for name, node in nodes.items()}
         made = cls(nodes, tuple(nodes[node.id] for node in order))
         reads = ((node, value) for node in made.order for value in node.reads)
         trained = made.trained_roles()
@@ -101,17 +112,33 @@ class Graph:
         """The roles that train nodes train, each once, in the order of execution."""
         return tuple(dict.fromkeys(node.role for node in self.order if node.kind == "train" and node.role is not None))
 
+    def policies(self) -> tuple[str, ...]:
+        """What nodes generate with, each once, in the order of execution."""
+        return tuple(dict.fromkeys(policy for node in self.order for policy in node.generates))
+
     def type_of(self, value: str) -> Any:
         """The annotated type of a value as its node declares it; of `batch` as its readers do: `Batch` or `Pairs`."""
         return checks.type_of_batch(self.nodes) if value == BATCH else self.nodes[value].returns
 
     def space_of(self, value: str) -> str:
-        """The rows of a value: `batch`, or the id of a rollout node."""
+        """The rows of a value: `batch`, or the id of the node that made them."""
         return BATCH if value == BATCH else self.nodes[value].space
 
+    def levels(self, space: str) -> tuple[str, ...]:
+        """The names of the rows on the way from prompts to those of a space, its own last."""
+        return (BATCH,) if space == BATCH else (*self.levels(self.nodes[space].inside), space)
+
     def roles(self) -> KeysView[str]:
-        """The roles that nodes use, `rollout` included, in the order of declaration: alike on every rank."""
+        """The roles that nodes score with or train, in the order of declaration: alike on every rank."""
         return dict.fromkeys(node.role for node in self.nodes.values() if node.role is not None).keys()
+
+
+def _with_policy(node: Node, order: Sequence[Node], policies: Collection[str]) -> Node:
+    """`node`, which generates with the first policy that is trained where it does not say with which."""
+    if node.kind != "rollout" or node.generates:
+        return node
+    trained = (str(other.role) for other in order if other.kind == "train")
+    return replace(node, generates=tuple(role for role in trained if role in policies)[:1])
 
 
 def _without_absent(node: Node, nodes: Mapping[str, Node]) -> Node:

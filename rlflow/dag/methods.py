@@ -120,7 +120,8 @@ class _Reading(ABC):
         kind = self._kind()
         returns = Any if hints is None else self._returns(hints, kind)
         rows = self.mark.rows
-        return Node(self.name, inputs, self.mark.role, kind, returns, rows, self.file, self.line)
+        role = None if self.mark.role == ROLLOUT else self.mark.role
+        return Node(self.name, inputs, role, kind, returns, rows, self.file, self.line, self.mark.generates)
 
     @abstractmethod
     def _hints(self) -> dict[str, Any] | None: ...
@@ -135,15 +136,20 @@ class _Reading(ABC):
             if value is not None and value not in legal:
                 text = f"`{word}={value!r}` of `{self.name}` is not {' or '.join(map(repr, legal))}."
                 self.wrong.append(text + did_you_mean(str(value), legal))
-        if mark.rows is not None and mark.role != ROLLOUT:
-            text = f"`rows={mark.rows!r}` of `{self.name}` has no effect: only rollout nodes make rows, and its role is"
-            self.wrong.append(f"{text} {mark.role!r}. Remove it")
-        if mark.type == "filter" and mark.role == ROLLOUT:
-            text = f"`{self.name}` is a filter and has role 'rollout', and what samples cannot choose"
-            self.wrong.append(f"{text}. Sample in a node of its own, and read that")
+        generates = mark.role == ROLLOUT or bool(mark.generates)
+        if mark.generates and mark.role is not None:
+            text = f"`{self.name}` has `generates={' and '.join(map(repr, mark.generates))}` and `role={mark.role!r}`"
+            self.wrong.append(f"{text}; a node generates or has a role. Score in a node of its own")
+        if mark.rows is not None and not generates:
+            text = f"`rows={mark.rows!r}` of `{self.name}` has no effect: its role is {mark.role!r}, and only what"
+            self.wrong.append(f"{text} generates makes rows. Remove it")
+        if mark.type is not None and generates and (mark.type == "filter" or mark.generates):
+            does = "trains" if mark.type == "train" else "is a filter"
+            text = f"`{self.name}` {does} and generates, and what samples cannot choose or train"
+            self.wrong.append(f"{text}. Generate in a node of its own, and read that")
         if mark.type in ("train", "filter"):
             return mark.type
-        if mark.role == ROLLOUT:
+        if generates:
             return "rollout"
         return "compute" if mark.role is None else "model_inference"
 
@@ -164,8 +170,8 @@ class _Reading(ABC):
             self.wrong.append(f"{text}. Return one bool a row, `-> PerSample`")
             return Any
         if kind == "rollout" and not (isinstance(returns, type) and issubclass(returns, Rollout)):
-            text = f"`{self.name}` has role 'rollout' and returns {type_name(returns)}"
-            self.wrong.append(f"{text}, not `Rollout`. Return what `self.generate` makes, and compute in another node")
+            text = f"`{self.name}` generates and returns {type_name(returns)}"
+            self.wrong.append(f"{text}, not `Rollout`. Return what `generate` makes, and compute in another node")
             return Any
         try:
             columns(returns)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, TypeVar, overload
@@ -18,7 +18,7 @@ TypeMark = Literal["train", "filter"]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 BATCH = "batch"  # the one value that no node makes, and the name of the row space of its rows, the prompts
-ROLLOUT = "rollout"  # the role of the rollout engine; every other role is a model handle of the module
+ROLLOUT = "rollout"  # the role that reads as `generates=` the first trained language model
 MARK = "__rlflow_node__"
 
 
@@ -29,6 +29,7 @@ class Mark:
     role: str | None = None
     type: TypeMark | None = None
     rows: RowsMark | None = None
+    generates: tuple[str, ...] = ()
 
 
 @overload
@@ -37,7 +38,11 @@ def node(function: Method, /) -> Method: ...
 
 @overload
 def node(
-    *, role: str | None = None, type: TypeMark | None = None, rows: RowsMark | None = None
+    *,
+    role: str | None = None,
+    type: TypeMark | None = None,
+    rows: RowsMark | None = None,
+    generates: str | Sequence[str] = (),
 ) -> Callable[[Method], Method]: ...
 
 
@@ -48,6 +53,7 @@ def node(
     role: str | None = None,
     type: TypeMark | None = None,
     rows: RowsMark | None = None,
+    generates: str | Sequence[str] = (),
 ) -> Callable[..., Any]:
     """Mark a method as a node of the graph: it makes the value of its own name from the values its parameters name.
 
@@ -56,9 +62,12 @@ def node(
 
     Args:
         function: The method, where the mark is written without parentheses.
-        role: The model handle on `self` that the node uses, or `rollout` for the engine; None for plain tensor work.
+        role: The model handle on `self` that the node scores with or trains; None for plain tensor work. `rollout` is
+            short for `generates=` the first language model that is trained.
         type: `train` for a loss that trains its role; `filter` for what says which groups of rows the step keeps.
-        rows: Of a rollout node: `samples`, the default, makes several rows of each prompt; `batch` keeps the prompts'.
+        rows: Of a node that generates: `samples`, the default, makes rows of its own; `batch` keeps the prompts'.
+        generates: The policy that the node generates with, or several: names of language models on `self`, trained or
+            frozen. What it returns are rows of their own, below those that it reads.
 
     Raises:
         UserError: A role was passed without its name, as in `@node("actor")`.
@@ -67,7 +76,8 @@ def node(
         raise UserError(f'`@node("{function}")` names no parameter. Write `@node(role="{function}")`')
 
     def mark(method: Callable[..., Any]) -> Callable[..., Any]:
-        setattr(method, MARK, Mark(role, type, rows))
+        policies = (generates,) if isinstance(generates, str) else tuple(generates)
+        setattr(method, MARK, Mark(role, type, rows, policies))
         return method
 
     return mark if function is None else mark(function)
@@ -97,13 +107,15 @@ class Node:
     Attributes:
         id: The method's name, which is the name of the value it makes.
         inputs: The values it is called with, by keyword; optional ones that no node makes are left out.
-        role: The model handle it uses, `rollout` for the engine, None for plain tensor work.
-        kind: Follows from role and type.
+        role: The model handle it uses, None for plain tensor work and for what generates.
+        kind: Follows from the mark.
         returns: Its return type; `Any` where that could not be read.
         rows: The mark of a rollout node that was written, if any.
         file: Where the method is written, or the config's entry.
         line: The line of its first decorator, or of `def`; of an entry its first.
-        space: The rows of its value: `batch`, the prompts', or the id of the rollout node that sampled them.
+        generates: The policies that it generates with.
+        space: The rows of its value: `batch`, the prompts', or the id of the node that made them.
+        inside: The rows in which it sees the values that it reads.
     """
 
     id: str
@@ -114,7 +126,9 @@ class Node:
     rows: RowsMark | None
     file: str
     line: int
+    generates: tuple[str, ...] = ()
     space: str = BATCH
+    inside: str = BATCH
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -123,18 +137,13 @@ class Node:
 
     @property
     def samples(self) -> bool:
-        """Whether it turns rows of prompts into rows of samples, a row space of its own."""
+        """Whether it generates rows of its own, below those that it reads."""
         return self.kind == "rollout" and self.rows != BATCH
 
     @property
     def samples_in_place(self) -> bool:
         """Whether it samples and keeps the prompts' rows, whose responses then have lengths of their own."""
         return self.kind == "rollout" and self.rows == BATCH
-
-    @property
-    def input_space(self) -> str:
-        """The rows in which it sees the values it reads."""
-        return BATCH if self.kind == "rollout" else self.space
 
     @property
     def makes_value(self) -> bool:
@@ -150,6 +159,11 @@ class Node:
     def place(self) -> str:
         """`file:line`, the file relative to the working directory where it lies below it."""
         return place(self.file, self.line)
+
+
+def engine_of(policy: str) -> str:
+    """What `placement` calls the ranks where a policy generates."""
+    return f"{policy}.{ROLLOUT}"
 
 
 def place(file: str, line: int) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import BATCH, ROLLOUT, Node
+from rlflow.dag.node import BATCH, ROLLOUT, Node, engine_of
 from rlflow.dag.tasks import (
     Exchange,
     Fill,
@@ -19,6 +20,7 @@ from rlflow.dag.tasks import (
     Load,
     Reduce,
     RunNode,
+    Sleep,
     SyncWeights,
     Task,
     Tell,
@@ -26,7 +28,7 @@ from rlflow.dag.tasks import (
     rank_ranges,
     task_lines,
 )
-from rlflow.errors import UserError, did_you_mean
+from rlflow.errors import UserError
 from rlflow.values.columns import columns
 from rlflow.values.layout import Layout
 
@@ -83,7 +85,7 @@ class Plan:
 
     def exchange(self, value: str, reader: Node) -> Exchange | None:
         """The exchange that brings `value` to `reader`, or None where it reads the very object that was made."""
-        wanted = (value, reader.input_space, self.layouts()[reader.id])
+        wanted = (value, reader.inside, self.layouts()[reader.id])
         exchanges = (task for task in self.every() if isinstance(task, Exchange))
         return next((task for task in exchanges if (task.value, task.reader_space, task.target) == wanted), None)
 
@@ -100,9 +102,9 @@ def plan(
     graph: Graph,
     layouts: Mapping[str, Layout],
     world_size: int,
-    follows: str | None = "actor",
     max_staleness: int = 0,
     cuts_off: bool = False,
+    shared: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """Plan one step, or one slot of overlapping steps.
 
@@ -111,14 +113,14 @@ def plan(
 
     Args:
         graph: The checked graph.
-        layouts: One for each role that the graph uses, `rollout` included.
+        layouts: One for each role that the graph uses, and by `engine_of` for each policy.
         world_size: The number of ranks.
-        follows: The trained role whose weights the rollout engine follows; None for weights that never change.
         max_staleness: How many steps generation runs ahead.
         cuts_off: Whether long responses are cut off, and go on with the next draw of prompts.
+        shared: Of each policy that takes turns in the engine of another, that other.
 
     Raises:
-        UserError: `follows` is no role of the graph, nothing can run ahead, or responses cannot be cut off.
+        UserError: Policies of one node are on different ranks, nothing can run ahead, or responses cannot be cut off.
     """
     world = tuple(range(world_size))
     placed = _place(graph, layouts, world)
@@ -156,8 +158,7 @@ def plan(
         tasks += _runs(after, graph, placed, frees)
         tasks = list(_beside_samples(tasks))
         made = [*keeps, *(node.id for node in after)]
-    if follows is not None:
-        tasks = _synced(tasks, follows, graph, layouts)
+    tasks = list(_synced(tasks, graph, layouts, shared))
     tasks += [replace(task, lag=max_staleness) for task in _runs(behind, graph, placed, frees)]
     for value in made:
         tasks += _exchanges(value, graph, placed, behind) if value in placed else []
@@ -206,10 +207,13 @@ def _parted(
 def _place(graph: Graph, layouts: Mapping[str, Layout], world: tuple[int, ...]) -> dict[str, Layout]:
     """The layout of every node, and of `batch` where it is read."""
     placed: dict[str, Layout] = {}
-    generating = layouts[ROLLOUT].ranks if any(node.kind == "rollout" for node in graph.order) else ()
+    policies = graph.policies()
+    generating = layouts[engine_of(policies[0])].ranks if policies else ()
     for node in graph.order:
         made = [name for name in placed if name in node.reads]  # in the order in which they are planned
-        if node.role is not None:
+        if node.generates:
+            placed[node.id] = _engines_of_node(node, layouts)
+        elif node.role is not None:
             placed[node.id] = layouts[node.role]
         else:
             ranks = _ranks_without_role(node, made, graph, placed) or generating or world
@@ -219,6 +223,25 @@ def _place(graph: Graph, layouts: Mapping[str, Layout], world: tuple[int, ...]) 
         return placed
     first = placed[readers[0].id]
     return {BATCH: Layout(first.ranks, first.shards), **placed}
+
+
+def _engines_of_node(node: Node, layouts: Mapping[str, Layout]) -> Layout:
+    """Where a node generates: all of its policies have engines there."""
+    first, *others = node.generates
+    there = layouts[engine_of(first)]
+    for other in others:
+        if layouts[engine_of(other)] != there:
+            raise UserError(
+                f"node `{node.id}` generates with `{first}` on {_described(there)} and with `{other}` on"
+                f" {_described(layouts[engine_of(other)])}; place `{engine_of(first)}` and `{engine_of(other)}` alike,"
+                " or generate in a node for each"
+            )
+    return there
+
+
+def _described(engines: Layout) -> str:
+    share = f", {engines.copies} to an engine" if engines.copies > 1 else ""
+    return f"{rank_ranges(engines.ranks)}{share}"
 
 
 def _ranks_without_role(node: Node, made: Sequence[str], graph: Graph, placed: Mapping[str, Layout]) -> tuple[int, ...]:
@@ -287,7 +310,7 @@ def _exchanges(value: str, graph: Graph, placed: Mapping[str, Layout], readers: 
     space = graph.space_of(value)
     together: dict[tuple[str, Layout], list[Node]] = {}
     for reader in _reads(readers, value):
-        together.setdefault((reader.input_space, placed[reader.id]), []).append(reader)
+        together.setdefault((reader.inside, placed[reader.id]), []).append(reader)
     return [
         Exchange(value, rows, source, target, columns=graph.columns(value, nodes))
         for (rows, target), nodes in together.items()
@@ -381,28 +404,62 @@ def _rows_of(task: Task, graph: Graph) -> tuple[str, ...]:
         return (task.value,)
     if isinstance(task, RunNode | TrainNode):
         node = graph.nodes[task.node_id]
-        return (node.input_space, *_made_by(task, graph))
+        return (node.inside, *_made_by(task, graph))
     if isinstance(task, Exchange):
         own = (task.value,) if task.value != BATCH and graph.nodes[task.value].kind == "rollout" else ()
         return tuple(dict.fromkeys((graph.space_of(task.value), task.reader_space, *own)))
     return ()
 
 
-def _synced(tasks: list[Task], role: str, graph: Graph, layouts: Mapping[str, Layout]) -> list[Task]:
-    """The tasks with a weight sync before the first that samples, or that repeats one that does."""
+def sync_of(policy: str, graph: Graph, layouts: Mapping[str, Layout]) -> SyncWeights:
+    """What brings a policy's weights to its engines: from the ranks that train it, or from its files."""
+    source = layouts[policy].ranks if policy in graph.trained_roles() else ()
+    return SyncWeights(policy, source, layouts[engine_of(policy)].ranks)
+
+
+def _synced(
+    tasks: Sequence[Task], graph: Graph, layouts: Mapping[str, Layout], shared: Mapping[str, str]
+) -> Iterator[Task]:
+    """The tasks, with each policy's weights brought to its engines before they generate, and what rests put to sleep.
+
+    Engines of policies that no task needs together are awake one after another, where they share ranks. After the last
+    task that generates they sleep if their ranks train, or hold other engines.
+    """
+    every = {policy: sync_of(policy, graph, layouts) for policy in graph.policies()}
+    training = {rank for node in graph.order if node.kind == "train" for rank in layouts[str(node.role)].ranks}
+    awake: list[str] = []
+    last = max((place for place, task in enumerate(tasks) if _generates(task, graph)), default=-1)
+
+    def sleep(policy: str) -> Sleep:
+        awake.remove(policy)
+        return Sleep(policy, every[policy].ranks)
+
     for place, task in enumerate(tasks):
-        runs = task.tasks if isinstance(task, Fill) else (task,)
-        for run in runs:
-            if isinstance(run, RunNode) and graph.nodes[run.node_id].kind == "rollout":
-                return [*tasks[:place], _sync(role, layouts, run.layout), *tasks[place:]]
-    return tasks
+        needed = _generates(task, graph)
+        ranks = {rank for policy in needed for rank in every[policy].target}
+        for policy in [other for other in awake if other not in needed and ranks.intersection(every[other].target)]:
+            yield sleep(policy)
+        in_turns = len({shared.get(policy, policy) for policy in needed}) < len(needed)
+        if in_turns and isinstance(task, Fill):
+            task = replace(task, tasks=tuple(_synced(task.tasks, graph, layouts, shared)))
+        else:
+            for policy in needed:
+                if policy not in awake:
+                    awake.append(policy)
+                    yield every[policy]
+        yield task
+        if place == last:
+            for policy in list(awake):
+                several = any(other != policy for other in every)
+                if several or training.intersection(every[policy].target):
+                    yield sleep(policy)
 
 
-def _sync(role: str, layouts: Mapping[str, Layout], engine: Layout) -> SyncWeights:
-    if role not in layouts:
-        found = f"the rollout engine follows the weights of {role!r}, and no node has this role"
-        raise UserError(f"{found}; the roles are {', '.join(layouts)}.{did_you_mean(role, layouts)}")
-    return SyncWeights(role, layouts[role].ranks, engine.ranks)
+def _generates(task: Task, graph: Graph) -> tuple[str, ...]:
+    """The policies that a task generates with, or that what it repeats does."""
+    if isinstance(task, Fill):
+        return tuple(dict.fromkeys(policy for each in task.tasks for policy in _generates(each, graph)))
+    return graph.nodes[task.node_id].generates if isinstance(task, RunNode) else ()
 
 
 def _frees(order: Sequence[Node], graph: Graph) -> dict[str, tuple[str, ...]]:

@@ -64,26 +64,44 @@ class Load(_InLayout):
 
 @dataclass(frozen=True)
 class SyncWeights(Task):
-    """Bring the weights of the trained `role` into the rollout engine.
+    """Bring the weights of a policy into the engines that generate with it.
 
     Attributes:
-        role: Whose weights.
-        source: The role's ranks.
-        target: The engine's ranks; those that do not hold the role get its weights from the first that does.
+        policy: Whose weights.
+        source: The ranks that train it; none of a frozen one, which every engine reads from its files.
+        target: The engines' ranks; those that do not train get the weights from the first that does.
     """
 
-    role: str
+    policy: str
     source: tuple[int, ...]
     target: tuple[int, ...]
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The role's ranks and the engine's."""
+        """Those that train and the engines'."""
         return tuple(sorted({*self.source, *self.target}))
 
     def __str__(self) -> str:
+        if not self.source:
+            return f"sync      {self.policy} -> {ROLLOUT}: from its files, {rank_ranges(self.target)}"
         across = "" if set(self.target) <= set(self.source) else f"{rank_ranges(self.source)} -> "
-        return f"sync      {self.role} -> {ROLLOUT}: {across}{rank_ranges(self.target if across else self.ranks)}"
+        return f"sync      {self.policy} -> {ROLLOUT}: {across}{rank_ranges(self.target if across else self.ranks)}"
+
+
+@dataclass(frozen=True)
+class Sleep(_OfMembers):
+    """Let the engines of a policy give back their memory, for training or for another policy's engines.
+
+    Attributes:
+        policy: Whose engines.
+        members: The ranks of its sync, all of which know that the engines hold no weights.
+    """
+
+    policy: str
+    members: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"sleep     {self.policy}: {rank_ranges(self.members)}"
 
 
 @dataclass(frozen=True)
@@ -91,7 +109,7 @@ class Tell(Task):
     """Tell ranks that read a value elsewhere who its rows are: their ids, lengths and places.
 
     Attributes:
-        value: `batch`, or a rollout node.
+        value: `batch`, or a node that generates.
         teller: The one rank that speaks.
         hearers: The ranks that did not make the rows and take part in later tasks with them.
     """

@@ -179,6 +179,10 @@ class Loader:
             rows[draws == draw] = self._rows(draw)[places[draws == draw]]
         return rows
 
+    def tokens(self, text: str) -> list[int]:
+        """The token ids of a text as of a prompt."""
+        return self._encode.tokens(text)
+
     def first(self) -> Batch | Pairs:
         """One row, the first that the seed draws."""
         return self._read(self._order(0)[:1])

@@ -136,6 +136,18 @@ class Encoder:
             self._check_differ(response_ids, rejected_ids, places)
         return [Example(*parts) for parts in zip(values, prompt_ids, response_ids, rejected_ids, strict=True)]
 
+    def tokens(self, text: str) -> list[int]:
+        """The token ids of one prompt.
+
+        Raises:
+            UserError: It is empty.
+        """
+        prompt = self._chat(text, "a prompt that a node made") if self._data.chat_template else text
+        ids: list[int] = self._tokenizer(prompt, add_special_tokens=not self._data.chat_template)["input_ids"]
+        if not ids:
+            raise UserError("a prompt that a node made is empty, so nothing can follow it; write something into it")
+        return ids
+
     def _prompt(self, row: dict[str, Any], place: str) -> str:
         prompt = _column(row, self._data.prompt, place)
         if self._data.chat_template:

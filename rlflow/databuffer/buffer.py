@@ -11,16 +11,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlflow.databuffer.exchange import Exchange
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
-from rlflow.values.columns import columns
+from rlflow.values.columns import columns, to_device
 from rlflow.values.cuts import Cut
+from rlflow.values.host_copy import on_host
 from rlflow.values.layout import Layout
 from rlflow.values.parts import Parts
+from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 
 
@@ -56,7 +59,7 @@ class DataBuffer:
         layout: Layout,
         lengths: Tensor | None = None,
     ) -> None:
-        """Keep a value, in place of an older one of this name.
+        """Keep a value, in place of an older one of this name; its rows get the paths that `space` says.
 
         Args:
             name: Of the value.
@@ -76,7 +79,9 @@ class DataBuffer:
         if isinstance(value, dict):
             value = Parts(value)
         if value is not None:
-            _check(name, value, annotation, lengths[space.held(layout, self._transport.rank)])
+            held = space.held(layout, self._transport.rank)
+            _check(name, value, annotation, lengths[held])
+            value = _with_path(value, annotation, space.paths(held), self._transport.device)
         self._values[name] = _Made(value, annotation, space, layout, lengths, _nbytes(value, annotation))
         self._note_peak()
 
@@ -102,7 +107,10 @@ class DataBuffer:
         begun = time.perf_counter()
         with self._waiting(name, target):
             held = made.space.held(made.layout, rank)
-            exchange = Exchange(self._transport, route, made.lengths, held, made.annotation, made.value, columns)
+            everyone = made.space.paths()
+            exchange = Exchange(
+                self._transport, route, made.lengths, held, made.annotation, made.value, columns, everyone
+            )
         made.copies[target, reader] = _Copy(exchange, begun)
         self.bytes_sent += exchange.bytes_sent
         self.traffic[_label(name, target)] += exchange.bytes_sent
@@ -234,6 +242,7 @@ _TYPES = {
     Cut.RAGGED: Ragged,
     Cut.JSON: list,
     Cut.PARTS: dict,
+    Cut.PATH: RowPath,
 }
 _SHAPES = {Cut.SAMPLE: ("B",), Cut.TOKEN: ("B", "T"), Cut.SCALAR: ()}  # the least dimensions of tensors
 
@@ -250,7 +259,7 @@ def _check(name: str, value: Any, annotation: Any, lengths: Tensor) -> None:
     for column in columns(annotation):
         data = getattr(value, column.name) if column.name else value
         place = f"`{name}.{column.name}`" if column.name else f"`{name}`"
-        if column.home and data is None:
+        if (column.home or column.cut is Cut.PATH) and data is None:
             continue
         _check_type(place, data, _TYPES[column.cut])
         if isinstance(data, Tensor) and data.dim() < len(_SHAPES[column.cut]):
@@ -268,6 +277,17 @@ def _check(name: str, value: Any, annotation: Any, lengths: Tensor) -> None:
                 f"{place} is {data.shape[1]} tokens wide and the longest response has {longest}; "
                 "return [B, T] over the response tokens, right-padded"
             )
+
+
+def _with_path(value: Any, annotation: Any, path: RowPath, device: torch.device) -> Any:
+    """The value whose rows are called `path`; itself where they are so already."""
+    for column in columns(annotation):
+        if column.cut is not Cut.PATH:
+            continue
+        there: RowPath | None = getattr(value, column.name)
+        if there is None or there.levels != path.levels or not torch.equal(on_host(there.numbers), path.numbers):
+            value = dataclasses.replace(value, **{column.name: to_device(path, device)})
+    return value
 
 
 def _check_parts(place: str, parts: dict[str, Tensor], rows: int) -> None:

@@ -20,9 +20,10 @@ from rlflow.databuffer.route import Route
 from rlflow.databuffer.transport import Transport, Work
 from rlflow.databuffer.wire import Data, Form, Piece, RowBytes, copied, from_bytes, to_bytes
 from rlflow.values.absent import Absent
-from rlflow.values.columns import Column, columns
+from rlflow.values.columns import Column, columns, to_device
 from rlflow.values.cuts import Cut
 from rlflow.values.host_copy import on_device
+from rlflow.values.path import RowPath
 
 _SIZE = torch.int64.itemsize
 _ALIGNED = 16  # bytes: what stands before a column leaves it readable as any dtype
@@ -39,6 +40,7 @@ class Exchange:
         annotation: The value's type.
         value: What this rank made; None where it made nothing. Not to be changed until `wait` has returned.
         only: The columns that are read in the target, the same on all ranks; None for all. Others become `Absent`.
+        path: Of all rows `[N]`; None where the value has no column of it.
 
     Attributes:
         bytes_sent: Payload for other ranks.
@@ -56,15 +58,17 @@ class Exchange:
         annotation: Any,
         value: Any,
         only: Collection[str] | None = None,
+        path: RowPath | None = None,
     ) -> None:
         self.bytes_sent = self.bytes_received = self.metadata_bytes = self.buffer_bytes = 0
         self._transport, self._route, self._all_lengths, self._annotation = transport, route, lengths, annotation
         self._lengths = lengths[held]  # [B]
         self._me = route.ranks.index(transport.rank)
+        self._path = path
         self._columns = columns(annotation)
         self._absent = {column.name for column in self._columns if only is not None and column.name not in only}
         read = [column for column in self._columns if column.name not in self._absent]
-        self._travelling = [column for column in read if column.cut is not Cut.SCALAR and not column.home]
+        self._travelling = [column for column in read if column.travels]
         self._sized = [column for column in self._travelling if column.cut in (Cut.RAGGED, Cut.JSON)]
         self._value = value
         self._data: dict[str, Data] = {} if value is None else {c.name: _data(value, c) for c in self._columns}
@@ -207,6 +211,8 @@ class Exchange:
         return self._bytes_of(column, self._route.sends[self._me])
 
     def _column(self, column: Column, arrived: dict[str, RowBytes]) -> Data:
+        if column.cut is Cut.PATH:
+            return self._path_here()
         if column.name in self._absent:
             return Absent(column.name)
         data = self._data.get(column.name)
@@ -217,6 +223,13 @@ class Exchange:
         if data is None or sum(len(rows) for rows in self._route.receives) > len(self._route.receives[self._me]):
             return None
         return from_bytes(column.cut, Form.of(column.cut, data), self._kept(column), self._route.order)
+
+    def _path_here(self) -> RowPath:
+        """Of the rows that are read here."""
+        assert self._path is not None
+        rows = torch.cat(self._route.receives)[self._route.order]
+        path: RowPath = to_device(self._path.take(rows), self._transport.device)
+        return path
 
 
 _Told = tuple[Tensor, Work, list[int]]

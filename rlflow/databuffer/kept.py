@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.databuffer.rows import RowSpace, ids_in_order
+from rlflow.databuffer.rows import RowSpace, rows_in_order
 from rlflow.values.columns import join_rows, take_rows, trim
 from rlflow.values.layout import Layout
 
@@ -42,18 +42,18 @@ class Kept:
     values: Mapping[str, KeptValue]
 
     @property
-    def groups(self) -> Tensor:
-        """`[G]` int64, their ids, ascending; each has rows in every space."""
-        ids: Tensor = next(iter(self.spaces.values())).groups.unique()
+    def roots(self) -> Tensor:
+        """`[G]` int64, the ids of their prompts, ascending."""
+        ids: Tensor = next(iter(self.spaces.values())).roots.unique()
         return ids
 
-    def only(self, groups: Tensor) -> Kept:
-        """What is here of these groups."""
-        spaces = {name: space.of_groups(groups, self.layouts(name)) for name, space in self.spaces.items()}
+    def only(self, roots: Tensor) -> Kept:
+        """What is here of these prompts and of all rows below them."""
+        spaces = {name: space.of_roots(roots, self.layouts(name)) for name, space in self.spaces.items()}
         values = {}
         for name, value in self.values.items():
             before = self.spaces[value.space]
-            kept = torch.isin(before.groups, groups)  # [N]
+            kept = torch.isin(before.roots, roots)  # [N]
             here = kept[before.held(value.layout, self.rank)].nonzero()[:, 0]
             rows = None if value.rows is None else take_rows(value.rows, value.annotation, here)
             values[name] = replace(value, rows=rows, lengths=value.lengths[kept])
@@ -63,7 +63,7 @@ class Kept:
     def joined(cls, parts: Sequence[Kept]) -> Kept:
         """The groups of all parts."""
         first = parts[0]
-        order = {name: ids_in_order([part.spaces[name] for part in parts]) for name in first.spaces}
+        order = {name: rows_in_order([part.spaces[name] for part in parts]) for name in first.spaces}
         spaces = {
             name: RowSpace.joined([part.spaces[name] for part in parts], first.layouts(name)) for name in first.spaces
         }

@@ -15,20 +15,21 @@ from rlflow.databuffer.partition import Partition
 from rlflow.databuffer.route import Route
 from rlflow.databuffer.transport import Transport
 from rlflow.values.layout import Layout
+from rlflow.values.path import RowPath, lexicographic
 
-ARRAYS = ("ids", "groups", "lengths", "tokens", "versions")  # of a row space, in the order in which they are gathered
+ROOT = ("batch",)  # what prompts are called; samples of prompts are below them
+NUMBERS = ("lengths", "tokens", "versions")  # of each row, in the order in which they are gathered, after its path
 
 
 @dataclass(frozen=True, eq=False)
 class RowSpace:
     """The rows of one step, the same object on every rank: prompts, or the samples that a rollout node made of them.
 
-    All arrays are int64, on the CPU, by ascending id.
+    All arrays are int64, on the CPU, in the order of the paths: by their first numbers, then their second, and so on.
 
     Attributes:
         name: Of the rows: "batch", or the rollout node's.
-        ids: `[N]`, distinct over the whole run.
-        groups: `[N]`, the id of the prompt that a row answers; of a prompt, its own.
+        path: `[N, depth]`, distinct over the whole run: the id of a row's prompt, then the number of each child below.
         lengths: `[N]`, response tokens: where `PerToken` columns are cut.
         tokens: `[N]`, prompt and response tokens: what a row costs in a forward pass.
         versions: `[N]`, of the policy that generated the row; -1 where none did.
@@ -36,12 +37,12 @@ class RowSpace:
         seed: Of the run; with `step` it decides which rows share a mini-batch.
         step: Of the run, from 0.
         balance: Whether rows move to even out their cost.
+        above: The names of the rows above, that of the prompts first.
         dealt: How the rows lie in layouts where that cannot be worked out; see `known`.
     """
 
     name: str
-    ids: Tensor
-    groups: Tensor
+    path: Tensor
     lengths: Tensor
     tokens: Tensor
     versions: Tensor
@@ -49,6 +50,7 @@ class RowSpace:
     seed: int = 0
     step: int = 0
     balance: Balance = AUTO
+    above: tuple[str, ...] = ROOT
     dealt: dict[Layout, Partition] = field(default_factory=dict, init=False, repr=False)
     _partitions: dict[Layout, Partition] = field(default_factory=dict, init=False, repr=False)
     _predicted: dict[Layout, Predicted] = field(default_factory=dict, init=False, repr=False)
@@ -61,24 +63,26 @@ class RowSpace:
         transport: Transport,
         layout: Layout,
         *,
-        ids: Tensor,
-        groups: Tensor,
+        path: Tensor,
         lengths: Tensor,
         tokens: Tensor,
         versions: Tensor | None = None,
         seed: int = 0,
         step: int = 0,
         balance: Balance = AUTO,
+        above: tuple[str, ...] = ROOT,
     ) -> RowSpace:
         """Tell the ranks of `layout` of the rows that its shards hold. A collective of these ranks.
 
-        The arrays are those of this rank's shard, in its order. Of several peers only the publisher's count.
+        The arrays are those of this rank's shard, in its order, as of a space. Of several peers only the publisher's
+        count.
         """
-        versions = torch.full_like(ids, -1) if versions is None else versions
-        arrays = torch.stack([array.to("cpu", torch.int64) for array in (ids, groups, lengths, tokens, versions)])
+        versions = torch.full_like(lengths, -1) if versions is None else versions
+        every = (*path.unbind(dim=1), lengths, tokens, versions)
+        arrays = torch.stack([array.to("cpu", torch.int64) for array in every])
         gathered = transport.all_gather_ragged(arrays.flatten(), layout.ranks)
         shards = [of_rank.view(len(arrays), -1) for of_rank in gathered[:: layout.copies]]
-        return cls.of_shards(name, layout, shards, seed=seed, step=step, balance=balance)
+        return cls.of_shards(name, layout, shards, seed=seed, step=step, balance=balance, above=above)
 
     @classmethod
     def of_shards(
@@ -90,28 +94,51 @@ class RowSpace:
         seed: int = 0,
         step: int = 0,
         balance: Balance = AUTO,
+        above: tuple[str, ...] = ROOT,
     ) -> RowSpace:
         """The space of rows that all ranks know already.
 
         Args:
             name: Of the rows.
             layout: Where they were made.
-            shards: For each shard of `layout` `[5, n]` int64: ids, groups, lengths, tokens, versions of its rows.
+            shards: For each shard of `layout` `[depth + 3, n]` int64: the paths of its rows, then their lengths, tokens
+                and versions.
             seed: Of the run.
             step: Of the run.
             balance: Whether rows move to even out their cost.
+            above: The names of the rows above.
         """
-        rows = torch.cat(list(shards), dim=1)  # [5, N]
-        by_id = torch.argsort(rows[0])
-        ids, groups, lengths, tokens, versions = rows[:, by_id]
-        assert bool((ids[1:] > ids[:-1]).all()), f"two rows of `{name}` have one id"
-        position = torch.empty_like(by_id)
-        position[by_id] = torch.arange(len(by_id))
+        rows = torch.cat(list(shards), dim=1)  # [depth + 3, N]
+        path = rows[: -len(NUMBERS)].T  # [N, depth]
+        in_order = lexicographic(path)
+        path = _distinct(path[in_order].contiguous(), name)
+        lengths, tokens, versions = rows[-len(NUMBERS) :, in_order]
+        position = torch.empty_like(in_order)
+        position[in_order] = torch.arange(len(in_order))
         home = (layout, Partition(position.split([shard.shape[1] for shard in shards])))
-        return cls(name, ids, groups, lengths, tokens, versions, home, seed, step, balance)
+        return cls(name, path, lengths, tokens, versions, home, seed, step, balance, above)
 
     def __len__(self) -> int:
-        return int(self.ids.numel())
+        return len(self.path)
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """The names of the rows on the way from a prompt to a row of these."""
+        return (*self.above, self.name)[-self.path.shape[1] :]
+
+    @property
+    def roots(self) -> Tensor:
+        """`[N]`, the id of the prompt that each row descends from."""
+        return self.path[:, 0]
+
+    def paths(self, rows: Tensor | None = None) -> RowPath:
+        """Of the rows at these positions, or of all."""
+        return RowPath(self.path if rows is None else self.path[rows], self.levels)
+
+    @property
+    def arrays(self) -> dict[str, Tensor]:
+        """What belongs to rows, by name."""
+        return {"path": self.path} | {name: getattr(self, name) for name in NUMBERS}
 
     def partition(self, layout: Layout) -> Partition:
         """Where the rows lie in `layout`; computed once, by all ranks alike."""
@@ -137,19 +164,19 @@ class RowSpace:
         key = (rank, source, target, reader)
         if key not in self._routes:
             made, read = self.partition(source), reader.partition(target)
-            position = None if reader is self else self._prompts_of(reader)
+            position = None if reader is self else self._ancestors_of(reader)
             self._routes[key] = Route.find(rank, source, target, made, read, position)
         return self._routes[key]
 
     def in_order(self, layout: Layout, of_ranks: Sequence[Tensor]) -> Tensor:
-        """The entries `[N]` of all rows, by ascending id, from those `[B]` that each of the layout's ranks holds."""
+        """The entries `[N]` of all rows, in the order of the paths, from those `[B]` of each of the layout's ranks."""
         ordered = torch.empty(len(self), dtype=of_ranks[0].dtype, device=of_ranks[0].device)
         for positions, of_rank in zip(self.partition(layout).shards, of_ranks[:: layout.copies], strict=True):
             ordered[positions] = of_rank
         return ordered
 
     def gathered(self, layout: Layout, here: Tensor, transport: Transport, members: tuple[int, ...]) -> Tensor:
-        """The entries `[N]` of all rows, by ascending id, on all `members`; a collective of theirs.
+        """The entries `[N]` of all rows, in the order of the paths, on all `members`; a collective of theirs.
 
         Args:
             layout: Where the entries are; all its ranks are members.
@@ -160,15 +187,15 @@ class RowSpace:
         of_members = transport.all_gather_ragged(here, members)
         return self.in_order(layout, [of_members[members.index(rank)] for rank in layout.ranks])
 
-    def of_groups(self, groups: Tensor, layouts: Iterable[Layout]) -> RowSpace:
-        """The rows of these groups, where they lie now in `layouts`, of which one is that of their home."""
-        kept = torch.isin(self.groups, groups)
+    def of_roots(self, roots: Tensor, layouts: Iterable[Layout]) -> RowSpace:
+        """The rows below these prompts, where they lie now in `layouts`, of which one is that of their home."""
+        kept = torch.isin(self.roots, roots)
         position = kept.cumsum(0) - 1  # [N], in the new space
         dealt = {
             layout: Partition(tuple(position[rows[kept[rows]]] for rows in self.partition(layout).shards))
             for layout in layouts
         }
-        return self.renewed({name: getattr(self, name)[kept] for name in ARRAYS}, dealt)
+        return self.renewed({name: array[kept] for name, array in self.arrays.items()}, dealt)
 
     @classmethod
     def joined(cls, parts: Sequence[RowSpace], layouts: Iterable[Layout]) -> RowSpace:
@@ -176,8 +203,8 @@ class RowSpace:
 
         Home, as one of these, and step are those of the last part.
         """
-        order = ids_in_order(parts)
-        arrays = {name: torch.cat([getattr(part, name) for part in parts])[order] for name in ARRAYS}
+        order = rows_in_order(parts)
+        arrays = {name: torch.cat([part.arrays[name] for part in parts])[order] for name in parts[0].arrays}
         position = order.argsort()  # of each row of the parts, one after the other
         starts = list(accumulate([0, *(len(part) for part in parts[:-1])]))
         dealt = {}
@@ -193,14 +220,17 @@ class RowSpace:
 
     def at(self, *, seed: int, step: int, balance: Balance) -> RowSpace:
         """These rows where they lie, as rows of this step, though an earlier one or an earlier run made them."""
-        arrays = {name: getattr(self, name) for name in ARRAYS}
         known = {self.home[0]: self.home[1]} | self.dealt
-        return RowSpace.known(self.name, arrays, self.home, known, seed=seed, step=step, balance=balance)
+        return RowSpace.known(
+            self.name, self.arrays, self.home, known, seed=seed, step=step, balance=balance, above=self.above
+        )
 
-    def renewed(self, arrays: dict[str, Tensor], dealt: dict[Layout, Partition]) -> RowSpace:
+    def renewed(self, arrays: Mapping[str, Tensor], dealt: Mapping[Layout, Partition]) -> RowSpace:
         """Other rows of this name and step, of which it is known how they lie in some layouts, home among them."""
         home = (self.home[0], dealt[self.home[0]])
-        return RowSpace.known(self.name, arrays, home, dealt, seed=self.seed, step=self.step, balance=self.balance)
+        return RowSpace.known(
+            self.name, arrays, home, dealt, seed=self.seed, step=self.step, balance=self.balance, above=self.above
+        )
 
     @classmethod
     def known(
@@ -213,9 +243,10 @@ class RowSpace:
         seed: int,
         step: int,
         balance: Balance,
+        above: tuple[str, ...],
     ) -> RowSpace:
         """Rows of which it is known how they lie in some layouts, as those are that a filter kept."""
-        space = cls(name=name, **arrays, home=home, seed=seed, step=step, balance=balance)
+        space = cls(name=name, **arrays, home=home, seed=seed, step=step, balance=balance, above=above)
         space.dealt.update(dealt)
         space._partitions.update(dealt)
         return space
@@ -226,7 +257,7 @@ class RowSpace:
         return sum(self._predicted.values(), Predicted())
 
     def mini_batches(self, samples_per_update: int | None) -> list[Tensor]:
-        """Positions of the rows of each mini-batch, ascending: a function of seed, step and ids, never of ranks.
+        """Positions of the rows of each mini-batch, ascending: a function of seed, step and paths, never of ranks.
 
         Args:
             samples_per_update: Rows of a mini-batch; the last has what is left. None for one mini-batch of all.
@@ -241,7 +272,7 @@ class RowSpace:
 
     def _updates(self, samples_per_update: int | None) -> tuple[Tensor, int]:
         """For each row `[N]` the number of its mini-batch, and how many there are."""
-        update = torch.zeros_like(self.ids)
+        update = torch.zeros_like(self.lengths)
         if samples_per_update is None:
             return update, 1
         key = hashlib.blake2b(f"{self.seed}/{self.step}/{self.name}".encode(), digest_size=7).digest()
@@ -249,10 +280,15 @@ class RowSpace:
         update[shuffled] = torch.arange(len(self)) // samples_per_update
         return update, max(1, -(-len(self) // samples_per_update))
 
-    def _prompts_of(self, reader: RowSpace) -> Tensor:
-        """For each row of `reader` the position here of the prompt that it answers."""
-        positions = torch.searchsorted(self.ids, reader.groups).clamp_(max=max(len(self) - 1, 0))
-        assert torch.equal(self.ids[positions], reader.groups), f"`{reader.name}` answers prompts {self.name} has not"
+    def _ancestors_of(self, reader: RowSpace) -> Tensor:
+        """For each row of `reader` the position here of the row that it descends from."""
+        wanted, depth = reader.path[:, : self.path.shape[1]].contiguous(), self.path.shape[1]
+        mine, theirs = self.path[:, 0].contiguous(), wanted[:, 0].contiguous()
+        if depth > 1:
+            numbered = torch.unique(torch.cat([self.path, wanted]), dim=0, return_inverse=True)[1]
+            mine, theirs = numbered[: len(self)], numbered[len(self) :]
+        positions = torch.searchsorted(mine, theirs).clamp_(max=max(len(self) - 1, 0))
+        assert torch.equal(self.path[positions], wanted), f"rows of `{reader.name}` descend from none of `{self.name}`"
         return positions
 
     def _deal(self, layout: Layout) -> Partition:
@@ -265,12 +301,12 @@ class RowSpace:
                 return at_home
             if layout.ranks == made_in.ranks and layout.shards % made_in.shards == 0:
                 return self._shared_out(at_home, layout.shards // made_in.shards)
-            return Partition(group_partition(self.groups, layout.shards))
+            return Partition(group_partition(self.roots, layout.shards))
         if can_stay and self.balance.mode == "off":
             return at_home
         update, updates = self._updates(layout.samples_per_update)
         costs = self.balance.costs(self.tokens)
-        shard = torch.empty_like(self.ids)
+        shard = torch.empty_like(self.lengths)
         for rows in grouped(update, updates):
             shard[rows] = deal(costs[rows], layout.shards)
         if can_stay:
@@ -283,16 +319,23 @@ class RowSpace:
 
     def _shared_out(self, at_home: Partition, among: int) -> Partition:
         """The groups of each shard dealt among its own ranks, so that none needs what another shard made."""
-        shares = [(rows, group_partition(self.groups[rows], among)) for rows in at_home.shards]
+        shares = [(rows, group_partition(self.roots[rows], among)) for rows in at_home.shards]
         return Partition(tuple(rows[share] for rows, dealt in shares for share in dealt))
 
 
-def ids_in_order(parts: Sequence[RowSpace]) -> Tensor:
-    """`[N]`, which of the rows of all parts, one after the other, come first by id."""
-    ids = torch.cat([part.ids for part in parts])
-    order: Tensor = ids.argsort()
-    assert bool((ids[order].diff() > 0).all()), f"two rows of `{parts[0].name}` have one id"
+def rows_in_order(parts: Sequence[RowSpace]) -> Tensor:
+    """`[N]`, which of the rows of all parts, one after the other, come first by their paths."""
+    path = torch.cat([part.path for part in parts])
+    order = lexicographic(path)
+    _distinct(path[order], parts[0].name)
     return order
+
+
+def _distinct(path: Tensor, name: str) -> Tensor:
+    """The paths `[N, depth]`, in order, of which no two are the same."""
+    same = (path[1:] == path[:-1]).all(dim=1)
+    assert not bool(same.any()), f"two rows of `{name}` have the path {path[:-1][same][0].tolist()}"
+    return path
 
 
 def _travels(here: Layout, there: Layout) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ from rlflow.models.packed import PackedModel
 from rlflow.models.packing import ModelInput, Responses, no_rows
 from rlflow.models.scoring import ScoringModel
 from rlflow.values.cuts import PerToken
+
+
+class Generator(Protocol):
+    """Samples responses with one model's weights."""
+
+    def __call__(
+        self, rows: Any, n: int, temperature: float, max_new_tokens: int | None, stop: tuple[int, ...]
+    ) -> Any: ...
 
 
 class CausalLM(ModelHandle):
@@ -62,6 +71,45 @@ class CausalLM(ModelHandle):
         self.moe = moe
         self._routed: list[tuple[Routing, ModelInput]] = []  # training forwards that nobody asked of
         self.watch: Callable[[Responses, Tensor], None] = _ignore  # told of all logprobs, with their rows
+        self._generator: Generator | None = None
+
+    def generate(
+        self,
+        rows: Any,
+        n: int = 1,
+        *,
+        temperature: float | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[int] = (),
+    ) -> Any:
+        """Sample `n` responses to each row with this model's weights, in a node that is marked `generates=` its name.
+
+        The model is trained or frozen. A node may call it as often as it likes, on what it reads or on what it makes of
+        that: a second call on the same rows gives other responses.
+
+        Args:
+            rows: Prompts, `B` rows: `batch`, or what `Rollout.as_prompts` makes of responses.
+            n: Responses to each; consecutive rows.
+            temperature: Instead of the model's own; 0 takes the likeliest token.
+            max_new_tokens: The longest response, at most the module's `max_response_length`, which is the default.
+            stop: Tokens that end a response beside those that always do.
+
+        Returns:
+            A `Rollout` of `B * n` rows, whose parents are `rows`.
+
+        Raises:
+            UserError: No run is under way, the node does not name this model, or `rows` have no place in the step.
+        """
+        if self._generator is None:
+            raise UserError(
+                f"{self.model!r} generates in nodes that `Trainer.fit` runs; there is no step under way here"
+            )
+        chosen = self.temperature if temperature is None else temperature
+        return self._generator(rows, n, chosen, max_new_tokens, tuple(stop))
+
+    def attach_generator(self, generator: Generator) -> None:
+        """Called before the first step; `generator` is what the module generates with this model."""
+        self._generator = generator
 
     def score(self, rows: Responses) -> tuple[PerToken, PerToken]:
         """Log-probability of each response token, and entropy of the distribution that it was drawn from.

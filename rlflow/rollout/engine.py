@@ -153,6 +153,15 @@ class RolloutEngine(ABC):
             UserError: It cannot.
         """
 
+    def shares_process(self, other: RolloutEngine, on_cpu: bool) -> bool:
+        """Whether it can live in a process in which `other` does; else it gets a process of its own.
+
+        Args:
+            other: An engine of another policy.
+            on_cpu: Whether they run on the CPU.
+        """
+        return True
+
     def tell_experts(self) -> None:
         """Tell with each response which experts its tokens went to; asked before `setup`, of a mixture of experts.
 
@@ -332,15 +341,21 @@ class EngineHere(RolloutEngine):
         """Each piece as the engine now computes with it."""
 
 
-def sampling_seed(run_seed: int, draw: int, node: str, prompt_id: int, sample: int) -> int:
+def sampling_seed(
+    run_seed: int, draw: int, node: str, parent: Sequence[int], child: int, call: int = 0, turn: int = 0
+) -> int:
     """The seed of one response, 63 bits: the same whatever the ranks, and other for every other argument.
 
     Args:
         run_seed: Of the run.
         draw: How often prompts were drawn before.
         node: The node that samples.
-        prompt_id: Global id of the prompt.
-        sample: Index among the prompt's responses.
+        parent: The path of the row that is answered or continued; of a prompt its id.
+        child: The number of the response among those to it.
+        call: How often this parent was generated from before, in this node and draw; a number of the row's, not of the
+            rank's calls.
+        turn: Of the response, from 0.
     """
-    key = f"{run_seed}/{draw}/{prompt_id}/{sample}/{node}"
+    where = node + (f"#{call}" if call else "") + (f"@{turn}" if turn else "")
+    key = f"{run_seed}/{draw}/{'.'.join(map(str, parent))}/{child}/{where}"
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1

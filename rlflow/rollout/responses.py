@@ -13,6 +13,7 @@ from rlflow.errors import UserError
 from rlflow.rollout.engine import Completion
 from rlflow.values.columns import join_rows, to_device
 from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.path import RowPath
 from rlflow.values.rollout import Rollout
 
 
@@ -54,20 +55,20 @@ class Responses:
         return cls(none, none.to(dtype), none.int(), none.sum(dim=1), none.sum(dim=1).bool())
 
     @classmethod
-    def after(cls, begun: Rollout, groups: Tensor) -> Responses:
+    def after(cls, begun: Rollout, path: RowPath) -> Responses:
         """Those of `begun`, then new ones.
 
         Args:
             begun: The first of them, as far as they got.
-            groups: `[B]` int64, the prompt of each.
+            path: Of all `B`.
 
         Raises:
             UserError: They were begun with other numbers of responses to a prompt.
         """
         there = to_device(begun, torch.device("cpu"))
-        new = len(groups) - len(there.group)
-        if not torch.equal(there.group, groups[: len(there.group)]):
-            n, before = (int((of == groups[0]).sum()) for of in (groups, there.group))
+        new = len(path) - len(there.path)
+        if not torch.equal(there.path.numbers, path.numbers[: len(there.path)]):
+            n, before = (int((of.root == path.root[0]).sum()) for of in (path, there.path))
             raise UserError(
                 f"{before} responses to a prompt were cut off and are to go on, and {n} are asked for; continue with"
                 " the same `group_size`"

@@ -12,6 +12,7 @@ from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, sampling_
 from rlflow.rollout.responses import Part, Responses
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.host_copy import bring_over, on_host
+from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
@@ -19,7 +20,7 @@ from rlflow.values.rollout import Rollout
 def sample(
     engine: RolloutEngine,
     batch: Batch | Pairs,
-    ids: Sequence[int],
+    parents: RowPath,
     n: int,
     sampling: Sampling,
     *,
@@ -30,30 +31,36 @@ def sample(
     decode: Callable[[Sequence[int]], str],
     dtype: torch.dtype = torch.float32,
     part: Part | None = None,
+    calls: Sequence[int] | None = None,
 ) -> Rollout:
     """`n` responses to each prompt of `batch` with the policy `version`, in consecutive rows.
 
     Args:
         engine: Holds the weights of `version`, or refuses.
         batch: Prompts, `B` rows.
-        ids: Global id of each prompt; the samples' `group`.
+        parents: The path of each prompt.
         n: Responses to each prompt.
         sampling: Length, temperature and stop tokens.
-        seed: Of the run. A sample's own seed is a function of (seed, draw, node, prompt id, sample index).
+        seed: Of the run. A sample's own seed is a function of (seed, draw, node, path, call).
         draw: How often prompts were drawn before.
         node: The node that samples.
         version: The policy version that must generate.
         decode: Token ids to text.
         dtype: Of the logprobs.
         part: Where responses may be cut off: the rows are then as far as they got, see `under_way`.
+        calls: How often each prompt was answered in this node before; never where None.
     """
     bring_over([batch.prompt_ids.values, batch.prompt_ids.lengths])
     prompt_ids = Ragged(on_host(batch.prompt_ids.values), on_host(batch.prompt_ids.lengths))
     prompts = [row for tokens in prompt_ids.rows() for row in [tokens.tolist()] * n]
-    seeds = [sampling_seed(seed, draw, node, prompt, index) for prompt in ids for index in range(n)]
+    path = parents.children(torch.full((len(parents),), n), node)
+    call_of = [call for call in calls or [0] * len(parents) for _ in range(n)]
+    seeds = [
+        sampling_seed(seed, draw, node, parent, child, call)
+        for (*parent, child), call in zip(path.numbers.tolist(), call_of, strict=True)
+    ]
     begun = None if part is None else part.begun
-    groups = torch.tensor(list(ids), dtype=torch.int64).repeat_interleave(n)
-    responses = Responses.new(len(prompts), dtype) if begun is None else Responses.after(begun, groups)
+    responses = Responses.new(len(prompts), dtype) if begun is None else Responses.after(begun, path)
     room = responses.room(sampling.max_tokens)
     limits = room if part is None else room.clamp(max=part.max_tokens)
     completions: dict[int, Completion] = {}
@@ -72,7 +79,7 @@ def sample(
         lengths=responses.lengths,
         logprobs=responses.logprobs,
         finished=responses.finished,
-        group=groups,
+        path=path,
         version=oldest,
         versions=responses.versions,
         experts=_experts([completions[row] for row in range(len(prompts)) if row in completions], len(prompts)),

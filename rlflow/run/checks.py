@@ -82,7 +82,7 @@ def require_one_place(module: RLModule, roles: Collection[str], placed: Mapping[
 
 
 def check_experts(
-    handle: ModelHandle, role: str, config: PretrainedConfig, follows: str | None, cuts_off: bool, whole: bool
+    handle: ModelHandle, role: str, config: PretrainedConfig, policies: Collection[str], cuts_off: bool, whole: bool
 ) -> None:
     """Refuse settings of experts that the model, the algorithm or how rows are fed to the model cannot follow."""
     moe = handle.moe if isinstance(handle, CausalLM) else None
@@ -94,7 +94,7 @@ def check_experts(
             f"`moe` of `{role}` has `routing_replay` or `router_aux_loss_coef`, which are of whole packed sequences;"
             " set the strategy's `packing` to true, and do not let ranks divide the role's sequences"
         )
-    if handle.replays_routing and role != follows:
+    if handle.replays_routing and role not in policies:
         raise UserError(
             f"`moe.routing_replay` is set for `{role}`, and no rollout engine generates with its weights, whose experts"
             " could be replayed; leave it out"
@@ -107,12 +107,12 @@ def check_experts(
 
 
 def check_rows(prepared: Prepared) -> None:
-    """Check what the scanned rows decide: that there are enough, and that models and engine take the longest.
+    """Check what the scanned rows decide: that there are enough, and that models and engines take the longest.
 
     Raises:
         UserError: Something of this cannot work.
     """
-    module, engine, strategy = prepared.module, prepared.engine, prepared.strategy
+    module, strategy = prepared.module, prepared.strategy
     prepared.train.require_enough()
     prompt, response = prepared.longest_prompt, module.max_response_length
     longest_row = max(loader.scan.longest_row for loader in prepared.loaders if loader is not None)
@@ -122,8 +122,8 @@ def check_rows(prepared: Prepared) -> None:
         if prepared.generates:
             of = f"a prompt of {prompt} tokens and a response of up to {response}"
             check_positions(config, prompt + response, role, of)
-    if prepared.generates:
-        config = load_config(prepared.paths[prepared.lead])
+    for policy, engine in prepared.engines.own.items() if prepared.generates else ():
+        config = load_config(prepared.policies[policy])
         engine.check_lengths(
             prompt,
             response,

@@ -10,8 +10,8 @@ from typing import Any
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller import Controller
-from rlflow.controller.gap import LogprobGap, default_gap_limit
-from rlflow.controller.probe import Probe
+from rlflow.controller.observers import Observers
+from rlflow.controller.program import Program
 from rlflow.data.prefetch import Prefetch
 from rlflow.loggers.console import Console
 from rlflow.loggers.curves import draw_curves
@@ -19,13 +19,13 @@ from rlflow.loggers.logger import Logger
 from rlflow.loggers.trace import SAVE, Trace
 from rlflow.memory.out_of_memory import memory_watched, to_hold_rows
 from rlflow.metrics import Metrics
-from rlflow.models.causal_lm import CausalLM
-from rlflow.module import chooses_prompts, handles
+from rlflow.module import chooses_prompts
 from rlflow.process import startup
 from rlflow.process.freed_memory import keep_freed_memory, return_freed_memory
 from rlflow.process.status import AT_FIRST, report
 from rlflow.run.folder import RunFolder
 from rlflow.run.memory_table import memory_table
+from rlflow.run.policies import PolicyBuilder
 from rlflow.run.prepared import Prepared
 from rlflow.run.recording import Recording
 from rlflow.run.resume import Resume
@@ -79,13 +79,12 @@ def fit(
             for line in resume.restore(controller, metrics, callbacks):
                 console.say(line)
             saving.begin()
-            summary = Fit(joined, controller, saving, recording, callbacks, state, trace).train(resume)
+            summary = Fit(joined, controller, saving, recording, callbacks, state, metrics, trace).train(resume)
         except BaseException as error:
             saving.abandon()
             callbacks.call(Callback.on_exception, error)
             raise
-    if joined.engine is not None:
-        joined.engine.close()
+    joined.engines.close()
     strategy.barrier()  # rank 0, which ends last, serves the store by which the others say goodbye
     if joined.is_first and not settings.fast_dev_run:
         summary = _leave_behind(folder, prepared, summary)
@@ -102,6 +101,7 @@ class Fit:
         recording: Has what loggers and terminal are given.
         callbacks: Told of what happens.
         state: That they see.
+        metrics: Of this rank, by step.
         trace: Of this rank.
     """
 
@@ -113,6 +113,7 @@ class Fit:
         recording: Recording,
         callbacks: Callbacks,
         state: RunState,
+        metrics: Metrics,
         trace: Trace,
     ) -> None:
         self._joined = joined
@@ -123,6 +124,7 @@ class Fit:
         self._recording = recording
         self._callbacks = callbacks
         self._state = state
+        self._metrics = metrics
         self._trace = trace
 
     def train(self, resume: Resume) -> dict[str, Any]:
@@ -180,11 +182,13 @@ class Fit:
     def _validate(self, done: int) -> dict[str, float]:
         if self._prepared.validation is None:
             return {}
-        if self._prepared.scores_validation:
-            self._controller.sync_for_validation(done)
-        metrics = measure(self._joined, self._controller.version_after(done))
-        if not any(node.kind == "rollout" for node in self._prepared.graph.order):
-            self._controller.sleep()  # else the next step's rollouts come first, and sleep follows them
+        policies, name = self._controller.policies, self._prepared.follows
+        follows = None if name is None else policies.get(name)
+        if self._prepared.scores_validation and follows is not None:
+            policies.bring(follows.name, done, self._metrics.of(done))
+        metrics = measure(self._joined, 0 if follows is None else follows.version_after(done))
+        if follows is not None and self._prepared.graph.policies() != (follows.name,):
+            follows.sleep()  # else the next step generates with it first, and lets it sleep
         self._state.metrics |= metrics
         self._callbacks.call(Callback.on_validation_end, done, metrics)
         return metrics
@@ -210,56 +214,22 @@ def _build(
         joined.load(role, updates_of_run(module, role, prepared.data, prepared.steps) if role in trained else None)
     saving.require_space()
     startup.passed("models")
-    joined.set_up_engine()
+    joined.set_up_engines()
     startup.passed("engine")
     startup.collect_again()
-    limit = settings.logprob_gap_limit
-    gap = LogprobGap(default_gap_limit(strategy.dtype) if limit is None else limit)
-    if prepared.follows is not None:
-        _followed(prepared).watch = gap.observe
-    return Controller(
-        module=module,
-        graph=prepared.graph,
-        plan=prepared.plan,
-        steps=prepared.steps,
-        follows=prepared.follows,
-        strategy=strategy,
-        engine=joined.engine,
-        sync=joined.weight_sync(),
-        probe=_probe(joined, gap),
-        loader=prompts,
-        transport=joined.transport,
-        metrics=metrics,
-        gap=gap,
-        trace=trace,
-        callbacks=callbacks,
-        context=joined.context,
-        seed=settings.seed,
-        balance=settings.balance,
-        max_tokens_per_draw=settings.partial_rollout,
+    program = Program(
+        module,
+        prepared.graph,
+        prepared.plan,
+        joined.transport.rank,
+        prepared.steps,
+        settings.seed,
+        settings.balance,
+        settings.partial_rollout,
     )
-
-
-def _probe(joined: Joined, gap: LogprobGap) -> Probe | None:
-    """Where steps overlap, or responses go on from older ones, few rows or none are of the trainer's own version.
-
-    So a few are made to be compared.
-    """
-    task, prepared = joined.sync_task, joined.prepared
-    if task is None or not (prepared.plan.max_staleness or prepared.plan.cuts_off):
-        return None
-    prompts = [row.tolist() for row in prepared.train.first().prompt_ids.rows()]
-    temperature, longest = prepared.module.temperature, prepared.module.max_response_length
-    seed = prepared.settings.seed
-    follows = _followed(prepared)
-    return Probe(task, follows, joined.engine, joined.transport, gap, prompts, temperature, longest, seed)
-
-
-def _followed(prepared: Prepared) -> CausalLM:
-    assert prepared.follows is not None
-    handle = handles(prepared.module)[prepared.follows]
-    assert isinstance(handle, CausalLM)
-    return handle
+    policies = PolicyBuilder(joined).policies(callbacks)
+    observers = Observers(metrics, trace, callbacks)
+    return Controller(program, policies, strategy, prompts, joined.context, joined.transport, observers)
 
 
 def _leave_behind(folder: RunFolder, prepared: Prepared, numbers: dict[str, Any]) -> dict[str, Any]:

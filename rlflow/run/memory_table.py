@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import psutil
 import torch
 
-from rlflow.dag.node import ROLLOUT
+from rlflow.dag.node import engine_of
 from rlflow.errors import UserError
-from rlflow.memory.estimate import memories, memory_lines
+from rlflow.memory.estimate import memories, memory_lines, require_room_for_engines
 from rlflow.memory.workload import Lengths, Workload, engine_here, loaded_role
 from rlflow.models.sizes import size_of
 from rlflow.module import handles
@@ -22,6 +22,9 @@ def memory_table(prepared: Prepared) -> Iterator[str]:
 
     Args:
         prepared: The run; its strategy has joined the other ranks.
+
+    Raises:
+        UserError: Several engines alone take more than the memory of a rank.
     """
     strategy, ranks_here = prepared.strategy, prepared.settings.devices  # which on the CPU share its memory
     total, free = device_memory(strategy.root_device, ranks_here)
@@ -32,6 +35,7 @@ def memory_table(prepared: Prepared) -> Iterator[str]:
         return
     found = memories(workload, total)
     for memory in found:
+        require_room_for_engines(memory)
         yield from memory_lines(memory, every=len(found) == 1)
         needed = max(memory.generating, memory.training)
         if not memory.fits:
@@ -49,7 +53,7 @@ def run_workload(prepared: Prepared) -> Workload:
     Raises:
         UserError: The size of a model is not known from its config.
     """
-    module, data, strategy, engine = prepared.module, prepared.data, prepared.strategy, prepared.engine
+    module, data, strategy = prepared.module, prepared.data, prepared.strategy
     graph, layouts, models = prepared.graph, prepared.layouts, handles(module)
     on_cpu = strategy.root_device.type == "cpu"
     rows = data.prompts_per_step * module.group_size
@@ -67,11 +71,16 @@ def run_workload(prepared: Prepared) -> Workload:
         ranks=strategy.world_size,
         roles=roles,
         follows=follows,
-        engine=engine_here(engine, layouts[ROLLOUT], roles[follows] if follows else None, lengths, rows, on_cpu),
+        engines={
+            policy: engine_here(engine, layouts[engine_of(policy)], roles[policy], lengths, rows, on_cpu)
+            for policy, engine in prepared.engines.own.items()
+            if prepared.generates
+        },
         prompts=data.prompts_per_step,
         group_size=module.group_size,
         lengths=lengths,
         moves_rows=False,
+        together=tuple(frozenset(node.generates) for node in graph.order if len(node.generates) > 1),
     )
 
 

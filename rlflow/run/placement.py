@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import ROLLOUT
+from rlflow.dag.node import ROLLOUT, engine_of
 from rlflow.dag.tasks import rank_ranges
 from rlflow.errors import UserError, did_you_mean
 from rlflow.models.causal_lm import CausalLM, WithoutAdapters
@@ -18,12 +18,12 @@ from rlflow.values.layout import Layout
 
 
 def followed_role(module: RLModule, graph: Graph) -> str | None:
-    """The role whose weights the rollout engine generates with: the first trained causal language model.
+    """The first language model that is trained: validation generates with it, and its tokenizer reads the data.
 
-    None where none is trained and none generates.
+    None where none is trained.
 
     Raises:
-        UserError: No node trains a model; or one samples, and none trains a model that can.
+        UserError: No node trains a model; or one samples and does not say with which, and none trains one that can.
     """
     name, trained = type(module).__name__, graph.trained_roles()
     if not trained:
@@ -32,7 +32,7 @@ def followed_role(module: RLModule, graph: Graph) -> str | None:
         if isinstance(handles(module).get(role), CausalLM):
             return role
     for node in graph.order:
-        if node.kind == "rollout":
+        if node.kind == "rollout" and not node.generates:
             raise UserError(
                 f"node `{node.id}` of {name} samples, and no node trains a CausalLM whose weights it could sample with;"
                 " add one, or learn from responses of a dataset"
@@ -44,10 +44,10 @@ def layouts(
     module: RLModule,
     graph: Graph,
     machines: Machines,
-    tensor_parallel_size: int,
+    tensor_parallel_sizes: Mapping[str, int],
     placement: Mapping[str, Placed] | None = None,
 ) -> dict[str, Layout]:
-    """One layout for each model of the module, and for the rollout engine.
+    """One layout for each model of the module, and by `engine_of` for the engines of each policy.
 
     Trained and scored roles hold balanced rows; a scored role on the ranks of the trained one holds the same, so
     nothing moves between them.
@@ -56,8 +56,9 @@ def layouts(
         module: With its models configured.
         graph: Of the module.
         machines: The ranks there are.
-        tensor_parallel_size: Ranks of one rollout engine.
-        placement: By role; roles that are not named live on all ranks.
+        tensor_parallel_sizes: By policy that generates: ranks of one of its engines.
+        placement: By role, `actor.rollout` for the engines of `actor`, `rollout` for those of all policies that are not
+            named; what is not named lives on all ranks.
 
     Raises:
         UserError: A role of the placement is none of the module's, is given ranks that do not exist, or none; ranks do
@@ -65,9 +66,10 @@ def layouts(
     """
     found = handles(module)
     places = {role: _place(written) for role, written in (placement or {}).items()}
+    engines = {policy: engine_of(policy) for policy in tensor_parallel_sizes}
     for role in places:
-        if role not in {ROLLOUT, *found}:
-            known = [ROLLOUT, *found]
+        if role not in {ROLLOUT, *engines.values(), *found}:
+            known = [ROLLOUT, *engines.values(), *found]
             raise UserError(
                 f"`placement.{role}` names no role of {type(module).__name__}; its roles are"
                 f" {', '.join(known)}.{did_you_mean(role, known)}"
@@ -79,7 +81,10 @@ def layouts(
             )
     trained = graph.trained_roles()
     first = found[trained[0]].samples_per_update if trained else None
-    result = {ROLLOUT: _of_engine(places.get(ROLLOUT, Place()), machines, tensor_parallel_size)}
+    result = {}
+    for policy, name in engines.items():
+        written = name if name in places else ROLLOUT
+        result[name] = _of_engine(written, places.get(written, Place()), machines, tensor_parallel_sizes[policy])
     for role, handle in found.items():
         samples_per_update = handle.samples_per_update if role in trained else first
         of = _owner(role, found)
@@ -91,7 +96,8 @@ def layouts(
                 f" `{of}`; use one of {_divisors(len(ranks))}"
             )
         result[role] = Layout(ranks, len(ranks) // size, "balanced", samples_per_update)
-    _refuse_torn_engines(result, graph)
+    for name in engines.values():
+        _refuse_torn_engines(name, result, graph)
     return result
 
 
@@ -109,11 +115,11 @@ def _owner(role: str, found: Mapping[str, ModelHandle]) -> str:
     return next((name for name, other in found.items() if other is handle.owner), role)
 
 
-def _of_engine(place: Place, machines: Machines, tensor_parallel_size: int) -> Layout:
-    ranks = _ranks(ROLLOUT, place, machines)
+def _of_engine(name: str, place: Place, machines: Machines, tensor_parallel_size: int) -> Layout:
+    ranks = _ranks(name, place, machines)
     if place.sequence_parallel_size != 1:
         raise UserError(
-            f"`placement.rollout.sequence_parallel_size` is {place.sequence_parallel_size}; engines share a sequence by"
+            f"`placement.{name}.sequence_parallel_size` is {place.sequence_parallel_size}; engines share a sequence by"
             " `rollout.init_args.tensor_parallel_size`"
         )
     if len(ranks) % tensor_parallel_size:
@@ -189,9 +195,9 @@ def _expanded(listed: str) -> list[str]:
     return names
 
 
-def _refuse_torn_engines(placed: Mapping[str, Layout], graph: Graph) -> None:
+def _refuse_torn_engines(name: str, placed: Mapping[str, Layout], graph: Graph) -> None:
     """The ranks of one engine do the same work, or they would wait for each other at different times."""
-    engine = placed[ROLLOUT]
+    engine = placed[name]
     for role in graph.roles():
         for shard in range(engine.shards):
             group = engine.peers(shard)

@@ -6,11 +6,11 @@ Fit, validation, `rlflow graph` and `rlflow simulate` have their graph, layouts 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import ROLLOUT
+from rlflow.dag.node import engine_of
 from rlflow.dag.planner import plan
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import PromptData
@@ -22,7 +22,7 @@ from rlflow.models.lora import require_peft
 from rlflow.models.tiny import resolve_model
 from rlflow.module import RLModule, chooses_prompts, handles, has_validation_step
 from rlflow.process.status import refusing_exits
-from rlflow.rollout.engine import RolloutEngine
+from rlflow.rollout.assignment import EngineSettings
 from rlflow.run import checks
 from rlflow.run.placement import followed_role, layouts
 from rlflow.run.prepared import Planned, Prepared
@@ -46,43 +46,59 @@ def read_graph(module: RLModule) -> Graph:
         raise UserError(f"`temperature` is {module.temperature}; it divides the logits, so give more than 0")
     module.configure_models()
     told = bind(module)
-    return Graph.read(module, handles(module), told)
+    models = handles(module)
+    return Graph.read(module, models, told, [name for name, of in models.items() if isinstance(of, CausalLM)])
 
 
-def plan_run(module: RLModule, settings: Settings, tensor_parallel_size: int) -> Planned:
+def plan_run(module: RLModule, settings: Settings, engines: EngineSettings) -> Planned:
     """Configure the module's models, and plan its graph on the ranks of the settings; nothing is read or loaded.
 
     Args:
         module: The algorithm; its `configure_models` is called, once.
         settings: Of the trainer.
-        tensor_parallel_size: Ranks of one rollout engine.
+        engines: What generates, as configured.
 
     Raises:
         UserError: The graph has problems, or cannot be placed or planned so.
     """
-    graph = read_graph(module)
-    placed = layouts(module, graph, settings.machines, tensor_parallel_size, settings.placement)
-    return planned(module, graph, placed, settings, settings.machines.world_size)
+    return planned(module, read_graph(module), settings, engines, settings.machines.world_size)
 
 
 def planned(
-    module: RLModule, graph: Graph, placed: Mapping[str, Layout], settings: Settings, world_size: int
+    module: RLModule,
+    graph: Graph,
+    settings: Settings,
+    engines: EngineSettings,
+    world_size: int,
+    spread: Callable[[dict[str, Layout]], dict[str, Layout]] = dict,
 ) -> Planned:
-    """Plan a graph whose roles are placed.
+    """Place a graph's roles and plan it.
 
     Args:
         module: With its models configured.
         graph: Of the module.
-        placed: By role.
         settings: Of the trainer.
+        engines: What generates, as configured.
         world_size: All ranks.
+        spread: From the layouts of the settings to those on `world_size` ranks.
 
     Raises:
-        UserError: It cannot be planned so.
+        UserError: It cannot be placed or planned so.
     """
     follows = followed_role(module, graph)
-    made = plan(graph, placed, world_size, follows, settings.max_staleness, settings.cuts_off)
-    return Planned(graph, dict(placed), made, follows)
+    names = _generating_policies(graph, follows)
+    assigned = engines.assigned(names)
+    for node in graph.order:
+        assigned.refuse_together(node.id, node.generates)
+    sizes = {name: assigned[name].tensor_parallel_size for name in names}
+    placed = spread(layouts(module, graph, settings.machines, sizes, settings.placement))
+    made = plan(graph, placed, world_size, settings.max_staleness, settings.cuts_off, assigned.shared)
+    return Planned(graph, placed, made, assigned, follows)
+
+
+def _generating_policies(graph: Graph, follows: str | None) -> list[str]:
+    """All that may generate, the first one first: in the graph, and the one of validation."""
+    return list(dict.fromkeys([*graph.policies(), *([] if follows is None else [follows])]))
 
 
 @refusing_exits()
@@ -91,7 +107,7 @@ def prepare(
     data: PromptData,
     settings: Settings,
     strategy: TrainingStrategy,
-    engine: RolloutEngine,
+    engines: EngineSettings,
     scratch: Path,
 ) -> Prepared:
     """Check and plan a run.
@@ -101,14 +117,15 @@ def prepare(
         data: Its prompts.
         settings: Of the trainer.
         strategy: How training is spread.
-        engine: That generates.
+        engines: What generates, as configured.
         scratch: Folder for the embedded model.
 
     Raises:
         UserError: Something of this cannot work.
     """
-    made = plan_run(module, settings, engine.tensor_parallel_size)
+    made = plan_run(module, settings, engines)
     graph, placed, lead = made.graph, made.layouts, made.lead
+    names = _generating_policies(graph, made.follows)
     checks.check_sides(module, graph, data)
     paths = {
         role: resolve_model(handles(module)[role].model, scratch, _said_by(module, role))
@@ -120,9 +137,18 @@ def prepare(
         if placed[role].copies > 1:
             check_sequence_parallel(config, placed[role].copies, role, strategy.packing)
         whole = strategy.packing and placed[role].copies == 1
-        checks.check_experts(handle, role, config, made.follows, settings.cuts_off, whole)
+        checks.check_experts(handle, role, config, names, settings.cuts_off, whole)
+    policies = {
+        name: paths.get(name) or resolve_model(handles(module)[name].model, scratch, _said_by(module, name))
+        for name in names
+    }
+    for name, path in policies.items():
+        check_architecture(load_config(path), _said_by(module, name), True)
+    made.engines.check_shared(
+        {name: load_config(path) for name, path in policies.items()}, {name: placed[engine_of(name)] for name in names}
+    )
     tokenizer = load_tokenizer(paths[lead])
-    require_same_vocabulary(paths, lead, tokenizer)
+    require_same_vocabulary(policies | paths, lead, tokenizer)
     checks.require_end(made.plan, settings, chooses_prompts(module))
     ranks, seed = settings.machines.world_size, settings.seed
     held_out = None if settings.limit_val_batches is None else settings.limit_val_batches * data.prompts_per_step
@@ -141,8 +167,9 @@ def prepare(
         data=data,
         settings=settings,
         strategy=strategy,
-        engine=engine,
+        engines=made.engines,
         paths=paths,
+        policies=policies,
         tokenizer=tokenizer,
         stop_token_ids=stop_tokens(paths[lead], tokenizer, module.stop_token_ids),
         train=Loader(data.train, data, tokenizer, seed, ranks=ranks),
@@ -161,7 +188,7 @@ def _said_by(module: RLModule, role: str) -> str:
 def _loaded(module: RLModule, graph: Graph) -> list[str]:
     """The roles that have a model, in the order of loading: views after those that they are views of."""
     found = handles(module)
-    roles = [role for role in graph.roles() if role != ROLLOUT]
+    roles = list(graph.roles())
     used = [found[role] for role in roles]
     for role, handle in zip(roles, used, strict=True):
         if handle.lora is not None:

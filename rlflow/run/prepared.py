@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlflow.dag.graph import Graph
-from rlflow.dag.planner import Plan
+from rlflow.dag.node import engine_of
+from rlflow.dag.planner import Plan, sync_of
+from rlflow.dag.tasks import SyncWeights
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import PromptData
 from rlflow.module import RLModule
-from rlflow.rollout.engine import RolloutEngine
+from rlflow.rollout.assignment import Engines
 from rlflow.settings import Settings
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.layout import Layout
@@ -29,14 +31,16 @@ class Planned:
 
     Attributes:
         graph: Of the module.
-        layouts: By role; `rollout` is the engine's.
+        layouts: By role; and by `engine_of` for the engines of each policy.
         plan: Of all ranks.
-        follows: The role whose weights the rollout engine generates with; None where none can.
+        engines: Of each policy, as configured.
+        follows: The language model that validation generates with, the first that is trained; None without.
     """
 
     graph: Graph
     layouts: dict[str, Layout]
     plan: Plan
+    engines: Engines
     follows: str | None
 
     @property
@@ -54,8 +58,8 @@ class Prepared(Planned):
         data: Its prompts.
         settings: Of the trainer.
         strategy: How training is spread.
-        engine: As configured; each rank that generates has one of its own.
         paths: Model folder or hub name of each role that a node uses.
+        policies: Model folder or hub name of each policy that generates, in the graph or to validate.
         tokenizer: Of the lead.
         stop_token_ids: What ends a response: the end tokens of the tokenizer, of the model's generation config and of
             the module.
@@ -69,8 +73,8 @@ class Prepared(Planned):
     data: PromptData
     settings: Settings
     strategy: TrainingStrategy
-    engine: RolloutEngine
     paths: dict[str, Path]
+    policies: dict[str, Path]
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     train: Loader
@@ -98,6 +102,21 @@ class Prepared(Planned):
         max_steps, max_epochs = self.settings.max_steps, self.settings.max_epochs
         by_epochs = self.train.steps_per_epoch * (math.inf if max_epochs is None else max_epochs)
         return int(min(by_epochs, math.inf if max_steps is None else max_steps))
+
+    @property
+    def generating(self) -> Layout:
+        """Where validation generates, and where most of a step's samples are made: on all ranks if nothing is."""
+        names = [engine_of(policy) for policy in (self.follows, *self.policies) if policy is not None]
+        ranks = tuple(sorted({rank for layout in self.layouts.values() for rank in layout.ranks}))
+        return next((self.layouts[name] for name in names if name in self.layouts), Layout(ranks, len(ranks)))
+
+    def engine_layouts(self) -> dict[str, Layout]:
+        """Where each policy generates."""
+        return {policy: self.layouts[engine_of(policy)] for policy in self.policies}
+
+    def syncs(self) -> dict[str, SyncWeights]:
+        """What brings weights to the engines of each policy."""
+        return {policy: sync_of(policy, self.graph, self.layouts) for policy in self.policies}
 
     @property
     def longest_prompt(self) -> int:

@@ -83,7 +83,7 @@ class Saving:
         self._require_finite(done, states=True)
         progress = Progress(
             step=done,
-            version=controller.version_after(done),
+            version=controller.policies.version_after(self._prepared.follows, done),
             seed=self._settings.seed,
             data=self._prepared.train.scan.digest,
             draws=controller.draws,

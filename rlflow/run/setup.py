@@ -11,15 +11,13 @@ import yaml
 
 from rlflow.controller.context import NodeContext
 from rlflow.controller.probe import probing_group
-from rlflow.controller.syncing import WeightSync, sending_group
-from rlflow.dag.node import ROLLOUT
-from rlflow.dag.tasks import SyncWeights
+from rlflow.controller.syncing import sending_group
 from rlflow.databuffer.transport import Transport
 from rlflow.loggers.secrets import without_secrets
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_load
 from rlflow.module import handles
 from rlflow.rollout.engine import RolloutEngine
-from rlflow.rollout.engines import engine_of_rank
+from rlflow.rollout.engines import RankEngines, engines_of_rank
 from rlflow.run.agreement import agree, facts
 from rlflow.run.folder import RunFolder
 from rlflow.run.prepared import Prepared
@@ -34,18 +32,16 @@ class Joined:
         prepared: The run.
         transport: To the other ranks.
         samples: That the loggers will have.
-        engine: Of this rank; None where it generates nothing.
+        engines: Of this rank, by policy.
         context: That the module is attached to.
-        sync_task: What brings weights to the engines, in the plan or for validation alone; None without engines.
         config: As resolved, without secrets; None for a run without one.
     """
 
     prepared: Prepared
     transport: Transport
     samples: Samples
-    engine: RolloutEngine | None
+    engines: RankEngines
     context: NodeContext
-    sync_task: SyncWeights | None
     config: Mapping[str, Any] | None
 
     @property
@@ -75,30 +71,31 @@ class Joined:
             with memory_watched(f"loading `{role}`", partial(to_load, strategy), strategy):
                 strategy.setup_role(role, handles(self.prepared.module)[role], self.prepared.paths[role], updates)
 
-    def set_up_engine(self) -> None:
-        """Load the engine of this rank, if it has one."""
-        if self.engine is None:
-            return
-        prepared, strategy = self.prepared, self.prepared.strategy
-        with memory_watched("setting up the rollout engine", partial(to_generate, strategy, prepared.engine), strategy):
-            self.engine.setup(
-                str(prepared.paths[prepared.lead]),
-                dtype=strategy.dtype,
-                device=strategy.root_device,
-                rank=self.transport.rank,
-                world_size=self.transport.world_size,
-                local_rank=strategy.local_rank,
-                seed=prepared.settings.seed,
-            )
-        self.engine.check_context(prepared.longest_prompt, prepared.module.max_response_length)
+    @property
+    def validating(self) -> RolloutEngine | None:
+        """What generates on this rank with the policy that validation is of, if anything does."""
+        follows = self.prepared.follows
+        return None if follows is None else self.engines.by_policy.get(follows)
 
-    def weight_sync(self) -> WeightSync | None:
-        """This rank's part in bringing weights to engines, if it has one."""
-        task, prepared = self.sync_task, self.prepared
-        if task is None or self.transport.rank not in task.ranks:
-            return None
-        bucket_bytes = prepared.settings.sync_bucket_bytes
-        return WeightSync(task, prepared.strategy, self.engine, self.transport, bucket_bytes)
+    def set_up_engines(self) -> None:
+        """Build this rank's engines. Where there are several, each sleeps before the next takes its memory."""
+        prepared, strategy, engines = self.prepared, self.prepared.strategy, self.engines.own
+        for policy, engine in engines.items():
+            of = f" of `{policy}`" if len(engines) > 1 else ""
+            remedies = partial(to_generate, strategy, engine)
+            with memory_watched(f"setting up the rollout engine{of}", remedies, strategy):
+                engine.setup(
+                    str(prepared.policies[policy]),
+                    dtype=strategy.dtype,
+                    device=strategy.root_device,
+                    rank=self.transport.rank,
+                    world_size=self.transport.world_size,
+                    local_rank=strategy.local_rank,
+                    seed=prepared.settings.seed,
+                )
+                if len(engines) > 1:
+                    engine.sleep()
+        self.engines.check_context(prepared.longest_prompt, prepared.module.max_response_length)
 
 
 def join(prepared: Prepared, resolved_config: str | None) -> Joined:
@@ -111,34 +108,37 @@ def join(prepared: Prepared, resolved_config: str | None) -> Joined:
     Raises:
         UserError: A rank was started for another run.
     """
-    settings, strategy, rollout = prepared.settings, prepared.strategy, prepared.layouts[ROLLOUT]
+    settings, strategy = prepared.settings, prepared.strategy
     _seed(settings.seed)
     transport = Transport(strategy.root_device, strategy.timeout)
     config = None if resolved_config is None else without_secrets(yaml.safe_load(resolved_config))
     _agree(prepared, transport, config)
-    sync_task = _sync_task(prepared)
-    samples = Samples(transport, rollout.ranks[0], prepared.decode)
+    samples = Samples(transport, prepared.generating.ranks[0], prepared.decode)
     groups = [*prepared.plan.groups(), *(layout.ranks for layout in prepared.layouts.values())]
     groups += [samples.group]
-    groups += [rollout.peers(shard) for shard in range(rollout.shards)]
-    if sync_task is not None:
-        groups += [sending_group(sync_task), probing_group(sync_task)]
+    placed = prepared.engine_layouts()
+    groups += [engine.peers(shard) for engine in placed.values() for shard in range(engine.shards)]
+    for task in prepared.syncs().values() if prepared.generates else ():
+        groups += [task.ranks, sending_group(task), probing_group(task)]
     transport.form_groups(groups)
     strategy.form_groups(prepared.layouts)
-    engine = engine_of_rank(prepared.engine, rollout, transport) if prepared.generates else None
+    engines = RankEngines({}, {})
+    if prepared.generates:
+        engines = engines_of_rank(prepared.engines, placed, transport, strategy.root_device.type == "cpu")
     context = NodeContext(
-        engine=engine,
+        engines=engines.by_policy,
         transport=transport,
         device=strategy.root_device,
         dtype=strategy.dtype,
         seed=settings.seed,
         stop_token_ids=prepared.stop_token_ids,
         decode=prepared.decode,
+        encode=prepared.train.tokens,
         on_scores=samples.keep,
         rows_of=prepared.train.rows_of,
     )
     prepared.module.attach(context)
-    return Joined(prepared, transport, samples, engine, context, sync_task, config)
+    return Joined(prepared, transport, samples, engines, context, config)
 
 
 def _agree(prepared: Prepared, transport: Transport, config: Mapping[str, Any] | None) -> None:
@@ -151,13 +151,6 @@ def _agree(prepared: Prepared, transport: Transport, config: Mapping[str, Any] |
     digests = {f"{kind} data {of.scan.source}": of.scan.digest[:12] for kind, of in data.items() if of is not None}
     written = None if config is None else yaml.safe_dump(dict(config), sort_keys=False)
     agree(transport, facts(prepared.module, written, str(prepared.plan), **numbers, **digests))
-
-
-def _sync_task(prepared: Prepared) -> SyncWeights | None:
-    layouts, follows = prepared.layouts, prepared.follows
-    if not prepared.generates or follows is None:
-        return None
-    return SyncWeights(follows, layouts[follows].ranks, layouts[ROLLOUT].ranks)
 
 
 def _seed(seed: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from rlflow.dag.node import ROLLOUT
 from rlflow.dag.tasks import rank_ranges
 from rlflow.data.prompts import PromptData
 from rlflow.module import RLModule, handles
@@ -30,7 +29,7 @@ def size_table(prepared: Prepared) -> list[str]:
     module, data = prepared.module, prepared.data
     world_size, token_budget = prepared.settings.machines.world_size, prepared.strategy.token_budget
     prompts, samples = data.prompts_per_step, data.prompts_per_step * module.group_size
-    rollout = prepared.layouts[ROLLOUT]
+    rollout = prepared.generating
     lines = [
         f"ranks {world_size}, steps {prepared.steps}, training rows {prepared.train.size},"
         f" validation rows {prepared.validation.size if prepared.validation else 0}",

@@ -9,12 +9,12 @@ from typing import Any
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller import validation
-from rlflow.dag.node import ROLLOUT
 from rlflow.loggers.console import Console
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_score
 from rlflow.module import handles, has_validation_step
 from rlflow.process import startup
 from rlflow.process.status import report
+from rlflow.run.policies import PolicyBuilder
 from rlflow.run.prepared import Prepared
 from rlflow.run.setup import Joined, join
 from rlflow.run_state import RunState
@@ -41,16 +41,16 @@ def validate(prepared: Prepared, callbacks: Callbacks, state: RunState, resolved
             if prepared.strategy.holds(role):
                 handles(module)[role].freeze()
             joined.load(role)
-        joined.set_up_engine()
-        sync = joined.weight_sync()
+        joined.set_up_engines()
+        task = prepared.syncs().get(prepared.follows or "") if prepared.generates else None
+        sync = None if task is None else PolicyBuilder(joined).sync(task)
         if sync is not None:
             sync.run(version=0)
         startup.end()
         metrics = measure(joined, version=0)
         state.metrics = dict(metrics)
         callbacks.call(Callback.on_validation_end, 0, metrics)
-    if joined.engine is not None:
-        joined.engine.close()
+    joined.engines.close()
     results = {"problems": loader.size, **metrics}
     if joined.is_first:
         folder.validation.write_text(json.dumps(results, indent=2) + "\n")
@@ -70,13 +70,13 @@ def measure(joined: Joined, version: int) -> dict[str, float]:
     assert loader is not None
     metrics = {}
     if prepared.scores_validation:
-        with memory_watched("validation, generating", partial(to_generate, strategy, prepared.engine), strategy):
+        with memory_watched("validation, generating", partial(to_generate, strategy, joined.validating), strategy):
             metrics = validation.validate(
                 module,
-                joined.engine,
+                joined.validating,
                 loader,
                 joined.transport,
-                prepared.layouts[ROLLOUT],
+                prepared.generating,
                 samples=prepared.settings.val_samples,
                 seed=prepared.settings.seed,
                 version=version,

@@ -89,7 +89,7 @@ class _Step:
             if self.hardware.step_seconds:
                 yield Work(f"loading{self.draw}", "host", self._of(task.ranks), self.hardware.step_seconds)
         elif isinstance(task, SyncWeights):
-            role = self.workload.roles[task.role]
+            role = self.workload.roles[task.policy]
             elsewhere = {*task.target} - {*task.source}
             seconds = sync_seconds(
                 role.size,
@@ -100,7 +100,7 @@ class _Step:
                 crossing=len(elsewhere) + 1 if elsewhere else 0,
             )
             nbytes = float(role.size.parameters * role.training.width)
-            yield Work(f"sync {task.role}", "sync", self._of(task.ranks), seconds, nbytes=nbytes)
+            yield Work(f"sync {task.policy}", "sync", self._of(task.ranks), seconds, nbytes=nbytes)
         elif isinstance(task, Exchange) and self.design == "rlflow":
             yield from self._exchange(task)
         elif isinstance(task, RunNode | TrainNode):
@@ -139,12 +139,14 @@ class _Step:
 
     def _generate(self, node: Node, rows: float, shards: int) -> float:
         load, lengths = self.workload, self.workload.lengths
-        assert load.follows is not None
-        role = load.roles[load.follows]
+        policy = node.generates[0]
+        role = load.roles[policy]
+        owner = policy if policy in load.engines else next(iter(load.engines))  # a policy may share another's
+        engine = load.engines[owner]
         width = role.training.width
         cached = (
-            memory(load, self.hardware.memory, load.engine.placed[:1]).cache
-            * load.engine.ranks
+            memory(load, self.hardware.memory, engine.placed[:1]).engines[owner].cache
+            * engine.ranks
             / role.size.cache_bytes(width)
         )
         work = Decoding(
@@ -153,9 +155,9 @@ class _Step:
             prompt=lengths.prompt,
             response=lengths.response * straggling(rows, shards, VARIATION),
             longest=lengths.longest_response,
-            at_once=max(1.0, min(load.engine.memory.at_once, cached / lengths.total)),
+            at_once=max(1.0, min(engine.memory.at_once, cached / lengths.total)),
         )
-        return decode_seconds(role.size, width, load.engine.ranks, work, self.hardware)
+        return decode_seconds(role.size, width, engine.ranks, work, self.hardware)
 
     def _exchange(self, task: Exchange) -> Iterator[Work]:
         """Straight between ranks. The rows' metadata, which partitions are made from, is gathered before."""
@@ -182,7 +184,7 @@ class _Step:
     def _there(self, value: str, node: Node, layout: Layout) -> str:
         """The work after which `value` can be read by `node`."""
         if self.design == "rlflow":
-            return self.latest.get(f"{value}|{node.input_space}|{layout}", self.latest.get(value, ""))
+            return self.latest.get(f"{value}|{node.inside}|{layout}", self.latest.get(value, ""))
         return self.latest.get(f"{value}|{node.id}", self.latest.get(value, ""))
 
     def _bytes(self, value: str) -> float:
@@ -242,5 +244,5 @@ def _holders(workload: Workload, task: Exchange) -> str:
     layouts = workload.plan.layouts()
     readers = workload.graph.readers(task.value)
     return ", ".join(
-        node.id for node in readers if layouts[node.id] == task.target and node.input_space == task.reader_space
+        node.id for node in readers if layouts[node.id] == task.target and node.inside == task.reader_space
     )

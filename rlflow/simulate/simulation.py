@@ -13,7 +13,6 @@ from rlflow.errors import UserError
 from rlflow.memory.estimate import Memory, memories
 from rlflow.memory.workload import Workload
 from rlflow.module import RLModule
-from rlflow.rollout.transformers import TransformersEngine
 from rlflow.settings import Placed, Settings
 from rlflow.simulate.designs import DESIGNS, Design, works
 from rlflow.simulate.hardware import Hardware
@@ -133,7 +132,7 @@ class Simulation:
             self.data,
             settings or self.trainer.settings,
             self.trainer.strategy,
-            self.trainer.rollout or TransformersEngine(),
+            self.trainer.engine_settings,
             nodes * self.hardware.gpus_per_node,
             weak=self.scaling == "weak",
             on_cpu=self.on_cpu,

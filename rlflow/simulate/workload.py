@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import ROLLOUT
+from rlflow.dag.node import engine_of
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.memory.workload import Lengths, Workload, engine_here, loaded_role
 from rlflow.models.causal_lm import CausalLM, WithoutAdapters
 from rlflow.models.sizes import size_of
 from rlflow.module import RLModule, handles
-from rlflow.rollout.engine import RolloutEngine
-from rlflow.run.placement import followed_role, layouts
+from rlflow.rollout.assignment import EngineSettings
 from rlflow.run.prepare import planned
-from rlflow.settings import Machines, Settings
+from rlflow.settings import Settings
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.single import SingleProcess
 from rlflow.strategies.strategy import TrainingStrategy
@@ -29,7 +30,7 @@ def read_workload(
     data: PromptData,
     settings: Settings,
     strategy: TrainingStrategy | None,
-    engine: RolloutEngine,
+    engines: EngineSettings,
     ranks: int,
     *,
     weak: bool,
@@ -45,7 +46,7 @@ def read_workload(
         data: Its prompts; only their number and lengths are read.
         settings: Of the trainer.
         strategy: Of the trainer; None for the one that a run would take.
-        engine: That generates.
+        engines: What generates, as configured.
         ranks: To be simulated.
         weak: Whether the step's prompts and updates grow with the ranks; else they are the config's.
         on_cpu: Whether the ranks run on CPUs.
@@ -55,13 +56,16 @@ def read_workload(
     Raises:
         UserError: The sizes do not divide, a length is beyond the config's, or a model's size is unknown.
     """
-    tensor_parallel_size, world = engine.tensor_parallel_size, settings.machines.world_size
+    world = settings.machines.world_size
     share = ranks / world if weak else 1.0
     module = _of_size(module, share, ranks)
-    placed = _placed(module, graph, settings, ranks, tensor_parallel_size)
     prompts = _scaled("prompts_per_step", data.prompts_per_step, share, ranks)
-    follows = followed_role(module, graph)
-    smallest = placed[ROLLOUT].shards if follows and ROLLOUT in graph.roles() else ranks
+    if settings.placement:
+        made = planned(module, graph, settings, engines, ranks, partial(_spread, world=world, ranks=ranks))
+    else:
+        made = planned(module, graph, replace(settings, num_nodes=1, devices=ranks), engines, ranks)
+    placed, assigned = made.layouts, made.engines
+    smallest = min((placed[engine_of(name)].shards for name in graph.policies()), default=ranks)
     if prompts < smallest:
         raise UserError(
             f"`data.prompts_per_step` is {prompts} for {smallest} shards on {ranks} ranks, so some would have nothing"
@@ -79,25 +83,30 @@ def read_workload(
             samples,
             on_cpu,
         )
-        for name in graph.roles()
-        if name != ROLLOUT
+        for name in dict.fromkeys([*graph.roles(), *graph.policies()])
     }
-    followed = roles[follows].size if follows else None
-    if followed and followed.heads % tensor_parallel_size:
+    for name in graph.policies() or ([made.follows] if made.follows else []):
+        followed, tensor_parallel_size = roles[name].size, assigned[name].tensor_parallel_size
+        if not followed.heads % tensor_parallel_size:
+            continue
         raise UserError(
             f"`rollout.init_args.tensor_parallel_size` is {tensor_parallel_size}, which does not divide the model's"
             f" {followed.heads} attention heads; use a divisor"
         )
-    longest = data.max_response_length if ROLLOUT not in graph.roles() else module.max_response_length
+    longest = module.max_response_length if graph.policies() else data.max_response_length
     lengths = _lengths(data.max_prompt_length, longest or module.max_response_length, prompt_tokens, response_tokens)
-    generates = follows if ROLLOUT in graph.roles() else None
+    generates = next(iter(graph.policies()), None)
     return Workload(
         graph=graph,
-        plan=planned(module, graph, placed, settings, ranks).plan,
+        plan=made.plan,
         ranks=ranks,
         roles=roles,
         follows=generates,
-        engine=engine_here(engine, placed[ROLLOUT], roles[generates] if generates else None, lengths, samples, on_cpu),
+        engines={
+            name: engine_here(engine, placed[engine_of(name)], roles[name], lengths, samples, on_cpu)
+            for name, engine in assigned.own.items()
+            if generates
+        },
         prompts=prompts,
         group_size=module.group_size,
         lengths=lengths,
@@ -130,17 +139,12 @@ def _scaled(name: str, size: int, share: float, ranks: int) -> int:
     return round(scaled)
 
 
-def _placed(
-    module: RLModule, graph: Graph, settings: Settings, ranks: int, tensor_parallel_size: int
-) -> dict[str, Layout]:
+def _spread(placed: Mapping[str, Layout], *, world: int, ranks: int) -> dict[str, Layout]:
     """Where roles live: as the config places them, each of its ranks standing for as many as there are more."""
-    if not settings.placement:
-        return layouts(module, graph, Machines(1, ranks), tensor_parallel_size)
-    written = layouts(module, graph, settings.machines, tensor_parallel_size, settings.placement)
-    return {role: _spread(role, layout, settings.machines.world_size, ranks) for role, layout in written.items()}
+    return {role: _spread_role(role, layout, world, ranks) for role, layout in placed.items()}
 
 
-def _spread(role: str, layout: Layout, world: int, ranks: int) -> Layout:
+def _spread_role(role: str, layout: Layout, world: int, ranks: int) -> Layout:
     more, fewer = max(1, ranks // world), max(1, world // ranks)
     spread = tuple(
         sorted({place for rank in layout.ranks for place in range(rank // fewer * more, (rank // fewer + 1) * more)})

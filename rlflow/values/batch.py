@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlflow.values.cuts import PerSample, PerToken, Rows
 from rlflow.values.host_copy import is_on_host, on_host, remember
+from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 
 
@@ -52,6 +53,7 @@ class Batch:
         loss_mask: `[B, T]` bool, True where a token is trained on.
         lengths: `[B]` int64, response tokens of each row, the end-of-sequence token included.
         rows: The dataset's rows.
+        path: Who each row is: its id. None where rows belong to no step.
     """
 
     prompt_ids: Ragged
@@ -59,6 +61,7 @@ class Batch:
     loss_mask: PerToken
     lengths: PerSample
     rows: Rows
+    path: RowPath | None = None
 
     @property
     def tokens(self) -> Tensor:
@@ -77,12 +80,14 @@ class Pairs:
         chosen_ids: Token ids of each chosen response.
         rejected_ids: Token ids of each rejected response.
         rows: The dataset's rows.
+        path: Who each row is: its id. None where rows belong to no step.
     """
 
     prompt_ids: Ragged
     chosen_ids: Ragged
     rejected_ids: Ragged
     rows: Rows
+    path: RowPath | None = None
 
     @property
     def chosen(self) -> TokenRows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -15,6 +16,7 @@ from rlflow.values.absent import Absent
 from rlflow.values.cuts import Cut, Home, PerSample
 from rlflow.values.host_copy import joined, on_device, on_host, rows_at
 from rlflow.values.parts import Parts
+from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 
 
@@ -26,13 +28,18 @@ class Column:
     cut: Cut
     home: bool = False
 
+    @property
+    def travels(self) -> bool:
+        """Whether rows of it are sent to other ranks."""
+        return self.cut not in (Cut.SCALAR, Cut.PATH) and not self.home
+
 
 def columns(annotation: Any) -> tuple[Column, ...]:
     """The columns of a value of this annotated type; `None`, which is no value, has none.
 
     Raises:
         TypeError: The type is none of `PerSample`, `PerToken`, `Scalar`, `Rows`, `Texts`, `Ragged`,
-            `dict[str, PerSample]`, nor a frozen dataclass of them.
+            `dict[str, PerSample]`, `RowPath`, nor a frozen dataclass of them.
     """
     if annotation is NoneType:
         return ()
@@ -47,6 +54,8 @@ def _column(name: str, annotation: Any) -> Column:
         return Column(name, Cut.RAGGED)
     if annotation == dict[str, PerSample]:
         return Column(name, Cut.PARTS)
+    if annotation in (RowPath, RowPath | None):
+        return Column(name, Cut.PATH)
     marks = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     cuts = [mark for mark in marks if isinstance(mark, Cut)]
     if not cuts:
@@ -61,7 +70,10 @@ def countable(value: Any, annotation: Any) -> list[Tensor]:
     found: list[Tensor] = []
     for column in columns(annotation):
         data = getattr(value, column.name) if column.name else value
-        found += [data.values, data.lengths] if isinstance(data, Ragged) else [data] if isinstance(data, Tensor) else []
+        if isinstance(data, Ragged):
+            found += [data.values, data.lengths]
+        elif isinstance(data, Tensor | RowPath):
+            found.append(data.numbers if isinstance(data, RowPath) else data)
     return [tensor for tensor in found if not tensor.is_floating_point()]
 
 
@@ -92,7 +104,7 @@ def _columnwise(values: Sequence[Any], annotation: Any, change: Callable[[list[A
 def _take(column: Any, cut: Cut, index: Tensor) -> Any:
     if column is None or cut is Cut.SCALAR or isinstance(column, Absent):
         return column
-    if cut is Cut.RAGGED:
+    if cut in (Cut.RAGGED, Cut.PATH):
         return column.take(index)
     if cut is Cut.JSON:
         return [column[i] for i in on_host(index).tolist()]
@@ -112,6 +124,8 @@ def _join(parts: list[Any], cut: Cut) -> Any:
     filled = [part for part in parts if len(part)] or parts[:1]  # what has no row need not have a shape or dtype either
     if cut is Cut.RAGGED:
         return Ragged(joined([part.values for part in filled]), joined([part.lengths for part in filled]))
+    if cut is Cut.PATH:
+        return functools.reduce(RowPath.followed_by, filled)
     if cut is Cut.TOKEN:
         widest = max(part.shape[1] for part in filled)
         filled = [

@@ -20,6 +20,7 @@ class Cut(Enum):
     JSON = "json"  # a list of B JSON-able objects
     SCALAR = "scalar"  # 0-dim: one number for the step, equal on all ranks
     PARTS = "per sample, by name"  # a dict of names to [B] numbers of one dtype
+    PATH = "path"  # who each row is: known wherever the row is, and never sent
 
 
 class Home:

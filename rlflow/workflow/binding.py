@@ -25,7 +25,7 @@ from rlflow.values.cuts import PerSample, PerToken, Scalar
 from rlflow.workflow.callables import found_at, hints_of, typed
 
 RETURNS = {"PerSample": PerSample, "PerToken": PerToken, "Scalar": Scalar}
-MARKS = ("role", "type", "rows")
+MARKS = ("role", "type", "rows", "generates")
 
 
 def bind(module: RLModule) -> list[Problem]:
@@ -102,7 +102,9 @@ class _Binding:
         path, keys = self.entry.keys["call"], self.entry.keys
         mark = marks(type(self.module)).get(self.entry.id, Mark())
         if any(key in keys for key in MARKS):
-            mark = Mark(*(keys.get(key) for key in MARKS))
+            generates = keys.get("generates") or ()
+            policies = (generates,) if isinstance(generates, str) else tuple(generates)
+            mark = Mark(*(keys.get(key) for key in MARKS[:-1]), generates=policies)
         function: Callable[..., Any] | None = None
         hints: dict[str, Any] = {}
         try:
@@ -208,12 +210,12 @@ class _Binding:
         return RETURNS[written]
 
     def _check_role(self, mark: Mark) -> None:
-        if self.models and mark.role not in self.models:
+        if self.models and mark.role not in self.models and not set(self.models) <= set(mark.generates):
             found = "has no role" if mark.role is None else f"has the role {mark.role!r}"
             text = f"calls the model `{self.models[0]}` and {found}, so its rows may lie elsewhere"
             self.wrong(f"{text}. Write `role: {self.models[0]}`", "role" if "role" in self.entry.keys else "call")
-        if self.entry.keys["call"] == "generate" and mark.role != ROLLOUT:
-            self.wrong("calls generate, and only a rollout node samples. Write `role: rollout`", "call")
+        if self.entry.keys["call"] == "generate" and mark.role != ROLLOUT and not mark.generates:
+            self.wrong("calls generate, and is not marked to. Write `generates: actor`, or `role: rollout`", "call")
 
 
 def _split(source: str) -> tuple[str, str]:

@@ -22,6 +22,7 @@ KEYS: Mapping[str, tuple[tuple[type, ...], str]] = {  # of an entry: the types o
     "role": ((str, NOTHING), "the name of a model, `rollout`, or null"),
     "type": ((str, NOTHING), "`train`, `filter` or null"),
     "rows": ((str, NOTHING), "`samples`, `batch` or null"),
+    "generates": ((str, list), "the name of a language model, or a list of them"),
     "dependencies": ((list, dict), "a list of values, or a mapping of parameters to values"),
     "call": ((str,), "a dotted path"),
     "parameters": ((dict,), "a mapping"),

@@ -22,6 +22,7 @@ from rlflow.rewards import SampleReward
 from rlflow.run.prepare import read_graph
 from rlflow.values.batch import Pairs
 from rlflow.values.layout import Layout
+from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 from tests.against_trl.cases import GROUP, TEMPERATURE, Models, Result, pairs, points, prompt_ids, response_ids
 from tests.node_context import node_context
@@ -48,7 +49,7 @@ def recorded_rollout(models: Models) -> Rollout:
         lengths=batch.lengths,
         logprobs=sampler.logprobs(batch),
         finished=torch.tensor([ids[-1] == 0 for ids in response_ids()]),
-        group=torch.arange(len(batch.rows) // GROUP).repeat_interleave(GROUP),
+        path=RowPath.of_groups(torch.arange(len(batch.rows) // GROUP).repeat_interleave(GROUP)),
         version=torch.zeros_like(batch.lengths),
         versions=torch.zeros_like(batch.response_ids, dtype=torch.int32),
         experts=Ragged.from_lists([[]] * len(batch.rows)),
@@ -116,5 +117,6 @@ def _attach(handle: ModelHandle, weights: Path) -> PackedModel:
 
 def _running(node: Node, rows: Batch | Rollout | Pairs) -> Running:
     ids = torch.arange(len(rows.rows))
-    space = RowSpace.gather("rows", Transport(), HERE, ids=ids, groups=ids // GROUP, lengths=ids, tokens=ids)
+    path = torch.stack([ids // GROUP, ids], dim=1)
+    space = RowSpace.gather("rows", Transport(), HERE, path=path, lengths=ids, tokens=ids)
     return Running(node, space, HERE, draw=0, version=0, metrics=StepMetrics(0))

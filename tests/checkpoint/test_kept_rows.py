@@ -11,7 +11,7 @@ import torch
 
 from rlflow.checkpoint.kept_rows import SURPLUS, read_kept, write_kept
 from rlflow.databuffer.kept import Kept
-from rlflow.databuffer.rows import ARRAYS, RowSpace
+from rlflow.databuffer.rows import NUMBERS, RowSpace
 from rlflow.errors import UserError
 from rlflow.values.layout import Layout
 from tests.databuffer.test_kept import BALANCED, HOME, RANKS, Value, drawn, same, value
@@ -33,7 +33,7 @@ def empty(rank: int, home: Layout, balanced: Layout) -> Kept:
     values = {
         name: replace(kept.values[name], layout=layout, lengths=none, rows=None) for name, layout in layouts.items()
     }
-    space = RowSpace.of_shards("rollout", home, [none.view(len(ARRAYS), 0)] * home.shards)
+    space = RowSpace.of_shards("rollout", home, [none.view(2 + len(NUMBERS), 0)] * home.shards)
     return Kept(rank, {"rollout": space}, values)
 
 
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 def test_as_many_ranks_read_what_they_wrote(rank: int, folder: Path) -> None:
     expected, found = surplus(rank), read_kept(folder, SURPLUS, empty(rank, HOME, BALANCED), CPU)
     assert found is not None
-    for array in ARRAYS:
+    for array in ("path", *NUMBERS):
         assert torch.equal(getattr(found.spaces["rollout"], array), getattr(expected.spaces["rollout"], array))
     for name, layout in {"made": HOME, "scored": BALANCED}.items():
         space = found.spaces["rollout"]
@@ -65,7 +65,7 @@ def test_other_ranks_get_whole_groups_and_every_row_once(folder: Path) -> None:
         assert found is not None
         space = found.spaces["rollout"]
         for name, layout in {"made": home, "scored": balanced}.items():
-            ids = space.ids[space.held(layout, rank)].tolist()
+            ids = space.path[:, -1][space.held(layout, rank)].tolist()
             assert same(found.values[name].rows, value(ids))
             held[name] += ids
         assert space.versions.tolist() == surplus(0).spaces["rollout"].versions.tolist()
@@ -102,3 +102,15 @@ def test_what_stayed_on_another_rank_stays_away(tmp_path: Path) -> None:
     assert found is not None
     assert isinstance(found.values["made"].rows, Value)
     assert found.values["made"].rows.texts is None
+
+
+def test_rows_that_were_kept_by_id_and_group_are_numbered_within_their_group(folder: Path) -> None:
+    stored = json.loads((folder / "surplus.json").read_text())
+    space = stored["spaces"]["rollout"]
+    path = space.pop("path")
+    space |= {"ids": [row for _, row in path], "groups": [group for group, _ in path]}
+    (folder / "surplus.json").write_text(json.dumps(stored))
+    found = read_kept(folder, SURPLUS, empty(1, HOME, BALANCED), CPU)
+    assert found is not None
+    assert found.spaces["rollout"].path.tolist() == [[group, index] for group in KEEPS.tolist() for index in range(2)]
+    assert same(found.values["made"].rows, surplus(1).values["made"].rows)

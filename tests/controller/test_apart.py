@@ -178,7 +178,7 @@ def test_each_step_is_generated_with_the_weights_of_one_step_before(
         engine.update_weights([list(weights[version].items())], version)
         prompts = [list(prompt) for prompt in torch.split(made["prompts"], made["prompt_lengths"].tolist())]
         sampling = Sampling(12, 1.0, stop_tokens(policy, load_tokenizer(policy), RaggedGRPO.stop_token_ids))
-        seeds = [sampling_seed(0, step, "rollout", int(group), row % 4) for row, group in enumerate(made["group"])]
+        seeds = [sampling_seed(0, step, "rollout", (int(group),), row % 4) for row, group in enumerate(made["group"])]
         completions = engine.generate([[int(t) for t in prompt] for prompt in prompts], seeds, sampling, version)
         lengths = made["lengths"].tolist()
         expected = [tuple(row[:n]) for row, n in zip(made["responses"].tolist(), lengths, strict=True)]

@@ -155,7 +155,7 @@ def _context(transport: Transport, metrics: StepMetrics, layout: Layout) -> Node
     """In a node of two rows."""
     context = node_context(transport, torch.float32)
     ids = torch.arange(2) + 2 * layout.shard(transport.rank)
-    space = RowSpace.gather("batch", transport, layout, ids=ids, groups=ids, lengths=ids, tokens=ids)
+    space = RowSpace.gather("batch", transport, layout, path=ids[:, None], lengths=ids, tokens=ids)
     module = Asks("tiny", OddCharacters())
     module.configure_models()
     rollout = Graph.read(module, roles=("actor", "reference")).nodes["rollout"]

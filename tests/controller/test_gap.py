@@ -11,6 +11,7 @@ from rlflow import UserError
 from rlflow.controller.gap import GAP, LARGEST_GAP, LogprobGap, default_gap_limit
 from rlflow.databuffer.transport import Transport
 from rlflow.metrics import Metrics
+from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 from tests.controller.runs import ZERO2, Fit, Lies, failing_fit, grpo, sums
@@ -46,7 +47,7 @@ def test_rows_that_an_older_policy_generated_are_not_compared() -> None:
         lengths=lengths,
         logprobs=torch.zeros(2, 2),
         finished=lengths > 0,
-        group=torch.tensor([0, 1]),
+        path=RowPath.of_groups(torch.tensor([0, 1])),
         version=torch.tensor([2, 3]),
         versions=torch.tensor([[2, 3], [3, 0]], dtype=torch.int32),
         experts=Ragged.from_lists([[], []]),

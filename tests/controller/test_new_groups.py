@@ -51,8 +51,7 @@ def _meet(run: Fit) -> list[Any]:
 
     def meet(prepared: Prepared, callbacks: Callbacks) -> dict[str, Any]:
         joined = join(prepared, None)
-        if joined.engine is not None:
-            joined.engine.close()
+        joined.engines.close()
         return {}
 
     with recording() as calls:

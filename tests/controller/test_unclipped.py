@@ -11,6 +11,7 @@ import pytest
 from rlflow import algorithms
 from rlflow.algorithms import PolicyGradient
 from rlflow.rollout import TransformersEngine
+from rlflow.rollout.assignment import EngineSettings
 from rlflow.run.prepare import prepare
 from rlflow.run.size_table import unclipped
 from rlflow.settings import Settings
@@ -56,7 +57,7 @@ def test_samples_one_step_old_are_warned_of_without_importance(policy: Path, tmp
             sums(4, 2),
             Settings(devices=2, placement={"rollout": 0, "actor": 1}, max_staleness=1, max_steps=1),
             SingleProcess(),
-            TransformersEngine(),
+            EngineSettings(TransformersEngine()),
             tmp_path,
         )
         return unclipped(prepared)

@@ -100,10 +100,8 @@ def _bring(case: Case) -> Seen:
     lengths = torch.tensor(case.lengths)[at]
     space = None
     if rank in case.source.ranks:
-        groups, tokens = at // case.group_size, lengths + 1
-        space = RowSpace.gather(
-            "rollout", transport, case.source, ids=at, groups=groups, lengths=lengths, tokens=tokens
-        )
+        path = torch.stack([at // case.group_size, at], dim=1)
+        space = RowSpace.gather("rollout", transport, case.source, path=path, lengths=lengths, tokens=lengths + 1)
     message = None if space is None else told(space)
     everyone, teller = tuple(range(transport.world_size)), case.source.ranks[0]
     message = transport.broadcast_bytes(message if rank == teller else None, teller, everyone)
@@ -160,7 +158,7 @@ TWO = Layout((0, 1), 2)
 ONE_OF_TWO_PEERS = Layout((0, 1), 1)
 
 
-def _space(layout: Layout, shards: list[list[int]], lengths: list[int], name: str = "rollout") -> RowSpace:
+def _space(layout: Layout, shards: list[list[int]], lengths: list[int]) -> RowSpace:
     """Rows by id, each a group of its own; `lengths` by id."""
     arrays = [
         torch.tensor(
@@ -168,7 +166,7 @@ def _space(layout: Layout, shards: list[list[int]], lengths: list[int], name: st
         )
         for ids in shards
     ]
-    return RowSpace.of_shards(name, layout, arrays)
+    return RowSpace.of_shards("rollout", layout, arrays)
 
 
 def _sent_by_each_of_two_peers() -> tuple[int, list[int]]:
@@ -241,7 +239,8 @@ def test_the_sizes_of_ragged_rows_are_counted_as_metadata(ranks2: RankPool) -> N
 
 def _prompts_beside_samples() -> tuple[list[int], int]:
     """Prompts 0, 1 on rank 0 and 2, 3 on rank 1, three samples of each: the first two prompts' have 9 tokens."""
-    prompts = _space(TWO, [[0, 1], [2, 3]], [0, 0, 0, 0], "batch")
+    none = torch.tensor([[0, 0], [0, 0], [-1, -1]])
+    prompts = RowSpace.of_shards("batch", TWO, [torch.cat([torch.tensor([ids]), none]) for ids in ([0, 1], [2, 3])])
     samples = RowSpace.of_shards("rollout", TWO, [_samples([0, 1], [9, 9]), _samples([2, 3], [1, 1])])
     read_at = Layout((0, 1), 2, "balanced")
     buffer = DataBuffer(_transport())
@@ -255,7 +254,7 @@ def _samples(prompts: list[int], tokens: list[int]) -> torch.Tensor:
     ids = [prompt * 3 + i for prompt in prompts for i in range(3)]
     groups = [prompt for prompt in prompts for _ in range(3)]
     lengths = [count for count in tokens for _ in range(3)]
-    return torch.tensor([ids, groups, lengths, lengths, [0] * len(ids)], dtype=torch.int64)
+    return torch.tensor([groups, ids, lengths, lengths, [0] * len(ids)], dtype=torch.int64)
 
 
 def test_each_sample_sees_its_prompts_value_which_comes_once(ranks2: RankPool) -> None:
@@ -314,7 +313,7 @@ def _pairs_by_cost() -> list[tuple[list[int], list[int], list[int], dict[str, in
     examples = [Example({"number": i}, [i] * (i + 1), [i] * chosen[i], [10 + i] * rejected[i]) for i in ids.tolist()]
     pairs = collate_pairs(examples)
     nothing = torch.zeros_like(ids)
-    space = RowSpace.gather("batch", _transport(), TWO, ids=ids, groups=ids, lengths=nothing, tokens=pairs.tokens)
+    space = RowSpace.gather("batch", _transport(), TWO, path=ids[:, None], lengths=nothing, tokens=pairs.tokens)
     buffer, balanced = DataBuffer(_transport()), Layout((0, 1), 2, "balanced")
     buffer.put("batch", pairs, Pairs, space, TWO)
     buffer.issue("batch", balanced)

@@ -60,10 +60,12 @@ def drawn(rank: int, number: int, prompts: int) -> Kept:
     for start, end in pairwise(cuts):
         own = ids[start:end]
         lengths = torch.tensor([length(row) for row in own.tolist()], dtype=torch.int64)
-        shards.append(torch.stack([own, own // GROUP, lengths, lengths + 1, own * 0 + number]))
+        shards.append(torch.stack([own // GROUP, own, lengths, lengths + 1, own * 0 + number]))
     space = RowSpace.of_shards("rollout", HOME, shards, step=number)
     values = {
-        name: KeptValue(Value, "rollout", layout, space.lengths, value(space.ids[space.held(layout, rank)].tolist()))
+        name: KeptValue(
+            Value, "rollout", layout, space.lengths, value(space.path[space.held(layout, rank), -1].tolist())
+        )
         for name, layout in {"made": HOME, "scored": BALANCED}.items()
     }
     return Kept(rank, {"rollout": space}, values)
@@ -90,21 +92,22 @@ def test_what_is_kept_of_several_draws_lies_where_it_was_made(prompts: int, keep
         draws = [drawn(rank, number, prompts) for number in range(len(keeps))]
         kept = Kept.joined([one.only(torch.tensor(groups)) for one, groups in zip(draws, chosen, strict=True)])
         space = kept.spaces["rollout"]
-        assert kept.groups.tolist() == list(chain(*chosen))
-        assert space.ids.tolist() == [group * GROUP + index for group in list(chain(*chosen)) for index in range(GROUP)]
+        assert kept.roots.tolist() == list(chain(*chosen))
+        expected = [group * GROUP + index for group in chain(*chosen) for index in range(GROUP)]
+        assert space.path[:, -1].tolist() == expected
         assert space.step == len(keeps) - 1
         for name, of_value in kept.values.items():
-            ids = space.ids[space.held(of_value.layout, rank)].tolist()
+            ids = space.path[:, -1][space.held(of_value.layout, rank)].tolist()
             assert same(of_value.rows, value(ids))
             assert of_value.lengths.tolist() == space.lengths.tolist()
             held[name] += ids
-    assert all(sorted(ids) == space.ids.tolist() for ids in held.values())
+    assert all(sorted(ids) == space.path[:, -1].tolist() for ids in held.values())
 
 
 def test_whole_groups_stay_whole_and_rows_of_each_draw_keep_their_version() -> None:
     parts = [drawn(0, number, 6).only(torch.tensor([1, 4, 6, 11])) for number in (0, 1)]
     space = Kept.joined(parts).spaces["rollout"]
-    assert [space.groups[rows].tolist() for rows in space.partition(HOME).shards] == [[1, 1, 6, 6], [], [4, 4, 11, 11]]
+    assert [space.roots[rows].tolist() for rows in space.partition(HOME).shards] == [[1, 1, 6, 6], [], [4, 4, 11, 11]]
     assert space.versions.tolist() == [0] * 4 + [1] * 4
 
 
@@ -116,8 +119,8 @@ def test_a_layout_that_made_nothing_is_dealt_anew() -> None:
 
 def test_prompts_and_samples_are_chosen_alike() -> None:
     one = drawn(0, 0, 3)
-    shards = [torch.tensor([[group], [group], [0], [1], [-1]]) for group in range(3)]
+    shards = [torch.tensor([[group], [0], [1], [-1]]) for group in range(3)]
     both = Kept(0, {"batch": RowSpace.of_shards("batch", HOME, shards), **one.spaces}, one.values)
     kept = both.only(torch.tensor([0, 2]))
-    assert kept.spaces["batch"].ids.tolist() == [0, 2]
-    assert kept.spaces["rollout"].groups.tolist() == [0, 0, 2, 2]
+    assert kept.spaces["batch"].roots.tolist() == [0, 2]
+    assert kept.spaces["rollout"].roots.tolist() == [0, 0, 2, 2]

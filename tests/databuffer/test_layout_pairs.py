@@ -131,14 +131,14 @@ def space_of(source: Layout) -> RowSpace:
     """Rows made in the ranks and shards of `source`."""
     held = [torch.tensor(ids, dtype=torch.int64) for ids in home_of(source)]
     lengths = torch.tensor(LENGTHS)
-    shards = [torch.stack([ids, ids // GROUP_SIZE, lengths[ids], lengths[ids] + 1, ids * 0]) for ids in held]
+    shards = [torch.stack([ids // GROUP_SIZE, ids, lengths[ids], lengths[ids] + 1, ids * 0]) for ids in held]
     return RowSpace.of_shards("rollout", Layout(source.ranks, source.shards), shards, balance=FREE)
 
 
 def bring_from(source: Layout) -> list[Brought | None]:
     """A value made in `source`, brought to each layout of the family in turn."""
     rank, space = dist.get_rank(), space_of(source)
-    mine = space.ids[space.held(source, rank)].tolist()
+    mine = space.path[:, -1][space.held(source, rank)].tolist()
     seen: list[Brought | None] = []
     for target in FAMILY:
         if rank not in {*source.ranks, *target.ranks} or target == source:
@@ -187,7 +187,7 @@ def there_and_back() -> tuple[list[str], list[str]] | None:
     rank, space, buffer = dist.get_rank(), space_of(three), DataBuffer(transport())
     if rank == 3:
         return None
-    mine = rows(tuple(space.ids[space.held(three, rank)].tolist()))
+    mine = rows(tuple(space.path[:, -1][space.held(three, rank)].tolist()))
     buffer.put("value", mine, Everything, space, three)
     buffer.issue("value", two)
     found = buffer.get("value", two) if rank in two.ranks else None

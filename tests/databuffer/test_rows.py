@@ -19,7 +19,7 @@ HOME = Layout((0, 1), 2)
 def _space(tokens: list[int], group_size: int = 1, step: int = 0, balance: Balance = AUTO) -> RowSpace:
     """Rows 0, 1, ... of these tokens, made in two halves."""
     ids = torch.arange(len(tokens))
-    rows = torch.stack([ids, ids // group_size, torch.tensor(tokens), torch.tensor(tokens), ids * 0])
+    rows = torch.stack([ids // group_size, ids, torch.tensor(tokens), torch.tensor(tokens), ids * 0])
     half = len(tokens) // 2
     return RowSpace.of_shards("rollout", HOME, [rows[:, :half], rows[:, half:]], seed=1, step=step, balance=balance)
 
@@ -29,16 +29,16 @@ def _gathered() -> tuple[dict[str, list[int]], list[list[int]]]:
     rank, layout = dist.get_rank(), Layout((0, 1, 2, 3), 2)
     ids = {0: [40, 10, 20], 1: [99], 2: [30], 3: []}[rank]
     at = torch.tensor(ids, dtype=torch.int64)
-    space = RowSpace.gather("rollout", Transport(), layout, ids=at, groups=at // 20, lengths=at + 1, tokens=at + 2)
-    arrays = {name: getattr(space, name).tolist() for name in ("ids", "groups", "lengths", "tokens", "versions")}
+    path = torch.stack([at // 20, at], dim=1)
+    space = RowSpace.gather("rollout", Transport(), layout, path=path, lengths=at + 1, tokens=at + 2)
+    arrays = {name: getattr(space, name).tolist() for name in ("path", "lengths", "tokens", "versions")}
     return arrays, [rows.tolist() for rows in space.partition(layout).shards]
 
 
-def test_every_rank_knows_all_rows_by_id_and_each_row_once(ranks4: RankPool) -> None:
+def test_every_rank_knows_all_rows_by_path_and_each_row_once(ranks4: RankPool) -> None:
     arrays, shards = ranks4.run(_gathered)[0]
     assert arrays == {
-        "ids": [10, 20, 30, 40],
-        "groups": [0, 1, 1, 2],
+        "path": [[0, 10], [1, 20], [1, 30], [2, 40]],
         "lengths": [11, 21, 31, 41],
         "tokens": [12, 22, 32, 42],
         "versions": [-1] * 4,
@@ -50,7 +50,7 @@ def test_every_rank_knows_all_rows_by_id_and_each_row_once(ranks4: RankPool) -> 
 def test_one_process_needs_no_process_group() -> None:
     ids = torch.tensor([2, 1])
     alone = Layout((0,), 1)
-    space = RowSpace.gather("batch", Transport(), alone, ids=ids, groups=ids, lengths=ids, tokens=ids)
+    space = RowSpace.gather("batch", Transport(), alone, path=ids[:, None], lengths=ids, tokens=ids)
     assert space.held(alone, 0).tolist() == [1, 0]
 
 

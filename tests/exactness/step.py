@@ -19,6 +19,7 @@ from rlflow.callbacks.hooks import Callbacks
 from rlflow.data.prompts import PromptData
 from rlflow.data.sources import JSONL
 from rlflow.rewards import SampleReward
+from rlflow.rollout.assignment import EngineSettings
 from rlflow.run.fit import fit
 from rlflow.run.prepare import prepare
 from rlflow.run_state import RunState
@@ -116,7 +117,7 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
         seed=setting.seed,
     )
     one = replace(trainer.settings, max_steps=1)
-    prepared = prepare(module, data, one, strategy, Recorded(recording), scratch)
+    prepared = prepare(module, data, one, strategy, EngineSettings(Recorded(recording)), scratch)
     Fabric(accelerator="cpu", devices=world_size, strategy=strategy).launch()
     adapters: dict[str, dict[str, Tensor]] = {}
     gradients: dict[str, list[dict[str, Tensor]]] = {}

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from rlflow.memory.estimate import (
+    HeldByEngine,
     Memory,
     activation_bytes,
     gathered_bytes,
@@ -191,8 +192,7 @@ def test_the_table_adds_up_and_says_what_is_short() -> None:
         logits=1e9,
         gathered=0.0,
         reduced=2e9,
-        engine_weights=10e9,
-        cache=30e9,
+        engines={"actor": HeldByEngine(weights=10e9, cache=30e9)},
         held=1e9,
         capacity=40e9,
         host={"actor": 60e9},

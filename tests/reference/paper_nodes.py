@@ -20,6 +20,7 @@ from rlflow.models.handle import ForwardPlan
 from rlflow.run.prepare import read_graph
 from rlflow.values.batch import Batch as Rows
 from rlflow.values.layout import Layout
+from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 from tests.node_context import node_context
 from tests.reference.paper_batches import LENGTHS, Batch, batch
@@ -76,7 +77,7 @@ def scored_batch(seed: int, policy: Path) -> tuple[Batch, Rollout]:
         lengths=data.lengths,
         logprobs=data.log_mu,
         finished=torch.ones(len(LENGTHS), dtype=torch.bool),
-        group=data.group,
+        path=RowPath.of_groups(data.group),
         version=torch.zeros_like(data.lengths),
         versions=torch.zeros_like(ids, dtype=torch.int32),
         experts=Ragged.from_lists([[] for _ in LENGTHS]),
@@ -98,7 +99,7 @@ def step(algorithm: type[RLModule], policy: Path, given: Mapping[str, Any], **se
     values = dict(given)
     rollout = values["rollout"]
     ids = torch.arange(len(LENGTHS))
-    space = RowSpace.gather("rows", Transport(), HERE, ids=ids, groups=rollout.group, lengths=ids, tokens=ids)
+    space = RowSpace.gather("rows", Transport(), HERE, path=rollout.path.numbers, lengths=ids, tokens=ids)
     for node in graph.order:
         if node.id in values or node.role == "critic":
             continue

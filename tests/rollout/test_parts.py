@@ -13,6 +13,7 @@ from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
 from rlflow.rollout.responses import Part, under_way
 from rlflow.rollout.sampling import sample
 from rlflow.values.batch import Batch
+from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, perturb, setup
@@ -35,7 +36,7 @@ def sampled(
     longest: int = LONGEST,
 ) -> Rollout:
     """Greedily, so that a response does not depend on how it was cut."""
-    ids = list(range(10, 10 + len(PROMPTS)))
+    ids = RowPath(torch.arange(10, 10 + len(PROMPTS))[:, None], ("batch",))
     settings = {"seed": 0, "draw": draw, "node": "rollout", "version": version, "decode": str}
     return sample(engine, batch(), ids, n, Sampling(longest, 0.0, STOP), part=part, **settings)
 

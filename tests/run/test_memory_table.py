@@ -57,14 +57,13 @@ def test_what_is_printed_is_what_is_predicted(engine: str, settings: dict[str, o
     module, data, trainer = configured.module, configured.data, configured.trainer
     assert configured.foretold is not None
     assert trainer.strategy is not None
-    assert trainer.rollout is not None
     trainer.strategy.parallel_devices = [torch.device("cpu")]  # type: ignore[attr-defined]
     prepared = prepare(
         module,
         data,
         trainer.settings,
         trainer.strategy,
-        trainer.rollout,
+        trainer.engine_settings,
         folder,
     )
     here = run_workload(prepared)

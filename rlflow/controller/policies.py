@@ -1,0 +1,144 @@
+"""The policies that generate: of each its engine, how weights get there, their version, and whether they are right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlflow.callbacks.callback import Callback
+from rlflow.callbacks.hooks import Callbacks
+from rlflow.controller.gap import LogprobGap
+from rlflow.controller.probe import Probe
+from rlflow.controller.syncing import WeightSync
+from rlflow.metrics import StepMetrics
+from rlflow.rollout.engine import RolloutEngine
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One policy, seen from one rank.
+
+    Attributes:
+        name: The role that it is.
+        engine: Generates with it on this rank; None where none does.
+        sync: Brings its weights to the engines; None on ranks that have no part in it.
+        updates_per_step: Train nodes that change its weights in a step; 0 where it is frozen.
+        start_step: The first step that trains it, from 0.
+        gap: The alarm for wrong weights in the engines; None where it is frozen.
+        probe: Compares engine and trainer after each sync, where no step does so by itself; None where steps do.
+    """
+
+    name: str
+    engine: RolloutEngine | None
+    sync: WeightSync | None
+    updates_per_step: int = 0
+    start_step: int = 0
+    gap: LogprobGap | None = None
+    probe: Probe | None = None
+
+    def version_after(self, steps: int) -> int:
+        """The version of the weights after so many steps: how often train nodes changed them."""
+        return self.updates_per_step * max(0, steps - self.start_step)
+
+    def bring(self, version: int, metrics: StepMetrics, callbacks: Callbacks | None) -> bool:
+        """Bring the engines to `version`, which the trainer has, unless they are; each verifies tensor by tensor.
+
+        Returns:
+            Whether weights were sent.
+        """
+        if self.sync is None:
+            return False
+        if self.gap is not None and self.probe is None:
+            self.gap.open(version, metrics)
+        if self.sync.version == version:
+            return False
+        report = self.sync.run(version)
+        if self.probe is not None:
+            self.probe.run(version, metrics)
+        if report is not None:
+            metrics.number("sync/verified_tensors", float(report.tensors))
+            if callbacks is not None:
+                callbacks.call(Callback.on_weight_sync, version)
+        return True
+
+    def sleep(self) -> None:
+        """Let its engines give back their memory, and with it their weights; all ranks of the sync call it."""
+        if self.engine is not None:
+            self.engine.sleep()
+        self.forget()
+
+    def forget(self) -> None:
+        """Its engines hold other weights, or none."""
+        if self.sync is not None:
+            self.sync.forget()
+
+
+class Policies(Mapping[str, Policy]):
+    """All policies of a run, by name, in the same order on every rank.
+
+    Args:
+        policies: Of this rank.
+        shared: Of each policy that takes turns in the engine of another, that other.
+        max_staleness: How many steps generation runs ahead of training.
+        callbacks: Told of syncs.
+    """
+
+    def __init__(
+        self,
+        policies: Sequence[Policy],
+        shared: Mapping[str, str],
+        max_staleness: int = 0,
+        callbacks: Callbacks | None = None,
+    ) -> None:
+        self._policies = {policy.name: policy for policy in policies}
+        self._shared = shared
+        self._max_staleness = max_staleness
+        self._callbacks = callbacks
+
+    def __getitem__(self, name: str) -> Policy:
+        return self._policies[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._policies)
+
+    def __len__(self) -> int:
+        return len(self._policies)
+
+    def versions_of(self, step: int) -> dict[str, int]:
+        """The versions that generate the rows of `step`: the weights after the last step trained by then."""
+        steps = max(0, step - self._max_staleness)
+        return {name: policy.version_after(steps) for name, policy in self.items()}
+
+    def version_after(self, name: str | None, steps: int) -> int:
+        """The version of a policy's weights after so many steps; 0 where it does not generate."""
+        return self[name].version_after(steps) if name is not None and name in self else 0
+
+    def bring(self, name: str, steps: int, metrics: StepMetrics) -> None:
+        """Bring the engines of a policy to its weights after so many steps; all ranks of its sync call it."""
+        if not self[name].bring(self[name].version_after(steps), metrics, self._callbacks):
+            return
+        for other in self:
+            if other != name and self._owner(other) == self._owner(name):
+                self[other].forget()  # its turn in the engine is over
+
+    def sync(self, name: str, step: int, metrics: StepMetrics) -> None:
+        """Bring the engines of a policy to the weights that generate the rows of `step`."""
+        self.bring(name, max(0, step - self._max_staleness), metrics)
+
+    def compared(self, role: str) -> None:
+        """A role has seen the step's rows once, or its weights are about to change."""
+        if role in self and (gap := self[role].gap) is not None:
+            gap.close()
+
+    def check(self, reduced: Mapping[str, float]) -> None:
+        """Stop the run if a policy's engines did not generate with the trainer's weights.
+
+        Raises:
+            UserError: One did not.
+        """
+        for policy in self.values():
+            if policy.gap is not None:
+                policy.gap.check(reduced)
+
+    def _owner(self, name: str) -> str:
+        return self._shared.get(name, name)

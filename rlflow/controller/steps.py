@@ -1,0 +1,149 @@
+"""The steps in progress on one rank: their rows and values, and how other ranks hear of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rlflow.checkpoint.kept_rows import flight_name
+from rlflow.controller.crossing import Crossing
+from rlflow.controller.in_step import InStep
+from rlflow.controller.program import Program
+from rlflow.dag.tasks import Exchange, Task, Tell
+from rlflow.databuffer.buffer import DataBuffer
+from rlflow.databuffer.kept import Kept
+from rlflow.databuffer.rows import ROOT, RowSpace
+from rlflow.databuffer.telling import heard, told
+from rlflow.databuffer.transport import Transport
+from rlflow.metrics import Metrics
+from rlflow.values.layout import Layout
+
+
+class Steps:
+    """Several where the plan overlaps them, one otherwise.
+
+    Args:
+        program: What is run.
+        transport: To the other ranks.
+        metrics: Of this rank.
+    """
+
+    def __init__(self, program: Program, transport: Transport, metrics: Metrics) -> None:
+        self._program = program
+        self._transport = transport
+        self._metrics = metrics
+        self._crossing = Crossing(program.graph, program.plan, transport.rank, program.keeping)
+        self._steps: dict[int, InStep] = {}
+
+    def __getitem__(self, step: int) -> InStep:
+        return self._steps[step]
+
+    def begin(self, step: int, draw: int) -> None:
+        """Make room for a step's rows, the first of which are those of `draw`."""
+        self._steps[step] = InStep(step, DataBuffer(self._transport), self._metrics.of(step), draw=draw)
+
+    def end(self, step: int) -> None:
+        """Let go of a step that was trained."""
+        self._steps.pop(step).buffer.clear()
+
+    def clear(self) -> None:
+        """Let go of all: the run ends before they are trained."""
+        for now in self._steps.values():
+            now.buffer.clear()
+
+    def log_exchanges(self, step: int) -> None:
+        """What a step's values took to travel, and to hold with those of the other steps."""
+        now = self._steps[step]
+        buffer, metrics = now.buffer, now.metrics
+        metrics.sum("exchange/bytes", buffer.bytes_sent)
+        metrics.largest("exchange/busiest_rank_bytes", max(buffer.bytes_sent, buffer.bytes_received))
+        held = sum(each.buffer.peak_held_bytes for each in self._steps.values())
+        metrics.largest("exchange/held_bytes_max", held)
+        metrics.seconds("time/exchange_wait", buffer.waited_s)
+        if predicted := [space.predicted for space in now.spaces.values()]:
+            metrics.largest("balance/predicted_gain_s", sum(each.gain_s for each in predicted))
+            metrics.largest("balance/predicted_cost_s", sum(each.cost_s for each in predicted))
+
+    def gather(self, name: str, layout: Layout, now: InStep, path: Tensor, **numbers: Tensor) -> RowSpace:
+        """Let the ranks of `layout` know all rows that they just made; a collective of theirs.
+
+        Args:
+            name: Of the rows.
+            layout: Where they lie.
+            now: Their step, which gets them.
+            path: `[B, depth]`, of this rank's.
+            numbers: `[B]` each, see `RowSpace`.
+        """
+        program = self._program
+        now.spaces[name] = RowSpace.gather(
+            name,
+            self._transport,
+            layout,
+            path=path,
+            lengths=numbers["lengths"],
+            tokens=numbers["tokens"],
+            versions=numbers.get("versions"),
+            seed=program.seed,
+            step=now.step,
+            balance=program.balance,
+            above=program.graph.levels(name)[:-1] or ROOT,
+        )
+        return now.spaces[name]
+
+    def tell(self, task: Tell, step: int) -> None:
+        """Of the rows of a space, all; of a node that keeps the prompts' rows, how long its responses are."""
+        now, name, program = self._steps[step], task.value, self._program
+        of_space = program.graph.space_of(name) == name
+        message = None
+        if self._transport.rank == task.teller:
+            message = told(now.spaces[name]) if of_space else now.lengths[name].view(torch.uint8)
+        message = self._transport.broadcast_bytes(message, task.teller, task.ranks)
+        if self._transport.rank == task.teller:
+            return
+        if of_space:
+            now.spaces[name] = heard(message, name, seed=program.seed, step=step, balance=program.balance)
+        else:
+            now.lengths[name] = message.cpu().clone().view(torch.int64)
+
+    def exchange(self, task: Exchange, step: int) -> None:
+        """Start to bring a value to a layout, or beside other rows."""
+        now, graph = self._steps[step], self._program.graph
+        space = now.spaces[graph.space_of(task.value)]
+        made_here = self._transport.rank in task.source.ranks
+        if not made_here and not now.buffer.holds(task.value, space):
+            annotation, lengths = graph.type_of(task.value), now.lengths.get(task.value)
+            now.buffer.put(task.value, None, annotation, space, task.source, lengths)
+        now.buffer.issue(task.value, task.target, now.spaces[task.reader_space], task.columns)
+
+    def free(self, names: Sequence[str], now: InStep) -> None:
+        """Forget values of a step that nobody reads any more."""
+        for name in names:
+            now.buffer.free(name)
+
+    def kept(self, done: int) -> dict[str, Kept]:
+        """After `done` steps, of each that is generated and not trained what this rank made for training, by name."""
+        steps = self._in_progress(done) if self._crossing.made_here else ()
+        return {flight_name(step): self._crossing.keeping.of(self._steps[step]) for step in steps}
+
+    def restore(self, done: int, read: Callable[[str, Kept], Kept | None], run: Callable[[Task, int], None]) -> None:
+        """Take back what `kept` gave.
+
+        Args:
+            done: Steps that were trained.
+            read: Finds it by name, told what it is made of.
+            run: Runs a task of this rank, for what crosses to the ranks that train.
+        """
+        for step in self._in_progress(done):
+            self.begin(step, draw=0)
+            if self._crossing.made_here:
+                flight = read(flight_name(step), self._crossing.keeping.empty())
+                assert flight is not None, step
+                self._crossing.keeping.put(flight, self._steps[step])
+            for task in self._crossing.tasks:
+                if self._transport.rank in task.ranks:
+                    run(task, step)
+
+    def _in_progress(self, done: int) -> range:
+        return range(done, min(done + self._program.plan.max_staleness, self._program.steps))

@@ -1,0 +1,121 @@
+"""Who a row is: the numbers that lead to it from its prompt, level by level."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import UserError, did_you_mean
+from rlflow.values.host_copy import joined, on_device, on_host, rows_at
+
+
+@dataclass(frozen=True)
+class RowPath:
+    """The paths of `B` rows in the tree of rows: the id of a row's prompt, then the number of each child below it.
+
+    Two rows whose paths begin alike have an ancestor in common. The paths of a step's rows are known to all ranks that
+    have to do with them, so that they are never sent with a value.
+
+    Attributes:
+        numbers: `[B, depth]` int64.
+        levels: The names of the rows on the way: `batch`, then the nodes that made them, the last these rows' own.
+    """
+
+    numbers: Tensor
+    levels: tuple[str, ...]
+
+    @classmethod
+    def of_groups(cls, groups: Tensor, name: str = "rollout") -> RowPath:
+        """Paths of rows below prompts of these ids `[B]`, those of one prompt numbered in their order."""
+        return cls(torch.stack([groups, index_among(groups[:, None])], dim=1), ("batch", name))
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def depth(self) -> int:
+        """How many numbers a path has."""
+        return self.numbers.shape[1]
+
+    @property
+    def root(self) -> Tensor:
+        """`[B]` int64, the id of the prompt that each row descends from."""
+        return self._of(on_host(self.numbers)[:, 0])
+
+    @property
+    def index(self) -> Tensor:
+        """`[B]` int64, the number of each row among its siblings; of a prompt its id."""
+        return self._of(on_host(self.numbers)[:, -1])
+
+    @property
+    def group(self) -> Tensor:
+        """`[B]` int64, alike where rows have one parent; of samples of prompts the prompt's id."""
+        return self._group(max(1, self.depth - 1))
+
+    def group_of(self, level: str) -> Tensor:
+        """`[B]` int64, alike where rows descend from one row of this level: of `batch` its id, else a number of here.
+
+        Raises:
+            UserError: These rows have no such level.
+        """
+        if level not in self.levels:
+            raise UserError(
+                f"rows of `{self.levels[-1]}` have no level {level!r}; theirs are {', '.join(self.levels)}."
+                + did_you_mean(level, self.levels)
+            )
+        return self._group(1 + self.levels.index(level))
+
+    def take(self, index: Tensor) -> RowPath:
+        """The rows at `index` `[K]` int64, in that order."""
+        return RowPath(rows_at(self.numbers, index), self.levels)
+
+    def followed_by(self, other: RowPath) -> RowPath:
+        """The rows of both, these first."""
+        return RowPath(joined([self.numbers, other.numbers]), self.levels)
+
+    def children(self, counts: Tensor, name: str) -> RowPath:
+        """Paths of so many rows below each of these, in consecutive rows, numbered from 0.
+
+        Args:
+            counts: `[B]` int64.
+            name: Of the rows.
+        """
+        parents = on_host(self.numbers).repeat_interleave(counts, dim=0)
+        starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+        own = torch.arange(len(parents)) - starts
+        return RowPath(torch.cat([parents, own[:, None]], dim=1), (*self.levels, name))
+
+    def below(self, depth: int, name: str) -> RowPath:
+        """These rows as children of the ancestors to which `depth` numbers lead, numbered in their order."""
+        parents = on_host(self.numbers)[:, :depth]
+        numbers = torch.cat([parents, index_among(parents)[:, None]], dim=1)
+        return RowPath(on_device(numbers, self.numbers.device), (*self.levels[:depth], name))
+
+    def _group(self, depth: int) -> Tensor:
+        numbers = on_host(self.numbers)
+        if depth == 1:
+            return self._of(numbers[:, 0])
+        return self._of(torch.unique(numbers[:, :depth], dim=0, return_inverse=True)[1])
+
+    def _of(self, on_cpu: Tensor) -> Tensor:
+        return on_device(on_cpu.contiguous(), self.numbers.device)
+
+
+def index_among(parents: Tensor) -> Tensor:
+    """`[B]` int64, the number of each row among those of the same entry of `parents` `[B, depth]`, in their order."""
+    of = parents[:, 0] if parents.shape[1] == 1 else torch.unique(parents, dim=0, return_inverse=True)[1]
+    order = torch.argsort(of, stable=True)
+    counts = torch.unique_consecutive(of[order], return_counts=True)[1]
+    index = torch.empty_like(order)
+    index[order] = torch.arange(len(order), device=of.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    return index
+
+
+def lexicographic(numbers: Tensor) -> Tensor:
+    """`[N]`, which of the rows `[N, depth]` comes first: by their first numbers, then their second, and so on."""
+    order = torch.argsort(numbers[:, -1], stable=True)
+    for level in reversed(range(numbers.shape[1] - 1)):
+        order = order[torch.argsort(numbers[order, level], stable=True)]
+    return order
