@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -18,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow import algorithms
+from rlflow import Callback, RLModule, Trainer, algorithms
 from rlflow.algorithms import GRPO
+from rlflow.callbacks.hooks import HOOKS
 from rlflow.commands.configuration import read_fit
 from rlflow.commands.graph_difference import Algorithm, difference
 from rlflow.controller.gap import GAP, LARGEST_GAP
@@ -293,6 +295,25 @@ def test_the_config_of_the_reference_is_accepted(tmp_path: Path) -> None:
     configured = read_fit(["--config", str(tmp_path / "shown.yaml")])
     assert configured.trainer.settings.max_steps == 100
     assert configured.data.prompts_per_step == 32
+
+
+def test_the_callback_of_the_page_stops_a_run_and_keeps_what_it_counted(tmp_path: Path) -> None:
+    callbacks = imported(blocks("callbacks.md", "python")[0], "my_callbacks", tmp_path)
+    callback = callbacks.StopsOnLongResponses(tokens=200, steps=2)
+    trainer = Trainer(callbacks=[callback])
+    stopped = []
+    for step, length in enumerate((201.0, 200.0, 201.0, 202.0), start=1):
+        callback.on_step_end(trainer, RLModule(), step, {"rollout/length": length})
+        stopped.append(trainer.should_stop)
+    assert (stopped, callback.state_dict()) == ([False, False, False, True], {"longer": 2})
+
+
+def test_every_hook_is_on_the_page_of_callbacks() -> None:
+    page = (DOCS / "callbacks.md").read_text()
+    for name in HOOKS:
+        arguments = list(inspect.signature(getattr(Callback, name)).parameters)[3:]
+        (row,) = [line for line in page.splitlines() if f"`{name}`" in line]
+        assert f"| {'`' + ', '.join(arguments) + '` ' if arguments else ''}|" in row, name
 
 
 def test_every_test_that_verification_names_exists() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
+from rlflow.errors import UserError
 from rlflow.process.environment import PLACE
-from rlflow.strategies.launcher import RankLauncher, _say
+from rlflow.strategies.launcher import RankLauncher, _say, require_command
 
 SCRIPT = Path(__file__).with_name("ranks_script.py")
 HAPPENINGS = [
@@ -135,3 +137,25 @@ def test_a_run_leaves_no_place_in_a_job_that_a_later_one_would_take_for_its_own(
 
     assert RankLauncher(LightningEnvironment(), num_processes=1, num_nodes=1).launch(joins) == "done"
     assert {name: os.environ.get(name) for name in PLACE} == before
+
+
+def test_ranks_are_started_by_a_script_or_module_and_not_by_a_notebook_or_prompt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "my_run.py"
+    script.touch()
+    main = sys.modules["__main__"]
+    spec = main.__spec__
+    for argument, is_module, starts in (
+        ("-c", False, False),
+        ("-", False, False),
+        (str(script), False, True),
+        ("-m", True, True),
+    ):
+        monkeypatch.setattr(main, "__spec__", spec if is_module else None)
+        monkeypatch.setattr(sys, "argv", [argument])
+        with contextlib.nullcontext() if starts else pytest.raises(UserError, match="`trainer.devices` is 2, and each"):
+            require_command(2)
+    monkeypatch.setattr(sys, "ps1", "In [1]: ", raising=False)  # as in IPython, whose argv[0] is a file
+    with pytest.raises(UserError, match=r"`%%writefile my_run.py`, and run `python my_run.py`, or set `devices=1`"):
+        require_command(2)
