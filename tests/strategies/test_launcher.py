@@ -154,7 +154,7 @@ def test_ranks_are_started_by_a_script_or_module_and_not_by_a_notebook_or_prompt
     ):
         monkeypatch.setattr(main, "__spec__", spec if is_module else None)
         monkeypatch.setattr(sys, "argv", [argument])
-        with contextlib.nullcontext() if starts else pytest.raises(UserError, match="`trainer.devices` is 2, and each"):
+        with contextlib.nullcontext() if starts else pytest.raises(UserError, match="is 2, and each"):
             require_command(2)
     monkeypatch.setattr(sys, "ps1", "In [1]: ", raising=False)  # as in IPython, whose argv[0] is a file
     with pytest.raises(UserError, match=r"`%%writefile my_run.py`, and run `python my_run.py`, or set `devices=1`"):
