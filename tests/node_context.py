@@ -11,12 +11,13 @@ from rlflow.databuffer.transport import Transport
 def node_context(transport: Transport | None = None, dtype: torch.dtype = torch.float64) -> NodeContext:
     """On the CPU; what is scored is kept nowhere, and nothing can be generated."""
     return NodeContext(
-        engine=None,
+        engines={},
         transport=Transport() if transport is None else transport,
         device=torch.device("cpu"),
         dtype=dtype,
         seed=0,
         stop_token_ids=(),
         decode=str,
+        encode=lambda text: list(text.encode()),
         on_scores=lambda step, rollout, scores: None,
     )

@@ -100,7 +100,7 @@ def _changes(left: Node, right: Node) -> Iterator[Entry]:
 def _facts(node: Node) -> dict[str, str]:
     return {
         "type": TYPES[node.kind],
-        "role": node.role or "-",
+        "role": node.models or "-",
         "reads": ", ".join(node.reads) or "-",
         "returns": type_name(node.returns),
         "rows of": node.space,

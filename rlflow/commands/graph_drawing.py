@@ -46,7 +46,7 @@ def text(graph: Graph, plan: Plan, rank: int) -> str:
     rows = [
         (
             node.id,
-            node.role or "-",
+            node.models or "-",
             TYPES[node.kind],
             type_name(node.returns),
             node.space,
@@ -141,7 +141,7 @@ def _boxes(graph: Graph, plan: Plan) -> list[_Box]:
         else:
             node = graph.nodes[name]
             kind = TYPES[node.kind]
-            role = kind if node.role in (None, node.kind) else f"{node.role} · {kind}"
+            role = f"{node.models} · {kind}" if node.models else kind
             tooltip = f"{type_name(node.returns)}, rows of {node.space}, {describe(layout)}, {node.place}"
             boxes.append(_Box(name, kind, role, placed, tooltip))
     return boxes

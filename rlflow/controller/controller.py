@@ -175,8 +175,7 @@ class Controller:
         if not isinstance(task, RunNode | TrainNode):
             return " ".join(str(task).split())
         node = self._program.graph.nodes[task.node_id]
-        of = node.role or " and ".join(node.generates)
-        return f"node `{task.node_id}`{f' of role `{of}`' if of else ''}"
+        return f"node `{task.node_id}`{f' of role `{node.models}`' if node.models else ''}"
 
     def _remedies(self, task: Task) -> list[str]:
         """What lowers the memory that a task takes."""

@@ -110,8 +110,7 @@ def miscast(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Probl
     """
     for node in nodes.values():
         if node.kind == "train" and node.role is None:
-            found = "no role that could be trained"
-            yield _problem(node, f'trains and has {found}. Name the model it trains: `@node(role="...", type="train")`')
+            yield _problem(node, 'trains and has no role. Name the model it trains: `@node(role="...", type="train")`')
         elif node.role not in (None, *roles):
             known = [*roles, ROLLOUT]
             why = did_you_mean(str(node.role), known) or f" The roles are {', '.join(known)}."

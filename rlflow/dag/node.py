@@ -136,6 +136,11 @@ class Node:
         return tuple(dict.fromkeys(value.name for value in self.inputs))
 
     @property
+    def models(self) -> str:
+        """The role that it plays, or the policies that it generates with, in words; empty for plain tensor work."""
+        return self.role or " and ".join(self.generates)
+
+    @property
     def samples(self) -> bool:
         """Whether it generates rows of its own, below those that it reads."""
         return self.kind == "rollout" and self.rows != BATCH

@@ -119,4 +119,4 @@ def _running(node: Node, rows: Batch | Rollout | Pairs) -> Running:
     ids = torch.arange(len(rows.rows))
     path = torch.stack([ids // GROUP, ids], dim=1)
     space = RowSpace.gather("rows", Transport(), HERE, path=path, lengths=ids, tokens=ids)
-    return Running(node, space, HERE, draw=0, version=0, metrics=StepMetrics(0))
+    return Running(node, space, HERE, draw=0, versions={}, metrics=StepMetrics(0))

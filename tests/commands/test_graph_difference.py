@@ -63,7 +63,7 @@ def test_nodes_of_one_and_nodes_that_changed() -> None:
         f"- ref_logprobs  {written(GRPO, 'ref_logprobs')}  type MODEL_INFERENCE, role reference, reads rollout,"
         " returns PerToken, rows of rollout",
         "~ actor_loss    reads rollout, advantages, old_logprobs, ref_logprobs -> rollout, advantages, old_logprobs",
-        f"+ greedy        {written(ReMax, 'greedy')}  type ROLLOUT, role rollout, reads batch, returns Rollout,"
+        f"+ greedy        {written(ReMax, 'greedy')}  type ROLLOUT, role actor, reads batch, returns Rollout,"
         " rows of batch",
         f"+ baseline      {written(ReMax, 'baseline')}  type COMPUTE, reads greedy, returns PerSample, rows of batch",
     ]

@@ -40,9 +40,9 @@ class PPO(GRPO):
 
 def planned(module: object) -> tuple[Graph, Plan]:
     """The graph and its plan on two ranks, training and scoring balanced."""
-    graph = Graph.read(module, ("actor", "reference", "critic"))
+    graph = Graph.read(module, ("actor", "reference", "critic"), policies=("actor", "reference"))
     balanced = Layout((0, 1), 2, "balanced")
-    layouts = {"rollout": Layout((0, 1), 2), "actor": balanced, "reference": balanced, "critic": balanced}
+    layouts = {"actor.rollout": Layout((0, 1), 2), "actor": balanced, "reference": balanced, "critic": balanced}
     return graph, plan(graph, layouts, world_size=2)
 
 

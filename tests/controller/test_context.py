@@ -159,7 +159,7 @@ def _context(transport: Transport, metrics: StepMetrics, layout: Layout) -> Node
     module = Asks("tiny", OddCharacters())
     module.configure_models()
     rollout = Graph.read(module, roles=("actor", "reference")).nodes["rollout"]
-    context.running = Running(rollout, space, layout, 0, 0, metrics)
+    context.running = Running(rollout, space, layout, 0, {}, metrics)
     return context
 
 

@@ -95,7 +95,8 @@ def test_none_on_an_instance_removes_a_node_of_this_instance_only() -> None:
     module.ref_logprobs = None
     graph = Graph.read(module, ROLES)
     assert "ref_logprobs" not in graph.nodes
-    assert list(graph.roles()) == ["rollout", "actor"]
+    assert list(graph.roles()) == ["actor"]
+    assert graph.policies() == ("actor",)
     assert "ref_logprobs" in Graph.read(GRPO(), ROLES).nodes
 
 
@@ -189,8 +190,8 @@ class Wrong:
         Graph.read(module.Wrong(), ROLES)
     assert str(error.value).splitlines() == [
         "6 problems in the graph:",
-        "  wrong.py:5: `rollout` has role 'rollout' and returns PerSample, not `Rollout`."
-        " Return what `self.generate` makes, and compute in another node",
+        "  wrong.py:5: `rollout` generates and returns PerSample, not `Rollout`."
+        " Return what `generate` makes, and compute in another node",
         '  wrong.py:8: `rewards` reads `rolout`, which no node makes. Did you mean "rollout"?',
         "  wrong.py:11: `advantages` has no return type, which says how its value is cut by rows."
         " Write `-> PerSample`, `-> PerToken` or a frozen dataclass of them",
@@ -445,14 +446,85 @@ def test_a_loss_per_sample_says_too_which_rows_it_is_of() -> None:
     ]
 
 
-def test_a_rollout_node_reads_prompts_only() -> None:
+class Tree(GRPO):
+    """Samples of samples, and samples of prompts beside them."""
+
+    @node(generates="actor")
+    def again(self, rollout: Rollout) -> Rollout: ...
+
+    @node
+    def better(self, again: Rollout, rewards: PerSample) -> PerSample: ...
+
+
+def test_what_generates_makes_rows_below_those_that_it_reads() -> None:
+    graph = Graph.read(Tree(), ROLES)
+    assert graph.levels("again") == ("batch", "rollout", "again")
+    assert (graph.nodes["again"].inside, graph.nodes["again"].space) == ("rollout", "again")
+    assert graph.nodes["better"].space == "again"  # `rewards` of samples are seen beside each sample of theirs
+
+
+def test_rows_of_two_branches_are_not_read_together() -> None:
+    class Module(Tree):
+        @node(generates="actor")
+        def other(self, rollout: Rollout) -> Rollout: ...
+
+        @node
+        def both(self, other: Rollout, better: PerSample, rewards: PerSample) -> PerSample: ...
+
+    assert problems(Module()) == [
+        "`both` mixes samples of `other` (in `other`) and of `again` (in `better`), whose rows have nothing in common."
+        " Read them in nodes of their own"
+    ]
+
+
+def test_prompts_rows_are_kept_where_prompts_are_read() -> None:
     class Module(GRPO):
-        @node(role="rollout")
+        @node(role="rollout", rows="batch")
         def again(self, rollout: Rollout) -> Rollout: ...
 
     assert problems(Module()) == [
-        "`again` has role 'rollout' and reads samples of `rollout` (in `rollout`); it may read prompts only"
+        "`again` has `rows='batch'` and reads samples of `rollout` (in `rollout`); leave out `rows`, so that it makes"
+        " rows of its own"
     ]
+
+
+def test_the_role_rollout_reads_as_the_first_language_model_that_is_trained() -> None:
+    class Module(GRPO):
+        @node(role="critic", type="train")
+        def a_critic_loss(self, rollout: Rollout) -> PerToken: ...
+
+    graph = Graph.read(Module(), (*ROLES, "critic"), policies=("reference", "actor"))
+    assert graph.nodes["rollout"].generates == ("actor",)
+    assert graph.nodes["rollout"].role is None
+
+
+@pytest.mark.parametrize(
+    ("marks", "line"),
+    [
+        ({"generates": "acter"}, "generates with 'acter', which names no model handle of the module. Did you mean"),
+        (
+            {"generates": ("actor", "critic")},
+            "generates with 'critic', which is no language model; only a CausalLM generates, and those are actor,"
+            " reference. Name one of them",
+        ),
+        (
+            {"generates": "actor", "role": "reference"},
+            "has `generates='actor'` and `role='reference'`; a node generates or has a role. Score in",
+        ),
+        (
+            {"generates": "actor", "type": "filter"},
+            "is a filter and generates, and what samples cannot choose or train. Generate in a node of its own, and",
+        ),
+    ],
+)
+def test_what_cannot_generate_is_told(marks: dict[str, Any], line: str) -> None:
+    class Module(GRPO):
+        @node(**marks)
+        def more(self, batch: Batch) -> Rollout: ...
+
+    with pytest.raises(GraphError) as error:
+        Graph.read(Module(), (*ROLES, "critic"), policies=("actor", "reference"))
+    assert [str(problem) for problem in error.value.problems if f"`more` {line}" in str(problem)], str(error.value)
 
 
 def test_a_filter_and_its_ancestors_come_first_and_train_nodes_last() -> None:
@@ -479,8 +551,8 @@ def test_a_filter_does_not_sample() -> None:
         def useful(self, batch: Batch) -> PerSample: ...
 
     assert problems(Module()) == [
-        "`useful` is a filter and has role 'rollout', and what samples cannot choose."
-        " Sample in a node of its own, and read that"
+        "`useful` is a filter and generates, and what samples cannot choose or train."
+        " Generate in a node of its own, and read that"
     ]
 
 
@@ -555,7 +627,7 @@ def test_misspelt_marks_are_told() -> None:
 
     assert problems(Module()) == [
         "`type='trian'` of `a` is not 'train' or 'filter'. Did you mean \"train\"?",
-        "`rows='batch'` of `b` has no effect: only rollout nodes make rows, and its role is None. Remove it",
+        "`rows='batch'` of `b` has no effect: its role is None, and only what generates makes rows. Remove it",
     ]
 
 

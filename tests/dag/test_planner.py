@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
 from rlflow.dag.planner import Plan, plan
-from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, SyncWeights, Tell, TrainNode
+from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, Sleep, SyncWeights, Task, Tell, TrainNode
 from rlflow.errors import UserError
 from rlflow.values.batch import Batch
 from rlflow.values.cuts import PerSample, PerToken
@@ -26,7 +27,7 @@ BALANCED = Layout(BOTH, 2, "balanced", 64)
 
 def two_ranks(module: object, rollout: Layout = GROUPS) -> Plan:
     """The plan of a module on two ranks, training and scoring balanced."""
-    layouts = {"rollout": rollout, "actor": BALANCED, "reference": BALANCED}
+    layouts = {"actor.rollout": rollout, "actor": BALANCED, "reference": BALANCED}
     return plan(Graph.read(module, ROLES), layouts, world_size=2)
 
 
@@ -35,6 +36,7 @@ def test_the_plan_of_grpo_on_two_ranks() -> None:
         Load("batch", GROUPS),
         SyncWeights("actor", BOTH, BOTH),
         RunNode("rollout", GROUPS, frees=("batch",)),
+        Sleep("actor", BOTH),
         Exchange("rollout", "rollout", GROUPS, BALANCED),  # once for three readers
         RunNode("rewards", GROUPS, frees=()),
         RunNode("ref_logprobs", BALANCED, frees=()),
@@ -60,6 +62,7 @@ def test_a_filter_and_its_ancestors_repeat_and_all_else_comes_after_them() -> No
             keeps=("rollout", "rewards"),
             members=BOTH,
         ),
+        Sleep("actor", BOTH),
         Exchange("rollout", "rollout", GROUPS, BALANCED),
         RunNode("old_logprobs", BALANCED, frees=()),
         RunNode("advantages", GROUPS, frees=("rewards",)),
@@ -75,7 +78,7 @@ def test_prompts_come_beside_samples_once_these_are_made() -> None:
 
     tasks = two_ranks(Module()).tasks
     place = tasks.index(RunNode("rollout", GROUPS, frees=()))
-    assert tasks[place + 1 : place + 3] == (
+    assert tasks[place + 2 : place + 4] == (
         Exchange("batch", "rollout", GROUPS, GROUPS),
         Exchange("rollout", "rollout", GROUPS, BALANCED),
     )
@@ -83,13 +86,13 @@ def test_prompts_come_beside_samples_once_these_are_made() -> None:
 
 def cut_off(module: object) -> Plan:
     """The plan on two ranks, where long responses are cut off."""
-    layouts = {"rollout": GROUPS, "actor": BALANCED, "reference": BALANCED}
+    layouts = {"actor.rollout": GROUPS, "actor": BALANCED, "reference": BALANCED}
     return plan(Graph.read(module, ROLES), layouts, world_size=2, cuts_off=True)
 
 
 def test_responses_that_are_cut_off_are_held_back_before_anything_reads_them() -> None:
     tasks = cut_off(GRPO()).tasks
-    assert tasks[:3] == (
+    assert tasks[:4] == (
         SyncWeights("actor", BOTH, BOTH),
         Fill(
             None,
@@ -101,6 +104,7 @@ def test_responses_that_are_cut_off_are_held_back_before_anything_reads_them() -
             keeps=("rollout",),
             members=BOTH,
         ),
+        Sleep("actor", BOTH),
         Exchange("rollout", "rollout", GROUPS, BALANCED),
     )
     assert tasks[3:] == two_ranks(GRPO()).tasks[4:]
@@ -221,7 +225,7 @@ def test_what_a_plan_says_of_values_and_readers_holds_for_those_that_repeat() ->
 
 
 def test_a_rank_repeats_the_tasks_that_name_it() -> None:
-    layouts = {"rollout": Layout((0,), 1), "actor": Layout((1,), 1, "balanced")}
+    layouts = {"actor.rollout": Layout((0,), 1), "actor": Layout((1,), 1, "balanced")}
     planned = plan(Graph.read(Filtered(), ROLES), layouts, world_size=2)
     fills = [task for rank in (0, 1) for task in planned.for_rank(rank) if isinstance(task, Fill)]
     assert [len(fill.tasks) for fill in fills] == [4]  # rank 1 has no part in it
@@ -272,27 +276,14 @@ def test_weights_are_brought_in_once_before_the_first_of_two_rollouts() -> None:
     assert syncs[0] == runs[0] - 1
 
 
-def test_weights_that_never_change_are_not_brought_in() -> None:
-    layouts = {"rollout": GROUPS, "actor": BALANCED, "reference": BALANCED}
-    tasks = plan(Graph.read(GRPO(), ROLES), layouts, world_size=2, follows=None).tasks
-    assert not any(isinstance(task, SyncWeights) for task in tasks)
-
-
-def test_following_an_unknown_role_is_told() -> None:
-    layouts = {"rollout": GROUPS, "actor": BALANCED, "reference": BALANCED}
-    found = "the rollout engine follows the weights of 'acter', and no node has this role"
-    with pytest.raises(UserError, match=f'^{found}; the roles are rollout, actor, reference. Did you mean "actor"'):
-        plan(Graph.read(GRPO(), ROLES), layouts, world_size=2, follows="acter")
-
-
 def test_equal_layouts_move_nothing() -> None:
-    layouts = dict.fromkeys(("rollout", "actor", "reference"), GROUPS)
+    layouts = dict.fromkeys(("actor.rollout", "actor", "reference"), GROUPS)
     assert not any(isinstance(task, Exchange) for task in plan(Graph.read(GRPO(), ROLES), layouts, 2).tasks)
 
 
 def test_a_node_without_a_role_holds_one_shard_on_each_rank_that_made_its_value() -> None:
     tensor_parallel = Layout((0, 1, 2, 3), 2)  # two engines of two ranks
-    layouts = {"rollout": tensor_parallel, "actor": Layout((4, 5), 2, "balanced"), "reference": Layout((4, 5), 2)}
+    layouts = {"actor.rollout": tensor_parallel, "actor": Layout((4, 5), 2, "balanced"), "reference": Layout((4, 5), 2)}
     planned = plan(Graph.read(GRPO(), ROLES), layouts, world_size=6)
     assert planned.layouts()["rewards"] == Layout((0, 1, 2, 3), 4)
     assert Exchange("rollout", "rollout", tensor_parallel, Layout((0, 1, 2, 3), 4)) in planned.tasks
@@ -303,7 +294,11 @@ def test_a_node_without_a_role_follows_the_last_planned_value_it_reads() -> None
         @node
         def gaps(self, rewards: PerSample, old_logprobs: PerToken) -> PerSample: ...
 
-    layouts = {"rollout": Layout((0, 1), 2), "actor": Layout((2, 3), 2, "balanced"), "reference": Layout((2, 3), 2)}
+    layouts = {
+        "actor.rollout": Layout((0, 1), 2),
+        "actor": Layout((2, 3), 2, "balanced"),
+        "reference": Layout((2, 3), 2),
+    }
     planned = plan(Graph.read(Module(), ROLES), layouts, world_size=4)
     assert planned.layouts()["gaps"] == Layout((2, 3), 2)
 
@@ -327,7 +322,7 @@ def test_a_value_that_nobody_reads_is_freed_by_its_own_node() -> None:
 
 def test_a_rank_runs_the_tasks_that_name_it_in_the_global_order() -> None:
     layouts = {
-        "rollout": Layout((0,), 1),
+        "actor.rollout": Layout((0,), 1),
         "actor": Layout((1,), 1, "balanced"),
         "reference": Layout((1,), 1, "balanced"),
     }
@@ -358,7 +353,7 @@ def test_a_rank_runs_the_tasks_that_name_it_in_the_global_order() -> None:
 
 
 GENERATES, TRAINS = Layout((0,), 1), Layout((1, 2), 2, "balanced")
-APART = {"rollout": GENERATES, "actor": TRAINS, "reference": TRAINS}
+APART = {"actor.rollout": GENERATES, "actor": TRAINS, "reference": TRAINS}
 
 
 def test_generation_runs_a_step_ahead_of_training() -> None:
@@ -387,7 +382,7 @@ def test_a_value_is_not_freed_before_training_a_step_later_has_read_it() -> None
 
 
 def test_a_filter_runs_ahead_without_the_ranks_that_train() -> None:
-    layouts = {"rollout": Layout((0, 1), 2), "actor": Layout((2,), 1, "balanced")}
+    layouts = {"actor.rollout": Layout((0, 1), 2), "actor": Layout((2,), 1, "balanced")}
     planned = plan(Graph.read(Filtered(), ROLES), layouts, world_size=3, max_staleness=1)
     (fill,) = [task for task in planned.tasks if isinstance(task, Fill)]
     assert fill.members == (0, 1)
@@ -396,11 +391,125 @@ def test_a_filter_runs_ahead_without_the_ranks_that_train() -> None:
 
 
 def test_ranks_that_train_are_told_of_rows_when_they_have_trained() -> None:
-    layouts = {"rollout": GENERATES, "reference": Layout((1,), 1, "balanced"), "actor": Layout((2,), 1, "balanced")}
+    layouts = {
+        "actor.rollout": GENERATES,
+        "reference": Layout((1,), 1, "balanced"),
+        "actor": Layout((2,), 1, "balanced"),
+    }
     planned = plan(Graph.read(GRPO(), ROLES), layouts, world_size=3, max_staleness=1)
     told = [task for task in planned.tasks if isinstance(task, Tell)]
     assert told == [Tell("rollout", 0, (1,)), Tell("rollout", 0, (2,))]
     assert told[1] in planned.crossing()
+
+
+class SelfPlay:
+    """A policy that asks and one that answers, in rows of three levels."""
+
+    @node(generates="proposer")
+    def question(self, batch: Batch) -> Rollout: ...
+
+    @node(generates="solver")
+    def answer(self, question: Rollout) -> Rollout: ...
+
+    @node
+    def worth(self, question: Rollout) -> PerSample: ...
+
+    @node
+    def advantages(self, answer: Rollout, worth: PerSample) -> PerSample: ...
+
+    @node(role="solver", type="train")
+    def solver_loss(self, answer: Rollout, advantages: PerSample) -> PerToken: ...
+
+    @node(role="proposer", type="train")
+    def proposer_loss(self, question: Rollout, worth: PerSample) -> PerToken: ...
+
+
+POLICIES = ("proposer", "solver")
+TOGETHER = {"proposer.rollout": GROUPS, "solver.rollout": GROUPS, "proposer": GROUPS, "solver": GROUPS}
+
+
+def steps_of(tasks: Sequence[Task]) -> list[str]:
+    """The tasks that generate, train, sync and sleep, in words."""
+    words = [" ".join(str(task).split(":")[0].split()) for task in tasks]
+    return [text for text in words if text.split()[0] in ("sync", "run", "sleep", "train", "fill")]
+
+
+def test_each_policy_gets_its_weights_before_it_generates_and_one_engine_is_awake_at_a_time() -> None:
+    assert steps_of(plan(Graph.read(SelfPlay(), POLICIES), TOGETHER, world_size=2).tasks) == [
+        "sync proposer -> rollout",
+        "run question",
+        "sleep proposer",
+        "sync solver -> rollout",
+        "run answer",
+        "sleep solver",
+        "run worth",
+        "run advantages",
+        "train proposer_loss",
+        "train solver_loss",
+    ]
+
+
+def test_policies_of_one_node_are_awake_together() -> None:
+    class Module(SelfPlay):
+        @node(generates=("proposer", "solver"))
+        def answer(self, question: Rollout) -> Rollout: ...
+
+    found = steps_of(plan(Graph.read(Module(), POLICIES), TOGETHER, world_size=2).tasks)
+    assert found[:6] == [
+        "sync proposer -> rollout",
+        "run question",
+        "sync solver -> rollout",
+        "run answer",
+        "sleep proposer",
+        "sleep solver",
+    ]
+
+
+def test_a_frozen_policy_comes_from_its_files() -> None:
+    class Module(SelfPlay):
+        solver_loss = None
+
+    tasks = plan(Graph.read(Module(), POLICIES), TOGETHER, world_size=2).tasks
+    assert SyncWeights("solver", (), BOTH) in tasks
+    assert str(SyncWeights("solver", (), BOTH)) == "sync      solver -> rollout: from its files, ranks 0-1"
+
+
+def test_policies_that_share_an_engine_take_turns_within_what_repeats() -> None:
+    class Module(SelfPlay):
+        @node(type="filter")
+        def useful(self, answer: Rollout) -> PerSample: ...
+
+    graph = Graph.read(Module(), POLICIES)
+    (fill,) = [task for task in plan(graph, TOGETHER, 2).tasks if isinstance(task, Fill)]
+    assert not any(isinstance(task, SyncWeights) for task in fill.tasks)
+    (fill,) = [task for task in plan(graph, TOGETHER, 2, shared={"solver": "proposer"}).tasks if isinstance(task, Fill)]
+    assert steps_of(fill.tasks)[:6] == [
+        "sync proposer -> rollout",
+        "run question",
+        "sleep proposer",
+        "sync solver -> rollout",
+        "run answer",
+        "sleep solver",
+    ]
+
+
+def test_a_value_of_rows_above_is_seen_beside_each_row_below() -> None:
+    found = [task for task in plan(Graph.read(SelfPlay(), POLICIES), TOGETHER, 2).tasks if isinstance(task, Exchange)]
+    assert Exchange("worth", reader_space="answer", source=GROUPS, target=GROUPS) in found
+
+
+def test_policies_of_one_node_on_different_ranks_are_refused() -> None:
+    class Module(SelfPlay):
+        @node(generates=("proposer", "solver"))
+        def answer(self, question: Rollout) -> Rollout: ...
+
+    layouts = {**TOGETHER, "proposer.rollout": Layout((0,), 1), "solver.rollout": Layout((1,), 1)}
+    with pytest.raises(UserError) as refused:
+        plan(Graph.read(Module(), POLICIES), layouts, world_size=2)
+    assert str(refused.value) == (
+        "node `answer` generates with `proposer` on rank 0 and with `solver` on rank 1; place `proposer.rollout` and"
+        " `solver.rollout` alike, or generate in a node for each"
+    )
 
 
 class ReadsTexts(GRPO):
@@ -412,7 +521,11 @@ class ReadsTexts(GRPO):
 
 
 def test_a_node_that_reads_texts_runs_where_they_were_made() -> None:
-    layouts = {"rollout": Layout((0, 1), 2), "actor": Layout((2, 3), 2, "balanced"), "reference": Layout((2, 3), 2)}
+    layouts = {
+        "actor.rollout": Layout((0, 1), 2),
+        "actor": Layout((2, 3), 2, "balanced"),
+        "reference": Layout((2, 3), 2),
+    }
     planned = plan(Graph.read(ReadsTexts(), ROLES), layouts, world_size=4)
     assert planned.layouts()["rewards"] == Layout((0, 1), 2)
 
@@ -424,14 +537,18 @@ def test_a_value_is_exchanged_once_for_readers_of_both_steps() -> None:
 
         def actor_loss(self, rollout: Rollout, advantages: PerSample, gap: PerToken) -> PerToken: ...
 
-    layouts = {"rollout": GENERATES, "reference": Layout((1,), 1, "balanced"), "actor": Layout((2,), 1, "balanced")}
+    layouts = {
+        "actor.rollout": GENERATES,
+        "reference": Layout((1,), 1, "balanced"),
+        "actor": Layout((2,), 1, "balanced"),
+    }
     planned = plan(Graph.read(Module(), ROLES), layouts, world_size=3, max_staleness=1)
     exchanges = [task for task in planned.tasks if isinstance(task, Exchange) and task.value == "rollout"]
     assert sorted(task.target.ranks for task in exchanges) == [(1,), (2,)]
 
 
 def test_ranks_that_train_cannot_run_ahead() -> None:
-    layouts = {"rollout": Layout((0, 1), 2), "actor": Layout((1, 2), 2), "reference": Layout((1, 2), 2)}
+    layouts = {"actor.rollout": Layout((0, 1), 2), "actor": Layout((1, 2), 2), "reference": Layout((1, 2), 2)}
     with pytest.raises(UserError, match="`rollout` cannot run ahead of training: rank 1 would both generate and train"):
         plan(Graph.read(GRPO(), ROLES), layouts, world_size=3, max_staleness=1)
 
@@ -448,13 +565,13 @@ def test_a_filter_that_needs_what_training_ranks_make_cannot_run_ahead() -> None
 
         def useful(self, rewards: PerSample, old_logprobs: PerToken) -> PerSample: ...
 
-    layouts = {"rollout": Layout((0,), 1), "actor": Layout((1,), 1, "balanced")}
+    layouts = {"actor.rollout": Layout((0,), 1), "actor": Layout((1,), 1, "balanced")}
     with pytest.raises(UserError, match="the filter `useful` needs `old_logprobs`, which runs on ranks that train"):
         plan(Graph.read(Module(), ROLES), layouts, world_size=2, max_staleness=1)
 
 
 def test_ranks_in_a_filters_tasks_know_the_rows_that_others_of_them_make() -> None:
-    layouts = {"rollout": Layout((0,), 1), "actor": Layout((1,), 1, "balanced"), "reference": Layout((2,), 1)}
+    layouts = {"actor.rollout": Layout((0,), 1), "actor": Layout((1,), 1, "balanced"), "reference": Layout((2,), 1)}
 
     class Module(Filtered):
         @node(role="reference")

@@ -103,7 +103,7 @@ def step(algorithm: type[RLModule], policy: Path, given: Mapping[str, Any], **se
     for node in graph.order:
         if node.id in values or node.role == "critic":
             continue
-        context.running = Running(node, space, HERE, draw=0, version=0, metrics=StepMetrics(0))
+        context.running = Running(node, space, HERE, draw=0, versions={}, metrics=StepMetrics(0))
         reads = {name: values[name] for name in node.reads}
         if node.kind != "train":
             values[node.id] = getattr(module, node.id)(**reads)

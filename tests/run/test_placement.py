@@ -19,20 +19,20 @@ def grpo(**settings: object) -> GRPO:
 
 def test_a_scored_role_holds_the_rows_of_the_trained_one() -> None:
     module = grpo(samples_per_update=16)
-    placed = layouts(module, read_graph(module), Machines(1, 4), tensor_parallel_size=1)
+    placed = layouts(module, read_graph(module), Machines(1, 4), {"actor": 1})
     assert placed["reference"] == placed["actor"] == Layout((0, 1, 2, 3), 4, "balanced", 16)
 
 
 def test_the_ranks_of_an_engine_share_whole_groups() -> None:
     module = grpo()
-    placed = layouts(module, read_graph(module), Machines(1, 4), tensor_parallel_size=2)
-    assert placed["rollout"] == Layout((0, 1, 2, 3), 2, "groups")
+    placed = layouts(module, read_graph(module), Machines(1, 4), {"actor": 2})
+    assert placed["actor.rollout"] == Layout((0, 1, 2, 3), 2, "groups")
 
 
 def test_ranks_that_do_not_divide_into_engines_are_refused() -> None:
     module = grpo()
     with pytest.raises(UserError, match=r"`rollout.init_args.tensor_parallel_size` is 4, .* 6 ranks .* \[1, 2, 3, 6\]"):
-        layouts(module, read_graph(module), Machines(1, 6), tensor_parallel_size=4)
+        layouts(module, read_graph(module), Machines(1, 6), {"actor": 4})
 
 
 def test_the_engine_follows_the_trained_role() -> None:
@@ -65,7 +65,7 @@ def test_to_sample_with_no_trained_language_model_is_refused() -> None:
 
 def placed_on(machines: Machines, tensor_parallel_size: int = 1, **placement: Placed) -> dict[str, Layout]:
     module = grpo()
-    return layouts(module, read_graph(module), machines, tensor_parallel_size, placement)
+    return layouts(module, read_graph(module), machines, {"actor": tensor_parallel_size}, placement)
 
 
 FOUR = Machines(1, 4)
@@ -73,7 +73,7 @@ FOUR = Machines(1, 4)
 
 def test_roles_live_on_the_ranks_that_are_named_and_the_others_on_all() -> None:
     placed = placed_on(FOUR, rollout=0, actor=[1, "2-3"])
-    assert placed["rollout"] == Layout((0,), 1)
+    assert placed["actor.rollout"] == Layout((0,), 1)
     assert placed["actor"] == Layout((1, 2, 3), 3, "balanced")
     assert placed["reference"] == Layout((0, 1, 2, 3), 4, "balanced")
 
@@ -85,7 +85,7 @@ def test_ranks_that_share_a_sequence_hold_one_shard() -> None:
 
 def test_a_role_can_live_on_whole_machines() -> None:
     placed = placed_on(Machines(3, 2), rollout=Place(nodes=[0]), actor=Place(nodes=["1-2"]))
-    assert placed["rollout"].ranks == (0, 1)
+    assert placed["actor.rollout"].ranks == (0, 1)
     assert placed["actor"].ranks == (2, 3, 4, 5)
 
 
@@ -97,7 +97,7 @@ def test_machines_have_names_under_slurm(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_view_of_a_model_lives_where_the_model_does() -> None:
     module = GRPO("tiny", OddCharacters(), kl_coef=0.1, lora=LoRA(rank=2))
-    placed = layouts(module, read_graph(module), FOUR, 1, {"actor": [1, 2]})
+    placed = layouts(module, read_graph(module), FOUR, {"actor": 1}, {"actor": [1, 2]})
     assert placed["reference"].ranks == placed["actor"].ranks == (1, 2)
 
 
@@ -124,3 +124,11 @@ def test_what_cannot_be_placed_is_told_in_one_line(
     with pytest.raises(UserError, match=said) as error:
         placed_on(FOUR, tensor_parallel_size, **placement)
     assert "\n" not in str(error.value)
+
+
+def test_engines_are_placed_by_policy_and_the_short_name_is_for_all_others() -> None:
+    module = grpo()
+    sizes = {"actor": 1, "reference": 2}
+    placed = layouts(module, read_graph(module), FOUR, sizes, {"rollout": "0-1", "actor.rollout": 3})
+    assert placed["actor.rollout"] == Layout((3,), 1)
+    assert placed["reference.rollout"] == Layout((0, 1), 1)

@@ -182,7 +182,7 @@ REFUSALS = [  # what is written of a node, and what is said of it, both from whe
         "x, call: actor.logprobs, dependencies: {rows: rollout}",
         "calls the model `actor` and has no role, so its rows may lie elsewhere. Write `role: actor`",
     ),
-    ("x, call: generate", "calls generate, and only a rollout node samples. Write `role: rollout`"),
+    ("x, call: generate", "calls generate, and is not marked to. Write `generates: actor`, or"),
     (
         "x, role: actr, call: STEPS.shortened",
         "has role 'actr', which names no model handle of the module. Did you mean \"actor\"?",

@@ -1,0 +1,83 @@
+"""Modules of several policies, for tests: what they generated is recorded by path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlflow import Batch, PerSample, PerToken, Rollout, node
+from rlflow.functional import group_normalized_advantages
+from rlflow.models.causal_lm import CausalLM
+from rlflow.models.optimizer import Optimizer
+from rlflow.module import RLModule
+from tests.controller.runs import OddCharacters
+
+QUESTIONS, ANSWERS = 2, 3  # of a prompt, of a question
+
+
+class SelfPlay(RLModule):
+    """One policy asks, the other answers; both are trained on the rewards of their own responses."""
+
+    stop_token_ids = tuple(range(40, 60))
+    max_response_length = 8
+    group_size = QUESTIONS * ANSWERS
+
+    def __init__(self, proposer: Path, solver: Path, solver_trains: bool = True) -> None:
+        self.proposer_path, self.solver_path = str(proposer), str(solver)
+        self.reward = OddCharacters()
+        self.solver_trains = solver_trains
+        if not solver_trains:
+            self.solver_loss = None  # type: ignore[assignment,method-assign]
+        self.record: dict[str, list[dict[tuple[int, ...], list[int]]]] = {"question": [], "answer": []}
+
+    def configure_models(self) -> None:
+        sgd = Optimizer("sgd", lr=0.05, gradient_clipping=0.0)
+        self.proposer = CausalLM(self.proposer_path, optimizer=sgd)
+        frozen = {} if self.solver_trains else {"trainable": False}
+        self.solver = CausalLM(self.solver_path, **({"optimizer": sgd} if self.solver_trains else frozen))  # type: ignore[arg-type]
+
+    @node(generates="proposer")
+    def question(self, batch: Batch) -> Rollout:
+        rollout: Rollout = self.proposer.generate(batch, n=QUESTIONS)
+        return self._recorded("question", rollout)
+
+    @node(generates="solver")
+    def answer(self, question: Rollout) -> Rollout:
+        rollout: Rollout = self.solver.generate(question.as_prompts(self.ask), n=ANSWERS, max_new_tokens=6)
+        return self._recorded("answer", rollout)
+
+    def ask(self, text: str, row: dict[str, Any]) -> list[int]:
+        return self.tokens(f"{row['question']}{text}?")
+
+    @node
+    def worth(self, question: Rollout) -> PerSample:
+        return self.reward_function(question, name="worth")
+
+    @node
+    def solved(self, answer: Rollout) -> PerSample:
+        return self.reward_function(answer)
+
+    @node
+    def question_advantages(self, question: Rollout, worth: PerSample) -> PerSample:
+        return group_normalized_advantages(worth, question.group)
+
+    @node
+    def answer_advantages(self, answer: Rollout, solved: PerSample, worth: PerSample) -> PerSample:
+        return group_normalized_advantages(solved, answer.group) + 0 * worth  # `worth` is seen beside each answer
+
+    @node(role="solver", type="train")
+    def solver_loss(self, answer: Rollout, answer_advantages: PerSample) -> PerToken:
+        return -self.solver.logprobs(answer) * answer_advantages[:, None]
+
+    @node(role="proposer", type="train")
+    def proposer_loss(self, question: Rollout, question_advantages: PerSample) -> PerToken:
+        return -self.proposer.logprobs(question) * question_advantages[:, None]
+
+    def _recorded(self, name: str, rollout: Rollout) -> Rollout:
+        tokens: Sequence[list[int]] = rollout.response_ids.tolist()
+        lengths, paths = rollout.lengths.tolist(), rollout.path.numbers.tolist()
+        self.record[name].append(
+            {tuple(path): row[:length] for path, row, length in zip(paths, tokens, lengths, strict=True)}
+        )
+        return rollout
