@@ -138,8 +138,8 @@ class Sleeps(TransformersEngine):
 
     asleep = False
 
-    def sleep(self) -> None:
-        super().sleep()
+    def sleep(self, keep_weights: bool = False) -> None:
+        super().sleep(keep_weights)
         self.asleep = True
 
     def wake_up(self) -> None:
