@@ -18,6 +18,7 @@ from rlflow.module import RLModule, handles
 from rlflow.process import startup
 from rlflow.process.devices import require_accelerator, require_known_gpu
 from rlflow.process.status import refusing_exits
+from rlflow.rollout.assignment import EngineSettings, Share
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.run.fit import Run
@@ -63,6 +64,7 @@ class Trainer:
             go on with the weights of the next. None for whole responses.
         strategy: How training is spread over ranks; None for one process without DeepSpeed, else ZeRO-2.
         rollout: The engine that generates; None for transformers' own.
+        engines: By policy, an engine other than `rollout`, or a `Share` of another policy's.
         loggers: Where metrics go beside the run's own files.
         callbacks: Told of steps, nodes and validations.
         seed: Of everything random.
@@ -94,6 +96,7 @@ class Trainer:
         partial_rollout: int | None = None,
         strategy: TrainingStrategy | None = None,
         rollout: RolloutEngine | None = None,
+        engines: dict[str, RolloutEngine | Share] | None = None,
         loggers: Sequence[Logger] = (),
         callbacks: Sequence[Callback] = (),
         seed: int = 0,
@@ -150,6 +153,7 @@ class Trainer:
         self.partial_rollout = partial_rollout
         self.strategy = strategy
         self.rollout = rollout
+        self.engines = engines or {}
         self.loggers = list(loggers)
         self.callbacks = list(callbacks)
         self.seed = seed
@@ -190,6 +194,11 @@ class Trainer:
         return Machines(self.num_nodes, self.devices)
 
     @property
+    def engine_settings(self) -> EngineSettings:
+        """What generates, as configured."""
+        return EngineSettings(self.rollout or TransformersEngine(), self.engines)
+
+    @property
     def validation_dir(self) -> Path:
         """Where `validate` leaves its results: beside the run's own folder, whose model may be what it validates."""
         return self.run_dir.with_name(f"{self.run_dir.name}-validate")
@@ -209,17 +218,16 @@ class Trainer:
         self.should_stop = False
         require_accelerator(self.accelerator)
         strategy = self.strategy or (SingleProcess() if self.machines.world_size == 1 else DeepSpeedStrategy())
-        engine = self.rollout or TransformersEngine()
-        engine.check_installed()
+        self.engine_settings.check_installed()
 
         def run(_: Fabric) -> dict[str, Any]:
             with refusing_exits():
                 transport = Transport(strategy.root_device, strategy.timeout)
                 scan_together(prepared.loaders, transport, keeps=strategy.local_rank == 0)
                 if not was_scanned:
-                    check_rows(prepared, module, engine, strategy)
+                    check_rows(prepared, module, strategy)
                 startup.passed("ranks")
-                return start(Run(self, module, data, prepared, strategy, engine))
+                return start(Run(self, module, data, prepared, strategy))
 
         with tempfile.TemporaryDirectory() as scratch:
             prepared = prepare(
@@ -227,7 +235,7 @@ class Trainer:
                 data,
                 seed=self.seed,
                 machines=self.machines,
-                tensor_parallel_size=engine.tensor_parallel_size,
+                engines=self.engine_settings,
                 placement=self.placement,
                 max_staleness=self.max_staleness,
                 cuts_off=self.partial_rollout is not None,
@@ -243,16 +251,16 @@ class Trainer:
                 accelerator=self.accelerator, devices=self.devices, num_nodes=self.num_nodes, strategy=strategy
             )
             require_known_gpu(strategy.root_device, strategy.dtype)
-            if prepared.generates and strategy.float32_head:
-                engine.use_float32_head()
-            if prepared.generates:
-                engine.check_model(load_config(prepared.paths[prepared.lead]))
-                if handles(module)[prepared.lead].replays_routing:
+            for policy, engine in prepared.engines.own.items() if prepared.generates else ():
+                if strategy.float32_head:
+                    engine.use_float32_head()
+                engine.check_model(load_config(prepared.paths[policy]))
+                if handles(module)[policy].replays_routing:
                     engine.tell_experts()
                 engine.check_device(strategy.root_device)
             was_scanned = prepared.is_scanned
             if was_scanned:
-                check_rows(prepared, module, engine, strategy)
+                check_rows(prepared, module, strategy)
             startup.passed("data")
             results: dict[str, Any] = fabric.launch(run)
         return results

@@ -31,6 +31,7 @@ from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
 from rlflow.process.status import Answered
 from rlflow.rewards import ExactMatch
+from rlflow.rollout.assignment import Share
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.run.placement import Placed, followed_role, layouts
 from rlflow.run.prepare import read_graph as read_module_graph
@@ -48,6 +49,7 @@ HERE = "this machine"
 TOP_LEVEL = {
     "strategy",
     "rollout",
+    "engines",
     "placement",
     "loggers",
     "callbacks",
@@ -114,10 +116,12 @@ class ConfiguredGraph:
         world_size = trainer.machines.world_size
         if not 0 <= self.rank < world_size:
             raise UserError(f"`--rank` is {self.rank}, but the config has the ranks 0 to {world_size - 1}; name one")
-        tensor_parallel_size = 1 if trainer.rollout is None else trainer.rollout.tensor_parallel_size
-        placed = layouts(module, graph, trainer.machines, tensor_parallel_size, trainer.placement)
+        follows = followed_role(module, graph)
+        settings = trainer.engine_settings
+        engine = settings.rollout if follows is None else settings.assigned([follows])[follows]
+        placed = layouts(module, graph, trainer.machines, engine.tensor_parallel_size, trainer.placement)
         cuts_off = trainer.partial_rollout is not None
-        planned = plan(graph, placed, world_size, followed_role(module, graph), trainer.max_staleness, cuts_off)
+        planned = plan(graph, placed, world_size, follows, trainer.max_staleness, cuts_off)
         print(text(graph, planned, self.rank))
         if self.draw is not None:
             self.draw.parent.mkdir(parents=True, exist_ok=True)
@@ -352,6 +356,9 @@ def _parser(command: str, description: str) -> OneLineParser:
     parser.add_class_arguments(Trainer, "trainer", skip=TOP_LEVEL, instantiate=False)
     parser.add_argument("--strategy", type=TrainingStrategy | None, default=None, help="how training is spread")
     parser.add_argument("--rollout", type=RolloutEngine | None, default=None, help="the engine that generates")
+    parser.add_argument(
+        "--engines", type=dict[str, Share | RolloutEngine], default={}, help="by policy, where it is not `rollout`"
+    )
     parser.add_argument("--placement", type=dict[str, Placed] | None, default=None, help="by role: its ranks")
     parser.add_argument("--logger", type=list[Logger], default=[], help="beside the run's own files")
     parser.add_argument("--callbacks", type=list[Callback], default=[], help="told of steps, nodes and validations")
@@ -416,6 +423,7 @@ def _build(parser: OneLineParser, parsed: Namespace, entries: Sequence[Entry]) -
             **parsed.trainer.as_dict(),
             strategy=built.strategy,
             rollout=built.rollout,
+            engines=built.engines,
             placement=built.placement,
             loggers=built.logger,
             callbacks=built.callbacks,

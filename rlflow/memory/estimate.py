@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rlflow.dag.tasks import Exchange, rank_ranges
-from rlflow.memory.workload import RoleTraining, Workload
+from rlflow.errors import UserError
+from rlflow.memory.workload import Engine, LoadedRole, RoleTraining, Workload
 from rlflow.models.logprobs import CHUNK_ELEMENTS
 from rlflow.models.sizes import ModelSize
 from rlflow.storage.space import in_bytes
@@ -16,6 +17,26 @@ from rlflow.values.layout import Layout
 # no scores: Korthikanti et al., arXiv 2205.05198, equation 2 without its last term.
 ACTIVATION_BYTES = 34
 FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class HeldByEngine:
+    """Bytes that an engine takes of a rank.
+
+    Attributes:
+        weights: Its copy of the policy's.
+        cache: Keys and values: as many as are set, or as fit beside the weights in the engine's share.
+        asleep: What stays while it sleeps.
+    """
+
+    weights: float
+    cache: float
+    asleep: float = 0.0
+
+    @property
+    def awake(self) -> float:
+        """While it generates."""
+        return self.weights + max(self.cache, 0.0)
 
 
 @dataclass(frozen=True)
@@ -32,11 +53,10 @@ class Memory:
         gathered: A layer's weights where they are divided, whole.
         reduced: Gradients on their way to other ranks.
         stepping: What the optimizer takes while it steps, beside its states.
-        engine_weights: Of the engine.
-        cache: Keys and values: as many as are set, or as fit beside the weights in the engine's share.
+        engines: By the role that each belongs to.
         held: Values of the step.
         capacity: Of the device, for this rank.
-        asleep: Of the engine, while roles are trained.
+        together: Engines that are awake at once; others are awake alone.
         host: In the CPU's memory instead: optimizer states and weights of each role that leaves them there.
     """
 
@@ -48,11 +68,10 @@ class Memory:
     logits: float
     gathered: float
     reduced: float
-    engine_weights: float
-    cache: float
+    engines: Mapping[str, HeldByEngine]
     held: float
     capacity: float
-    asleep: float = 0.0
+    together: tuple[frozenset[str], ...] = ()
     stepping: float = 0.0
     host: Mapping[str, float] = field(default_factory=dict)
 
@@ -63,24 +82,38 @@ class Memory:
 
     @property
     def generating(self) -> float:
-        """While the engine is awake."""
-        return self.kept + self.held + self.engine_weights + max(self.cache, 0.0)
+        """While as many engines are awake as ever are."""
+        return self.kept + self.held + self.awake
+
+    @property
+    def asleep(self) -> float:
+        """Of all engines, while roles are trained."""
+        return sum(engine.asleep for engine in self.engines.values())
+
+    @property
+    def awake(self) -> float:
+        """Of all engines, while those that take most are awake and the others sleep."""
+        at_once = [frozenset({name}) for name in self.engines] + [*self.together]
+        more = (sum(self.engines[name].awake - self.engines[name].asleep for name in names) for names in at_once)
+        return self.asleep + max(more, default=0.0)
 
     @property
     def training(self) -> float:
-        """While it sleeps, or waits."""
+        """While engines sleep, or wait."""
         backward = max(self.activations.values(), default=0.0) + self.reduced + self.logits + self.gathered
         return self.kept + self.held + sum(self.gradients.values()) + max(backward, self.stepping) + self.asleep
 
     @property
     def spare(self) -> float:
         """Bytes that are left at the fullest moment; below 0 where it does not fit."""
-        return min(self.capacity - max(self.generating, self.training), self.cache)
+        caches = [engine.cache for engine in self.engines.values()]
+        return min(self.capacity - max(self.generating, self.training), *(caches or [0.0]))
 
     @property
     def fits(self) -> bool:
-        """Whether the device holds it, and the engine's share at least the weights."""
-        return max(self.generating, self.training) <= self.capacity and self.cache >= 0
+        """Whether the device holds it, and each engine's share at least the weights."""
+        fits = max(self.generating, self.training) <= self.capacity
+        return fits and all(engine.cache >= 0 for engine in self.engines.values())
 
 
 def memories(workload: Workload, capacity: float) -> list[Memory]:
@@ -91,7 +124,8 @@ def memories(workload: Workload, capacity: float) -> list[Memory]:
         capacity: Bytes of each rank's device.
     """
     alike: dict[tuple[bool, ...], list[int]] = {}
-    lives = [frozenset(role.layout.ranks) for role in workload.roles.values()] + [frozenset(workload.engine.placed)]
+    lives = [frozenset(role.layout.ranks) for role in workload.roles.values()]
+    lives += [frozenset(engine.placed) for engine in workload.engines.values()]
     for rank in range(workload.ranks):
         alike.setdefault(tuple(rank in ranks for ranks in lives), []).append(rank)
     found = [memory(workload, capacity, tuple(ranks)) for ranks in alike.values()]
@@ -102,12 +136,11 @@ def memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memor
     """What each of these ranks holds, on which the same lives."""
     own = {name: role for name, role in workload.roles.items() if role.owner is None and ranks[0] in role.layout.ranks}
     trained = {name: role for name, role in own.items() if role.training.trained}
-    engine, engine_weights, cache = workload.engine, 0.0, 0.0
-    if workload.follows is not None and ranks[0] in engine.placed:
-        followed = workload.roles[workload.follows]
-        engine_weights = followed.size.parameters * followed.training.width / engine.ranks
-        set_cache = engine.memory.cache
-        cache = engine.memory.share * capacity - engine_weights if set_cache is None else set_cache
+    engines = {
+        name: _of_engine(engine, workload.roles[name], capacity)
+        for name, engine in workload.engines.items()
+        if ranks[0] in engine.placed
+    }
     longest = workload.lengths.longest_prompt + workload.lengths.longest_response
     reduced = [reduced_bytes(role.size, role.training) for role in trained.values()]
     states = {name: optimizer_bytes(role.training) for name, role in trained.items()}
@@ -125,19 +158,24 @@ def memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memor
         # ZeRO-3 keeps its buffer, the others make it anew for each backward pass
         reduced=(sum if any(keeps_buffer(role.training) for role in trained.values()) else max)([0.0, *reduced]),
         stepping=max((stepping_bytes(role.training) for role in trained.values()), default=0.0),
-        engine_weights=engine_weights,
-        cache=cache,
+        engines=engines,
         held=_held(workload, ranks[0]),
         capacity=capacity,
-        asleep={"nothing": 0.0, "weights": engine_weights, "weights and cache": engine_weights + cache}[
-            engine.memory.asleep
-        ],
+        together=tuple(names & engines.keys() for names in workload.together),
         host={
             name: (states[name] if name in offloaded else 0.0) + (nbytes if name in away else 0.0)
             for name, nbytes in weights.items()
             if name in offloaded | away
         },
     )
+
+
+def _of_engine(engine: Engine, role: LoadedRole, capacity: float) -> HeldByEngine:
+    weights = role.size.parameters * role.training.width / engine.ranks
+    given = engine.memory.cache
+    cache = engine.memory.share * capacity - weights if given is None else given
+    asleep = {"nothing": 0.0, "weights": weights, "weights and cache": weights + cache}[engine.memory.asleep]
+    return HeldByEngine(weights, cache, asleep)
 
 
 def weight_bytes(size: ModelSize, how: RoleTraining) -> float:
@@ -251,8 +289,9 @@ def memory_lines(memory: Memory, every: bool) -> Iterator[str]:
         f"    training   logits {in_bytes(memory.logits)}, gathered {in_bytes(memory.gathered)}, reduced"
         f" {in_bytes(memory.reduced)}; values of the step {in_bytes(memory.held)}"
     )
-    if memory.engine_weights:
-        yield f"    engine     weights {in_bytes(memory.engine_weights)}, cache {in_bytes(memory.cache)}"
+    for role, engine in memory.engines.items():
+        of = f" of {role}" if len(memory.engines) > 1 else ""
+        yield f"    {f'engine{of}':<10} weights {in_bytes(engine.weights)}, cache {in_bytes(engine.cache)}"
     if not memory.fits:
         yield f"  ! {does_not_fit(memory)}"
 
@@ -260,16 +299,17 @@ def memory_lines(memory: Memory, every: bool) -> Iterator[str]:
 def does_not_fit(memory: Memory) -> str:
     """Which rank lacks how many bytes, what takes most, and what to do about it."""
     rank = memory.ranks[0]
-    if memory.cache < 0:
+    if short := [name for name, engine in memory.engines.items() if engine.cache < 0]:
+        engine, whose = memory.engines[short[0]], f" for `{short[0]}`" if len(memory.engines) > 1 else ""
         return (
-            f"rank {rank}: the share of `rollout` is {in_bytes(-memory.cache)} short of its weights of"
-            f" {in_bytes(memory.engine_weights)}: raise rollout.init_args.gpu_memory_utilization or"
+            f"rank {rank}: the share of `rollout`{whose} is {in_bytes(-engine.cache)} short of its weights of"
+            f" {in_bytes(engine.weights)}: raise rollout.init_args.gpu_memory_utilization or"
             " tensor_parallel_size"
         )
-    of = {role: _of_role(memory, role) for role in memory.weights} | {"rollout": memory.engine_weights + memory.cache}
-    generates = memory.engine_weights > 0 and memory.generating > memory.capacity
-    if not generates:
-        del of["rollout"]
+    of = {role: _of_role(memory, role) for role in memory.weights}
+    generates = bool(memory.engines) and memory.generating > memory.capacity
+    if generates:
+        of["rollout"] = memory.awake
     largest = max(of, key=lambda role: of[role])
     phase, need = ("generating", memory.generating) if generates else ("training", memory.training)
     remedy = (
@@ -281,6 +321,27 @@ def does_not_fit(memory: Memory) -> str:
     return (
         f"rank {rank} is out of memory by {in_bytes(need - memory.capacity)} of {in_bytes(memory.capacity)} while"
         f" {phase}; `{largest}` holds {in_bytes(of[largest])}: {remedy}"
+    )
+
+
+def require_room_for_engines(memory: Memory) -> None:
+    """Refuse several engines that alone are more than a rank's memory; of one, `memory_lines` warns.
+
+    Raises:
+        UserError: They are; names them with their bytes.
+    """
+    if len(memory.engines) < 2 or memory.awake <= memory.capacity:
+        return
+    each = [
+        f"`{role}` weights {in_bytes(engine.weights)}, cache {in_bytes(engine.cache)}, asleep {in_bytes(engine.asleep)}"
+        for role, engine in memory.engines.items()
+    ]
+    first, second, *_ = memory.engines
+    raise UserError(
+        f"rank {memory.ranks[0]}: the engines of {len(each)} policies ({'; '.join(each)}) take up to"
+        f" {in_bytes(memory.awake)} at once, and the rank has {in_bytes(memory.capacity)}; lower"
+        " `gpu_memory_utilization` (on the CPU `kv_cache_gib`, of TransformersEngine `max_batch`) of `rollout`, or let"
+        f" them use one in turns (`engines.{second}: {{share: {first}, by: turns}}`)"
     )
 
 

@@ -145,9 +145,6 @@ class Engine:
     memory: EngineMemory
 
 
-NO_ENGINE = Engine(ranks=1, placed=(), memory=EngineMemory(at_once=0))
-
-
 @dataclass(frozen=True)
 class Workload:
     """A step.
@@ -158,7 +155,8 @@ class Workload:
         ranks: How many.
         roles: By name.
         follows: The role whose weights the engine generates with.
-        engine: What generates.
+        engines: What generates, by the role that each engine belongs to.
+        together: Roles whose engines are awake at once, for one node generates with them; others are awake alone.
         prompts: Of the step.
         group_size: Samples of each prompt.
         lengths: Of a row.
@@ -170,11 +168,12 @@ class Workload:
     ranks: int
     roles: Mapping[str, LoadedRole]
     follows: str | None
-    engine: Engine
+    engines: Mapping[str, Engine]
     prompts: int
     group_size: int
     lengths: Lengths
     moves_rows: bool
+    together: tuple[frozenset[str], ...] = ()
 
     def rows(self, space: str) -> int:
         """Of a row space in the step."""
@@ -287,20 +286,18 @@ def loaded_role(
 
 
 def engine_here(
-    engine: RolloutEngine, placed: Layout, followed: LoadedRole | None, lengths: Lengths, rows: int, on_cpu: bool
+    engine: RolloutEngine, placed: Layout, followed: LoadedRole, lengths: Lengths, rows: int, on_cpu: bool
 ) -> Engine:
     """What generates, and what it takes.
 
     Args:
         engine: As configured.
         placed: Where engines are.
-        followed: The role whose weights it generates with; None where nothing is generated.
+        followed: The role whose weights it generates with.
         lengths: Of a row.
         rows: Responses of a step.
         on_cpu: Whether it runs on the CPU.
     """
-    if followed is None:
-        return NO_ENGINE
     row_bytes = (lengths.longest_prompt + lengths.longest_response) * followed.size.cache_bytes(followed.training.width)
     taken = engine.memory_taken(math.ceil(rows / placed.shards), row_bytes, on_cpu)
     return Engine(engine.tensor_parallel_size, placed.ranks, taken)

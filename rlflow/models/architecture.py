@@ -14,6 +14,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ATTENTION = {"full_attention", "sliding_attention"}
+# Of a configuration: whose it is, how it was written, and what is fed to the model or kept between tokens
+NOT_ARCHITECTURE = {
+    "_name_or_path",
+    "architectures",
+    "attention_dropout",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "initializer_range",
+    "pad_token_id",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
 
 
 def check_architecture(config: PretrainedConfig, said_by: str, scores_tokens: bool) -> None:
@@ -76,3 +90,20 @@ def _refusal(config: Any, kind: Any, scores_tokens: bool) -> str | None:
 
 def _layers(kinds: list[str]) -> str:
     return f" (`layer_types`: {', '.join(kinds)})" if kinds else ""
+
+
+def architecture_difference(left: PretrainedConfig, right: PretrainedConfig) -> str | None:
+    """The first setting in which two models differ that decides their tensors or what is computed with them.
+
+    Args:
+        left: A transformers configuration.
+        right: Another.
+
+    Returns:
+        Such as "`hidden_size` is 64 there and 128 here"; None where the one's weights can replace the other's.
+    """
+    there, here = left.to_dict(), right.to_dict()
+    for name in there | here:
+        if name not in NOT_ARCHITECTURE and there.get(name) != here.get(name):
+            return f"`{name}` is {there.get(name)!r} there and {here.get(name)!r} here"
+    return None

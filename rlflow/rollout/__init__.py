@@ -1,5 +1,6 @@
 """Engines that generate responses, and the sync that gives them the trained weights."""
 
+from rlflow.rollout.assignment import Share
 from rlflow.rollout.beside import EngineBeside, EngineProcessError
 from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, SyncReport, sampling_seed
 from rlflow.rollout.manifest import WeightSyncError
@@ -12,6 +13,7 @@ __all__ = [
     "EngineProcessError",
     "RolloutEngine",
     "Sampling",
+    "Share",
     "SyncReport",
     "TransformersEngine",
     "VLLMEngine",

@@ -153,6 +153,15 @@ class RolloutEngine(ABC):
             UserError: It cannot.
         """
 
+    def shares_process(self, other: RolloutEngine, on_cpu: bool) -> bool:
+        """Whether it can live in a process in which `other` does; else it gets a process of its own.
+
+        Args:
+            other: An engine of another policy.
+            on_cpu: Whether they run on the CPU.
+        """
+        return True
+
     def tell_experts(self) -> None:
         """Tell with each response which experts its tokens went to; asked before `setup`, of a mixture of experts.
 
@@ -265,12 +274,17 @@ class RolloutEngine(ABC):
             WeightSyncError: Names the tensors that were not sent or that the engine does not hold as sent.
         """
 
-    def sleep(self) -> None:
-        """Give the memory of weights and caches to training. Generating needs `wake_up` and a sync."""
-        self.policy_version = NO_VERSION
+    def sleep(self, keep_weights: bool = False) -> None:
+        """Give the memory of weights and caches to training. Generating needs `wake_up` and a sync.
+
+        Args:
+            keep_weights: For a frozen policy: keep them, on a GPU in the CPU's memory; generating needs `wake_up`.
+        """
+        if not keep_weights:
+            self.policy_version = NO_VERSION
 
     def wake_up(self) -> None:  # noqa: B027 - engines that keep their memory have nothing to do
-        """Take the memory back; weights come with the next sync."""
+        """Take the memory back; weights that were not kept come with the next sync."""
 
     @abstractmethod
     def close(self) -> None:

@@ -36,7 +36,7 @@ from rlflow.process import startup
 from rlflow.process.freed_memory import keep_freed_memory, return_freed_memory
 from rlflow.process.status import AT_FIRST, report
 from rlflow.rollout.engine import RolloutEngine
-from rlflow.rollout.engines import engine_of_rank
+from rlflow.rollout.engines import RankEngines, engines_of_rank
 from rlflow.run.agreement import agree, facts
 from rlflow.run.folder import RunFolder
 from rlflow.run.memory_table import memory_table
@@ -60,7 +60,6 @@ class Run:
         data: Its prompts.
         prepared: The plan, which every rank made alike.
         strategy: Joined to the other ranks.
-        engine: To be set up where the run generates.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Run:
         data: PromptData,
         prepared: Prepared,
         strategy: TrainingStrategy,
-        engine: RolloutEngine,
     ) -> None:
         self._trainer = trainer
         self._module = module
@@ -78,8 +76,7 @@ class Run:
         self._prepared = prepared
         self._strategy = strategy
         self._transport = Transport(strategy.root_device, strategy.timeout)
-        self._configured_engine = engine
-        self._engine: RolloutEngine | None = None
+        self._engines = RankEngines({}, {})
         self._first = self._transport.rank == 0
         self._metrics = Metrics()
         self._samples = Samples(self._transport, prepared.layouts[ROLLOUT].ranks[0], self._decode)
@@ -115,8 +112,7 @@ class Run:
                 for callback in self._trainer.callbacks:
                     callback.on_exception(self._trainer, error)
                 raise
-        if self._engine is not None:
-            self._engine.close()
+        self._engines.close()
         self._strategy.barrier()  # rank 0, which ends last, serves the store by which the others say goodbye
         if self._first and not self._trainer.fast_dev_run:
             self._leave_behind(folder)
@@ -140,7 +136,7 @@ class Run:
                 handle = handles(self._module)[role]
                 handle.freeze()
                 strategy.setup_role(role, handle, prepared.paths[role])
-            self._set_up_engine()
+            self._set_up_engines()
             sync = self._weight_sync()
             if sync is not None:
                 sync.run(version=0)
@@ -148,8 +144,7 @@ class Run:
             metrics = self._measured(version=0)
             for callback in self._trainer.callbacks:
                 callback.on_validation_end(self._trainer, 0, metrics)
-        if self._engine is not None:
-            self._engine.close()
+        self._engines.close()
         results = {"problems": loader.size, **metrics}
         if self._first:
             folder.validation.write_text(json.dumps(results, indent=2) + "\n")
@@ -181,7 +176,9 @@ class Run:
         transport.form_groups(groups)
         self._strategy.form_groups(prepared.layouts)
         if prepared.generates:
-            self._engine = engine_of_rank(self._configured_engine, rollout, transport)
+            layouts = dict.fromkeys(prepared.engines.own, rollout)
+            on_cpu = self._strategy.root_device.type == "cpu"
+            self._engines = engines_of_rank(prepared.engines, layouts, transport, on_cpu)
         self._context = NodeContext(
             engine=self._engine,
             transport=transport,
@@ -195,6 +192,12 @@ class Run:
             rows_of=self._prepared.train.rows_of,
         )
         self._module.attach(self._context)
+
+    @property
+    def _engine(self) -> RolloutEngine | None:
+        """What generates on this rank with the policy that is trained, if anything does."""
+        follows = self._prepared.follows
+        return None if follows is None else self._engines.by_policy.get(follows)
 
     @cached_property
     def _sync_task(self) -> SyncWeights | None:
@@ -229,9 +232,7 @@ class Run:
         trainer, prepared, strategy = self._trainer, self._prepared, self._strategy
         for line in table(self._module, self._data, prepared, self._transport.world_size, strategy.token_budget):
             self._console.say(line)
-        for line in memory_table(
-            self._module, self._data, prepared, strategy, self._configured_engine, trainer.devices
-        ):
+        for line in memory_table(self._module, self._data, prepared, strategy, trainer.devices):
             self._console.say(line)
         startup.passed("ranks")
         trained = prepared.graph.trained_roles()
@@ -242,7 +243,7 @@ class Run:
                     strategy.setup_role(role, handles(self._module)[role], path, updates)
         self._saving.require_space(folder)
         startup.passed("models")
-        self._set_up_engine()
+        self._set_up_engines()
         startup.passed("engine")
         startup.collect_again()
         limit = trainer.logprob_gap_limit
@@ -278,22 +279,25 @@ class Run:
             self._console.say(f"continues {self._saving.resumed} after step {self._done}")
         return controller
 
-    def _set_up_engine(self) -> None:
-        if self._engine is None:
-            return
-        strategy = self._strategy
-        remedies = partial(to_generate, strategy, self._configured_engine)
-        with memory_watched("setting up the rollout engine", remedies, strategy):
-            self._engine.setup(
-                str(self._prepared.paths[self._prepared.lead]),
-                dtype=strategy.dtype,
-                device=strategy.root_device,
-                rank=self._transport.rank,
-                world_size=self._transport.world_size,
-                local_rank=strategy.local_rank,
-                seed=self._trainer.seed,
-            )
-        self._engine.check_context(self._prepared.longest_prompt, self._module.max_response_length)
+    def _set_up_engines(self) -> None:
+        """Build this rank's engines. Where there are several, each sleeps before the next takes its memory."""
+        strategy, engines = self._strategy, self._engines.own
+        for policy, engine in engines.items():
+            of = f" of `{policy}`" if len(engines) > 1 else ""
+            remedies = partial(to_generate, strategy, engine)
+            with memory_watched(f"setting up the rollout engine{of}", remedies, strategy):
+                engine.setup(
+                    str(self._prepared.paths[policy]),
+                    dtype=strategy.dtype,
+                    device=strategy.root_device,
+                    rank=self._transport.rank,
+                    world_size=self._transport.world_size,
+                    local_rank=strategy.local_rank,
+                    seed=self._trainer.seed,
+                )
+                if len(engines) > 1:
+                    engine.sleep()
+        self._engines.check_context(self._prepared.longest_prompt, self._module.max_response_length)
 
     def _weight_sync(self) -> WeightSync | None:
         """This rank's part in bringing weights to engines, if it has one."""
@@ -373,7 +377,7 @@ class Run:
         assert loader is not None
         metrics = {}
         if prepared.scores_validation:
-            remedies = partial(to_generate, self._strategy, self._configured_engine)
+            remedies = partial(to_generate, self._strategy, self._engine)
             with memory_watched("validation, generating", remedies, self._strategy):
                 metrics = validate(
                     module,

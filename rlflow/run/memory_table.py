@@ -10,11 +10,10 @@ import torch
 from rlflow.dag.node import ROLLOUT
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
-from rlflow.memory.estimate import memories, memory_lines
+from rlflow.memory.estimate import memories, memory_lines, require_room_for_engines
 from rlflow.memory.workload import Lengths, Workload, engine_here, loaded_role
 from rlflow.models.sizes import size_of
 from rlflow.module import RLModule, handles
-from rlflow.rollout.engine import RolloutEngine
 from rlflow.run.prepare import Prepared
 from rlflow.storage.space import in_bytes
 from rlflow.strategies.strategy import TrainingStrategy
@@ -25,7 +24,6 @@ def memory_table(
     data: PromptData,
     prepared: Prepared,
     strategy: TrainingStrategy,
-    engine: RolloutEngine,
     ranks_here: int,
 ) -> Iterator[str]:
     """The memory of each role on a rank, a line each, and a warning where it is short.
@@ -35,17 +33,20 @@ def memory_table(
         data: Its prompts.
         prepared: The plan.
         strategy: Joined to the other ranks.
-        engine: As configured.
         ranks_here: Of this machine; on the CPU they share its memory.
+
+    Raises:
+        UserError: Several engines alone take more than the memory of a rank.
     """
     total, free = device_memory(strategy.root_device, ranks_here)
     try:
-        workload = run_workload(module, data, prepared, strategy, engine)
+        workload = run_workload(module, data, prepared, strategy)
     except UserError as error:  # of a family whose size is not known from its config; it runs nevertheless
         yield f"memory of a rank is not known before the run: {error}"
         return
     found = memories(workload, total)
     for memory in found:
+        require_room_for_engines(memory)
         yield from memory_lines(memory, every=len(found) == 1)
         needed = max(memory.generating, memory.training)
         if not memory.fits:
@@ -57,9 +58,7 @@ def memory_table(
             )
 
 
-def run_workload(
-    module: RLModule, data: PromptData, prepared: Prepared, strategy: TrainingStrategy, engine: RolloutEngine
-) -> Workload:
+def run_workload(module: RLModule, data: PromptData, prepared: Prepared, strategy: TrainingStrategy) -> Workload:
     """What a run has to do at each step.
 
     Raises:
@@ -82,7 +81,11 @@ def run_workload(
         ranks=strategy.world_size,
         roles=roles,
         follows=follows,
-        engine=engine_here(engine, layouts[ROLLOUT], roles[follows] if follows else None, lengths, rows, on_cpu),
+        engines={
+            policy: engine_here(engine, layouts[ROLLOUT], roles[policy], lengths, rows, on_cpu)
+            for policy, engine in prepared.engines.own.items()
+            if prepared.generates
+        },
         prompts=data.prompts_per_step,
         group_size=module.group_size,
         lengths=lengths,

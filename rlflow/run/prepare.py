@@ -27,7 +27,7 @@ from rlflow.models.moe import check_moe
 from rlflow.models.tiny import resolve_model
 from rlflow.module import RLModule, chooses_prompts, handles, has_validation_step
 from rlflow.process.status import refusing_exits
-from rlflow.rollout.engine import RolloutEngine
+from rlflow.rollout.assignment import Engines, EngineSettings
 from rlflow.run.placement import Machines, Placed, followed_role, layouts
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.batch import Pairs
@@ -46,6 +46,7 @@ class Prepared:
         graph: Of the module.
         plan: Of all ranks.
         layouts: By role; `rollout` is the engine's.
+        engines: Of each policy, as configured.
         follows: The role whose weights the rollout engine generates with; None where none can.
         lead: The followed role, else the first trained one: its tokenizer reads the data.
         paths: Model folder or hub name of each role that a node uses.
@@ -63,6 +64,7 @@ class Prepared:
     graph: Graph
     plan: Plan
     layouts: dict[str, Layout]
+    engines: Engines
     follows: str | None
     lead: str
     paths: dict[str, Path]
@@ -124,7 +126,7 @@ def prepare(
     *,
     seed: int,
     machines: Machines,
-    tensor_parallel_size: int,
+    engines: EngineSettings,
     placement: Mapping[str, Placed] | None,
     max_staleness: int,
     cuts_off: bool,
@@ -141,7 +143,7 @@ def prepare(
         data: Its prompts.
         seed: Of the order of rows.
         machines: The ranks there are.
-        tensor_parallel_size: Ranks of one rollout engine.
+        engines: What generates, as configured.
         placement: Where roles live that are not on all ranks.
         max_staleness: Steps that generation runs ahead of training.
         cuts_off: Whether long responses are cut off, and go on with the next draw of prompts.
@@ -156,8 +158,11 @@ def prepare(
     """
     graph = read_graph(module)
     _check_sides(module, graph, data)
-    placed = layouts(module, graph, machines, tensor_parallel_size, placement)
     follows = followed_role(module, graph)
+    policies = [] if follows is None else [follows]
+    assigned = engines.assigned(policies)
+    tensor_parallel_size = (engines.rollout if follows is None else assigned[follows]).tensor_parallel_size
+    placed = layouts(module, graph, machines, tensor_parallel_size, placement)
     planned = plan(graph, placed, machines.world_size, follows, max_staleness, cuts_off)
     paths = {
         role: resolve_model(handles(module)[role].model, scratch, _said_by(module, role))
@@ -169,6 +174,9 @@ def prepare(
         if placed[role].copies > 1:
             check_sequence_parallel(config, placed[role].copies, role, packing)
         _check_moe(handles(module)[role], role, config, follows, cuts_off, packing and placed[role].copies == 1)
+    assigned.check_shared(
+        {policy: load_config(paths[policy]) for policy in policies}, dict.fromkeys(policies, placed[ROLLOUT])
+    )
     lead = follows or graph.trained_roles()[0]
     tokenizer = load_tokenizer(paths[lead])
     _require_same_vocabulary(paths, lead, tokenizer)
@@ -187,6 +195,7 @@ def prepare(
         graph=graph,
         plan=planned,
         layouts=placed,
+        engines=assigned,
         follows=follows,
         lead=lead,
         paths=paths,
@@ -226,8 +235,8 @@ def _check_moe(
         )
 
 
-def check_rows(prepared: Prepared, module: RLModule, engine: RolloutEngine, strategy: TrainingStrategy) -> None:
-    """Check what the scanned rows decide: that there are enough, and that models and engine take the longest.
+def check_rows(prepared: Prepared, module: RLModule, strategy: TrainingStrategy) -> None:
+    """Check what the scanned rows decide: that there are enough, and that models and engines take the longest.
 
     Raises:
         UserError: Something of this cannot work.
@@ -241,8 +250,8 @@ def check_rows(prepared: Prepared, module: RLModule, engine: RolloutEngine, stra
         if prepared.generates:
             of = f"a prompt of {prompt} tokens and a response of up to {response}"
             check_positions(config, prompt + response, role, of)
-    if prepared.generates:
-        config = load_config(prepared.paths[prepared.lead])
+    for policy, engine in prepared.engines.own.items() if prepared.generates else ():
+        config = load_config(prepared.paths[policy])
         engine.check_lengths(
             prompt,
             response,

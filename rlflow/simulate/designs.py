@@ -140,11 +140,11 @@ class _Step:
     def _generate(self, node: Node, rows: float, shards: int) -> float:
         load, lengths = self.workload, self.workload.lengths
         assert load.follows is not None
-        role = load.roles[load.follows]
+        role, engine = load.roles[load.follows], load.engines[load.follows]
         width = role.training.width
         cached = (
-            memory(load, self.hardware.memory, load.engine.placed[:1]).cache
-            * load.engine.ranks
+            memory(load, self.hardware.memory, engine.placed[:1]).engines[load.follows].cache
+            * engine.ranks
             / role.size.cache_bytes(width)
         )
         work = Decoding(
@@ -153,9 +153,9 @@ class _Step:
             prompt=lengths.prompt,
             response=lengths.response * straggling(rows, shards, VARIATION),
             longest=lengths.longest_response,
-            at_once=max(1.0, min(load.engine.memory.at_once, cached / lengths.total)),
+            at_once=max(1.0, min(engine.memory.at_once, cached / lengths.total)),
         )
-        return decode_seconds(role.size, width, load.engine.ranks, work, self.hardware)
+        return decode_seconds(role.size, width, engine.ranks, work, self.hardware)
 
     def _exchange(self, task: Exchange) -> Iterator[Work]:
         """Straight between ranks. The rows' metadata, which partitions are made from, is gathered before."""

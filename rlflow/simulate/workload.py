@@ -12,7 +12,6 @@ from rlflow.errors import UserError
 from rlflow.memory.workload import Lengths, Workload, engine_here, loaded_role
 from rlflow.models.sizes import size_of
 from rlflow.module import RLModule, handles
-from rlflow.rollout.transformers import TransformersEngine
 from rlflow.run.placement import Machines, followed_role, layouts
 from rlflow.run.prepare import read_graph
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
@@ -49,7 +48,9 @@ def read_workload(
         UserError: The sizes do not divide, a length is beyond the config's, or a model's size is unknown.
     """
     graph = read_graph(module)
-    engine = trainer.rollout or TransformersEngine()
+    follows = followed_role(module, graph)
+    settings = trainer.engine_settings
+    engine = settings.rollout if follows is None else settings.assigned([follows])[follows]
     tensor_parallel_size = engine.tensor_parallel_size
     share = ranks / (trainer.devices * trainer.num_nodes) if weak else 1.0
     for handle in handles(module).values():
@@ -57,7 +58,6 @@ def read_workload(
             handle.samples_per_update = _scaled("samples_per_update", handle.samples_per_update, share, ranks)
     placed = _placed(module, graph, trainer, ranks, tensor_parallel_size)
     prompts = _scaled("prompts_per_step", data.prompts_per_step, share, ranks)
-    follows = followed_role(module, graph)
     smallest = placed[ROLLOUT].shards if follows and ROLLOUT in graph.roles() else ranks
     if prompts < smallest:
         raise UserError(
@@ -95,7 +95,11 @@ def read_workload(
         ranks=ranks,
         roles=roles,
         follows=generates,
-        engine=engine_here(engine, placed[ROLLOUT], roles[generates] if generates else None, lengths, samples, on_cpu),
+        engines=(
+            {generates: engine_here(engine, placed[ROLLOUT], roles[generates], lengths, samples, on_cpu)}
+            if generates
+            else {}
+        ),
         prompts=prompts,
         group_size=module.group_size,
         lengths=lengths,

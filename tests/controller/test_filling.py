@@ -259,9 +259,9 @@ class Notes(TransformersEngine):
         self.asked.append("generate")
         return super().generate(*arguments)
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = False) -> None:
         self.asked.append("sleep")
-        super().sleep()
+        super().sleep(keep_weights)
 
 
 def test_a_step_takes_as_many_draws_as_are_allowed_and_the_engine_sleeps_after_the_last(

@@ -10,6 +10,8 @@ import pytest
 
 from rlflow import algorithms
 from rlflow.algorithms import PolicyGradient
+from rlflow.rollout import TransformersEngine
+from rlflow.rollout.assignment import EngineSettings
 from rlflow.run.placement import Machines
 from rlflow.run.prepare import prepare, unclipped
 from tests.controller.runs import SGD, Fit, OddCharacters, fit, sums
@@ -53,7 +55,7 @@ def test_samples_one_step_old_are_warned_of_without_importance(policy: Path, tmp
             sums(4, 2),
             seed=0,
             machines=Machines(num_nodes=1, devices=2),
-            tensor_parallel_size=1,
+            engines=EngineSettings(TransformersEngine()),
             placement={"rollout": 0, "actor": 1},
             max_staleness=1,
             cuts_off=False,

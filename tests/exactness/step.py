@@ -18,6 +18,7 @@ from rlflow import PerToken, RLModule, Rollout
 from rlflow.data.prompts import PromptData
 from rlflow.data.sources import JSONL
 from rlflow.rewards import SampleReward
+from rlflow.rollout.assignment import EngineSettings
 from rlflow.run.fit import Run
 from rlflow.run.prepare import prepare
 from rlflow.strategies import SingleProcess, TrainingStrategy
@@ -118,7 +119,7 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
         data,
         seed=setting.seed,
         machines=trainer.machines,
-        tensor_parallel_size=1,
+        engines=EngineSettings(Recorded(recording)),
         placement=None,
         max_staleness=0,
         cuts_off=False,
@@ -141,7 +142,7 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
         return update(name)
 
     strategy.step = step  # type: ignore[method-assign]
-    Run(trainer, module, data, prepared, strategy, Recorded(recording)).run()
+    Run(trainer, module, data, prepared, strategy).run()
     return {
         role: Outcome(
             adapters.get(role, {}),

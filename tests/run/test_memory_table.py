@@ -57,14 +57,13 @@ def test_what_is_printed_is_what_is_predicted(engine: str, settings: dict[str, o
     module, data, trainer = configured.module, configured.data, configured.trainer
     assert configured.foretold is not None
     assert trainer.strategy is not None
-    assert trainer.rollout is not None
     trainer.strategy.parallel_devices = [torch.device("cpu")]  # type: ignore[attr-defined]
     prepared = prepare(
         module,
         data,
         seed=0,
         machines=trainer.machines,
-        tensor_parallel_size=1,
+        engines=trainer.engine_settings,
         placement=None,
         max_staleness=0,
         cuts_off=False,
@@ -74,7 +73,7 @@ def test_what_is_printed_is_what_is_predicted(engine: str, settings: dict[str, o
         limit_val_batches=None,
         scratch=folder,
     )
-    here = run_workload(module, data, prepared, trainer.strategy, trainer.rollout)
+    here = run_workload(module, data, prepared, trainer.strategy)
     total, _ = device_memory(torch.device("cpu"), ranks_here=1)
     assert memories(here, total) == configured.foretold.simulation.predicted.memories
 

@@ -64,17 +64,17 @@ def test_the_other_designs_overlap_steps_as_well(design: str) -> None:
 def test_a_rank_holds_what_lives_on_it() -> None:
     training, generating = simulation(*APART).predicted.memories
     assert (training.ranks, generating.ranks) == ((4, 5, 6, 7), (0, 1, 2, 3))
-    assert training.engine_weights == 0
+    assert not training.engines
     assert dict(generating.weights) == {}
     assert generating.training == generating.held
     # ZeRO 3 divides 7.6 thousand million bf16 weights by the four ranks that train.
     assert training.weights["actor"] == pytest.approx(7_615_616_512 * 2 / 4)
-    assert generating.engine_weights == pytest.approx(7_615_616_512 * 2 / 2)  # engines of two ranks
+    assert generating.engines["actor"].weights == pytest.approx(7_615_616_512 * 2 / 2)  # engines of two ranks
 
 
 def test_more_machines_take_the_place_of_each_rank() -> None:
     grown = simulation(*APART, "--nodes=4").predicted.workload
-    assert grown.engine.placed == tuple(range(16))
+    assert grown.engines["actor"].placed == tuple(range(16))
     assert grown.roles["actor"].layout.ranks == tuple(range(16, 32))
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlflow.errors import UserError, require
 from rlflow.process.environment import place_kept
-from rlflow.rollout.engine import Completion, EngineHere, EngineMemory, Sampling
+from rlflow.rollout.engine import Completion, EngineHere, EngineMemory, RolloutEngine, Sampling
 from rlflow.rollout.manifest import Piece, WeightSyncError
 from rlflow.rollout.rewind import make_rewindable
 from rlflow.rollout.vllm.experts import as_loaded, pack_again, unserved
@@ -116,6 +116,12 @@ class VLLMEngine(EngineHere):
             "raise `tensor_parallel_size`",
         )
 
+    def shares_process(self, other: RolloutEngine, on_cpu: bool) -> bool:
+        if not isinstance(other, VLLMEngine):
+            return True
+        # Groups of ranks are the process's, one set of them; so is the memory of a GPU that can be put to sleep.
+        return on_cpu and other.tensor_parallel_size == self.tensor_parallel_size
+
     def tell_experts(self) -> None:
         raise UserError(
             f"`moe.routing_replay` is set, and `rollout` is {type(self).__name__}: vLLM tells what experts it chose"
@@ -197,22 +203,22 @@ class VLLMEngine(EngineHere):
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise UserError(f"vLLM does not run in {dtype}; train in fp32, bf16 or fp16, or use TransformersEngine")
         vllm = _import_vllm(self.allow_untested)
-        # Ranks join the process group that training has made; without one vLLM makes its own.
-        self._own_group = not dist.is_initialized()
+        # Ranks join the process group that training, or the process's first engine, has made; without, vLLM makes one.
+        makes_group = not dist.is_initialized()
         on_cpu = device.type == "cpu"
         if on_cpu:
             self._check_block()
         shares_memory = on_cpu and self.tensor_parallel_size > 1
         memory = _shared_memory_named() if shares_memory else nullcontext()
         with _process_state_kept(device), _model_classes_kept(), place_kept(), memory:
-            if not self._own_group:
+            if not makes_group:
                 os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))  # what the external launcher reads
             self._llm = vllm.LLM(
                 model_path,
                 load_format="dummy",  # the first sync brings the weights, and nothing is generated before
                 trust_remote_code=False,
                 tensor_parallel_size=self.tensor_parallel_size,
-                distributed_executor_backend="uni" if self._own_group else "external_launcher",
+                distributed_executor_backend="uni" if makes_group else "external_launcher",
                 dtype=str(dtype).removeprefix("torch."),
                 seed=seed,
                 skip_tokenizer_init=True,
@@ -227,6 +233,7 @@ class VLLMEngine(EngineHere):
                 logprobs_mode="processed_logprobs",  # after temperature
                 hf_overrides={"head_dtype": "float32"} if self._float32_head else {},
             )
+        _process.enter(makes_group)
         self._sampling_params = vllm.SamplingParams
         # The engine runs in this process, so that its model itself is handed out.
         (self._model,) = self._llm.apply_model(lambda model: model)
@@ -239,10 +246,10 @@ class VLLMEngine(EngineHere):
         self._device = device
         self._context = self._llm.model_config.max_model_len
 
-    def sleep(self) -> None:
-        super().sleep()
+    def sleep(self, keep_weights: bool = False) -> None:
+        super().sleep(keep_weights)
         if self._device.type != "cpu":
-            self._llm.sleep(level=2)  # throws the weights away: the next sync brings newer ones
+            self._llm.sleep(level=1 if keep_weights else 2)  # 2 throws them away: the next sync brings newer ones
 
     def wake_up(self) -> None:
         if self._device.type != "cpu":
@@ -252,16 +259,12 @@ class VLLMEngine(EngineHere):
 
     def close(self) -> None:
         client = self._llm.llm_engine.engine_core
-        if self._own_group:
-            client.shutdown()
-        else:
-            # vLLM's shutdown, which also runs when its client is collected, destroys training's process group.
-            from vllm.distributed.parallel_state import destroy_model_parallel
-
-            client._finalizer.detach()
-            client.engine_core.model_executor.shutdown()
-            destroy_model_parallel()
+        # vLLM's own shutdown, which also runs when its client is collected, destroys every process group: training's
+        # too, and those of the other engines of this process.
+        client._finalizer.detach()
+        client.engine_core.model_executor.shutdown()
         del self._llm, self._model
+        _process.leave()
 
     def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
         params = [
@@ -304,6 +307,34 @@ class VLLMEngine(EngineHere):
             parameter = read_back(self._model, place, self._dtype, self._model_type, self._wide_head)
             for piece in pieces:
                 yield piece, piece.held(parameter).to(self._dtype)
+
+
+class _Process:
+    """What vLLM's engines in this process have in common: its groups of ranks, which end with the last of them."""
+
+    def __init__(self) -> None:
+        self._engines = 0
+        self._made_group = False
+
+    def enter(self, makes_group: bool) -> None:
+        """An engine was built, and made the process group that engines join if training had made none."""
+        self._engines += 1
+        self._made_group |= makes_group
+
+    def leave(self) -> None:
+        """An engine was closed."""
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+        self._engines -= 1
+        if self._engines:
+            return
+        destroy_model_parallel()
+        if self._made_group:
+            destroy_distributed_environment()
+            self._made_group = False
+
+
+_process = _Process()
 
 
 def _installed() -> tuple[str, bool]:
