@@ -48,14 +48,14 @@ from small_run import (
 )
 from torch import Tensor
 
-from rlflow.data.balance import Balance
-from rlflow.data.buffer import DataBuffer
-from rlflow.data.layout import Layout
 from rlflow.data.loader import Loader
 from rlflow.data.prefetch import Prefetch
-from rlflow.data.rows import RowSpace
-from rlflow.data.transport import Transport, Work
+from rlflow.databuffer.balance import Balance
+from rlflow.databuffer.buffer import DataBuffer
+from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.transport import Transport, Work
 from rlflow.models.tiny import write_tiny_model
+from rlflow.values.layout import Layout
 
 RANKS = 4
 BYTES_PER_S, LATENCY_S, BYTES_PER_TOKEN = 100e3, 2e-3, 16

@@ -41,7 +41,7 @@ from small_run import (
 from torch import Tensor
 
 from rlflow import PerSample, PerToken, Rollout
-from rlflow.data.balance import balanced_partition, group_partition
+from rlflow.databuffer.balance import balanced_partition, group_partition
 from rlflow.models.tiny import write_tiny_model
 
 MEAN, LONGEST = 128, 1024

@@ -36,16 +36,16 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from rlflow.configuration import read_simulate
-from rlflow.data.batch import Ragged
-from rlflow.data.buffer import DataBuffer
-from rlflow.data.layout import Layout
-from rlflow.data.memory import keep_freed_memory
-from rlflow.data.rows import RowSpace
-from rlflow.data.transport import Transport
+from rlflow.commands.configuration import read_simulate
+from rlflow.databuffer.buffer import DataBuffer
+from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.transport import Transport
 from rlflow.loggers.jsonl import read_metrics
+from rlflow.process.freed_memory import keep_freed_memory
 from rlflow.simulate.calibration import STEP, Measured, as_yaml, calibrated
 from rlflow.simulate.hardware import Hardware
+from rlflow.values.layout import Layout
+from rlflow.values.ragged import Ragged
 
 ROWS = 1024  # of an exchange, on each rank
 EXCHANGED = 16 * 2**20  # bytes that each rank sends

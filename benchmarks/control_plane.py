@@ -30,15 +30,15 @@ from torch import Tensor
 
 from rlflow.algorithms import GRPO
 from rlflow.dag.planner import plan
-from rlflow.data.layout import Layout
-from rlflow.data.rows import RowSpace
-from rlflow.data.transport import Transport
+from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.transport import Transport
 from rlflow.loggers.trace import Trace
 from rlflow.metrics import Metrics
-from rlflow.preparation import read_graph
 from rlflow.rewards import ExactMatch
+from rlflow.run.prepare import read_graph
 from rlflow.simulate.costs import gather_seconds
 from rlflow.simulate.hardware import PRESETS
+from rlflow.values.layout import Layout
 
 ROWS = 1024  # of each rank
 GROUP = 16  # samples of a prompt

@@ -29,12 +29,13 @@ import torch.multiprocessing
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlflow.data.batch import PerToken, Ragged
-from rlflow.data.buffer import DataBuffer
-from rlflow.data.layout import Layout
-from rlflow.data.memory import keep_freed_memory
-from rlflow.data.rows import RowSpace
-from rlflow.data.transport import Transport, Work
+from rlflow.databuffer.buffer import DataBuffer
+from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.transport import Transport, Work
+from rlflow.process.freed_memory import keep_freed_memory
+from rlflow.values.cuts import PerToken
+from rlflow.values.layout import Layout
+from rlflow.values.ragged import Ragged
 
 ROWS = 1024  # on each rank
 HEADLINE_RANKS, HEADLINE_MEGABYTES = 8, 16

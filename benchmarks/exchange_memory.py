@@ -21,10 +21,10 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from benchmarks.exchange import _Hub, _largest, _rows, lengths_of
-from rlflow.data.batch import Ragged
-from rlflow.data.buffer import DataBuffer
-from rlflow.data.layout import Layout
-from rlflow.data.transport import Transport
+from rlflow.databuffer.buffer import DataBuffer
+from rlflow.databuffer.transport import Transport
+from rlflow.values.layout import Layout
+from rlflow.values.ragged import Ragged
 
 
 def main() -> None:

@@ -13,10 +13,10 @@ from lightning.fabric import Fabric
 from torch import Tensor
 
 from rlflow import CausalLM, Optimizer, Ragged
-from rlflow.data.batch import TokenRows
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine, VLLMEngine
 from rlflow.strategies import DeepSpeedStrategy, SingleProcess, TrainingStrategy
+from rlflow.values.batch import TokenRows
 
 ROWS, LONGEST = 12, 24
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rlflow import Optimizer
 from rlflow.algorithms import GRPO
-from rlflow.data.transport import Transport, Work
+from rlflow.databuffer.transport import Transport, Work
 from rlflow.models.tiny import write_tiny_model
 
 RANKS = 3

@@ -32,13 +32,13 @@ from benchmarks.exchange_memory import kilobytes, reset_peak
 from rlflow import CausalLM, Optimizer, Ragged, checkpoint
 from rlflow.controller.syncing import WeightSync, sending_group
 from rlflow.dag.tasks import SyncWeights
-from rlflow.data.batch import TokenRows
-from rlflow.data.layout import Layout
-from rlflow.data.transport import Transport
+from rlflow.databuffer.transport import Transport
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import TransformersEngine
 from rlflow.storage.disk import Disk
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, TrainingStrategy
+from rlflow.values.batch import TokenRows
+from rlflow.values.layout import Layout
 
 ROLE = "actor"
 JOBS = ("load", "train", "resume")  # each in processes of its own

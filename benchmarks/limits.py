@@ -14,12 +14,12 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from rlflow.configuration import read_simulate
-from rlflow.memory import memories
+from rlflow.commands.configuration import read_simulate
+from rlflow.memory.estimate import memories
+from rlflow.memory.workload import RoleTraining, Workload
 from rlflow.models.sizes import KNOWN, ModelSize
 from rlflow.simulate.hardware import PRESETS, Hardware
 from rlflow.simulate.run_phases import run_phases
-from rlflow.workload import RoleTraining, Workload
 
 CONFIG = Path(__file__).parents[1] / "configs" / "grpo_math_16nodes.yaml"
 NODES = (1, 4, 16)

@@ -28,7 +28,7 @@ from benchmarks.exchange_memory import kilobytes, reset_peak
 from rlflow.data.loader import Loader, collate, scan_together, share
 from rlflow.data.prompts import Encoder, PromptData
 from rlflow.data.sources import JSONL, Source
-from rlflow.data.transport import Transport
+from rlflow.databuffer.transport import Transport
 from rlflow.models.tiny import tiny_tokenizer
 
 PROMPTS = 1024  # of a step

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from rlflow.configuration import read_simulate
+from rlflow.commands.configuration import read_simulate
 from rlflow.simulate.figures import BATCH_PER_NODE, CONTEXT_SPEEDUPS, FIGURES, Curve, Model
 from rlflow.simulate.hardware import PRESETS, Hardware
 from rlflow.simulate.scaling import CONSTANTS, PARAMETERS, fit

@@ -26,8 +26,8 @@ from small_run import OddCharacters, on_ranks, prompts
 from rlflow import Callback, Optimizer, Trainer
 from rlflow.algorithms import REINFORCEPlusPlus
 from rlflow.models.tiny import write_tiny_model
-from rlflow.placement import Place
 from rlflow.rollout import Completion, Sampling, VLLMEngine
+from rlflow.run.placement import Place
 from rlflow.strategies import DeepSpeedStrategy
 
 MIB = 2**20

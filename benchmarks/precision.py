@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlflow.data.batch import Batch, Ragged
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ForwardPlan
 from rlflow.rollout import Completion, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
+from rlflow.values.batch import Batch
+from rlflow.values.ragged import Ragged
 
 VOCABULARY, WIDTH, LAYERS = 4096, 256, 3
 PROMPTS, PROMPT, RESPONSE = 8, 32, 256

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from calibrate import STEPS, median, run
 
-from rlflow.configuration import read_simulate
+from rlflow.commands.configuration import read_simulate
 from rlflow.simulate.calibration import works_seconds
 from rlflow.simulate.hardware import Hardware, read_hardware
 from rlflow.simulate.simulation import Predicted

@@ -23,13 +23,13 @@ import torch.multiprocessing
 from torch import Tensor
 
 import rlflow.controller.controller
-import rlflow.run
+import rlflow.run.fit
 from rlflow import Callback, PerSample, PerToken, PromptData, Rollout, Trainer
 from rlflow.algorithms import GRPO
 from rlflow.data import JSONL
-from rlflow.data.buffer import DataBuffer
 from rlflow.data.prefetch import Prefetch
-from rlflow.data.transport import Transport
+from rlflow.databuffer.buffer import DataBuffer
+from rlflow.databuffer.transport import Transport
 from rlflow.rewards import SampleReward
 from rlflow.rollout import Completion, Sampling, TransformersEngine
 from rlflow.strategies import DeepSpeedStrategy
@@ -135,8 +135,8 @@ def train(
 def _instead(parts: Parts, transport: Callable[..., Transport]) -> Any:
     """A run builds its parts itself; within this it builds these."""
     places: list[tuple[Any, str, Any]] = [
-        (rlflow.run, "Transport", transport),
-        (rlflow.run, "Prefetch", parts.prompts),
+        (rlflow.run.fit, "Transport", transport),
+        (rlflow.run.fit, "Prefetch", parts.prompts),
         (rlflow.controller.controller, "DataBuffer", parts.buffer),
     ]
     before = [getattr(place, name) for place, name, _ in places]

@@ -34,7 +34,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 from benchmarks.exchange import ROWS, _measure, lengths_of
-from rlflow.data.balance import balanced_partition
+from rlflow.databuffer.balance import balanced_partition
 
 
 class Holder(Worker):

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import rlflow.minimum_python  # noqa: F401
+import rlflow.process.minimum_python  # noqa: F401
 from rlflow.callbacks.callback import Callback
-from rlflow.coefficients import AdaptiveCoefficient
 from rlflow.dag.node import node
-from rlflow.data.batch import Batch, Pairs, PerSample, PerToken, Ragged, Rollout, Scalar
-from rlflow.data.prompt_memory import PromptMemory
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
@@ -23,6 +20,12 @@ from rlflow.models.reward_model import RewardModel
 from rlflow.models.value_model import ValueModel
 from rlflow.module import RLModule
 from rlflow.rewards.reward import Reward, Scores
+from rlflow.state.adaptive_coefficient import AdaptiveCoefficient
+from rlflow.state.prompt_memory import PromptMemory
+from rlflow.values.batch import Batch, Pairs
+from rlflow.values.cuts import PerSample, PerToken, Scalar
+from rlflow.values.ragged import Ragged
+from rlflow.values.rollout import Rollout
 from rlflow.workflow.module import Workflow
 
 if TYPE_CHECKING:

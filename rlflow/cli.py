@@ -9,18 +9,18 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from rlflow import startup, status
 from rlflow.errors import UserError, one_line
 from rlflow.loggers.secrets import text_without_secrets, without_shapes
-from rlflow.status import refusing_exits
-from rlflow.supervisor import supervise
+from rlflow.process import startup, status
+from rlflow.process.status import refusing_exits
+from rlflow.process.supervisor import supervise
 
 # Heavy imports wait until a command is chosen, so that `rlflow --help` answers at once.
 
 
 def fit(arguments: Sequence[str]) -> None:
     """Train a model as a config says."""
-    from rlflow.configuration import read_fit
+    from rlflow.commands.configuration import read_fit
 
     startup.passed("imports")
     with refusing_exits():
@@ -31,7 +31,7 @@ def fit(arguments: Sequence[str]) -> None:
 
 def validate(arguments: Sequence[str]) -> None:
     """Measure a config's model on its held-out prompts."""
-    from rlflow.configuration import read_validate
+    from rlflow.commands.configuration import read_validate
 
     with refusing_exits():
         configured = read_validate(arguments)
@@ -40,28 +40,28 @@ def validate(arguments: Sequence[str]) -> None:
 
 def graph(arguments: Sequence[str]) -> None:
     """Print an algorithm's graph and a rank's plan, draw it, or compare two algorithms."""
-    from rlflow.configuration import read_graph
+    from rlflow.commands.configuration import read_graph
 
     read_graph(arguments).show()
 
 
 def report(arguments: Sequence[str]) -> None:
     """Show where the time of a run's steps went, rank by rank."""
-    from rlflow.configuration import read_report
+    from rlflow.commands.configuration import read_report
 
     read_report(arguments).show()
 
 
 def trace(arguments: Sequence[str]) -> None:
     """Join the traces of a run's ranks into one file."""
-    from rlflow.configuration import read_trace
+    from rlflow.commands.configuration import read_trace
 
     read_trace(arguments).write()
 
 
 def export(arguments: Sequence[str]) -> None:
     """Write the model of a run that trained adapters, merged or as an adapter."""
-    from rlflow.configuration import read_export
+    from rlflow.commands.configuration import read_export
 
     read_export(arguments).run()
 
@@ -73,7 +73,7 @@ def simulate(arguments: Sequence[str]) -> None:
 
         read_paper(arguments).show()
         return
-    from rlflow.configuration import read_simulate
+    from rlflow.commands.configuration import read_simulate
 
     read_simulate(arguments).show()
 

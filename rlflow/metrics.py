@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlflow.data.message import from_message, to_message
-from rlflow.data.transport import Transport
+from rlflow.databuffer.message import from_message, to_message
+from rlflow.databuffer.transport import Transport
 
 Kind = Literal["mean", "sum", "largest", "worked"]
 _Entries = Mapping[tuple[Kind, str], tuple[float, float]]  # value and count of each; a count of 0: there is none

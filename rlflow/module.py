@@ -11,16 +11,18 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from rlflow.coefficients import AdaptiveCoefficient
 from rlflow.dag.entry import Entry
-from rlflow.data.batch import Batch, PerSample, Rollout
-from rlflow.data.prompt_memory import PromptMemory
 from rlflow.errors import UserError
 from rlflow.functional import Aggregation, merge_moments, moments, quantiles, standardize
 from rlflow.functional.whitening import broken_rows, not_finite
 from rlflow.models.handle import ModelHandle
 from rlflow.rewards.reward import Reward
 from rlflow.rollout.engine import Sampling
+from rlflow.state.adaptive_coefficient import AdaptiveCoefficient
+from rlflow.state.prompt_memory import PromptMemory
+from rlflow.values.batch import Batch
+from rlflow.values.cuts import PerSample
+from rlflow.values.rollout import Rollout
 
 
 class StepContext(Protocol):
@@ -270,6 +272,16 @@ class RLModule:
 def chooses_prompts(module: RLModule) -> bool:
     """Whether the module chooses which prompts an epoch draws."""
     return type(module).choose_prompts is not RLModule.choose_prompts
+
+
+def handles(module: RLModule) -> dict[str, ModelHandle]:
+    """The module's model handles by role, in the order of assignment."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, ModelHandle)}
+
+
+def has_validation_step(module: RLModule) -> bool:
+    """Whether the module measures something itself."""
+    return type(module).validation_step is not RLModule.validation_step
 
 
 def _all_of(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -7,22 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rlflow import startup
 from rlflow.callbacks.callback import Callback
-from rlflow.data.balance import Balance
 from rlflow.data.loader import scan_together
 from rlflow.data.prompts import PromptData
-from rlflow.data.transport import Transport
-from rlflow.devices import require_accelerator, require_known_gpu
+from rlflow.databuffer.balance import Balance
+from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.loggers.logger import Logger
-from rlflow.module import RLModule
-from rlflow.placement import Machines, Placed, handles
-from rlflow.preparation import check_rows, load_config, prepare
+from rlflow.module import RLModule, handles
+from rlflow.process import startup
+from rlflow.process.devices import require_accelerator, require_known_gpu
+from rlflow.process.status import refusing_exits
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.rollout.transformers import TransformersEngine
-from rlflow.run import Run
-from rlflow.status import refusing_exits
+from rlflow.run.fit import Run
+from rlflow.run.placement import Machines, Placed
+from rlflow.run.prepare import check_rows, load_config, prepare
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.single import SingleProcess
 from rlflow.strategies.strategy import TrainingStrategy

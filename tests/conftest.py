@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from rlflow.environment import PLACE
+from rlflow.process.environment import PLACE
 from tests.ranks import RankPool, return_freed_memory
 
 os.environ["RLFLOW_CACHE"] = ""  # nothing is kept for later runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlflow.controller.context import NodeContext
-from rlflow.data.transport import Transport
+from rlflow.databuffer.transport import Transport
 from rlflow.metrics import Metrics
 
 

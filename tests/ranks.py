@@ -23,7 +23,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["rlflow.run", "deepspeed", "transformers.modeling_utils", "torch._inductor.compile_fx"]
+PRELOADED = ["rlflow.run.fit", "deepspeed", "transformers.modeling_utils", "torch._inductor.compile_fx"]
 LARGEST = 2**30  # bytes of a rank between two functions
 GRACE_S = 5.0  # after one rank has failed, how long the others may still take to answer
 

@@ -134,7 +134,7 @@ def test_help_imports_neither_engine_nor_deepspeed_nor_wandb() -> None:
 def test_reading_a_config_does_not_import_deepspeed_which_takes_a_device_when_it_is_imported() -> None:
     script = (
         "import sys\n"
-        "from rlflow.configuration import read_fit\n"
+        "from rlflow.commands.configuration import read_fit\n"
         "read_fit(['--config', 'configs/quickstart_grpo.yaml'])\n"
         "print('deepspeed' in sys.modules, 'rlflow.strategies.deepspeed' in sys.modules)\n"
     )

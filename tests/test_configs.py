@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.configuration import read_fit, read_graph
+from rlflow.commands.configuration import read_fit, read_graph
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -20,11 +20,11 @@ import torch
 
 from rlflow import algorithms
 from rlflow.algorithms import GRPO
-from rlflow.configuration import read_fit
+from rlflow.commands.configuration import read_fit
+from rlflow.commands.graph_difference import Algorithm, difference
 from rlflow.controller.gap import GAP, LARGEST_GAP
-from rlflow.dag.difference import Algorithm, difference
-from rlflow.preparation import read_graph
 from rlflow.rewards import ExactMatch
+from rlflow.run.prepare import read_graph
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -68,7 +68,7 @@ def test_a_library_that_cannot_be_imported_is_told_with_the_reason(
 
 def test_an_older_python_is_told_in_one_line() -> None:
     # The interpreter at hand stands for an older one; the file is read as it is.
-    code = f"import sys; sys.version_info = (3, 10, 2); exec(open({str(PACKAGE / 'minimum_python.py')!r}).read())"
+    code = f"import sys; sys.version_info = (3, 10, 2); exec(open({str(PACKAGE / 'process' / 'minimum_python.py')!r}).read())"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.returncode == 2
     assert ran.stderr.startswith("rlflow: error: this is Python 3.10, and rlflow needs 3.11 or newer; ")
@@ -78,4 +78,4 @@ def test_an_older_python_is_told_in_one_line() -> None:
 def test_the_python_is_looked_at_before_anything_else_is_imported() -> None:
     lines = (PACKAGE / "__init__.py").read_text().splitlines()
     imports = [line for line in lines if line.startswith(("import rlflow", "from rlflow"))]
-    assert imports[0].startswith("import rlflow.minimum_python")
+    assert imports[0].startswith("import rlflow.process.minimum_python")

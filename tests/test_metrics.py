@@ -7,7 +7,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from rlflow.data.transport import Transport
+from rlflow.databuffer.transport import Transport
 from rlflow.metrics import Metrics, straggler
 from tests.ranks import RankPool
 

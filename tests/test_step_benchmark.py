@@ -14,8 +14,9 @@ from benchmarks.step.recording import Pass
 from benchmarks.step.summary import summary
 from benchmarks.step.trl_side import micro_batches
 from benchmarks.step.workloads import W1, W2, W4, WORKLOADS, Sizes
-from rlflow.data.batch import Ragged, TokenRows
 from rlflow.models.packing import pack, take
+from rlflow.values.batch import TokenRows
+from rlflow.values.ragged import Ragged
 
 TINY = replace(W1, name="tiny", sizes=Sizes(hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2))
 

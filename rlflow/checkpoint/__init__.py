@@ -6,7 +6,7 @@
       actor.json                      updates done, what the role's state belongs to, each parameter's shape and ranges
       actor-00000-of-00002.safetensors    rank 0's ranges of `<Hugging Face name>/weight`, `.../exp_avg`, ...
       actor-00001-of-00002.safetensors
-      surplus*, under-way*, step-*    groups beyond a step's, cut off, and generated ahead, see `rlflow.data.surplus`
+      surplus*, under-way*, step-*    groups beyond a step's, cut off, and generated ahead, see `.kept_rows`
 
 Every rank of a role writes the ranges of flattened tensors that it holds, and any ranks at any ZeRO stage read theirs.
 What is drawn (rows, mini-batches, samples) is a function of (seed, step, draw), so no generator's state is kept.

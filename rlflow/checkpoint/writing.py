@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from rlflow.checkpoint.kept_rows import write_kept
 from rlflow.checkpoint.manifest import NAME, Progress, Written, lacks, write_manifest
 from rlflow.checkpoint.reading import Range, RoleIndex, StoredParameter, index_name
-from rlflow.data.kept import Kept
-from rlflow.data.surplus import write_kept
+from rlflow.databuffer.kept import Kept
 from rlflow.models.part import Part
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import Draft, Record, not_written, of_rank

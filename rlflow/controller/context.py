@@ -12,18 +12,21 @@ import torch
 from torch import Tensor
 
 from rlflow.dag.node import Node
-from rlflow.data.batch import Batch, Parts, Rollout, to_device
-from rlflow.data.host_copy import on_device, on_host
-from rlflow.data.layout import Layout
-from rlflow.data.prompt_memory import PromptMemory
-from rlflow.data.rows import RowSpace
-from rlflow.data.transport import Transport
+from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.metrics import Metrics
 from rlflow.rewards.reward import Reward, Scores, scored
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.responses import Part, under_way
 from rlflow.rollout.sampling import sample
+from rlflow.state.prompt_memory import PromptMemory
+from rlflow.values.batch import Batch
+from rlflow.values.columns import to_device
+from rlflow.values.host_copy import on_device, on_host
+from rlflow.values.layout import Layout
+from rlflow.values.parts import Parts
+from rlflow.values.rollout import Rollout
 
 
 @dataclass(frozen=True)

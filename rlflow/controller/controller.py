@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlflow.callbacks.callback import Callback
+from rlflow.checkpoint.kept_rows import SURPLUS, UNDER_WAY, flight_name
 from rlflow.controller.context import NodeContext, Running
 from rlflow.controller.crossing import Crossing
 from rlflow.controller.filling import Filling
@@ -27,27 +28,28 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, Save, SyncWeights, Task, Tell, TrainNode
-from rlflow.data.balance import Balance
-from rlflow.data.batch import Batch, Rollout, to_device
-from rlflow.data.buffer import DataBuffer
-from rlflow.data.host_copy import bring_over, on_host
-from rlflow.data.kept import Kept
-from rlflow.data.layout import Layout
-from rlflow.data.message import to_message
 from rlflow.data.prefetch import Prefetch
-from rlflow.data.rows import RowSpace
-from rlflow.data.surplus import SURPLUS, UNDER_WAY, flight_name
-from rlflow.data.telling import heard, told
-from rlflow.data.transport import Transport
+from rlflow.databuffer.balance import Balance
+from rlflow.databuffer.buffer import DataBuffer
+from rlflow.databuffer.kept import Kept
+from rlflow.databuffer.message import to_message
+from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.telling import heard, told
+from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.loggers.trace import Trace
+from rlflow.memory.out_of_memory import memory_watched, to_generate, to_hold_rows, to_score, to_train
 from rlflow.metrics import Metrics
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
-from rlflow.out_of_memory import memory_watched, to_generate, to_hold_rows, to_score, to_train
+from rlflow.process.status import report
 from rlflow.rollout.engine import NO_VERSION, RolloutEngine
-from rlflow.status import report
 from rlflow.strategies.strategy import TrainingStrategy
+from rlflow.values.batch import Batch
+from rlflow.values.columns import to_device
+from rlflow.values.host_copy import bring_over, on_host
+from rlflow.values.layout import Layout
+from rlflow.values.rollout import Rollout
 
 
 class Controller:

@@ -7,18 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rlflow.checkpoint.kept_rows import SURPLUS
 from rlflow.controller.in_step import InStep
 from rlflow.controller.keeping import Keep
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import Fill, RunNode
-from rlflow.data.host_copy import on_host
-from rlflow.data.kept import Kept
-from rlflow.data.surplus import SURPLUS
-from rlflow.data.transport import Transport
+from rlflow.databuffer.kept import Kept
+from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.metrics import Metrics
+from rlflow.values.host_copy import on_host
 
 NOT_BOOL = 2  # beside 0 and 1, what a filter may answer
 

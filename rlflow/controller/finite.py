@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from rlflow.dag.node import Node
-from rlflow.data.batch import Cut, columns
-from rlflow.data.host_copy import bring_over, on_host
-from rlflow.data.layout import Layout
-from rlflow.data.rows import RowSpace
-from rlflow.data.transport import Transport
+from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
+from rlflow.values.columns import columns
+from rlflow.values.cuts import Cut
+from rlflow.values.host_copy import bring_over, on_host
+from rlflow.values.layout import Layout
 
 
 def require_finite(node: Node, value: Any, space: RowSpace, layout: Layout, transport: Transport) -> None:

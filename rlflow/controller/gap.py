@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.data.batch import Rollout
 from rlflow.errors import UserError
 from rlflow.metrics import Metrics
+from rlflow.values.rollout import Rollout
 
 GAP = "sync/logprob_gap"
 LARGEST_GAP = "sync/logprob_gap_max"

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rlflow.data.buffer import DataBuffer
-from rlflow.data.rows import RowSpace
+from rlflow.databuffer.buffer import DataBuffer
+from rlflow.databuffer.rows import RowSpace
 
 
 @dataclass

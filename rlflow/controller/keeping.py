@@ -10,9 +10,9 @@ import torch
 from rlflow.controller.in_step import InStep
 from rlflow.dag.graph import Graph
 from rlflow.dag.planner import Plan
-from rlflow.data.balance import Balance
-from rlflow.data.kept import Kept, KeptValue
-from rlflow.data.rows import ARRAYS, RowSpace
+from rlflow.databuffer.balance import Balance
+from rlflow.databuffer.kept import Kept, KeptValue
+from rlflow.databuffer.rows import ARRAYS, RowSpace
 
 
 class Keep(Protocol):

@@ -7,16 +7,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rlflow.checkpoint.kept_rows import UNDER_WAY
 from rlflow.controller.in_step import InStep
 from rlflow.controller.keeping import Keep
 from rlflow.dag.node import BATCH
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import HoldBack
-from rlflow.data.batch import Rollout
-from rlflow.data.kept import Kept
-from rlflow.data.surplus import UNDER_WAY
-from rlflow.data.transport import Transport
+from rlflow.databuffer.kept import Kept
+from rlflow.databuffer.transport import Transport
 from rlflow.rollout.responses import Part
+from rlflow.values.rollout import Rollout
 
 
 class PartialRollout:

@@ -9,11 +9,12 @@ import torch
 
 from rlflow.controller.gap import LogprobGap
 from rlflow.dag.tasks import SyncWeights
-from rlflow.data.batch import Ragged, TokenRows
-from rlflow.data.message import from_message, to_message
-from rlflow.data.transport import Transport
+from rlflow.databuffer.message import from_message, to_message
+from rlflow.databuffer.transport import Transport
 from rlflow.models.causal_lm import CausalLM
 from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, sampling_seed
+from rlflow.values.batch import TokenRows
+from rlflow.values.ragged import Ragged
 
 PROBES = 4  # responses
 TOKENS = 8  # of each, at most

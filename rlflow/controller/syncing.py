@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rlflow.dag.tasks import SyncWeights
-from rlflow.data.message import from_message, to_message
-from rlflow.data.transport import Transport
+from rlflow.databuffer.message import from_message, to_message
+from rlflow.databuffer.transport import Transport
 from rlflow.rollout.engine import NO_VERSION, RolloutEngine, SyncReport
 from rlflow.strategies.strategy import TrainingStrategy
 

@@ -13,11 +13,8 @@ from torch import Tensor
 
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import Node
-from rlflow.data.batch import Pairs, PerSample, countable, take_rows
-from rlflow.data.host_copy import bring_over, on_device, on_host, remember, rows_at
-from rlflow.data.layout import Layout
-from rlflow.data.rows import RowSpace
-from rlflow.data.transport import Transport
+from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.functional import loss_count, loss_sum, loss_weights
 from rlflow.metrics import Metrics
@@ -25,6 +22,11 @@ from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
 from rlflow.rollout.engine import sampling_seed
 from rlflow.strategies.strategy import TrainingStrategy
+from rlflow.values.batch import Pairs
+from rlflow.values.columns import countable, take_rows
+from rlflow.values.cuts import PerSample
+from rlflow.values.host_copy import bring_over, on_device, on_host, remember, rows_at
+from rlflow.values.layout import Layout
 
 MOST_SKIPPED_UPDATES = 3  # in a row; a gradient that stays infinite or NaN is not going to mend itself
 

@@ -12,17 +12,18 @@ import torch
 
 from rlflow.controller.context import NodeContext, Running
 from rlflow.dag.node import Node
-from rlflow.data.batch import Batch, to_device
-from rlflow.data.layout import Layout
 from rlflow.data.loader import Loader
-from rlflow.data.rows import RowSpace
-from rlflow.data.transport import Transport
+from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.transport import Transport
 from rlflow.functional import pass_at_k
 from rlflow.metrics import Metrics
 from rlflow.module import RLModule
 from rlflow.rewards.reward import scored
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.sampling import sample
+from rlflow.values.batch import Batch
+from rlflow.values.columns import to_device
+from rlflow.values.layout import Layout
 
 FULL_REWARD = 1.0
 DRAW = 0  # the same seeds at every validation, so that a difference is the policy's
@@ -74,11 +75,6 @@ def validate(
         for k in powers_of_two(n) if n > 1 else ():
             metrics.mean(f"{prefix}/pass@{k}", pass_at_k(correct, n, k).sum(), rows / n)
     return metrics.reduce(transport)
-
-
-def has_validation_step(module: RLModule) -> bool:
-    """Whether the module measures something itself."""
-    return type(module).validation_step is not RLModule.validation_step
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import dataclasses
 import types
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from rlflow.data.batch import PerSample, PerToken, Rows, Scalar, Texts
+from rlflow.values.cuts import PerSample, PerToken, Rows, Scalar, Texts
 
 _ALIASES = {"PerSample": PerSample, "PerToken": PerToken, "Scalar": Scalar, "Rows": Rows, "Texts": Texts}
 

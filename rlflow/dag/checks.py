@@ -10,8 +10,10 @@ from typing import Any
 from rlflow.dag.annotations import accepts, fields, type_name
 from rlflow.dag.node import BATCH, ROLLOUT, Input, Node
 from rlflow.dag.problems import Problem
-from rlflow.data.batch import Batch, Cut, Pairs, columns
 from rlflow.errors import did_you_mean
+from rlflow.values.batch import Batch, Pairs
+from rlflow.values.columns import columns
+from rlflow.values.cuts import Cut
 
 
 def missing(nodes: Mapping[str, Node], removed: Collection[str], methods: Collection[str]) -> Iterator[Problem]:

@@ -11,8 +11,8 @@ from rlflow.dag.methods import read_methods
 from rlflow.dag.node import BATCH, Input, Node
 from rlflow.dag.problems import GraphError, Problem
 from rlflow.dag.reads import Fields, fields_read
-from rlflow.data.batch import columns
 from rlflow.errors import UserError
+from rlflow.values.columns import columns
 
 __all__ = ["Graph", "GraphError", "Input", "Node", "Problem"]
 

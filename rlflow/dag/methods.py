@@ -16,8 +16,10 @@ from rlflow.dag.annotations import type_name
 from rlflow.dag.call import Call
 from rlflow.dag.node import BATCH, MARK, ROLLOUT, Input, Kind, Mark, Node, RowsMark, TypeMark
 from rlflow.dag.problems import Problem
-from rlflow.data.batch import PerSample, PerToken, Rollout, columns
 from rlflow.errors import did_you_mean
+from rlflow.values.columns import columns
+from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.rollout import Rollout
 
 
 @dataclass

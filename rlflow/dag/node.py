@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, TypeVar, overload
 
-from rlflow.data.batch import Cut, columns
 from rlflow.errors import UserError
+from rlflow.values.columns import columns
+from rlflow.values.cuts import Cut
 
 Kind = Literal["compute", "model_inference", "rollout", "train", "filter"]
 RowsMark = Literal["samples", "batch"]

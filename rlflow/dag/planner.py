@@ -27,9 +27,9 @@ from rlflow.dag.tasks import (
     rank_ranges,
     task_lines,
 )
-from rlflow.data.batch import columns
-from rlflow.data.layout import Layout
 from rlflow.errors import UserError, did_you_mean
+from rlflow.values.columns import columns
+from rlflow.values.layout import Layout
 
 
 @dataclass(frozen=True)

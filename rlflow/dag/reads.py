@@ -18,7 +18,9 @@ from typing import Any, get_type_hints
 
 from rlflow.dag.call import Call
 from rlflow.dag.node import Node
-from rlflow.data.batch import Pairs, Ragged, Rollout
+from rlflow.values.batch import Pairs
+from rlflow.values.ragged import Ragged
+from rlflow.values.rollout import Rollout
 
 Fields = frozenset[str]
 

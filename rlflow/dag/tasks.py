@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rlflow.dag.node import ROLLOUT
-from rlflow.data.layout import Layout
+from rlflow.values.layout import Layout
 
 
 @dataclass(frozen=True)

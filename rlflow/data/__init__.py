@@ -1,4 +1,4 @@
-"""The data plane: datasets, rows, layouts, and the buffer that exchanges values between them."""
+"""Datasets: their rows, how they are loaded, and in which order."""
 
 from rlflow.data.prompts import PromptData
 from rlflow.data.sources import JSONL, HuggingFace, Parquet, Source

@@ -16,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from rlflow.data.message import from_message, to_message
 from rlflow.data.prompts import Encoder, Example, PromptData
 from rlflow.data.sources import Source
-from rlflow.data.transport import Transport
+from rlflow.databuffer.message import from_message, to_message
+from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError, one_line
 
 if TYPE_CHECKING:

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlflow.data.batch import Batch, Pairs, Ragged
 from rlflow.data.chosen_rows import Choose, ChosenRows, Epoch
 from rlflow.data.lengths import count, count_together, keep_counts, key_of, read_counts
 from rlflow.data.prompts import Encoder, Example, PromptData
 from rlflow.data.scan import Scan, scan
 from rlflow.data.sources import Source
-from rlflow.data.transport import Transport
+from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
+from rlflow.values.batch import Batch, Pairs
+from rlflow.values.ragged import Ragged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

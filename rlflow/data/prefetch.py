@@ -8,9 +8,9 @@ from typing import Self
 
 from torch import Tensor
 
-from rlflow.data.batch import Batch, Pairs
 from rlflow.data.chosen_rows import Epoch
 from rlflow.data.loader import Loader
+from rlflow.values.batch import Batch, Pairs
 
 _Draw = tuple[int, int, int]  # draw, shard, shards
 

@@ -1,0 +1,1 @@
+"""Models as handles of an algorithm: what loads, packs and scores them."""

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from rlflow.data.host_copy import on_host
 from rlflow.errors import UserError
 from rlflow.models.block_attention import block_attention
+from rlflow.values.host_copy import on_host
 
 PACKED_ATTENTION = "rlflow_packed"
 BLOCK = 128  # tokens of a block of flex attention's mask

@@ -10,8 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlflow.data.batch import PerSample, PerToken, Ragged, TokenRows
-from rlflow.data.host_copy import on_device, rows_at
 from rlflow.errors import UserError
 from rlflow.models.handle import ModelHandle
 from rlflow.models.lora import LoRA, adapters_off
@@ -21,6 +19,10 @@ from rlflow.models.packed import PackedModel
 from rlflow.models.packing import ModelInput, Responses, no_rows, response_mask, take, whole
 from rlflow.models.readouts import Divergence, FrozenLayer, OfTokens, states
 from rlflow.models.scoring import ScoringModel
+from rlflow.values.batch import TokenRows
+from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.host_copy import on_device, rows_at
+from rlflow.values.ragged import Ragged
 
 
 class CausalLM(ModelHandle):

@@ -11,8 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rlflow.data.batch import Pairs, Ragged, TokenRows
-from rlflow.data.host_copy import on_device
 from rlflow.errors import UserError
 from rlflow.functional.aggregation import Aggregation
 from rlflow.models.lora import LoRA
@@ -32,6 +30,9 @@ from rlflow.models.packing import (
     take,
     token_counts,
 )
+from rlflow.values.batch import Pairs, TokenRows
+from rlflow.values.host_copy import on_device
+from rlflow.values.ragged import Ragged
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlflow.data.batch import Ragged, TokenRows
 from rlflow.errors import UserError
 from rlflow.models.attention import PACKED_ATTENTION, Attention, register_packed_attention
 from rlflow.models.empty import finish
@@ -21,6 +20,8 @@ from rlflow.models.lora import LoRA, Weight, adapter_of, add_adapters, is_adapte
 from rlflow.models.moe import ROUTING, Routing
 from rlflow.models.packing import ALONE, Peers, pack
 from rlflow.models.weight_files import WeightFiles
+from rlflow.values.batch import TokenRows
+from rlflow.values.ragged import Ragged
 
 
 class PackedModel(nn.Module):

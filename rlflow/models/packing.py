@@ -13,10 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rlflow.data.balance import even_parts
-from rlflow.data.batch import PerToken, Ragged, TokenRows, to_device
-from rlflow.data.host_copy import bring_over, on_device, on_host, rows_at
+from rlflow.databuffer.balance import even_parts
 from rlflow.errors import UserError
+from rlflow.values.batch import TokenRows
+from rlflow.values.columns import to_device
+from rlflow.values.cuts import PerToken
+from rlflow.values.host_copy import bring_over, on_device, on_host, rows_at
+from rlflow.values.ragged import Ragged
 
 
 class Responses(Protocol):

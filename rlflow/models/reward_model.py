@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlflow.data.batch import PerSample
 from rlflow.models.handle import ModelHandle
 from rlflow.models.packing import Responses, no_rows, whole
 from rlflow.models.scalar import ScalarModel
+from rlflow.values.cuts import PerSample
 
 
 class RewardModel(ModelHandle):

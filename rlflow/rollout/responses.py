@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlflow.data.batch import PerSample, PerToken, Rollout, join_rows, to_device
 from rlflow.errors import UserError
 from rlflow.rollout.engine import Completion
+from rlflow.values.columns import join_rows, to_device
+from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.rollout import Rollout
 
 
 @dataclass(frozen=True)

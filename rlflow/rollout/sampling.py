@@ -8,10 +8,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from rlflow.data.batch import Batch, Pairs, Ragged, Rollout
-from rlflow.data.host_copy import bring_over, on_host
 from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, sampling_seed
 from rlflow.rollout.responses import Part, Responses
+from rlflow.values.batch import Batch, Pairs
+from rlflow.values.host_copy import bring_over, on_host
+from rlflow.values.ragged import Ragged
+from rlflow.values.rollout import Rollout
 
 
 def sample(

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlflow.memory.workload import Workload
 from rlflow.simulate.designs import works
 from rlflow.simulate.hardware import Hardware
-from rlflow.workload import Workload
 
 STEP = "step"  # the whole of it, among the seconds of its parts
 

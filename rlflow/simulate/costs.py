@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rlflow.memory.workload import RoleTraining
 from rlflow.models.sizes import ModelSize
 from rlflow.simulate.hardware import Hardware
-from rlflow.workload import RoleTraining
 
 
 def forward_flops(size: ModelSize, tokens: float, length: float) -> float:

@@ -14,8 +14,8 @@ from typing import Literal, get_args
 
 from rlflow.dag.node import BATCH, Node
 from rlflow.dag.tasks import Exchange, Fill, Load, RunNode, SyncWeights, Task, TrainNode, rank_ranges
-from rlflow.data.layout import Layout
-from rlflow.memory import memory
+from rlflow.memory.estimate import memory
+from rlflow.memory.workload import Workload
 from rlflow.simulate.costs import (
     Decoding,
     all_to_all_seconds,
@@ -28,7 +28,7 @@ from rlflow.simulate.costs import (
 )
 from rlflow.simulate.hardware import Hardware
 from rlflow.simulate.timeline import Work
-from rlflow.workload import Workload
+from rlflow.values.layout import Layout
 
 Design = Literal["rlflow", "padded", "packed", "store"]
 DESIGNS: tuple[Design, ...] = get_args(Design)

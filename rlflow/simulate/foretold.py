@@ -11,10 +11,11 @@ from pathlib import Path
 from rlflow.data.prompts import Encoder
 from rlflow.errors import UserError
 from rlflow.loggers.jsonl import METRICS_FILE, read_metrics
-from rlflow.memory import does_not_fit
+from rlflow.memory.estimate import does_not_fit
 from rlflow.models.tiny import resolve_model
-from rlflow.placement import followed_role, handles
-from rlflow.preparation import load_tokenizer, read_graph
+from rlflow.module import handles
+from rlflow.run.placement import followed_role
+from rlflow.run.prepare import load_tokenizer, read_graph
 from rlflow.simulate.report import in_seconds, work_lines
 from rlflow.simulate.simulation import Simulation
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlflow.memory import memory_lines
+from rlflow.memory.estimate import memory_lines
 from rlflow.simulate.designs import DESIGNS, MEANING
 from rlflow.simulate.run_phases import phase_lines
 from rlflow.simulate.simulation import Predicted, Simulation

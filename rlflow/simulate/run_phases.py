@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rlflow.phases import loading_bytes, phases, resting_bytes
+from rlflow.memory.workload import LoadedRole, Workload
 from rlflow.simulate.costs import gather_seconds
 from rlflow.simulate.hardware import Hardware
+from rlflow.simulate.phases import loading_bytes, phases, resting_bytes
 from rlflow.storage.space import in_bytes
-from rlflow.workload import LoadedRole, Workload
 
 FLOAT32 = 4
 

@@ -10,16 +10,16 @@ from typing import Literal
 
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
-from rlflow.memory import Memory, memories
+from rlflow.memory.estimate import Memory, memories
+from rlflow.memory.workload import Workload
 from rlflow.module import RLModule
-from rlflow.placement import Placed
+from rlflow.run.placement import Placed
 from rlflow.simulate.designs import DESIGNS, Design, works
 from rlflow.simulate.hardware import Hardware
 from rlflow.simulate.run_phases import Phase, run_phases
 from rlflow.simulate.timeline import Timeline, scheduled
 from rlflow.simulate.workload import read_workload
 from rlflow.trainer import Trainer
-from rlflow.workload import Workload
 
 Scaling = Literal["weak", "strong"]
 

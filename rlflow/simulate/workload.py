@@ -7,19 +7,19 @@ from dataclasses import replace
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import ROLLOUT
 from rlflow.dag.planner import plan
-from rlflow.data.layout import Layout
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
+from rlflow.memory.workload import Lengths, Workload, engine_here, loaded_role
 from rlflow.models.sizes import size_of
-from rlflow.module import RLModule
-from rlflow.placement import Machines, followed_role, handles, layouts
-from rlflow.preparation import read_graph
+from rlflow.module import RLModule, handles
 from rlflow.rollout.transformers import TransformersEngine
+from rlflow.run.placement import Machines, followed_role, layouts
+from rlflow.run.prepare import read_graph
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.single import SingleProcess
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.trainer import Trainer
-from rlflow.workload import Lengths, Workload, engine_here, loaded_role
+from rlflow.values.layout import Layout
 
 
 def read_workload(

@@ -1,6 +1,6 @@
 """How training is spread over ranks."""
 
-import rlflow.deferred  # noqa: F401  (before the modules below import parts of Lightning)
+import rlflow.process.deferred  # noqa: F401  (before the modules below import parts of Lightning)
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.fsdp import FSDPStrategy
 from rlflow.strategies.single import SingleProcess

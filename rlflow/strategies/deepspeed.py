@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlflow.data.layout import Layout
 from rlflow.errors import UserError, importable, require
 from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import Optimizer
@@ -23,6 +22,7 @@ from rlflow.strategies.groups import RoleGroups
 from rlflow.strategies.loss_scale import FIRST
 from rlflow.strategies.state import WEIGHT
 from rlflow.strategies.strategy import Role, clip_and_step
+from rlflow.values.layout import Layout
 
 BUCKET_ELEMENTS = 50_000_000  # 200 MB in float32: enough for a network, and no burden where a layer is larger
 PERSISTENT_ELEMENTS = 10_000  # ZeRO-3 keeps smaller parameters whole on every rank: norms and biases

@@ -14,8 +14,7 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from torch import nn
 
-from rlflow.data.layout import Layout
-from rlflow.data.process_groups import connect_when_used
+from rlflow.databuffer.process_groups import connect_when_used
 from rlflow.errors import UserError
 from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.handle import ForwardPlan, ModelHandle
@@ -24,6 +23,7 @@ from rlflow.strategies.groups import Groups
 from rlflow.strategies.launcher import RankLauncher
 from rlflow.strategies.sequence import divided_attention, peers_of
 from rlflow.strategies.strategy import TrainingStrategy
+from rlflow.values.layout import Layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlflow.data.layout import Layout
 from rlflow.errors import UserError
 from rlflow.models.handle import ModelHandle
 from rlflow.models.packed import PackedModel
 from rlflow.models.part import Part
 from rlflow.strategies.distributed import DistributedStrategy, replace_parameters
 from rlflow.strategies.strategy import Role, clip_and_step
+from rlflow.values.layout import Layout
 
 
 class FSDPStrategy(DistributedStrategy):

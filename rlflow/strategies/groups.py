@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from rlflow.data.layout import Layout
-from rlflow.data.process_groups import process_group
+from rlflow.databuffer.process_groups import process_group
+from rlflow.values.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from typing import Any
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
-from rlflow import status
-from rlflow.environment import place_kept
 from rlflow.errors import UserError
-from rlflow.status import FOLDER_VARIABLE, PARENT_VARIABLE, SUPERVISED_VARIABLE, Status
+from rlflow.process import status
+from rlflow.process.environment import place_kept
+from rlflow.process.status import FOLDER_VARIABLE, PARENT_VARIABLE, SUPERVISED_VARIABLE, Status
 
 POLL_S = 0.2
 GRACE_S = 2.0  # how long rank 0 may still take to fail in its own words after another rank has died

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from rlflow.data.layout import Layout
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import WithoutAdapters
 from rlflow.models.filling import Filling
@@ -32,6 +31,7 @@ from rlflow.models.weight_files import shard_name
 from rlflow.storage.disk import Disk
 from rlflow.strategies.loss_scale import LossScale
 from rlflow.strategies.state import WEIGHT, StoredState, share_of
+from rlflow.values.layout import Layout
 
 SAVE_BUCKET_BYTES = 64 * 2**20
 FLOAT32_BYTES = 4

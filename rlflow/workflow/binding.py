@@ -17,12 +17,11 @@ from rlflow.dag.entry import Entry
 from rlflow.dag.methods import marks
 from rlflow.dag.node import ROLLOUT, Mark
 from rlflow.dag.problems import Problem
-from rlflow.data.batch import PerSample, PerToken, Scalar
 from rlflow.errors import UserError, did_you_mean
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
-from rlflow.module import RLModule
-from rlflow.placement import handles
+from rlflow.module import RLModule, handles
+from rlflow.values.cuts import PerSample, PerToken, Scalar
 from rlflow.workflow.callables import found_at, hints_of, typed
 
 RETURNS = {"PerSample": PerSample, "PerToken": PerToken, "Scalar": Scalar}

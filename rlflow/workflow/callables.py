@@ -12,11 +12,10 @@ from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentParser
 
-from rlflow.complaints import ConfigError, complaint
+from rlflow.config_errors import ConfigError, complaint
 from rlflow.dag.annotations import choices
 from rlflow.errors import UserError, did_you_mean, one_line
-from rlflow.module import RLModule
-from rlflow.placement import handles
+from rlflow.module import RLModule, handles
 
 
 def found_at(path: str, module: RLModule) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from yaml.constructor import SafeConstructor
 
-from rlflow.complaints import config_file, options
+from rlflow.config_errors import config_file, options
 from rlflow.dag.entry import Entry, Place
 from rlflow.dag.node import place
 from rlflow.dag.problems import GraphError, Problem

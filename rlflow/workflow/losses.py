@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from rlflow.data.batch import PerSample, PerToken, Rollout
 from rlflow.functional import Importance, KLEstimator, kl_estimate, ppo_clip_loss, ppo_is_clipped
 from rlflow.models.causal_lm import CausalLM
 from rlflow.module import RLModule
+from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.rollout import Rollout
 
 
 def policy_loss(

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
-from rlflow.data.batch import Batch, Rollout
 from rlflow.functional import Aggregation
 from rlflow.module import RLModule
 from rlflow.rewards.reward import Reward
+from rlflow.values.batch import Batch
+from rlflow.values.rollout import Rollout
 
 
 @dataclass(eq=False)

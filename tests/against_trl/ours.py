@@ -11,16 +11,17 @@ import torch
 from rlflow import Batch, CausalLM, RLModule, Rollout
 from rlflow.controller.context import Running
 from rlflow.dag.node import Node
-from rlflow.data.batch import Pairs, Ragged
-from rlflow.data.layout import Layout
-from rlflow.data.rows import RowSpace
-from rlflow.data.transport import Transport
+from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.transport import Transport
 from rlflow.functional import aggregate
 from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.packed import PackedModel
-from rlflow.placement import handles
-from rlflow.preparation import read_graph
+from rlflow.module import handles
 from rlflow.rewards import SampleReward
+from rlflow.run.prepare import read_graph
+from rlflow.values.batch import Pairs
+from rlflow.values.layout import Layout
+from rlflow.values.ragged import Ragged
 from tests.against_trl.cases import GROUP, TEMPERATURE, Models, Result, pairs, points, prompt_ids, response_ids
 from tests.node_context import node_context
 

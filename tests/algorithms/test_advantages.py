@@ -11,8 +11,8 @@ import torch
 from rlflow import LoRA, PerSample, PerToken, Rollout
 from rlflow.algorithms import GPG, PPO
 from rlflow.models.tiny import write_tiny_model
-from rlflow.preparation import read_graph
 from rlflow.rewards import SampleReward
+from rlflow.run.prepare import read_graph
 from tests.controller.runs import SGD, Fit, fit, grpo, sums
 
 

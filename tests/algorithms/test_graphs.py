@@ -10,7 +10,7 @@ from rlflow import CausalLM, LoRA, UserError, algorithms
 from rlflow.algorithms import GRPO, SFT, PolicyGradient
 from rlflow.dag.graph import GraphError
 from rlflow.models.causal_lm import WithoutAdapters
-from rlflow.preparation import read_graph
+from rlflow.run.prepare import read_graph
 from tests.controller.runs import OddCharacters
 
 LEAST = {"rollout", "rewards", "advantages", "actor_loss"}

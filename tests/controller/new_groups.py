@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlflow.data import process_groups
+from rlflow.databuffer import process_groups
 
 NewGroup = tuple[tuple[int, ...] | None, bool]  # ranks, and whether its members alone take part
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from rlflow import LoRA, Optimizer, PerSample, RLModule, Rollout, node
 from rlflow.algorithms import PPO, OnPolicyDistillation
 from rlflow.callbacks import Callback
-from rlflow.preparation import load_tokenizer, stop_tokens
 from rlflow.rollout.engine import Sampling, sampling_seed
 from rlflow.rollout.transformers import TransformersEngine
+from rlflow.run.prepare import load_tokenizer, stop_tokens
 from tests.controller.runs import (
     SGD,
     ZERO2,

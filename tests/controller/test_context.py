@@ -14,11 +14,11 @@ from rlflow import Batch, PerSample, Rollout, UserError, node
 from rlflow.algorithms import GRPO
 from rlflow.controller.context import NodeContext, Running
 from rlflow.dag.graph import Graph
-from rlflow.data.layout import Layout
 from rlflow.data.prompts import PromptData
-from rlflow.data.rows import RowSpace
-from rlflow.data.transport import Transport
+from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.transport import Transport
 from rlflow.metrics import Metrics
+from rlflow.values.layout import Layout
 from tests.controller.runs import ZERO2, Fit, OddCharacters, Paired, fit
 from tests.data.listed import Listed
 from tests.node_context import node_context

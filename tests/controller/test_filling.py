@@ -14,10 +14,10 @@ from rlflow.controller.filling import kept_groups
 from rlflow.rollout.engine import Completion
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies import SingleProcess
+from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.ranks import RankPool
-from tests.test_checkpoint import StopAfter
 
 NEEDED, STEPS, GROUP = 4, 3, 3
 EASY = ("0", "3", "6")  # digits that questions begin with

@@ -9,9 +9,10 @@ import torch
 
 from rlflow import UserError
 from rlflow.controller.gap import GAP, LARGEST_GAP, LogprobGap, default_gap_limit
-from rlflow.data.batch import Ragged, Rollout
-from rlflow.data.transport import Transport
+from rlflow.databuffer.transport import Transport
 from rlflow.metrics import Metrics
+from rlflow.values.ragged import Ragged
+from rlflow.values.rollout import Rollout
 from tests.controller.runs import ZERO2, Fit, Lies, failing_fit, grpo, sums
 from tests.ranks import RankPool
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlflow.environment import place_kept
-from rlflow.placement import Place
+from rlflow.process.environment import place_kept
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
-from rlflow.run import Run
+from rlflow.run.fit import Run
+from rlflow.run.placement import Place
 from rlflow.strategies import DeepSpeedStrategy
 from tests.controller.new_groups import recording
 from tests.controller.runs import ZERO2, ZERO3, Fit, fit, grpo, sums, trainer_of

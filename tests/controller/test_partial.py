@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 from rlflow import Batch, PerSample, Rollout, node
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies import SingleProcess
+from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
 from tests.controller.test_apart import fit_with_delays, fit_with_weights, numbers, same
 from tests.controller.test_filling import is_hard
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.ranks import RankPool
-from tests.test_checkpoint import StopAfter
 
 NEEDED, STEPS, GROUP, LONGEST, PART = 4, 4, 3, 12, 4
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rlflow import Optimizer, UserError
 from rlflow.callbacks import Callback
-from rlflow.placement import handles
-from rlflow.preparation import updates_of_run
+from rlflow.module import handles
+from rlflow.run.prepare import updates_of_run
 from tests.controller.runs import ActorCritic, Fit, StopsAfter, answers, fit, grpo, sums
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.ranks import RankPool

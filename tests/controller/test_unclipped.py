@@ -10,8 +10,8 @@ import pytest
 
 from rlflow import algorithms
 from rlflow.algorithms import PolicyGradient
-from rlflow.placement import Machines
-from rlflow.preparation import prepare, unclipped
+from rlflow.run.placement import Machines
+from rlflow.run.prepare import prepare, unclipped
 from tests.controller.runs import SGD, Fit, OddCharacters, fit, sums
 
 WARNS = "has no clip, cap or mask that holds the policy near the one that sampled"

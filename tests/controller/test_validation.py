@@ -15,7 +15,7 @@ from rlflow.controller.validation import powers_of_two
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rewards import SampleReward
 from rlflow.rollout.transformers import TransformersEngine
-from rlflow.run_folder import RunFolder
+from rlflow.run.folder import RunFolder
 from rlflow.strategies import SingleProcess
 from rlflow.trainer import Trainer
 from tests.controller.runs import grpo, sums

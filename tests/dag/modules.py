@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from rlflow.dag.node import node
-from rlflow.data.batch import Batch, PerSample, PerToken, Rollout
+from rlflow.values.batch import Batch
+from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.rollout import Rollout
 
 
 class GRPO:

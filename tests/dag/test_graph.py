@@ -13,8 +13,10 @@ import torch
 
 from rlflow.dag.graph import Graph, GraphError, Problem
 from rlflow.dag.node import node
-from rlflow.data.batch import Batch, Pairs, PerSample, PerToken, Rollout, Scalar
 from rlflow.errors import UserError
+from rlflow.values.batch import Batch, Pairs
+from rlflow.values.cuts import PerSample, PerToken, Scalar
+from rlflow.values.rollout import Rollout
 from tests.dag.modules import GRPO, ROLES, SFT, Filtered, ReMax
 
 
@@ -161,7 +163,7 @@ def test_a_tensor_parameter_takes_any_tensor() -> None:
 def test_all_problems_are_told_at_once_with_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = """\
 from rlflow.dag.node import node
-from rlflow.data.batch import Batch, PerSample, PerToken, Rollout
+from rlflow import Batch, PerSample, PerToken, Rollout
 
 class Wrong:
     @node(role="rollout")

@@ -12,9 +12,11 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
 from rlflow.dag.planner import Plan, plan
 from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, Save, SyncWeights, Tell, TrainNode
-from rlflow.data.batch import Batch, PerSample, PerToken, Rollout
-from rlflow.data.layout import Layout
 from rlflow.errors import UserError
+from rlflow.values.batch import Batch
+from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.layout import Layout
+from rlflow.values.rollout import Rollout
 from tests.dag.modules import GRPO, ROLES, SFT, Filtered, ReMax
 
 BOTH = (0, 1)

@@ -15,10 +15,13 @@ from rlflow.dag.node import node
 from rlflow.dag.planner import plan
 from rlflow.dag.reads import Fields
 from rlflow.dag.tasks import Exchange
-from rlflow.data.batch import Batch, PerSample, PerToken, Ragged, Rollout
-from rlflow.data.layout import Layout
-from rlflow.preparation import read_graph
 from rlflow.rewards import ExactMatch
+from rlflow.run.prepare import read_graph
+from rlflow.values.batch import Batch
+from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.layout import Layout
+from rlflow.values.ragged import Ragged
+from rlflow.values.rollout import Rollout
 
 
 class Counted(Protocol):

@@ -17,7 +17,7 @@ from rlflow.data import lengths, loader
 from rlflow.data.lengths import cache_folder, keep_counts, read_counts
 from rlflow.data.loader import Loader, scan_together
 from rlflow.data.prompts import PromptData
-from rlflow.data.transport import Transport
+from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer, write_tiny_model
 from rlflow.rollout.transformers import TransformersEngine

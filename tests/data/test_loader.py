@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.data.batch import Pairs
 from rlflow.data.loader import Loader, share
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer
+from rlflow.values.batch import Pairs
 from tests.data.listed import Listed
 
 TOKENIZER = tiny_tokenizer()  # one token a character; 0 ends a text

@@ -127,7 +127,7 @@ def test_a_model_trains_there_as_on_the_cpu(device1: RankPool) -> None:
 
 def _gathered() -> tuple[bool, list[list[float]], int, str]:
     """What comes of a gather, where it lies, how often the host waited, and what a mixed one raises."""
-    from rlflow.data.transport import Transport
+    from rlflow.databuffer.transport import Transport
     from tests.device.elsewhere import DEVICE, waits
 
     mine = torch.full((3,), float(dist.get_rank()))

@@ -11,14 +11,14 @@ from tests.ranks import RankPool
 
 def _moved() -> Any:
     """A tensor on the device, of which the host has a copy."""
-    from rlflow.data.host_copy import on_device
+    from rlflow.values.host_copy import on_device
     from tests.device.elsewhere import DEVICE
 
     return on_device(torch.tensor([3, 1, 2]), DEVICE)
 
 
 def _waits_of_what_went_there() -> tuple[int, list[list[int]]]:
-    from rlflow.data.host_copy import joined, on_host, rows_at
+    from rlflow.values.host_copy import joined, on_host, rows_at
     from tests.device.elsewhere import waits
 
     with waits() as counted:
@@ -37,7 +37,7 @@ def test_what_went_to_a_device_and_rows_of_it_are_known_without_a_wait(device1: 
 
 
 def _changed() -> list[list[int]]:
-    from rlflow.data.host_copy import on_host, remember
+    from rlflow.values.host_copy import on_host, remember
 
     there, viewed, copied = _moved(), _moved(), _moved()
     there += 1
@@ -53,7 +53,7 @@ def test_a_tensor_that_changed_in_place_is_brought_over_anew(device1: RankPool) 
 
 
 def _brought_over() -> tuple[int, list[Any]]:
-    from rlflow.data.host_copy import bring_over, on_host
+    from rlflow.values.host_copy import bring_over, on_host
     from tests.device.elsewhere import DEVICE, waits
 
     tensors = [
@@ -78,7 +78,7 @@ def test_tensors_of_all_kinds_come_over_in_one_transfer(device1: RankPool) -> No
 
 
 def _inferred() -> list[list[int]]:
-    from rlflow.data.host_copy import on_host
+    from rlflow.values.host_copy import on_host
 
     with torch.inference_mode():
         there = _moved()
@@ -92,7 +92,7 @@ def test_nothing_is_remembered_of_tensors_whose_changes_nobody_counts(device1: R
 
 
 def _memory_read_there() -> tuple[list[float], bool]:
-    from rlflow.data.prompt_memory import PromptMemory
+    from rlflow.state.prompt_memory import PromptMemory
     from tests.device.elsewhere import DEVICE
 
     memory = PromptMemory()

@@ -11,8 +11,8 @@ import pytest
 from rlflow import LoRA, RLModule
 from rlflow.algorithms import DAPO, DPO, PPO
 from rlflow.data.prompts import PromptData
-from rlflow.placement import Place
 from rlflow.rewards import SampleReward
+from rlflow.run.placement import Place
 from tests.controller.runs import SGD, Fit, OddCharacters, RaggedGRPO, Result, sums
 from tests.data.listed import Listed
 from tests.device.runs import fit_on_both

@@ -17,9 +17,9 @@ import rlflow.algorithms
 from rlflow import PerToken, RLModule, Rollout
 from rlflow.data.prompts import PromptData
 from rlflow.data.sources import JSONL
-from rlflow.preparation import prepare
 from rlflow.rewards import SampleReward
-from rlflow.run import Run
+from rlflow.run.fit import Run
+from rlflow.run.prepare import prepare
 from rlflow.strategies import SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
 from tests.exactness.cases import OPTIMIZER, Case, settings

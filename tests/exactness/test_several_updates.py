@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlflow.data.layout import Layout
-from rlflow.data.rows import RowSpace
+from rlflow.databuffer.rows import RowSpace
 from rlflow.rollout.engine import sampling_seed
+from rlflow.values.layout import Layout
 from tests.exactness.cases import CASES, GRPO, Case, truth_of_updates
 from tests.exactness.recording import GROUP, Recording, record
 from tests.exactness.settings import LARGE, SMALL, Setting

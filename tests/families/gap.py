@@ -7,10 +7,11 @@ import copy
 import torch
 from torch import Tensor
 
-from rlflow.data.batch import Ragged, TokenRows
 from rlflow.models.packing import pack
 from rlflow.models.scoring import ScoringModel
 from rlflow.rollout import Completion, RolloutEngine, Sampling
+from rlflow.values.batch import TokenRows
+from rlflow.values.ragged import Ragged
 from tests.rollout.trained import PROMPTS, STOP, perturb
 
 LIMIT = 1e-5

@@ -15,11 +15,12 @@ from lightning.fabric import Fabric
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlflow.data.batch import Ragged, TokenRows
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.moe import MoE
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, TrainingStrategy
+from rlflow.values.batch import TokenRows
+from rlflow.values.ragged import Ragged
 from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS
 from tests.strategies.update import MICRO_BATCHES, Outcome, all_weights, rows_of
 

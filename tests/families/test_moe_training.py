@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlflow import CausalLM, MoE
-from rlflow.data.batch import Ragged, TokenRows
 from rlflow.errors import UserError
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.moe import check_moe
 from rlflow.rollout import Completion, EngineBeside, Sampling, TransformersEngine, VLLMEngine
+from rlflow.values.batch import TokenRows
+from rlflow.values.ragged import Ragged
 from tests.families.gap import LIMIT, SEEDS, tensors
 from tests.families.moe import COEF, STRATEGIES, moe_update, plain_moe_update
 from tests.ranks import RankPool

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlflow import CausalLM, LoRA, UserError
 from rlflow.cli import main
-from rlflow.data.layout import Layout
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packing import pack
 from rlflow.models.scoring import ScoringModel
+from rlflow.values.layout import Layout
 from tests.families.models import ALL
 from tests.ranks import RankPool
 from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS, distance, plain_update

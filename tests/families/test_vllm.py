@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from rlflow.data.batch import Ragged, TokenRows
 from rlflow.errors import UserError
 from rlflow.models.packing import pack
 from rlflow.models.scoring import ScoringModel
 from rlflow.rollout import RolloutEngine, VLLMEngine, WeightSyncError
+from rlflow.values.batch import TokenRows
+from rlflow.values.ragged import Ragged
 from tests.families.gap import follow_three_syncs, tensors
 from tests.families.models import SERVED
 from tests.rollout.trained import PROMPTS, setup

@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from rlflow.data.batch import Batch, Ragged
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.packing import Responses
 from rlflow.models.tiny import write_tiny_model
+from rlflow.values.batch import Batch
+from rlflow.values.ragged import Ragged
 
 # Prompt and response tokens of each row; one row has no response, one has a single token.
 PROMPTS = (3, 4, 1, 7, 2, 6)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlflow.data.batch import Batch
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packing import take
 from rlflow.models.tiny import write_tiny_model
+from rlflow.values.batch import Batch
 from tests.models.conftest import one_by_one, random_rows
 
 Build = Callable[..., CausalLM]

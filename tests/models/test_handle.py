@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from rlflow.data.batch import Pairs, Ragged
 from rlflow.errors import UserError
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.value_model import ValueModel
+from rlflow.values.batch import Pairs
+from rlflow.values.ragged import Ragged
 
 
 def test_a_token_budget_below_one_is_refused() -> None:

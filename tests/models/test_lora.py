@@ -9,11 +9,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlflow import CausalLM, LoRA, UserError, ValueModel
-from rlflow.data.batch import Batch
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.linear import OneDNNLinear
 from rlflow.models.lora import Weight, adapter_of
 from rlflow.models.packed import PackedModel
+from rlflow.values.batch import Batch
 from tests.models.conftest import one_by_one
 
 CPU = torch.device("cpu")

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlflow.data.batch import Ragged, TokenRows
 from rlflow.errors import UserError
 from rlflow.models.packing import pack, packed_micro_batches, pad, padded_micro_batches, take, token_counts
+from rlflow.values.batch import TokenRows
+from rlflow.values.ragged import Ragged
 
 # Row 0: prompt 7, response 1 2. Row 1: prompt 8 8, no response. Row 2: prompt 9 10, response 3.
 ROWS = TokenRows(

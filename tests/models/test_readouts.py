@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from rlflow.data.batch import Batch, Ragged
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.divergence import Softmax, token_kl
@@ -22,6 +21,8 @@ from rlflow.models.lora import LoRA
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packing import take
 from rlflow.models.tiny import write_tiny_model
+from rlflow.values.batch import Batch
+from rlflow.values.ragged import Ragged
 from tests.families.models import write_family
 from tests.models.conftest import random_rows
 from tests.strategies.reference import distance

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rlflow.data.batch import Batch
 from rlflow.errors import UserError
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.reward_model import RewardModel
+from rlflow.values.batch import Batch
 from tests.models.conftest import scalars_one_by_one
 
 CPU = torch.device("cpu")

@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlflow.data.batch import Batch
 from rlflow.errors import UserError
 from rlflow.models.attention import packed_attention
 from rlflow.models.packing import Peers, pack
 from rlflow.models.scoring import ScoringModel
 from rlflow.models.tiny import write_tiny_model
+from rlflow.values.batch import Batch
 from tests.saved import write_model
 
 CPU = torch.device("cpu")

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from rlflow import CausalLM, PerToken, RLModule, Rollout
 from rlflow.controller.context import Running
-from rlflow.data.batch import Batch as Rows
-from rlflow.data.batch import Ragged
-from rlflow.data.layout import Layout
-from rlflow.data.rows import RowSpace
-from rlflow.data.transport import Transport
+from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.transport import Transport
 from rlflow.functional import aggregate
 from rlflow.models.handle import ForwardPlan
-from rlflow.preparation import read_graph
+from rlflow.run.prepare import read_graph
+from rlflow.values.batch import Batch as Rows
+from rlflow.values.layout import Layout
+from rlflow.values.ragged import Ragged
 from tests.node_context import node_context
 from tests.reference.paper_batches import LENGTHS, Batch, batch
 

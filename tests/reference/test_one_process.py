@@ -9,7 +9,6 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from rlflow.data.batch import Batch, Ragged
 from rlflow.functional import (
     group_normalized_advantages,
     importance_weights,
@@ -22,6 +21,8 @@ from rlflow.functional import (
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.single import SingleProcess
+from rlflow.values.batch import Batch
+from rlflow.values.ragged import Ragged
 from tests.reference.policy_float64 import Folders, Objective, Sample, policy_update
 from tests.reference.test_references import assert_same, padded, ragged_samples, write_model
 from tests.reference.update import Step

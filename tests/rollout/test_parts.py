@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlflow.data.batch import Batch, Ragged, Rollout
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
 from rlflow.rollout.responses import Part, under_way
 from rlflow.rollout.sampling import sample
+from rlflow.values.batch import Batch
+from rlflow.values.ragged import Ragged
+from rlflow.values.rollout import Rollout
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, perturb, setup
 
 LONGEST, SAMPLES = 23, 2

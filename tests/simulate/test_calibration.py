@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.configuration import read_simulate
+from rlflow.commands.configuration import read_simulate
 from rlflow.errors import UserError
+from rlflow.memory.workload import Workload
 from rlflow.simulate.calibration import STEP, Measured, as_yaml, calibrated, works_seconds
 from rlflow.simulate.hardware import PRESETS, Hardware, read_hardware
 from rlflow.simulate.simulation import Simulation
-from rlflow.workload import Workload
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart_grpo.yaml")
 BARE = Hardware(1e11, 8e9, 1e10, 1e9, 1e9, 1, memory_efficiency=1.0, link_efficiency=1.0, decode_overhead=0.0)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import UserError
-from rlflow.memory import activation_bytes
+from rlflow.memory.estimate import activation_bytes
+from rlflow.memory.workload import RoleTraining
 from rlflow.models.sizes import KNOWN, ModelSize, size_of
 from rlflow.simulate.costs import (
     Decoding,
@@ -24,7 +25,6 @@ from rlflow.simulate.costs import (
 )
 from rlflow.simulate.hardware import Hardware, read_hardware
 from rlflow.simulate.timeline import Work, scheduled
-from rlflow.workload import RoleTraining
 
 # Round numbers: 1 GFLOP/s, 1 MB/s of memory, 1 MB/s in a node of 4, 0.5 MB/s between nodes, all of it reached.
 PLAIN = Hardware(1e9, 1e9, 1e6, 1e6, 0.5e6, 4, 1e-3, 2e-3, 1e-4, 1.0, 1.0, 1.0, 1.0, 1e-9, 1e-3, 1e6, 1e-6)

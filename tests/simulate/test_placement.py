@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.cli import main
-from rlflow.configuration import read_simulate
+from rlflow.commands.configuration import read_simulate
 from rlflow.errors import UserError
 from rlflow.simulate.simulation import Simulation
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rlflow.data.layout import Layout
+from rlflow.memory.workload import Lengths, LoadedRole, RoleTraining
 from rlflow.models.sizes import ModelSize
 from rlflow.simulate.hardware import PRESETS
 from rlflow.simulate.run_phases import Phase, phase_lines, run_phases
-from rlflow.workload import Lengths, LoadedRole, RoleTraining
+from rlflow.values.layout import Layout
 
 # 3,850 parameters; the largest piece is an embedding of 1,000
 SMALL = ModelSize(hidden=10, intermediate=20, layers=2, heads=2, kv_heads=1, vocabulary=100)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.cli import main
-from rlflow.configuration import read_simulate
+from rlflow.commands.configuration import read_simulate
 from rlflow.simulate.designs import CONTROLLER, Design
 from rlflow.simulate.simulation import Predicted, Simulation
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from rlflow.data.layout import Layout
-from rlflow.data.memory import return_freed_memory
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import Optimizer
+from rlflow.process.freed_memory import return_freed_memory
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
+from rlflow.values.layout import Layout
 from tests.strategies.update import Stage, all_weights, backward, launch, rows_of, trained
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from rlflow import CausalLM, LoRA, Optimizer
-from rlflow.data.layout import Layout
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.lora import is_adapter
 from rlflow.strategies.strategy import TrainingStrategy
+from rlflow.values.layout import Layout
 from tests.saved import save
 from tests.strategies.reference import ROWS, TEMPERATURE
 from tests.strategies.update import Stage, all_weights, backward, launch, rows_of

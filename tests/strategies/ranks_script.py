@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from rlflow.errors import UserError
-from rlflow.status import report
+from rlflow.process.status import report
 from rlflow.strategies.launcher import RankLauncher
 
 HANGS_S = 600

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from rlflow import checkpoint
-from rlflow.data.batch import Ragged, TokenRows
-from rlflow.data.layout import Layout
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.reward_model import RewardModel
 from rlflow.models.value_model import ValueModel
 from rlflow.strategies.strategy import TrainingStrategy
+from rlflow.values.batch import TokenRows
+from rlflow.values.layout import Layout
+from rlflow.values.ragged import Ragged
 from tests.saved import save, write_checkpoint
 from tests.strategies.reference import TEMPERATURE
 from tests.strategies.update import Outcome, Stage, all_weights, backward, launch, rows_of, trained

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rlflow.data.layout import Layout
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.lora import LoRA
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, TrainingStrategy
+from rlflow.values.layout import Layout
 from tests.ranks import RankPool
 from tests.strategies.reference import TEMPERATURE, distance, plain_update
 from tests.strategies.state import pieces, put_together

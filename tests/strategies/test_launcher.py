@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from rlflow.environment import PLACE
+from rlflow.process.environment import PLACE
 from rlflow.strategies.launcher import RankLauncher, _say
 
 SCRIPT = Path(__file__).with_name("ranks_script.py")

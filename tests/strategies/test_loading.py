@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rlflow.data.layout import Layout
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
 from rlflow.models.lora import LoRA
 from rlflow.models.reward_model import RewardModel
 from rlflow.models.tiny import write_tiny_model
 from rlflow.models.value_model import ValueModel
+from rlflow.values.layout import Layout
 from tests.models.test_scoring import write
 from tests.ranks import RankPool
 from tests.strategies.loading import growth_while_loading, load, refused

@@ -10,8 +10,8 @@ from lightning.fabric import Fabric
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlflow.data.layout import Layout
 from rlflow.strategies.single import SingleProcess
+from rlflow.values.layout import Layout
 from tests.ranks import RankPool
 from tests.strategies.lora import SYNCS, UPDATES, Adapted, adapted_updates, on_ranks
 from tests.strategies.reference import distance

@@ -10,10 +10,10 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from rlflow.data.layout import Layout
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.single import SingleProcess
+from rlflow.values.layout import Layout
 from tests.ranks import RankPool
 from tests.strategies.reference import TEMPERATURE, distance, plain_update
 from tests.strategies.subsets import bf16_gradient, held_bytes, scalar_updates, scalar_updates_by_two, side_by_side

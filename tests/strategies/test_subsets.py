@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlflow.data.layout import Layout
 from rlflow.models.optimizer import Optimizer
+from rlflow.values.layout import Layout
 from tests.ranks import RankPool
 from tests.strategies.reference import distance, plain_update
 from tests.strategies.subsets import side_by_side, train_on

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlflow.data.layout import Layout
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
+from rlflow.values.layout import Layout
 from tests.ranks import RankPool
 from tests.strategies.loading import live_elements, updates_with
 from tests.strategies.reference import distance, plain_update

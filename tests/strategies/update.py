@@ -11,13 +11,14 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from rlflow.data.batch import Batch, Ragged
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.distributed import DistributedStrategy
 from rlflow.strategies.fsdp import FSDPStrategy
 from rlflow.strategies.strategy import TrainingStrategy
+from rlflow.values.batch import Batch
+from rlflow.values.ragged import Ragged
 from tests.saved import save
 from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.configuration import read_fit
+from rlflow.commands.configuration import read_fit
 from rlflow.dag.graph import Graph
 from rlflow.errors import UserError
 from rlflow.module import RLModule
-from rlflow.preparation import read_graph
+from rlflow.run.prepare import read_graph
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 FUNCTIONAL = "rlflow.functional.group_normalized_advantages"

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlflow.data.batch import Pairs, PerSample, Scalar
 from rlflow.functional import group_normalized_advantages
-from rlflow.preparation import read_graph
+from rlflow.run.prepare import read_graph
+from rlflow.values.batch import Pairs
+from rlflow.values.cuts import PerSample, Scalar
 from tests.workflow.configs import FUNCTIONAL, STEPS, graph_of, module_of, refusal
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rlflow.cli import main
-from rlflow.configuration import read_fit
-from rlflow.preparation import read_graph
+from rlflow.commands.configuration import read_fit
+from rlflow.run.prepare import read_graph
 from tests.workflow.configs import CONFIGS, STEPS, WORKFLOW, graph_of, module_of, refusal
 
 GRPO = CONFIGS / "grpo.yaml"

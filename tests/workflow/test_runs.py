@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow.configuration import read_fit
+from rlflow.commands.configuration import read_fit
 from rlflow.models.tiny import write_tiny_model
 from rlflow.module import RLModule
 from tests.controller.runs import ZERO2, Fit, OddCharacters, Result, fit, sums

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.environment import place_kept
 from rlflow.errors import UserError, require
+from rlflow.process.environment import place_kept
 from rlflow.rollout.engine import Completion, EngineHere, EngineMemory, Sampling
 from rlflow.rollout.manifest import Piece, WeightSyncError
 from rlflow.rollout.rewind import make_rewindable

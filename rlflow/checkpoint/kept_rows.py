@@ -1,0 +1,186 @@
+"""Rows and values that a checkpoint keeps, as safetensors and JSON: surplus groups, responses and steps under way.
+
+    surplus.json                        the rows of each space, and where they and the values lie
+    surplus-00000-of-00002.safetensors  rank 0's rows of tensors: `<value>/<column>`
+    surplus-00000-of-00002.json         its texts and dataset rows, and the kind of device that held each tensor
+
+What is under way is written alike: responses as `under-way` in place of `surplus`, a step as `step-00000007`.
+
+Read by as many ranks as wrote it, everything is as it was; read by others, groups are dealt anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlflow.databuffer.balance import group_partition
+from rlflow.databuffer.kept import Kept, KeptValue
+from rlflow.databuffer.partition import Partition
+from rlflow.databuffer.rows import ARRAYS, RowSpace
+from rlflow.databuffer.wire import stacked, unstacked
+from rlflow.errors import UserError
+from rlflow.storage.draft import of_rank
+from rlflow.values.columns import columns, join_rows, take_rows
+from rlflow.values.cuts import Cut
+from rlflow.values.layout import Layout
+from rlflow.values.ragged import Ragged
+
+SURPLUS = "surplus"
+UNDER_WAY = "under-way"  # responses that were cut off, with their groups
+LENGTHS = "lengths"  # of a ragged column, after its name
+NAMES = "names"  # of the parts of a column, likewise
+
+
+def flight_name(step: int) -> str:
+    """Under which a step is written that was generated and not trained."""
+    return f"step-{step:08d}"
+
+
+def write_kept(folder: Path, name: str, kept: Kept, world_size: int) -> list[str]:
+    """Write this rank's part of what is called `name`; called by all ranks that have one. The names of its files."""
+    tensors: dict[str, Tensor] = {}
+    lists: dict[str, list[Any]] = {}
+    for value_name, value in kept.values.items():
+        for key, data in _columns(value_name, value):
+            if isinstance(data, Tensor):
+                tensors[key] = data
+            elif isinstance(data, dict):
+                tensors[key], lists[f"{key}/{NAMES}"] = stacked(data), sorted(data)
+            elif isinstance(data, Ragged):
+                tensors |= {key: data.values, f"{key}/{LENGTHS}": data.lengths}
+            elif data is not None:  # else it stayed on another rank
+                lists[key] = data
+    path = folder / of_rank(name, kept.rank, world_size)
+    save_file({key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()}, f"{path}.safetensors")
+    devices = {key: tensor.device.type for key, tensor in tensors.items()}
+    Path(f"{path}.json").write_text(json.dumps({"lists": lists, "devices": devices}))
+    written = [f"{path.name}.safetensors", f"{path.name}.json"]
+    if kept.rank == min(rank for space in kept.spaces.values() for rank in space.home[0].ranks):
+        spaces = {of: _space_to_json(space, kept.layouts(of)) for of, space in kept.spaces.items()}
+        values = {
+            of: {"space": value.space, "layout": asdict(value.layout), "lengths": value.lengths.tolist()}
+            for of, value in kept.values.items()
+        }
+        (folder / f"{name}.json").write_text(json.dumps({"ranks": world_size, "spaces": spaces, "values": values}))
+        written.append(f"{name}.json")
+    return written
+
+
+def read_kept(folder: Path, name: str, like: Kept, device: torch.device) -> Kept | None:
+    """What `write_kept` wrote under this name; None where it wrote nothing.
+
+    Args:
+        folder: Of the checkpoint.
+        name: Of what was written.
+        like: The spaces and values of this run, without rows.
+        device: For what was not on the CPU.
+
+    Raises:
+        UserError: It is of other values than this run's.
+    """
+    if not (folder / f"{name}.json").is_file():
+        return None
+    stored = json.loads((folder / f"{name}.json").read_text())
+    if stored["values"].keys() != like.values.keys() or stored["spaces"].keys() != like.spaces.keys():
+        raise UserError(
+            f"{folder} has groups waiting for a later step, with the values {', '.join(stored['values']) or 'none'};"
+            f" this run keeps {', '.join(like.values) or 'none'}. Continue with the same algorithm and `placement`"
+        )
+    dealt = {name: _dealt(space) for name, space in stored["spaces"].items()}
+    same = all(list(dealt[name]) == like.layouts(name) for name in like.spaces)
+    spaces = {
+        name: _space_from_json(like.spaces[name], space, dealt[name] if same else None, like.layouts(name))
+        for name, space in stored["spaces"].items()
+    }
+    written = _Written(folder, name, stored["ranks"], device)
+    values = {}
+    for value_name, value in like.values.items():
+        of = stored["values"][value_name]
+        before = _layout(of["layout"])
+        value = replace(value, lengths=torch.tensor(of["lengths"], dtype=torch.int64))
+        if like.rank not in value.layout.ranks:
+            rows = None
+        elif same:
+            rows = written.rows(value_name, value, like.rank)
+        else:
+            shards = dealt[value.space][before].shards
+            parts = [written.rows(value_name, value, before.peers(shard)[0]) for shard in range(before.shards)]
+            place = torch.cat(shards).argsort()  # of each row by id, in the joined parts
+            held = spaces[value.space].held(value.layout, like.rank)
+            rows = take_rows(join_rows(parts, value.annotation), value.annotation, place[held])
+        values[value_name] = replace(value, rows=rows)
+    return Kept(like.rank, spaces, values).trimmed()
+
+
+def _columns(name: str, value: KeptValue) -> Iterator[tuple[str, Any]]:
+    """The columns of this rank's rows under the names of their tensors."""
+    for column in columns(value.annotation) if value.rows is not None else ():
+        yield f"{name}/{column.name}", getattr(value.rows, column.name) if column.name else value.rows
+
+
+class _Written:
+    """What each rank wrote; the files of a rank are read once, whatever the number of values."""
+
+    def __init__(self, folder: Path, name: str, ranks: int, device: torch.device) -> None:
+        self._folder, self._name, self._ranks, self._device = folder, name, ranks, device
+        self._parts: dict[int, tuple[dict[str, Tensor], dict[str, Any]]] = {}
+
+    def rows(self, name: str, value: KeptValue, rank: int) -> Any:
+        """The rows that a rank wrote of a value."""
+        tensors, said = self._part(rank)
+
+        def tensor(key: str) -> Tensor:
+            return tensors[key] if said["devices"][key] == "cpu" else tensors[key].to(self._device)
+
+        def data(column: str, cut: Cut) -> Any:
+            key = f"{name}/{column}"
+            if cut is Cut.JSON:
+                return said["lists"].get(key)
+            if cut is Cut.PARTS:
+                return unstacked(tensor(key), said["lists"][f"{key}/{NAMES}"])
+            return Ragged(tensor(key), tensor(f"{key}/{LENGTHS}")) if cut is Cut.RAGGED else tensor(key)
+
+        read = {column.name: data(column.name, column.cut) for column in columns(value.annotation)}
+        return read[""] if "" in read else value.annotation(**read)
+
+    def _part(self, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        if rank not in self._parts:
+            path = self._folder / of_rank(self._name, rank, self._ranks)
+            self._parts[rank] = load_file(f"{path}.safetensors"), json.loads(Path(f"{path}.json").read_text())
+        return self._parts[rank]
+
+
+def _space_to_json(space: RowSpace, layouts: list[Layout]) -> dict[str, Any]:
+    dealt = [[asdict(layout), [rows.tolist() for rows in space.partition(layout).shards]] for layout in layouts]
+    return {**{name: getattr(space, name).tolist() for name in ARRAYS}, "dealt": dealt}
+
+
+def _dealt(space: dict[str, Any]) -> dict[Layout, Partition]:
+    return {
+        _layout(layout): Partition(tuple(torch.tensor(rows, dtype=torch.int64) for rows in shards))
+        for layout, shards in space["dealt"]
+    }
+
+
+def _space_from_json(
+    like: RowSpace, stored: dict[str, Any], dealt: dict[Layout, Partition] | None, layouts: list[Layout]
+) -> RowSpace:
+    """The stored rows; where their layouts are other ones now, with their groups dealt anew."""
+    arrays = {name: torch.tensor(stored[name], dtype=torch.int64) for name in ARRAYS}
+    made_in = like.home[0]
+    if dealt is not None:
+        return like.renewed(arrays, dealt)
+    anew = like.renewed(arrays, {made_in: Partition(group_partition(arrays["groups"], made_in.shards))})
+    return like.renewed(arrays, {layout: anew.partition(layout) for layout in layouts})
+
+
+def _layout(stored: dict[str, Any]) -> Layout:
+    return Layout(**{**stored, "ranks": tuple(stored["ranks"])})

@@ -1,0 +1,1 @@
+"""What the command line does: configurations and their errors, graphs, reports, exports."""

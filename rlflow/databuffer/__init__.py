@@ -1,0 +1,1 @@
+"""The data plane: rows, where they lie, and the exchange of values between layouts."""

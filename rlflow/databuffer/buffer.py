@@ -1,0 +1,311 @@
+"""The values of a step, kept by name where they were made and brought to the layouts that read them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from rlflow.databuffer.exchange import Exchange
+from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.transport import Transport
+from rlflow.errors import UserError
+from rlflow.values.columns import columns
+from rlflow.values.cuts import Cut
+from rlflow.values.layout import Layout
+from rlflow.values.parts import Parts
+from rlflow.values.ragged import Ragged
+
+
+class DataBuffer:
+    """One rank's part of the distributed buffer.
+
+    The ranks of a value's layout put it; those that only read it declare it (put None). The ranks of two layouts
+    issue the exchanges between them in the same order; those that read then get the value, when they like.
+
+    Args:
+        transport: Of this rank.
+
+    Attributes:
+        bytes_sent: Payload to other ranks since `reset_counters`.
+        bytes_received: Payload from other ranks that was read since.
+        traffic: The two together, by value and layout.
+        waited_s: Seconds that this rank stood still for exchanges.
+        waits: The same by value and layout.
+        peak_held_bytes: The most of `held_bytes` since `reset_counters`.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._values: dict[str, _Made] = {}
+        self.reset_counters()
+
+    def put(
+        self,
+        name: str,
+        value: Any,
+        annotation: Any,
+        space: RowSpace,
+        layout: Layout,
+        lengths: Tensor | None = None,
+    ) -> None:
+        """Keep a value, in place of an older one of this name.
+
+        Args:
+            name: Of the value.
+            value: Rows in the order of `space.held(layout, rank)`; None on ranks outside `layout`.
+            annotation: The value's type.
+            space: Its rows.
+            layout: Where they lie.
+            lengths: `[N]` int64, where `PerToken` columns of the space's rows are cut; the space's own where None.
+
+        Raises:
+            UserError: The value is not of its annotated type, has not as many rows as it should, or is narrower than
+                its longest response.
+        """
+        if name in self._values:
+            self.free(name)
+        lengths = space.lengths if lengths is None else lengths
+        if isinstance(value, dict):
+            value = Parts(value)
+        if value is not None:
+            _check(name, value, annotation, lengths[space.held(layout, self._transport.rank)])
+        self._values[name] = _Made(value, annotation, space, layout, lengths, _nbytes(value, annotation))
+        self._note_peak()
+
+    def issue(
+        self, name: str, target: Layout, space: RowSpace | None = None, columns: Collection[str] | None = None
+    ) -> None:
+        """Start to bring a value to the ranks of `target`; called by the ranks of both layouts.
+
+        Args:
+            name: Of the value.
+            target: Where it is read.
+            space: The samples beside which it is read, where it is of their prompts.
+            columns: Those of its fields that are read there, the same on all ranks; None for all. Any use of another
+                raises, except where a rank reads just the rows that it holds and so has the whole.
+        """
+        made = self._values[name]
+        reader = space or made.space
+        if (target, reader) == (made.layout, made.space):
+            return
+        assert (target, reader) not in made.copies, f"`{name}` was sent to {target} before"
+        rank = self._transport.rank
+        route = made.space.route(rank, made.layout, target, reader)
+        begun = time.perf_counter()
+        with self._waiting(name, target):
+            held = made.space.held(made.layout, rank)
+            exchange = Exchange(self._transport, route, made.lengths, held, made.annotation, made.value, columns)
+        made.copies[target, reader] = _Copy(exchange, begun)
+        self.bytes_sent += exchange.bytes_sent
+        self.traffic[_label(name, target)] += exchange.bytes_sent
+        self._note_peak()
+
+    def get(self, name: str, layout: Layout, space: RowSpace | None = None) -> Any:
+        """The value in `layout`; waits for its exchange, issued before.
+
+        It is the object that was put where this rank reads just the rows that it holds, in their order; else one
+        object for all readers of the layout.
+
+        Args:
+            name: Of the value.
+            layout: Where it is read.
+            space: The samples beside which it is read, where it is of their prompts.
+        """
+        made = self._values[name]
+        reader = space or made.space
+        if (layout, reader) == (made.layout, made.space):
+            return made.value
+        copy = made.copies[layout, reader]
+        if copy.exchange is not None:
+            self._finish(name, layout, made, copy)
+        return copy.value
+
+    def space(self, name: str) -> RowSpace:
+        """The rows of a value."""
+        return self._values[name].space
+
+    def lengths(self, name: str) -> Tensor:
+        """`[N]`, where `PerToken` columns of a value are cut."""
+        return self._values[name].lengths
+
+    def holds(self, name: str, space: RowSpace | None = None) -> bool:
+        """Whether a value of this name was put, of these rows where they are given."""
+        return name in self._values and space in (None, self._values[name].space)
+
+    def clear(self) -> None:
+        """Forget all values."""
+        for name in list(self._values):
+            self.free(name)
+
+    def free(self, name: str) -> None:
+        """Forget a value and its copies, when what this rank sends of it has left."""
+        made = self._values.pop(name)
+        for (layout, _), copy in made.copies.items():
+            if copy.exchange is not None:
+                with self._waiting(name, layout):
+                    copy.exchange.wait()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the tensors and messages held now."""
+        return sum(
+            made.nbytes
+            + sum(copy.exchange.buffer_bytes if copy.exchange else copy.nbytes for copy in made.copies.values())
+            for made in self._values.values()
+        )
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Bytes of sizes, ids and lengths that this rank received since `reset_counters`."""
+        return self._transport.metadata_bytes - self._metadata_before
+
+    def reset_counters(self) -> None:
+        """Count from here."""
+        self.bytes_sent = self.bytes_received = 0
+        self.waited_s = 0.0
+        self.traffic: Counter[str] = Counter()
+        self.waits: dict[str, float] = {}
+        self.peak_held_bytes = self.held_bytes
+        self._metadata_before = self._transport.metadata_bytes
+
+    def _finish(self, name: str, layout: Layout, made: _Made, copy: _Copy) -> None:
+        exchange = copy.exchange
+        assert exchange is not None
+        with self._waiting(name, layout):
+            exchange.wait()
+        if self._transport.watch is not None:
+            self._transport.watch.flight(_label(name, layout), copy.begun, time.perf_counter())
+        copy.value, copy.exchange = exchange.result(), None
+        if copy.value is not made.value:
+            copy.nbytes = _nbytes(copy.value, made.annotation)
+        self._transport.metadata_bytes += exchange.metadata_bytes
+        self.bytes_received += exchange.bytes_received
+        self.traffic[_label(name, layout)] += exchange.bytes_received
+        self._note_peak()
+
+    def _waiting(self, name: str, layout: Layout) -> AbstractContextManager[None]:
+        return self._transport.clock.waiting(partial(self._waited, _label(name, layout)))
+
+    def _waited(self, label: str, begin: float, end: float) -> None:
+        self.waited_s += end - begin
+        self.waits[label] = self.waits.get(label, 0.0) + end - begin
+        if self._transport.watch is not None:
+            self._transport.watch.wait(label, begin, end)
+
+    def _note_peak(self) -> None:
+        self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
+
+
+@dataclass
+class _Copy:
+    """A value in another layout: under way since `begun` while `exchange` is set, then `value`."""
+
+    exchange: Exchange | None
+    begun: float
+    value: Any = None
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A value where it was made, and its copies by the layout and the rows that read it."""
+
+    value: Any
+    annotation: Any
+    space: RowSpace
+    layout: Layout
+    lengths: Tensor
+    nbytes: int
+    copies: dict[tuple[Layout, RowSpace], _Copy] = field(default_factory=dict)
+
+
+_TYPES = {
+    Cut.SAMPLE: Tensor,
+    Cut.TOKEN: Tensor,
+    Cut.SCALAR: Tensor,
+    Cut.RAGGED: Ragged,
+    Cut.JSON: list,
+    Cut.PARTS: dict,
+}
+_SHAPES = {Cut.SAMPLE: ("B",), Cut.TOKEN: ("B", "T"), Cut.SCALAR: ()}  # the least dimensions of tensors
+
+
+def _label(name: str, layout: Layout) -> str:
+    return f"{name}/{layout.dealing}{layout.shards}"
+
+
+def _check(name: str, value: Any, annotation: Any, lengths: Tensor) -> None:
+    """Refuse a value that is not of its annotated type, or does not fit rows of these response lengths `[B]`."""
+    rows, longest = len(lengths), int(lengths.max()) if len(lengths) else 0
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        _check_type(f"`{name}`", value, annotation)
+    for column in columns(annotation):
+        data = getattr(value, column.name) if column.name else value
+        place = f"`{name}.{column.name}`" if column.name else f"`{name}`"
+        if column.home and data is None:
+            continue
+        _check_type(place, data, _TYPES[column.cut])
+        if isinstance(data, Tensor) and data.dim() < len(_SHAPES[column.cut]):
+            shape = ", ".join(_SHAPES[column.cut])
+            raise UserError(
+                f"{place} has shape {list(data.shape)} and is annotated {column.cut.value}: return [{shape}]"
+            )
+        if column.cut is Cut.PARTS:
+            _check_parts(place, data, rows)
+            continue
+        if column.cut is not Cut.SCALAR and len(data) != rows:
+            raise UserError(f"{place} has {len(data)} rows where {rows} were read; return one for each, in their order")
+        if column.cut is Cut.TOKEN and data.shape[1] < longest:
+            raise UserError(
+                f"{place} is {data.shape[1]} tokens wide and the longest response has {longest}; "
+                "return [B, T] over the response tokens, right-padded"
+            )
+
+
+def _check_parts(place: str, parts: dict[str, Tensor], rows: int) -> None:
+    """Refuse parts that are not one number a row each, all of one dtype."""
+    if not parts:
+        raise UserError(f"{place} has no part; return at least one, `[B]` by its name")
+    first = next(iter(parts.values()))
+    for name, part in parts.items():
+        _check_type(f"{place}[{name!r}]", part, Tensor)
+        if list(part.shape) != [rows] or part.dtype != first.dtype:
+            raise UserError(
+                f"{place}[{name!r}] has shape {list(part.shape)} and is {_dtype(part)} where {rows} rows were read and"
+                f" its first part is {_dtype(first)}; return one number for each row, [B], all of one dtype"
+            )
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _check_type(place: str, data: Any, expected: type) -> None:
+    if not isinstance(data, expected):
+        raise UserError(
+            f"{place} is a {type(data).__name__} and is annotated as {expected.__name__}; make the two agree"
+        )
+
+
+def _nbytes(value: Any, annotation: Any) -> int:
+    """Bytes of the tensors of a value."""
+    if value is None:
+        return 0
+    total = 0
+    for column in columns(annotation):
+        data = getattr(value, column.name) if column.name else value
+        if isinstance(data, Ragged):
+            total += data.values.nbytes + data.lengths.nbytes
+        elif isinstance(data, Tensor):
+            total += data.nbytes
+        elif isinstance(data, dict):
+            total += sum(part.nbytes for part in data.values())
+    return total

@@ -1,0 +1,245 @@
+"""One value on its way from the layout that made it to a layout that reads it, in one `all_to_all_single`.
+
+A message holds, column after column, the bytes of the rows that its receiver reads, in the order in which it reads
+them; what a rank has from itself goes the same way, so that what arrives is a column, in one piece where the value is a
+single one. How long messages are follows from the rows' lengths, but for ragged and JSON columns: the sizes of their
+rows are told first. A rank that has made nothing is told dtypes and scalars at the head of a message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.databuffer.message import from_message, to_message
+from rlflow.databuffer.route import Route
+from rlflow.databuffer.transport import Transport, Work
+from rlflow.databuffer.wire import Data, Form, Piece, RowBytes, copied, from_bytes, to_bytes
+from rlflow.values.absent import Absent
+from rlflow.values.columns import Column, columns
+from rlflow.values.cuts import Cut
+from rlflow.values.host_copy import on_device
+
+_SIZE = torch.int64.itemsize
+_ALIGNED = 16  # bytes: what stands before a column leaves it readable as any dtype
+
+
+class Exchange:
+    """The exchange of one value, seen from this rank: begun when it is made, ended by `result`.
+
+    Args:
+        transport: Of this rank.
+        route: Of the value's rows.
+        lengths: `[N]`, where `PerToken` columns of all rows are cut.
+        held: `[B]`, positions of the rows that this rank holds.
+        annotation: The value's type.
+        value: What this rank made; None where it made nothing. Not to be changed until `wait` has returned.
+        only: The columns that are read in the target, the same on all ranks; None for all. Others become `Absent`.
+
+    Attributes:
+        bytes_sent: Payload for other ranks.
+        bytes_received: Payload from them, complete after `result`.
+        metadata_bytes: Sizes, dtypes and scalars from them, complete after `result`.
+        buffer_bytes: What the messages hold in memory until `result`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        route: Route,
+        lengths: Tensor,
+        held: Tensor,
+        annotation: Any,
+        value: Any,
+        only: Collection[str] | None = None,
+    ) -> None:
+        self.bytes_sent = self.bytes_received = self.metadata_bytes = self.buffer_bytes = 0
+        self._transport, self._route, self._all_lengths, self._annotation = transport, route, lengths, annotation
+        self._lengths = lengths[held]  # [B]
+        self._me = route.ranks.index(transport.rank)
+        self._columns = columns(annotation)
+        self._absent = {column.name for column in self._columns if only is not None and column.name not in only}
+        read = [column for column in self._columns if column.name not in self._absent]
+        self._travelling = [column for column in read if column.cut is not Cut.SCALAR and not column.home]
+        self._sized = [column for column in self._travelling if column.cut in (Cut.RAGGED, Cut.JSON)]
+        self._value = value
+        self._data: dict[str, Data] = {} if value is None else {c.name: _data(value, c) for c in self._columns}
+        self._forms = {c.name: Form.of(c.cut, self._data[c.name]) for c in self._travelling if c.name in self._data}
+        self._work: Work | None = None
+        if route.moves:
+            self._send()
+
+    def wait(self) -> None:
+        """Return when this rank has sent and received everything."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def result(self) -> Any:
+        """The value in the target layout; the very object that was made if this rank's rows are the same. Once only.
+
+        Its tensors may be views of the message that came.
+        """
+        self.wait()
+        arrived = self._arrived() if self._route.moves else None
+        if self._route.same:
+            return self._value
+        arrived = arrived or {column.name: self._kept(column) for column in self._travelling}
+        fields = {column.name: self._column(column, arrived) for column in self._columns}
+        return fields[""] if "" in fields else self._annotation(**fields)
+
+    def _send(self) -> None:
+        """Pack what each rank reads and let the messages go; sizes that rows do not tell are told meanwhile."""
+        counts = [len(rows) for rows in self._route.sends]
+        rows = torch.cat(self._route.sends)
+        packed = [self._bytes_of(column, rows) for column in self._travelling] if len(rows) else []
+        heads = [self._head(receiver) for receiver in self._route.ranks]
+        of_receiver = torch.tensor([len(head) for head in heads])
+        payload = torch.zeros(len(counts), dtype=torch.int64)
+        receiver = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        for column in packed:
+            payload.index_add_(0, receiver, column.sizes)
+        send_sizes: list[int] = (of_receiver + payload).tolist()
+        told = self._tell_sizes(send_sizes, packed, counts)
+        self._message, owned = _message(heads, packed, counts, sum(send_sizes), self._transport.device)
+        self._receive_sizes = self._be_told_sizes(*told) if told else self._sizes_known()
+        self._received, self._work = self._transport.all_to_all(
+            self._message, send_sizes, self._receive_sizes, self._route.ranks
+        )
+        self.bytes_sent = int(payload.sum() - payload[self._me])
+        self.buffer_bytes = owned * self._message.nbytes + self._received.nbytes
+
+    def _bytes_of(self, column: Column, rows: Tensor) -> RowBytes:
+        """The held rows at the indices `rows`."""
+        return to_bytes(column.cut, self._data[column.name], self._lengths, rows, self._transport.device)
+
+    def _head(self, receiver: int) -> bytes:
+        """What a receiver that has made nothing must know: the forms of columns and the scalars."""
+        if receiver not in self._route.newcomers or self._transport.rank != self._route.introducer:
+            return b""
+        forms = {name: form.to_json() for name, form in self._forms.items()}
+        scalars = [column for column in self._columns if column.cut is Cut.SCALAR]
+        numbers = {c.name: [Form.of(c.cut, self._data[c.name]).to_json(), self._data[c.name].item()] for c in scalars}
+        said = json.dumps({"forms": forms, "numbers": numbers}).encode()
+        said += b" " * (-(_SIZE + len(said)) % _ALIGNED)
+        return len(said).to_bytes(_SIZE, "little") + said
+
+    def _be_introduced(self, message: Tensor) -> int:
+        """Learn what `_head` says; its bytes."""
+        size = int.from_bytes(from_message(message[:_SIZE]), "little")
+        said = json.loads(from_message(message[_SIZE : _SIZE + size]))
+        self._forms = {name: Form.from_json(form) for name, form in said["forms"].items()}
+        for name, (written, number) in said["numbers"].items():
+            form = Form.from_json(written)
+            self._data[name] = torch.tensor(number, dtype=form.dtype, device=form.device)
+        self.metadata_bytes += _SIZE + size
+        return _SIZE + size
+
+    def _tell_sizes(self, send_sizes: list[int], packed: list[RowBytes], counts: list[int]) -> _Told | None:
+        """Start to tell receivers the size of their message and of rows that the row space does not tell of."""
+        if not self._sized and not self._route.newcomers:
+            return None
+        totals = torch.tensor(send_sizes)[:, None]
+        named = zip(self._travelling, packed, strict=False)
+        sizes = [rows.sizes.split(counts) for column, rows in named if column in self._sized]
+        told = torch.cat([part for each in zip(totals, *sizes, strict=True) for part in each])
+        sends = [1 + len(self._sized) * len(rows) if packed else 1 for rows in self._route.sends]
+        receives = [1 + len(self._sized) * len(rows) for rows in self._route.receives]
+        return *self._transport.all_to_all(
+            on_device(told, self._transport.device), sends, receives, self._route.ranks
+        ), receives
+
+    def _be_told_sizes(self, told: Tensor, work: Work, counts: list[int]) -> list[int]:
+        work.wait()
+        parts = told.cpu().split(counts)
+        self.metadata_bytes += _SIZE * (sum(counts) - counts[self._me])
+        rows = [part[1:].view(len(self._sized), -1) if self._sized else part[1:] for part in parts]
+        self._row_sizes_told = torch.cat(rows, dim=1) if self._sized else None
+        return [int(part[0]) for part in parts]
+
+    def _sizes_known(self) -> list[int]:
+        """The sizes of the messages that come, where the row space tells them."""
+        counts = [len(rows) for rows in self._route.receives]
+        giver = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        total = torch.zeros(len(counts), dtype=torch.int64)
+        for column in self._travelling:
+            total.index_add_(0, giver, self._row_sizes(column))
+        sizes: list[int] = total.tolist()
+        return sizes
+
+    def _row_sizes(self, column: Column) -> Tensor:
+        """Bytes of each row that comes, giver by giver."""
+        if column in self._sized:
+            assert self._row_sizes_told is not None
+            return self._row_sizes_told[self._sized.index(column)]
+        rows, width = torch.cat(self._route.receives), self._forms[column.name].width
+        return self._all_lengths[rows] * width if column.cut is Cut.TOKEN else torch.full_like(rows, width)
+
+    def _arrived(self) -> dict[str, RowBytes]:
+        """The rows received, giver by giver, where they lie in the messages."""
+        begins = torch.tensor(self._receive_sizes).cumsum(0) - torch.tensor(self._receive_sizes)  # of each giver
+        counts = torch.tensor([len(rows) for rows in self._route.receives])
+        if self._transport.rank in self._route.newcomers:
+            introducer = self._route.ranks.index(self._route.introducer)
+            message = self._received[int(begins[introducer]) :][: self._receive_sizes[introducer]]
+            begins[introducer] += self._be_introduced(message)
+        giver = torch.arange(len(counts)).repeat_interleave(counts)
+        arrived = {}
+        for column in self._travelling if len(giver) else ():
+            sizes = self._row_sizes(column)
+            of_giver = torch.zeros(len(counts), dtype=torch.int64).index_add_(0, giver, sizes)
+            starts = sizes.cumsum(0) - sizes + (begins - (of_giver.cumsum(0) - of_giver))[giver]
+            arrived[column.name] = RowBytes(self._received, starts, sizes)
+            begins += of_giver
+            self.bytes_received += int(of_giver.sum() - of_giver[self._me])
+        for column in self._travelling if not len(giver) else ():
+            arrived[column.name] = RowBytes(self._received, giver, giver)
+        del self._message, self._received
+        self.buffer_bytes = 0
+        return arrived
+
+    def _kept(self, column: Column) -> RowBytes:
+        """The rows that this rank has from itself."""
+        return self._bytes_of(column, self._route.sends[self._me])
+
+    def _column(self, column: Column, arrived: dict[str, RowBytes]) -> Data:
+        if column.name in self._absent:
+            return Absent(column.name)
+        data = self._data.get(column.name)
+        if column.cut is Cut.SCALAR:
+            return data
+        if not column.home:
+            return from_bytes(column.cut, self._forms[column.name], arrived[column.name], self._route.order)
+        if data is None or sum(len(rows) for rows in self._route.receives) > len(self._route.receives[self._me]):
+            return None
+        return from_bytes(column.cut, Form.of(column.cut, data), self._kept(column), self._route.order)
+
+
+_Told = tuple[Tensor, Work, list[int]]
+
+
+def _message(
+    heads: list[bytes], packed: list[RowBytes], counts: list[int], size: int, device: torch.device
+) -> tuple[Tensor, bool]:
+    """The messages for all receivers, one after another; and whether they are memory of their own."""
+    alone = len(packed) == 1 and not any(heads)
+    of_column = [column.pieces([sum(counts)] if alone else counts) for column in packed]
+    pieces: list[Piece] = []
+    for number, head in enumerate([b""] if alone else heads):
+        if head:
+            said = on_device(to_message(head), device)
+            pieces.append((said, 0, len(head)))
+        for column in of_column:
+            pieces += column[number]
+    if len(pieces) == 1:
+        buffer, start, end = pieces[0]
+        return buffer[start:end], False
+    return copied(pieces, torch.empty(size, dtype=torch.uint8, device=device)), True
+
+
+def _data(value: Any, column: Column) -> Data:
+    return getattr(value, column.name) if column.name else value

@@ -1,0 +1,181 @@
+"""This process's place among the ranks, and the few collectives that the data plane is made of."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Literal, ParamSpec, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlflow.databuffer.clock import clock_of
+from rlflow.databuffer.message import from_message, to_message
+from rlflow.databuffer.process_groups import process_group
+from rlflow.values.host_copy import on_device
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Return when it is done; raises what went wrong with it."""
+
+
+class Watch(Protocol):
+    """Is told what communication costs; times are of `time.perf_counter`, seconds."""
+
+    def wait(self, name: str, start: float, end: float) -> None:
+        """This rank stood still for `name`."""
+
+    def flight(self, name: str, start: float, end: float) -> None:
+        """`name` was on its way, whatever this rank did meanwhile."""
+
+
+def _waits(collective: Callable[P, T]) -> Callable[P, T]:
+    """Tells the transport's watch how long a collective took, most of which is waiting for other ranks."""
+
+    @functools.wraps(collective)
+    def watched(*args: P.args, **kwargs: P.kwargs) -> T:
+        transport = args[0]
+        assert isinstance(transport, Transport)
+        watch = transport.watch
+        if watch is None:
+            return collective(*args, **kwargs)
+        with transport.clock.waiting(functools.partial(watch.wait, collective.__name__)):
+            return collective(*args, **kwargs)
+
+    return watched
+
+
+class Transport:
+    """Collectives over `torch.distributed`; with one rank and no process group nothing is sent.
+
+    Every rank of a collective makes the same calls in the same order.
+
+    Args:
+        device: Where messages are held while they travel: `cpu` for gloo, the rank's GPU for NCCL.
+        timeout: After which a collective that a rank does not join fails; None for torch's own.
+
+    Attributes:
+        rank: This process, from 0.
+        world_size: How many there are.
+        metadata_bytes: What this rank received in gathers; payload is counted by who sends it.
+        watch: Told of waits, if anybody is.
+        clock: Takes the times of waits.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", timeout: timedelta | None = None) -> None:
+        joined = dist.is_available() and dist.is_initialized()
+        self.device = torch.device(device)
+        self.rank = dist.get_rank() if joined else 0
+        self.world_size = dist.get_world_size() if joined else 1
+        self.metadata_bytes = 0
+        self._timeout = timeout
+        self.watch: Watch | None = None
+        self.clock = clock_of(self.device)
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world_size)): None}
+
+    def form_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Prepare for collectives among these ranks, ascending; a collective of all ranks, in or out of them."""
+        for ranks in sorted({ranks for ranks in groups if len(ranks) > 1} - self._groups.keys()):
+            self._groups[ranks] = process_group(ranks, self._timeout)
+
+    @_waits
+    def all_gather(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> list[Tensor]:
+        """The tensors of `ranks`, in their order; of the same shape and dtype everywhere.
+
+        Args:
+            tensor: Of this rank.
+            ranks: Who takes part, ascending: one of the groups formed; all where None.
+        """
+        ranks = tuple(range(self.world_size)) if ranks is None else ranks
+        if len(ranks) == 1:
+            return [tensor]
+        sent = on_device(tensor.contiguous(), self.device)
+        received = sent.new_empty((len(ranks), *sent.shape))
+        dist.all_gather(list(received.unbind()), sent, group=self._groups[ranks])
+        self.metadata_bytes += received.nbytes
+        return list(received.to(tensor.device).unbind())
+
+    def all_gather_ragged(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> list[Tensor]:
+        """The 1-dim tensors of `ranks`, in their order; lengths may differ, the dtype may not."""
+        counts = [int(count) for count in self.all_gather(torch.tensor([tensor.numel()]), ranks)]
+        padded = tensor.new_zeros(max(counts))
+        padded[: tensor.numel()] = tensor
+        return [each[:count] for each, count in zip(self.all_gather(padded, ranks), counts, strict=True)]
+
+    @_waits
+    def gather_bytes(self, message: bytes, ranks: tuple[int, ...] | None = None) -> list[bytes]:
+        """The messages of `ranks`, in their order, of any length; they stay on the host, and travel by gloo."""
+        ranks = tuple(range(self.world_size)) if ranks is None else ranks
+        if len(ranks) == 1:
+            return [message]
+        group = self._groups[ranks]
+        sizes = list(torch.zeros(len(ranks), 1, dtype=torch.int64).unbind())
+        dist.all_gather(sizes, torch.tensor([len(message)]), group=group)
+        longest = max(int(size) for size in sizes)
+        if not longest:
+            return [b""] * len(ranks)
+        received = list(torch.zeros(len(ranks), longest, dtype=torch.uint8).unbind())
+        dist.all_gather(received, to_message(message.ljust(longest)), group=group)
+        return [from_message(each)[: int(size)] for each, size in zip(received, sizes, strict=True)]
+
+    @_waits
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """The sum or the largest over all ranks, element by element, in a new tensor.
+
+        Numbers of the host stay there, and travel by gloo: a GPU need not be waited for.
+        """
+        reduced = tensor.clone(memory_format=torch.contiguous_format)
+        if self.world_size > 1:
+            dist.all_reduce(reduced, _OPERATIONS[op])
+        return reduced
+
+    @_waits
+    def broadcast_bytes(self, message: Tensor | None, source: int, ranks: tuple[int, ...]) -> Tensor:
+        """The uint8 `message` of rank `source`, of any length, on `device`.
+
+        Args:
+            message: Of `source`; None on the others.
+            source: Who sends.
+            ranks: Who takes part, ascending: one of the groups formed.
+        """
+        if len(ranks) == 1:
+            assert message is not None
+            return message
+        size = torch.tensor([0 if message is None else message.numel()], device=self.device)
+        dist.broadcast(size, source, group=self._groups[ranks])
+        if message is None:
+            message = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        message = on_device(message, self.device)
+        if message.numel():
+            dist.broadcast(message, source, group=self._groups[ranks])
+        return message
+
+    def all_to_all(
+        self, send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], ranks: tuple[int, ...]
+    ) -> tuple[Tensor, Work]:
+        """Start to send a part of `send` to each of `ranks`; only they call this, with the same `ranks`.
+
+        Args:
+            send: `[sum(send_sizes)]`, on `device`; not to be written to until the work is done.
+            send_sizes: Elements for each of `ranks`, in their order.
+            receive_sizes: Elements from each of them.
+            ranks: Who takes part, ascending: all ranks, or one of the groups formed.
+
+        Returns:
+            What arrives, `[sum(receive_sizes)]`, to be read after the work's `wait`; and the work.
+        """
+        received = send.new_empty(sum(receive_sizes))
+        work = dist.all_to_all_single(
+            received, send, list(receive_sizes), list(send_sizes), group=self._groups[ranks], async_op=True
+        )
+        assert work is not None
+        return received, work

@@ -1,0 +1,288 @@
+"""What lies on a device, while responses are generated and while a role is trained: bytes, and a table of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from rlflow.dag.tasks import Exchange, rank_ranges
+from rlflow.memory.workload import RoleTraining, Workload
+from rlflow.models.logprobs import CHUNK_ELEMENTS
+from rlflow.models.sizes import ModelSize
+from rlflow.storage.space import in_bytes
+from rlflow.values.layout import Layout
+
+# Activations of a layer for a token, bytes for each number of its width, with 16 bits a number and attention that keeps
+# no scores: Korthikanti et al., arXiv 2205.05198, equation 2 without its last term.
+ACTIVATION_BYTES = 34
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a rank.
+
+    Attributes:
+        ranks: Those that hold as much.
+        weights: Of each role.
+        gradients: Of each trained role.
+        optimizer: States of each trained role.
+        activations: Of a micro-batch of each trained role; one at a time is there.
+        logits: The chunk of `[tokens, vocabulary]`, or `[tokens, labels]`, that is held at once, with its gradient.
+        gathered: A layer's weights where they are divided, whole.
+        reduced: Gradients on their way to other ranks.
+        stepping: What the optimizer takes while it steps, beside its states.
+        engine_weights: Of the engine.
+        cache: Keys and values: as many as are set, or as fit beside the weights in the engine's share.
+        held: Values of the step.
+        capacity: Of the device, for this rank.
+        asleep: Of the engine, while roles are trained.
+        host: In the CPU's memory instead: optimizer states and weights of each role that leaves them there.
+    """
+
+    ranks: tuple[int, ...]
+    weights: Mapping[str, float]
+    gradients: Mapping[str, float]
+    optimizer: Mapping[str, float]
+    activations: Mapping[str, float]
+    logits: float
+    gathered: float
+    reduced: float
+    engine_weights: float
+    cache: float
+    held: float
+    capacity: float
+    asleep: float = 0.0
+    stepping: float = 0.0
+    host: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> float:
+        """What the roles hold all the time."""
+        return sum(self.weights.values()) + sum(self.optimizer.values())
+
+    @property
+    def generating(self) -> float:
+        """While the engine is awake."""
+        return self.kept + self.held + self.engine_weights + max(self.cache, 0.0)
+
+    @property
+    def training(self) -> float:
+        """While it sleeps, or waits."""
+        backward = max(self.activations.values(), default=0.0) + self.reduced + self.logits + self.gathered
+        return self.kept + self.held + sum(self.gradients.values()) + max(backward, self.stepping) + self.asleep
+
+    @property
+    def spare(self) -> float:
+        """Bytes that are left at the fullest moment; below 0 where it does not fit."""
+        return min(self.capacity - max(self.generating, self.training), self.cache)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device holds it, and the engine's share at least the weights."""
+        return max(self.generating, self.training) <= self.capacity and self.cache >= 0
+
+
+def memories(workload: Workload, capacity: float) -> list[Memory]:
+    """What ranks hold, once for those on which the same lives; the fullest first.
+
+    Args:
+        workload: Of all ranks.
+        capacity: Bytes of each rank's device.
+    """
+    alike: dict[tuple[bool, ...], list[int]] = {}
+    lives = [frozenset(role.layout.ranks) for role in workload.roles.values()] + [frozenset(workload.engine.placed)]
+    for rank in range(workload.ranks):
+        alike.setdefault(tuple(rank in ranks for ranks in lives), []).append(rank)
+    found = [memory(workload, capacity, tuple(ranks)) for ranks in alike.values()]
+    return sorted(found, key=lambda each: each.spare)
+
+
+def memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memory:
+    """What each of these ranks holds, on which the same lives."""
+    own = {name: role for name, role in workload.roles.items() if role.owner is None and ranks[0] in role.layout.ranks}
+    trained = {name: role for name, role in own.items() if role.training.trained}
+    engine, engine_weights, cache = workload.engine, 0.0, 0.0
+    if workload.follows is not None and ranks[0] in engine.placed:
+        followed = workload.roles[workload.follows]
+        engine_weights = followed.size.parameters * followed.training.width / engine.ranks
+        set_cache = engine.memory.cache
+        cache = engine.memory.share * capacity - engine_weights if set_cache is None else set_cache
+    longest = workload.lengths.longest_prompt + workload.lengths.longest_response
+    reduced = [reduced_bytes(role.size, role.training) for role in trained.values()]
+    states = {name: optimizer_bytes(role.training) for name, role in trained.items()}
+    offloaded = {name for name, role in trained.items() if role.training.offloaded}
+    weights = {name: weight_bytes(role.size, role.training) for name, role in own.items()}
+    away = {name for name, role in own.items() if role.training.weights_offloaded}
+    return Memory(
+        ranks=ranks,
+        weights={name: 0.0 if name in away else nbytes for name, nbytes in weights.items()},
+        gradients={name: gradient_bytes(role.training) for name, role in trained.items()},
+        optimizer={name: 0.0 if name in offloaded else nbytes for name, nbytes in states.items()},
+        activations={name: activation_bytes(role.size, role.training, longest) for name, role in trained.items()},
+        logits=max((logit_bytes(role.size, role.training, longest) for role in own.values()), default=0.0),
+        gathered=max((gathered_bytes(role.size, role.training) for role in own.values()), default=0.0),
+        # ZeRO-3 keeps its buffer, the others make it anew for each backward pass
+        reduced=(sum if any(keeps_buffer(role.training) for role in trained.values()) else max)([0.0, *reduced]),
+        stepping=max((stepping_bytes(role.training) for role in trained.values()), default=0.0),
+        engine_weights=engine_weights,
+        cache=cache,
+        held=_held(workload, ranks[0]),
+        capacity=capacity,
+        asleep={"nothing": 0.0, "weights": engine_weights, "weights and cache": engine_weights + cache}[
+            engine.memory.asleep
+        ],
+        host={
+            name: (states[name] if name in offloaded else 0.0) + (nbytes if name in away else 0.0)
+            for name, nbytes in weights.items()
+            if name in offloaded | away
+        },
+    )
+
+
+def weight_bytes(size: ModelSize, how: RoleTraining) -> float:
+    """Of a role: divided at ZeRO 3, and there once more where a node's ranks divide them too.
+
+    Those that are trained may be wider than forward passes read them.
+    """
+    nbytes = size.parameters * how.width
+    wider = how.trained * (how.summed_width - how.width) if how.masters else 0
+    return (nbytes + wider) / how.weights_over + (nbytes / how.within if how.within else 0)
+
+
+def gradient_bytes(how: RoleTraining) -> float:
+    """Of a trained role: summed, and divided from ZeRO 2 on; before, those of the weights' dtype beside these sums."""
+    if how.stage >= 2:
+        return how.trained * how.summed_width / how.gradients_over
+    return how.trained * (how.summed_width + (how.width if how.width < how.summed_width else 0))
+
+
+def reduced_bytes(size: ModelSize, how: RoleTraining) -> float:
+    """Of a trained role, while gradients are reduced: those of a backward pass, the buffer, and a copy on its way.
+
+    FSDP has no buffer and reduces a layer's gradients at once.
+    """
+    if not how.trained or how.ranks == 1:
+        return 0.0
+    if how.stage == 0:  # all of them, flattened
+        return float(how.trained * how.summed_width)
+    if how.masters:
+        layer = min(size.largest_layer, how.trained)
+        return float(layer * (how.width + how.summed_width))
+    return float(how.bucket * (how.width + how.summed_width * (1 if how.stage == 3 else 2)))
+
+
+def keeps_buffer(how: RoleTraining) -> bool:
+    """Whether the buffer in which gradients are reduced is there between backward passes; FSDP has none."""
+    return how.stage == 3 and not how.masters
+
+
+def optimizer_bytes(how: RoleTraining) -> float:
+    """Of a trained role: moments and float32 weights, divided from ZeRO 1 on; wherever they lie."""
+    return how.trained * how.summed_width * how.moments / how.states_over
+
+
+def stepping_bytes(how: RoleTraining) -> float:
+    """Of a trained role, while AdamW steps: the root of the second moments."""
+    return how.trained * how.summed_width / how.states_over if how.moments >= 2 and not how.offloaded else 0.0
+
+
+def logit_bytes(size: ModelSize, how: RoleTraining, longest: float = 0) -> float:
+    """Of a micro-batch: the chunk of logits that is held at once, and its gradient."""
+    tokens = max(how.token_budget, longest) / how.peers
+    return 2.0 * FLOAT32 * min(CHUNK_ELEMENTS, tokens * size.outputs)
+
+
+def activation_bytes(size: ModelSize, how: RoleTraining, longest: float = 0) -> float:
+    """Of a micro-batch: of every layer, or with checkpointing every layer's input and one layer's activations.
+
+    A row of `longest` tokens may be above the budget, and stands alone then; peers hold their parts of it.
+    """
+    tokens = max(how.token_budget, longest) / how.peers
+    layer = tokens * size.hidden * ACTIVATION_BYTES * how.width / 2
+    if not how.checkpointing:
+        return size.layers * layer
+    return size.layers * tokens * size.hidden * how.width + layer
+
+
+def gathered_bytes(size: ModelSize, how: RoleTraining) -> float:
+    """Of what is whole at once at ZeRO 3: an embedding, a layer, or as much as is kept; with FSDP the next one too."""
+    if how.stage < 3:
+        return 0.0
+    pieces = 2 if how.masters else 1
+    return float(min(size.parameters, max(pieces * size.largest_layer, how.live)) * how.width)
+
+
+def _held(workload: Workload, rank: int) -> float:
+    """All values of the step that a rank makes or reads."""
+    placed = workload.plan.layouts()
+    lives: dict[str, set[Layout]] = {
+        node.id: {placed[node.id]} for node in workload.graph.order if node.kind != "train"
+    }
+    for task in workload.plan.every():
+        if isinstance(task, Exchange) and task.value in lives:
+            lives[task.value].add(task.target)
+    nbytes = 0.0
+    for value, layouts in lives.items():
+        whole = workload.rows(workload.graph.nodes[value].space) * workload.value_bytes(value)
+        nbytes += whole * max((1 / layout.shards for layout in layouts if rank in layout.ranks), default=0.0)
+    return nbytes * (1 + workload.plan.max_staleness)
+
+
+def memory_lines(memory: Memory, every: bool) -> Iterator[str]:
+    """What a rank holds, and what to do where it cannot; `every` if all ranks hold as much."""
+    of = "a rank" if every else rank_ranges(memory.ranks)
+    yield (
+        f"memory of {of}: {in_bytes(memory.generating)} generating, {in_bytes(memory.training)} training,"
+        f" of {in_bytes(memory.capacity)}"
+    )
+    for role, nbytes in memory.weights.items():
+        parts = [f"weights {in_bytes(nbytes)}"]
+        if role in memory.gradients:
+            parts += [
+                f"gradients {in_bytes(memory.gradients[role])}",
+                f"optimizer {in_bytes(memory.optimizer[role])}",
+                f"activations {in_bytes(memory.activations[role])}",
+            ]
+        if role in memory.host:
+            parts.append(f"in host memory {in_bytes(memory.host[role])}")
+        yield f"    {role:<10} {', '.join(parts)}"
+    yield (
+        f"    training   logits {in_bytes(memory.logits)}, gathered {in_bytes(memory.gathered)}, reduced"
+        f" {in_bytes(memory.reduced)}; values of the step {in_bytes(memory.held)}"
+    )
+    if memory.engine_weights:
+        yield f"    engine     weights {in_bytes(memory.engine_weights)}, cache {in_bytes(memory.cache)}"
+    if not memory.fits:
+        yield f"  ! {does_not_fit(memory)}"
+
+
+def does_not_fit(memory: Memory) -> str:
+    """Which rank lacks how many bytes, what takes most, and what to do about it."""
+    rank = memory.ranks[0]
+    if memory.cache < 0:
+        return (
+            f"rank {rank}: the share of `rollout` is {in_bytes(-memory.cache)} short of its weights of"
+            f" {in_bytes(memory.engine_weights)}: raise rollout.init_args.gpu_memory_utilization or"
+            " tensor_parallel_size"
+        )
+    of = {role: _of_role(memory, role) for role in memory.weights} | {"rollout": memory.engine_weights + memory.cache}
+    generates = memory.engine_weights > 0 and memory.generating > memory.capacity
+    if not generates:
+        del of["rollout"]
+    largest = max(of, key=lambda role: of[role])
+    phase, need = ("generating", memory.generating) if generates else ("training", memory.training)
+    remedy = (
+        "lower gpu_memory_utilization (on the CPU kv_cache_gib, of TransformersEngine max_batch), or raise"
+        " strategy.init_args.stage"
+        if generates
+        else "raise the stage, lower token_budget, or set gradient_checkpointing"
+    )
+    return (
+        f"rank {rank} is out of memory by {in_bytes(need - memory.capacity)} of {in_bytes(memory.capacity)} while"
+        f" {phase}; `{largest}` holds {in_bytes(of[largest])}: {remedy}"
+    )
+
+
+def _of_role(memory: Memory, role: str) -> float:
+    return sum(of.get(role, 0.0) for of in (memory.weights, memory.gradients, memory.optimizer))

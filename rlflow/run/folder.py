@@ -1,0 +1,96 @@
+"""What a run leaves behind, and where: one folder, written by rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlflow.process.status import SUPERVISED_VARIABLE
+
+
+def seconds_since_process_start() -> float:
+    """Wall-clock seconds since this process began, or the one that it was forked from; its imports included."""
+    began = psutil.Process(os.getppid() if SUPERVISED_VARIABLE in os.environ else os.getpid())
+    return time.time() - began.create_time()
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of a run's results.
+
+    Attributes:
+        path: The folder; its name is the run's.
+    """
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """An empty folder at `path`; what lay there before is kept as `<path>-1`, `-2`, ..."""
+        if path.exists() and any(path.iterdir()):
+            number = 1
+            while (kept := path.with_name(f"{path.name}-{number}")).exists():
+                number += 1
+            path.rename(kept)
+        path.mkdir(parents=True, exist_ok=True)
+        return cls(path)
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def model(self) -> Path:
+        """The trained model in Hugging Face form, with its tokenizer."""
+        return self.path / "model"
+
+    def model_of(self, role: str) -> Path:
+        """As `model`, of a trained role that the rollout engine does not follow, such as the critic."""
+        return self.path / f"model-{role}"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The newest checkpoint, in a folder named by its step."""
+        return self.path / "checkpoint"
+
+    @property
+    def logs(self) -> Path:
+        """What libraries print, a file for each rank."""
+        return self.path / "logs"
+
+    @property
+    def traces(self) -> Path:
+        """The ranks' task traces, and `trace.json`, all of them in one, where `rlflow trace` has joined them."""
+        return self.path / "traces"
+
+    @property
+    def validation(self) -> Path:
+        """The metrics of `rlflow validate`."""
+        return self.path / "validation.json"
+
+    @property
+    def summary(self) -> Path:
+        """The run in a few numbers."""
+        return self.path / "summary.json"
+
+    def write_summary(self, numbers: dict[str, Any], started_from: Path) -> dict[str, Any]:
+        """Write `summary.json`; a run that started from another run's model carries on its `seconds`.
+
+        Args:
+            numbers: Of this run.
+            started_from: The model that training started from.
+        """
+        run_before = RunFolder(started_from.parent)
+        carries_on = started_from == run_before.model and run_before.summary.is_file()
+        earlier = json.loads(run_before.summary.read_text())["seconds"] if carries_on else {}
+        seconds = earlier | {self.path.name: round(seconds_since_process_start(), 1)}
+        summary = numbers | {"seconds": seconds}
+        self.summary.write_text(json.dumps(summary, indent=2) + "\n")
+        return summary

@@ -1,0 +1,99 @@
+"""What a run takes of its devices' memory, told before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+import torch
+
+from rlflow.dag.node import ROLLOUT
+from rlflow.data.prompts import PromptData
+from rlflow.errors import UserError
+from rlflow.memory.estimate import memories, memory_lines
+from rlflow.memory.workload import Lengths, Workload, engine_here, loaded_role
+from rlflow.models.sizes import size_of
+from rlflow.module import RLModule, handles
+from rlflow.rollout.engine import RolloutEngine
+from rlflow.run.prepare import Prepared
+from rlflow.storage.space import in_bytes
+from rlflow.strategies.strategy import TrainingStrategy
+
+
+def memory_table(
+    module: RLModule,
+    data: PromptData,
+    prepared: Prepared,
+    strategy: TrainingStrategy,
+    engine: RolloutEngine,
+    ranks_here: int,
+) -> Iterator[str]:
+    """The memory of each role on a rank, a line each, and a warning where it is short.
+
+    Args:
+        module: The algorithm.
+        data: Its prompts.
+        prepared: The plan.
+        strategy: Joined to the other ranks.
+        engine: As configured.
+        ranks_here: Of this machine; on the CPU they share its memory.
+    """
+    total, free = device_memory(strategy.root_device, ranks_here)
+    try:
+        workload = run_workload(module, data, prepared, strategy, engine)
+    except UserError as error:  # of a family whose size is not known from its config; it runs nevertheless
+        yield f"memory of a rank is not known before the run: {error}"
+        return
+    found = memories(workload, total)
+    for memory in found:
+        yield from memory_lines(memory, every=len(found) == 1)
+        needed = max(memory.generating, memory.training)
+        if not memory.fits:
+            yield "warning: by these figures the run does not fit, and ends when the memory does; see the line above"
+        elif needed > free:
+            yield (
+                f"warning: {in_bytes(needed)} are needed and {in_bytes(free)} of {in_bytes(total)} are free: end what"
+                " else uses this memory"
+            )
+
+
+def run_workload(
+    module: RLModule, data: PromptData, prepared: Prepared, strategy: TrainingStrategy, engine: RolloutEngine
+) -> Workload:
+    """What a run has to do at each step.
+
+    Raises:
+        UserError: The size of a model is not known from its config.
+    """
+    graph, layouts, models = prepared.graph, prepared.layouts, handles(module)
+    on_cpu = strategy.root_device.type == "cpu"
+    rows = data.prompts_per_step * module.group_size
+    roles = {
+        role: loaded_role(role, models, size_of(str(path)), strategy, layouts[role], rows, on_cpu)
+        for role, path in prepared.paths.items()
+    }
+    sampled = any(node.kind == "rollout" for node in graph.order)
+    longest = (None if sampled else data.max_response_length) or module.max_response_length
+    lengths = Lengths(data.max_prompt_length / 2, longest / 2, data.max_prompt_length, longest)
+    follows = prepared.follows if prepared.generates else None
+    return Workload(
+        graph=graph,
+        plan=prepared.plan,
+        ranks=strategy.world_size,
+        roles=roles,
+        follows=follows,
+        engine=engine_here(engine, layouts[ROLLOUT], roles[follows] if follows else None, lengths, rows, on_cpu),
+        prompts=data.prompts_per_step,
+        group_size=module.group_size,
+        lengths=lengths,
+        moves_rows=False,
+    )
+
+
+def device_memory(device: torch.device, ranks_here: int) -> tuple[float, float]:
+    """Bytes of a rank's device, and how many of them are free; on the CPU an equal part of the machine's."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return float(total), float(free)
+    memory = psutil.virtual_memory()
+    return memory.total / ranks_here, memory.available / ranks_here

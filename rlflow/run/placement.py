@@ -1,0 +1,249 @@
+"""The layout of each role's rows: which ranks hold them, in how many shards, dealt how."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlflow.dag.graph import Graph
+from rlflow.dag.node import ROLLOUT
+from rlflow.dag.tasks import rank_ranges
+from rlflow.errors import UserError, did_you_mean
+from rlflow.models.causal_lm import CausalLM, WithoutAdapters
+from rlflow.models.handle import ModelHandle
+from rlflow.module import RLModule, handles
+from rlflow.values.layout import Layout
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a role lives. By default on all ranks, each with rows of its own.
+
+    Args:
+        ranks: Numbers and ranges, such as `1-3` or `[0, "4-7"]`; counted from 0 over all machines.
+        nodes: Machines instead of ranks, all ranks of each: numbers and ranges from 0, or host names under Slurm.
+        sequence_parallel_size: Consecutive ranks that share each sequence of a model's forward pass.
+    """
+
+    ranks: list[int | str] | int | str | None = None
+    nodes: list[int | str] | int | str | None = None
+    sequence_parallel_size: int = 1
+
+
+Placed = Place | list[int | str] | int | str
+"""What a config may write for a role: a `Place`, or just its ranks: `0`, `1-3`, `[0, "2-3"]`."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The ranks there are.
+
+    Args:
+        num_nodes: Machines.
+        devices: Ranks of each.
+    """
+
+    num_nodes: int
+    devices: int
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.num_nodes * self.devices
+
+    def ranks_of_node(self, node: int) -> range:
+        """The ranks of a machine."""
+        return range(node * self.devices, (node + 1) * self.devices)
+
+
+def followed_role(module: RLModule, graph: Graph) -> str | None:
+    """The role whose weights the rollout engine generates with: the first trained causal language model.
+
+    None where none is trained and none generates.
+
+    Raises:
+        UserError: No node trains a model; or one samples, and none trains a model that can.
+    """
+    name, trained = type(module).__name__, graph.trained_roles()
+    if not trained:
+        raise UserError(f"no node of {name} trains a model; mark one @node(role=..., type='train')")
+    for role in trained:
+        if isinstance(handles(module).get(role), CausalLM):
+            return role
+    for node in graph.order:
+        if node.kind == "rollout":
+            raise UserError(
+                f"node `{node.id}` of {name} samples, and no node trains a CausalLM whose weights it could sample with;"
+                " add one, or learn from responses of a dataset"
+            )
+    return None
+
+
+def layouts(
+    module: RLModule,
+    graph: Graph,
+    machines: Machines,
+    tensor_parallel_size: int,
+    placement: Mapping[str, Placed] | None = None,
+) -> dict[str, Layout]:
+    """One layout for each model of the module, and for the rollout engine.
+
+    Trained and scored roles hold balanced rows; a scored role on the ranks of the trained one holds the same, so
+    nothing moves between them.
+
+    Args:
+        module: With its models configured.
+        graph: Of the module.
+        machines: The ranks there are.
+        tensor_parallel_size: Ranks of one rollout engine.
+        placement: By role; roles that are not named live on all ranks.
+
+    Raises:
+        UserError: A role of the placement is none of the module's, is given ranks that do not exist, or none; ranks do
+            not divide into engines or sequence-parallel groups; or an engine lies across the border of another role.
+    """
+    found = handles(module)
+    places = {role: _place(written) for role, written in (placement or {}).items()}
+    for role in places:
+        if role not in {ROLLOUT, *found}:
+            known = [ROLLOUT, *found]
+            raise UserError(
+                f"`placement.{role}` names no role of {type(module).__name__}; its roles are"
+                f" {', '.join(known)}.{did_you_mean(role, known)}"
+            )
+        if isinstance(found.get(role), WithoutAdapters):
+            raise UserError(
+                f"`placement.{role}` cannot be: `{role}` is a model without its adapters and lives where the model"
+                " does; place that one"
+            )
+    trained = graph.trained_roles()
+    first = found[trained[0]].samples_per_update if trained else None
+    result = {ROLLOUT: _of_engine(places.get(ROLLOUT, Place()), machines, tensor_parallel_size)}
+    for role, handle in found.items():
+        samples_per_update = handle.samples_per_update if role in trained else first
+        of = _owner(role, found)
+        ranks = _ranks(of, places.get(of, Place()), machines)
+        size = places.get(of, Place()).sequence_parallel_size
+        if size < 1 or len(ranks) % size:
+            raise UserError(
+                f"`placement.{of}.sequence_parallel_size` is {size}, which does not divide the {len(ranks)} ranks of"
+                f" `{of}`; use one of {_divisors(len(ranks))}"
+            )
+        result[role] = Layout(ranks, len(ranks) // size, "balanced", samples_per_update)
+    _refuse_torn_engines(result, graph)
+    return result
+
+
+def _place(written: Placed) -> Place:
+    if isinstance(written, Place):
+        return written
+    return Place(written)
+
+
+def _owner(role: str, found: Mapping[str, ModelHandle]) -> str:
+    """The role whose weights `role` is a view of; itself if it has its own."""
+    handle = found[role]
+    if not isinstance(handle, WithoutAdapters):
+        return role
+    return next((name for name, other in found.items() if other is handle.owner), role)
+
+
+def _of_engine(place: Place, machines: Machines, tensor_parallel_size: int) -> Layout:
+    ranks = _ranks(ROLLOUT, place, machines)
+    if place.sequence_parallel_size != 1:
+        raise UserError(
+            f"`placement.rollout.sequence_parallel_size` is {place.sequence_parallel_size}; engines share a sequence by"
+            " `rollout.init_args.tensor_parallel_size`"
+        )
+    if len(ranks) % tensor_parallel_size:
+        of = "ranks (trainer.devices x trainer.num_nodes)" if len(ranks) == machines.world_size else "rollout ranks"
+        raise UserError(
+            f"`rollout.init_args.tensor_parallel_size` is {tensor_parallel_size}, which does not divide the"
+            f" {len(ranks)} {of}; use one of {_divisors(len(ranks))}"
+        )
+    return Layout(ranks, len(ranks) // tensor_parallel_size, "groups")
+
+
+def _ranks(role: str, place: Place, machines: Machines) -> tuple[int, ...]:
+    """The ranks that a place names, ascending."""
+    if place.ranks is not None and place.nodes is not None:
+        raise UserError(f"`placement.{role}` names `ranks` and `nodes`; name one of the two")
+    if place.nodes is not None:
+        named = [_node(role, node) for node in _listed(place.nodes)]
+        nodes = _numbers(role, "nodes", named, machines.num_nodes)
+        return tuple(rank for node in nodes for rank in machines.ranks_of_node(node))
+    if place.ranks is None:
+        return tuple(range(machines.world_size))
+    return _numbers(role, "ranks", _listed(place.ranks), machines.world_size)
+
+
+def _listed(written: list[int | str] | int | str) -> list[int | str]:
+    return written if isinstance(written, list) else [written]
+
+
+def _numbers(role: str, kind: str, written: Sequence[int | str], count: int) -> tuple[int, ...]:
+    numbers: set[int] = set()
+    for each in written:
+        read = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(each))
+        if read is None:
+            raise UserError(
+                f'`placement.{role}` names the {kind} {each!r}; write numbers and ranges, such as 0 or "2-3"'
+            )
+        low, high = int(read[1]), int(read[2] or read[1])
+        if high >= count or low > high:
+            raise UserError(
+                f"`placement.{role}` names the {kind} {each}, and the run has the {kind} 0 to {count - 1}"
+                " (trainer.devices x trainer.num_nodes); name those, or start more"
+            )
+        numbers.update(range(low, high + 1))
+    if not numbers:
+        raise UserError(f"`placement.{role}` names no {kind}; name some, or leave `{role}` out for all")
+    return tuple(sorted(numbers))
+
+
+def _node(role: str, node: int | str) -> int | str:
+    """A machine by its number; names are looked up in the job's list of machines."""
+    if re.fullmatch(r"\s*\d+\s*(-\s*\d+\s*)?", str(node)):
+        return node
+    listed = os.environ.get("SLURM_JOB_NODELIST", "")
+    names = _expanded(listed)
+    if node not in names:
+        known = f"the job's machines are {', '.join(names)}" if names else "names are known under Slurm alone"
+        raise UserError(f"`placement.{role}.nodes` names {node!r}, and {known}; name machines by number, from 0")
+    return names.index(str(node))
+
+
+def _expanded(listed: str) -> list[str]:
+    """The host names of Slurm's short form, such as `gpu[01-03,07],login`."""
+    names = []
+    for part in re.findall(r"[^,\[]+(?:\[[^\]]*\])?[^,\[]*", listed):
+        prefix, _, rest = part.partition("[")
+        numbers, _, suffix = rest.partition("]")
+        for each in numbers.split(",") if rest else ():
+            low, _, high = each.partition("-")
+            for number in range(int(low), int(high or low) + 1):
+                names.append(f"{prefix}{number:0{len(low)}d}{suffix}")
+        if not rest:
+            names.append(prefix)
+    return names
+
+
+def _refuse_torn_engines(placed: Mapping[str, Layout], graph: Graph) -> None:
+    """The ranks of one engine do the same work, or they would wait for each other at different times."""
+    engine = placed[ROLLOUT]
+    for role in graph.roles():
+        for shard in range(engine.shards):
+            group = engine.peers(shard)
+            inside = [rank for rank in group if rank in placed[role].ranks]
+            if 0 < len(inside) < len(group):
+                raise UserError(
+                    f"`placement` tears a rollout engine apart: {rank_ranges(group)} share one"
+                    f" (`tensor_parallel_size` {engine.copies}), and of these only {rank_ranges(tuple(inside))} hold"
+                    f" `{role}`; place `{role}` on all of them or on none"
+                )
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

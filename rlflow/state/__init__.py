@@ -1,0 +1,1 @@
+"""What a module keeps from step to step, in checkpoints too."""

@@ -1,0 +1,140 @@
+"""What a module remembers of each prompt of the dataset, from epoch to epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import UserError
+from rlflow.values.host_copy import on_host
+
+_COUNT, _MEAN, _SQUARES = range(3)  # of the numbers of a prompt: how many, their mean, their squared deviations' sum
+
+
+class PromptMemory:
+    """How many numbers were seen of each prompt, such as the rewards of its samples, with their mean and deviation.
+
+    An attribute of a module, the same on all ranks, kept in checkpoints. A node updates it; what a step's nodes gave
+    is learned at the end of the step, so a node sees what the steps before taught, and so does `choose_prompts`.
+
+        self.solved = PromptMemory()                        # in `__init__` or `__post_init__`
+        self.solved.update(rollout.group, rewards)          # in a node
+        self.solved.mean(prompts)                           # in `choose_prompts`
+    """
+
+    def __init__(self) -> None:
+        self._moments = torch.zeros(0, 3, dtype=torch.float64)  # [rows, 3], by the row's place in the dataset
+        self._record: Callable[[Tensor, Tensor], None] | None = None
+
+    def update(self, group: Tensor, x: Tensor) -> None:
+        """Remember a number of each row of a node; called by all its ranks.
+
+        Args:
+            group: `[B]` int64, the prompt of each row, as `rollout.group` says it.
+            x: `[B]`, of each row one.
+        """
+        if self._record is None:
+            raise UserError("a PromptMemory is updated by nodes, and is an attribute of the module; it is neither here")
+        if group.shape != x.shape or x.dim() != 1:
+            raise UserError(
+                f"a PromptMemory was given {list(x.shape)} of prompts {list(group.shape)}; give one number a row, [B]"
+            )
+        self._record(group, x)
+
+    def count(self, prompts: Tensor) -> Tensor:
+        """`[N]` float64, on the device of `prompts`: how many numbers were seen of these places in the dataset.
+
+        Args:
+            prompts: `[N]` int64, from 0; `RLModule.dataset_rows` says them of `rollout.group`.
+        """
+        return self._of(prompts)[:, _COUNT]
+
+    def mean(self, prompts: Tensor, unseen: float = math.nan) -> Tensor:
+        """`[N]` float64, on the device of `prompts`: their mean.
+
+        Args:
+            prompts: As of `count`.
+            unseen: What it is where no number was seen. Give a number where a node returns the mean: a NaN in its value
+                ends the run.
+        """
+        count, mean, _ = self._of(prompts).unbind(dim=1)
+        return mean.where(count > 0, unseen)
+
+    def std(self, prompts: Tensor, unseen: float = math.nan) -> Tensor:
+        """`[N]` float64, on the device of `prompts`: their standard deviation, N - 1 in its denominator.
+
+        Args:
+            prompts: As of `count`.
+            unseen: What it is where fewer than two numbers were seen; see `mean`.
+        """
+        count, _, squares = self._of(prompts).unbind(dim=1)
+        return (squares / (count - 1).clamp(min=1)).sqrt().where(count > 1, unseen)
+
+    def attach(self, record: Callable[[Tensor, Tensor], None]) -> None:
+        """Called by the module: where updates go until the end of the step."""
+        self._record = record
+
+    def learn(self, prompts: Tensor, x: Tensor) -> None:
+        """Take in numbers of one step; by all ranks alike, in one order.
+
+        Args:
+            prompts: `[N]` int64, places in the dataset; they may repeat.
+            x: `[N]` float64.
+
+        Raises:
+            UserError: A number is infinite or NaN.
+        """
+        if not x.isfinite().all():
+            place = int((~x.isfinite()).nonzero()[0])
+            raise UserError(
+                f"a PromptMemory was given {x[place].item()} of the dataset's row {int(prompts[place])} (from 0); mend"
+                " what made the number"
+            )
+        if not len(prompts):
+            return
+        rows, of_row = prompts.unique(return_inverse=True)
+        self._grow(int(rows[-1]) + 1)
+
+        def sums(values: Tensor) -> Tensor:
+            return values.new_zeros(len(rows)).index_add(0, of_row, values)
+
+        count = sums(torch.ones_like(x))
+        mean = sums(x) / count
+        squares = sums((x - mean[of_row]).square())
+        before, mean_before, squares_before = self._moments[rows].unbind(dim=1)
+        total, apart = before + count, mean - mean_before  # Chan, Golub and LeVeque 1979
+        self._moments[rows] = torch.stack(
+            [
+                total,
+                mean_before + apart * count / total,
+                squares_before + squares + apart.square() * before * count / total,
+            ],
+            dim=1,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is remembered, JSON-able."""
+        seen = self._moments[:, _COUNT].nonzero()[:, 0]
+        return {"prompts": seen.tolist(), "moments": self._moments[seen].tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        prompts = torch.tensor(state["prompts"], dtype=torch.int64)
+        self._moments = torch.zeros(0, 3, dtype=torch.float64)
+        self._grow(int(prompts.max()) + 1 if len(prompts) else 0)
+        self._moments[prompts] = torch.tensor(state["moments"], dtype=torch.float64).view(-1, 3)
+
+    def _of(self, prompts: Tensor) -> Tensor:
+        """`[N, 3]` on the device of `prompts`, zeros where nothing was seen."""
+        rows = on_host(prompts)
+        self._grow(int(rows.max()) + 1 if len(rows) else 0)
+        return self._moments[rows].to(prompts.device)
+
+    def _grow(self, rows: int) -> None:
+        lacking = rows - len(self._moments)
+        if lacking > 0:
+            self._moments = torch.cat([self._moments, self._moments.new_zeros(lacking, 3)])

@@ -1,0 +1,112 @@
+"""Rows of the dataset, and the tokens of rows as a model scores them.
+
+`B` is the number of rows on this rank, `T` the longest response among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rlflow.values.cuts import PerSample, PerToken, Rows
+from rlflow.values.host_copy import is_on_host, on_host, remember
+from rlflow.values.ragged import Ragged
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Prompts and responses, as a model scores them.
+
+    Attributes:
+        prompt_ids: Token ids of each row's prompt.
+        response_ids: `[B, T]` int64, right-padded.
+        lengths: `[B]` int64, response tokens of each row.
+        experts: Those of a `Rollout`; None without.
+    """
+
+    prompt_ids: Ragged
+    response_ids: Tensor
+    lengths: Tensor
+    experts: Ragged | None = None
+
+    @classmethod
+    def padded(cls, prompt_ids: Ragged, response_ids: Ragged) -> TokenRows:
+        """The responses right-padded with zeros, which nothing reads: the rows carry their lengths."""
+        lengths = on_host(response_ids.lengths).tolist()
+        padded = _padded(response_ids.values, lengths)
+        if is_on_host(response_ids.values):
+            remember(padded, _padded(on_host(response_ids.values), lengths))
+        return cls(prompt_ids, padded, response_ids.lengths)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of the dataset. Without a response column `T` is 0 and the mask is empty.
+
+    Attributes:
+        prompt_ids: Token ids of each prompt.
+        response_ids: `[B, T]` int64, right-padded.
+        loss_mask: `[B, T]` bool, True where a token is trained on.
+        lengths: `[B]` int64, response tokens of each row, the end-of-sequence token included.
+        rows: The dataset's rows.
+    """
+
+    prompt_ids: Ragged
+    response_ids: PerToken
+    loss_mask: PerToken
+    lengths: PerSample
+    rows: Rows
+
+    @property
+    def tokens(self) -> Tensor:
+        """`[B]` int64, prompt and response tokens of each row."""
+        return self.prompt_ids.lengths + self.lengths
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Rows of the dataset that have two responses each, of which the chosen one was preferred.
+
+    A response ends with the end-of-sequence token. A model that scores both reads the prompt twice.
+
+    Attributes:
+        prompt_ids: Token ids of each prompt.
+        chosen_ids: Token ids of each chosen response.
+        rejected_ids: Token ids of each rejected response.
+        rows: The dataset's rows.
+    """
+
+    prompt_ids: Ragged
+    chosen_ids: Ragged
+    rejected_ids: Ragged
+    rows: Rows
+
+    @property
+    def chosen(self) -> TokenRows:
+        """`B` rows to score: each prompt with its chosen response."""
+        return TokenRows.padded(self.prompt_ids, self.chosen_ids)
+
+    @property
+    def rejected(self) -> TokenRows:
+        """`B` rows to score: each prompt with its rejected response."""
+        return TokenRows.padded(self.prompt_ids, self.rejected_ids)
+
+    @property
+    def both(self) -> TokenRows:
+        """`2 B` rows to score in one call: all `chosen`, then all `rejected`; `tensor_split(2)` parts what it gives."""
+        return TokenRows.padded(
+            self.prompt_ids.followed_by(self.prompt_ids), self.chosen_ids.followed_by(self.rejected_ids)
+        )
+
+    @property
+    def tokens(self) -> Tensor:
+        """`[B]` int64, what a model reads of each pair."""
+        return 2 * self.prompt_ids.lengths + self.chosen_ids.lengths + self.rejected_ids.lengths
+
+
+def _padded(values: Tensor, lengths: list[int]) -> Tensor:
+    """`[B, T]`: rows of these lengths, right-padded with zeros."""
+    return pad_sequence(list(torch.split(values, lengths)), batch_first=True) if lengths else values.new_zeros(0, 0)

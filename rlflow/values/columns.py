@@ -1,0 +1,133 @@
+"""The columns of a value: how they are found by its type, taken, joined and moved."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from rlflow.values.absent import Absent
+from rlflow.values.cuts import Cut, Home, PerSample
+from rlflow.values.host_copy import joined, on_device, on_host, rows_at
+from rlflow.values.parts import Parts
+from rlflow.values.ragged import Ragged
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a value: the field's name ("" for a bare tensor), its cut, and whether it stays at home."""
+
+    name: str
+    cut: Cut
+    home: bool = False
+
+
+def columns(annotation: Any) -> tuple[Column, ...]:
+    """The columns of a value of this annotated type; `None`, which is no value, has none.
+
+    Raises:
+        TypeError: The type is none of `PerSample`, `PerToken`, `Scalar`, `Rows`, `Texts`, `Ragged`,
+            `dict[str, PerSample]`, nor a frozen dataclass of them.
+    """
+    if annotation is NoneType:
+        return ()
+    if dataclasses.is_dataclass(annotation) and annotation is not Ragged:
+        hints = get_type_hints(annotation, include_extras=True)
+        return tuple(_column(field.name, hints[field.name]) for field in dataclasses.fields(annotation))
+    return (_column("", annotation),)
+
+
+def _column(name: str, annotation: Any) -> Column:
+    if annotation is Ragged:
+        return Column(name, Cut.RAGGED)
+    if annotation == dict[str, PerSample]:
+        return Column(name, Cut.PARTS)
+    marks = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    cuts = [mark for mark in marks if isinstance(mark, Cut)]
+    if not cuts:
+        place = f"field `{name}`" if name else "the value"
+        legal = "PerSample, PerToken, Ragged, Rows, Texts or dict[str, PerSample]"
+        raise TypeError(f"{place} is {annotation!r}; rows can be cut of {legal} only")
+    return Column(name, cuts[0], Home in marks)
+
+
+def countable(value: Any, annotation: Any) -> list[Tensor]:
+    """The tensors of a value that are not floating point: of these the host counts, and cuts others by them."""
+    found: list[Tensor] = []
+    for column in columns(annotation):
+        data = getattr(value, column.name) if column.name else value
+        found += [data.values, data.lengths] if isinstance(data, Ragged) else [data] if isinstance(data, Tensor) else []
+    return [tensor for tensor in found if not tensor.is_floating_point()]
+
+
+def take_rows(value: Any, annotation: Any, index: Tensor) -> Any:
+    """The rows of a value at `index` `[K]` int64, in that order; padding keeps its width."""
+    return _columnwise([value], annotation, lambda data, cut: _take(data[0], cut, index))
+
+
+def join_rows(values: Sequence[Any], annotation: Any) -> Any:
+    """The rows of at least one value of this type, in order; `PerToken` columns get the width of the widest."""
+    return _columnwise(values, annotation, _join)
+
+
+def trim(value: Any, annotation: Any, longest: int) -> Any:
+    """The value with its `PerToken` columns cut at the `longest` response; what is cut off is padding."""
+    return _columnwise([value], annotation, lambda data, cut: data[0][:, :longest] if cut is Cut.TOKEN else data[0])
+
+
+def _columnwise(values: Sequence[Any], annotation: Any, change: Callable[[list[Any], Cut], Any]) -> Any:
+    """A value of this type, each of its columns made from those of `values`."""
+    cuts = {column.name: column.cut for column in columns(annotation)}
+    if "" in cuts:
+        return change(list(values), cuts[""])
+    changed = {name: change([getattr(value, name) for value in values], cut) for name, cut in cuts.items()}
+    return dataclasses.replace(values[0], **changed)
+
+
+def _take(column: Any, cut: Cut, index: Tensor) -> Any:
+    if column is None or cut is Cut.SCALAR or isinstance(column, Absent):
+        return column
+    if cut is Cut.RAGGED:
+        return column.take(index)
+    if cut is Cut.JSON:
+        return [column[i] for i in on_host(index).tolist()]
+    if cut is Cut.PARTS:
+        return Parts({name: rows_at(part, index) for name, part in column.items()})
+    return rows_at(column, index)
+
+
+def _join(parts: list[Any], cut: Cut) -> Any:
+    assert cut is not Cut.SCALAR, "one number is not of rows"
+    if any(part is None for part in parts):  # a field that did not come along from home
+        return None
+    if cut is Cut.JSON:
+        return [entry for part in parts for entry in part]
+    if cut is Cut.PARTS:
+        return Parts({name: _join([part[name] for part in parts], Cut.SAMPLE) for name in parts[0]})
+    filled = [part for part in parts if len(part)] or parts[:1]  # what has no row need not have a shape or dtype either
+    if cut is Cut.RAGGED:
+        return Ragged(joined([part.values for part in filled]), joined([part.lengths for part in filled]))
+    if cut is Cut.TOKEN:
+        widest = max(part.shape[1] for part in filled)
+        filled = [
+            torch.cat([part, part.new_zeros(len(part), widest - part.shape[1], *part.shape[2:])], dim=1)
+            for part in filled
+        ]
+    return joined(filled)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """The value with its tensors on `device`, see `on_device`; lists stay as they are."""
+    if isinstance(value, Tensor):
+        return on_device(value, device)
+    if isinstance(value, dict):
+        return Parts({name: on_device(part, device) for name, part in value.items()})
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    moved = {field.name: to_device(getattr(value, field.name), device) for field in dataclasses.fields(value)}
+    return dataclasses.replace(value, **moved)

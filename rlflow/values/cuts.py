@@ -1,0 +1,33 @@
+"""How columns of values are cut by rows, and the types that nodes annotate them with.
+
+`B` is the number of rows on this rank, `T` the longest response among them.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, Any
+
+from torch import Tensor
+
+
+class Cut(Enum):
+    """How one column is cut by rows, and so how it is packed, padded and masked."""
+
+    SAMPLE = "per sample"  # [B, ...]: one entry a row
+    TOKEN = "per token"  # [B, T, ...]: right-padded; a row's entries are its response tokens
+    RAGGED = "ragged"  # carries its own lengths
+    JSON = "json"  # a list of B JSON-able objects
+    SCALAR = "scalar"  # 0-dim: one number for the step, equal on all ranks
+    PARTS = "per sample, by name"  # a dict of names to [B] numbers of one dtype
+
+
+class Home:
+    """Mark of a field that stays on the rank that made it: after rows moved away from it, it is None."""
+
+
+PerSample = Annotated[Tensor, Cut.SAMPLE]
+PerToken = Annotated[Tensor, Cut.TOKEN]
+Scalar = Annotated[Tensor, Cut.SCALAR]
+Rows = Annotated[list[dict[str, Any]], Cut.JSON]
+Texts = Annotated[list[str], Cut.JSON]

@@ -1,0 +1,50 @@
+"""Rows of different lengths without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlflow.values.host_copy import is_on_host, joined, on_host, remember, rows_at
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of different lengths without padding: `values` `[sum(lengths), ...]`, `lengths` `[B]` int64."""
+
+    values: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def from_lists(cls, rows: Sequence[Sequence[int]]) -> Ragged:
+        """One int64 row for each list."""
+        flat = [token for row in rows for token in row]
+        return cls(torch.tensor(flat, dtype=torch.int64), torch.tensor([len(row) for row in rows], dtype=torch.int64))
+
+    def __len__(self) -> int:
+        return int(self.lengths.numel())
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """Views of the rows, in order."""
+        return torch.split(self.values, on_host(self.lengths).tolist())
+
+    def take(self, index: Tensor) -> Ragged:
+        """The rows at `index` `[K]` int64, in that order."""
+        lengths, order = on_host(self.lengths).tolist(), on_host(index).tolist()
+        values = _chosen(self.values, lengths, order)
+        if is_on_host(self.values):
+            remember(values, _chosen(on_host(self.values), lengths, order))
+        return Ragged(values, rows_at(self.lengths, index))
+
+    def followed_by(self, other: Ragged) -> Ragged:
+        """The rows of both, these first."""
+        return Ragged(joined([self.values, other.values]), joined([self.lengths, other.lengths]))
+
+
+def _chosen(values: Tensor, lengths: list[int], order: list[int]) -> Tensor:
+    """The rows `order` of values that are rows of these lengths."""
+    rows = torch.split(values, lengths)
+    return torch.cat([rows[i] for i in order]) if order else values[:0]

@@ -1,0 +1,173 @@
+"""From YAML and options to objects."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlflow import algorithms
+from rlflow.cli import main
+from rlflow.commands.configuration import read_fit
+from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
+from tests.own_folder import make, write
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    make(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "my_algorithm", raising=False)
+    return tmp_path
+
+
+def test_of_two_configs_the_later_wins_and_keeps_what_it_does_not_name(folder: Path) -> None:
+    (folder / "more.yaml").write_text("trainer: {max_steps: 7}\n")
+    trainer = read_fit(["--config", "my.yaml", "--config", "more.yaml"]).trainer
+    assert (trainer.max_steps, str(trainer.run_dir)) == (7, "runs/own")
+
+
+def test_an_option_wins_over_the_config_before_it(folder: Path) -> None:
+    assert read_fit(["--config", "my.yaml", "--trainer.max_steps", "9"]).trainer.max_steps == 9
+
+
+def test_a_config_wins_over_the_option_before_it(folder: Path) -> None:
+    assert read_fit(["--trainer.max_steps", "9", "--config", "my.yaml"]).trainer.max_steps == 2
+
+
+def test_an_argument_of_a_class_is_overridden_without_naming_the_class_again(folder: Path) -> None:
+    configured = read_fit(["--config", "my.yaml", "--module.group_size", "5", "--module.optimizer.lr", "0.5"])
+    assert (configured.module.group_size, configured.module.optimizer.lr) == (5, 0.5)
+
+
+def test_a_class_of_the_user_s_own_is_found_beside_the_config(folder: Path) -> None:
+    configured = read_fit(["--config", "my.yaml", "--module.class_path", "my_algorithm.ShortGRPO"])
+    assert type(configured.module).__name__ == "ShortGRPO"
+
+
+def test_a_printed_config_reads_back_as_the_same_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", "my.yaml", "--trainer.max_steps", "9"]
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", *arguments, "--print_config"])
+    assert not ended.value.code
+    (folder / "printed.yaml").write_text(capsys.readouterr().out)
+    assert read_fit(["--config", "printed.yaml"]).config == read_fit(arguments).config
+
+
+def test_the_config_of_a_run_reads_back_as_the_same_config_without_its_secrets(folder: Path) -> None:
+    write(folder / "my.yaml", {"trainer.max_steps": 1})
+    configured = read_fit(["--config", "my.yaml"])
+    configured.fit()
+    again = read_fit(["--config", "runs/own/config.yaml"])
+    assert again.config == configured.config
+
+
+def test_a_secret_of_the_config_is_not_in_the_run_s_folder(folder: Path) -> None:
+    write(folder / "my.yaml", {"trainer.max_steps": 1, "module.class_path": "my_algorithm.WithToken"})
+    with (folder / "my_algorithm.py").open("a") as file:
+        file.write(
+            "\n\nclass WithToken(GRPO):\n"
+            "    def __init__(self, model: str, reward: Reward, hf_token: str = 'hf_1234', **kwargs):\n"
+            "        super().__init__(model, reward, **kwargs)\n"
+        )
+    (folder / "my_algorithm.py").write_text("from rlflow import Reward\n" + (folder / "my_algorithm.py").read_text())
+    read_fit(["--config", "my.yaml"]).fit()
+    saved = (folder / "runs/own/config.yaml").read_text()
+    assert "hf_1234" not in saved
+    assert yaml.safe_load(saved)["module"]["init_args"]["hf_token"] == "***"
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_a_config_that_comes_with_rlflow_has_a_graph_that_holds(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a graph is read without model, dataset and network")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("rlflow.run.prepare.load_tokenizer", refuse)
+    monkeypatch.setattr("rlflow.data.loader.scan", refuse)
+    main(["graph", "--config", str(config)])
+    assert "_loss" in capsys.readouterr().out
+
+
+def test_a_graph_is_drawn_as_mermaid_and_svg(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["graph", "--config", "my.yaml", "--draw", "drawn/graph"])
+    assert (folder / "drawn/graph.mmd").read_text().startswith(("flowchart", "graph", "%%", "---"))
+    assert "<svg" in (folder / "drawn/graph.svg").read_text()
+    assert capsys.readouterr().out.splitlines()[-2:] == ["drew drawn/graph.mmd", "drew drawn/graph.svg"]
+
+
+def graph_difference(capsys: pytest.CaptureFixture[str], *given: str) -> str:
+    """What `rlflow graph --diff` prints."""
+    main(["graph", "--diff", *given])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", sorted({*algorithms.__all__} - {"PolicyGradient"}))  # the others' base is none itself
+def test_an_algorithm_does_not_differ_from_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = f"rlflow.algorithms.{name}"
+    assert graph_difference(capsys, path, path) == "no difference\n"
+
+
+def test_a_class_of_the_user_s_own_is_compared_with_a_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = graph_difference(capsys, "my.yaml", "my_algorithm.ShortGRPO")
+    assert shown.splitlines()[0].startswith("- GRPO  ")
+    assert "~ rewards " in shown
+    assert "model" not in shown  # a class does not say which
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["rlflow.algorithms.GRPO"], "write `rlflow graph --diff A B`"),
+        (["rlflow.algorithms.GRPO", "rlflow.algorithms.RLO"], 'Did you mean "rlflow.algorithms.RLOO"?'),
+        (["rlflow.algorithms.GRPO", "rlflow.rewards.ExactMatch"], "it is no RLModule"),
+        (["rlflow.algorithms.GRPO", "needs.Counting"], "Counting needs `count`, which a class does not say"),
+        (["rlflow.algorithms.GRPO", "none.yaml"], "none.yaml"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_one_line(
+    given: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "needs.py").write_text(
+        "from rlflow import RLModule\nclass Counting(RLModule):\n    def __init__(self, count: int) -> None: ...\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["graph", "--diff", *given])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("written", "options", "expected"),
+    [
+        ("fsdp", (), FSDPStrategy()),
+        ("single", (), SingleProcess()),
+        ("{class_path: fsdp, init_args: {within: 4}}", (), FSDPStrategy(within=4)),
+        ("deepspeed", ("--strategy.stage", "3"), DeepSpeedStrategy(3)),
+        ("deepspeed", ("--strategy", "fsdp", "--strategy.init_args.within", "2"), FSDPStrategy(within=2)),
+        ("deepspeed", ("--strategy=fsdp", "--strategy.precision=bf16"), FSDPStrategy("bf16")),
+        ("{class_path: rlflow.strategies.DeepSpeedStrategy}", ("--strategy.class_path", "fsdp"), FSDPStrategy()),
+    ],
+)
+def test_a_strategy_has_a_short_name(
+    written: str, options: tuple[str, ...], expected: TrainingStrategy, folder: Path
+) -> None:
+    (folder / "more.yaml").write_text(f"strategy: {written}\n")
+    found = read_fit(["--config", "my.yaml", "--config", "more.yaml", *options]).trainer.strategy
+    assert type(found) is type(expected)
+    for name in ("dtype", "stage", "within"):
+        assert getattr(found, name, None) == getattr(expected, name, None)
+
+
+def test_a_config_with_a_short_name_is_printed_with_the_class(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "my.yaml", "--strategy", "fsdp", "--print_config"])
+    assert yaml.safe_load(capsys.readouterr().out)["strategy"]["class_path"] == "rlflow.strategies.FSDPStrategy"

@@ -1,0 +1,201 @@
+"""Where a run's time went: the numbers of a trace worked by hand, and the report of a real run on two ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from rlflow import PerSample, Rollout, UserError, node
+from rlflow.cli import main
+from rlflow.commands.report import MergedTrace, Report, Timeline, spans
+from rlflow.loggers.trace import read_events, step_windows, window_of
+from rlflow.models.tiny import write_tiny_model
+from tests.controller.runs import ZERO2, Fit, OddCharacters, RaggedGRPO, fit, sums
+from tests.ranks import RankPool
+
+SLOW_S = 0.4
+
+
+class SlowOnRank1(RaggedGRPO):
+    """Rank 1 takes its time to score."""
+
+    @node
+    def rewards(self, rollout: Rollout) -> PerSample:
+        time.sleep(SLOW_S * dist.get_rank())
+        return super().rewards(rollout)
+
+
+@pytest.fixture(scope="module")
+def folder(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps."""
+    model = write_tiny_model(tmp_path_factory.mktemp("policy") / "policy", hidden_size=64, layers=1, max_position=256)
+    module = SlowOnRank1(str(model), OddCharacters(), group_size=2, max_response_length=4)
+    run = Fit(module, sums(16, 4), tmp_path_factory.mktemp("run") / "run", ZERO2, settings={"max_steps": 2})
+    ranks2.run(fit, run)
+    return run.folder
+
+
+@pytest.fixture(scope="module")
+def printed(folder: Path) -> list[str]:
+    """The words of each line of its report."""
+    with pytest.MonkeyPatch.context() as patch:
+        lines: list[str] = []
+        patch.setattr("builtins.print", lambda text: lines.extend(text.splitlines()))
+        main(["report", str(folder)])
+    return lines
+
+
+def test_the_report_names_the_slowest_rank_of_each_step(printed: list[str]) -> None:
+    named = [line.split()[:4] for line in printed if "worked longest" in line]
+    assert named == [["step", "1:", "rank", "1"], ["step", "2:", "rank", "1"]]
+
+
+def test_a_rank_that_waits_for_another_is_seen_to_wait(folder: Path) -> None:
+    timeline = timeline_of(folder)
+    # Rank 0 first waits for rank 1 where all agree on what was scored.
+    waited = timeline.seconds([2], lambda span: span.category == "Wait")["gather_bytes"]
+    assert SLOW_S - 0.1 < waited[0] - waited[1] < 2 * SLOW_S
+
+
+def test_an_exchange_is_under_way_from_its_issue_to_its_reader(folder: Path) -> None:
+    timeline = timeline_of(folder)
+    flights = [span for span in timeline.spans if span.category == "Flight" and span.rank == 0]
+    issued = [span for span in timeline.tasks if span.category == "Exchange" and span.rank == 0]
+    assert [flight.name for flight in flights] == 2 * ["rollout/balanced2", "advantages/balanced2"]
+    for flight, issue in zip(flights, issued, strict=True):
+        assert issue.start <= flight.start <= issue.end <= flight.end
+
+
+def test_the_report_draws_and_leaves_the_traces_with_the_ranks(folder: Path, printed: list[str]) -> None:
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert f"drew {folder / 'timeline.png'}" in printed[-1]
+    assert {path.name for path in (folder / "traces").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
+
+
+def test_the_report_of_some_steps_is_made_of_their_events(folder: Path, tmp_path: Path) -> None:
+    windows = step_windows(folder / "traces")
+    every = timeline_of(folder)
+    for step in windows:
+        window = window_of(windows, [step])
+        some = Timeline(spans(read_events(folder / "traces", window=window)))
+        assert some.window([step]) == every.window([step])
+        assert some.worked(step) == pytest.approx(every.worked(step))
+        assert len(some.spans) < len(every.spans)
+
+
+def joined(folder: Path, to: Path, *options: str) -> list[dict[str, Any]]:
+    main(["trace", str(folder), "--to", str(to), *options])
+    events: list[dict[str, Any]] = json.loads(to.read_text())["traceEvents"]
+    return events
+
+
+def test_traces_are_joined_on_demand_of_all_ranks_or_some(folder: Path, tmp_path: Path) -> None:
+    assert {event["pid"] for event in joined(folder, tmp_path / "all.json")} == {0, 1}
+    assert {event["pid"] for event in joined(folder, tmp_path / "one.json", "--ranks", "[1]")} == {1}
+
+
+def test_traces_of_some_steps_are_joined(folder: Path, tmp_path: Path) -> None:
+    steps = {
+        event["args"].get("step")
+        for event in joined(folder, tmp_path / "a.json", "--step", "2", "--steps", "1")
+        if event.get("cat") == "RunNode"
+    }
+    assert steps == {1}
+
+
+def test_a_rank_without_a_trace_cannot_be_joined(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"`--ranks` names 7, of which there is no .*rank7.jsonl; leave it out"):
+        MergedTrace(folder, ranks=[7]).write()
+
+
+def test_ranks_whose_traces_are_on_other_machines_are_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "traces").mkdir()
+    shutil.copy(folder / "traces/rank1.jsonl", tmp_path / "traces")
+    MergedTrace(tmp_path).write()
+    assert "without rank 0: each machine writes the traces of its own ranks" in capsys.readouterr().out
+    shutil.copy(folder / "traces/rank0.jsonl", tmp_path / "traces")
+    MergedTrace(tmp_path).write()
+    assert "without" not in capsys.readouterr().out
+
+
+def test_a_step_can_be_chosen_and_the_picture_s_place(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["report", str(folder), "--step", "1", "--draw", str(folder / "first.svg")])
+    assert capsys.readouterr().out.startswith("step 1 of 2, 2 ranks: ")
+    assert "<svg" in (folder / "first.svg").read_text()
+
+
+def timeline_of(folder: Path) -> Timeline:
+    return Timeline(spans(read_events(folder / "traces")))
+
+
+def event(rank: int, name: str, category: str, start: float, end: float) -> dict[str, Any]:
+    times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+    return {"pid": rank, "name": name, "cat": category, "ph": "X", "args": {"step": 0}, **times}
+
+
+# Rank 0 works 1 s, waits 2 s within a task of 4 s, and then 1 s for the metrics; rank 1 works 5 s and waits 1 s.
+EVENTS = [
+    event(0, "load      batch: rank 0", "Load", 0.0, 1.0),
+    event(0, "run       rewards: ranks 0-1", "RunNode", 1.0, 5.0),
+    event(0, "rollout/groups2", "Wait", 2.0, 4.0),
+    event(0, "rollout/groups2, a part", "Wait", 2.5, 3.5),
+    event(0, "reduce    metrics: ranks 0-1", "Reduce", 5.0, 6.0),
+    event(0, "all_gather", "Wait", 5.2, 5.9),
+    event(1, "fill      keep: ranks 0-1; repeats", "Fill", 0.0, 4.0),
+    event(1, "run       rewards: ranks 0-1", "RunNode", 0.0, 5.0),
+    event(1, "reduce    metrics: ranks 0-1", "Reduce", 5.0, 6.0),
+]
+
+
+def test_waits_are_taken_off_work_and_none_counts_twice() -> None:
+    timeline = Timeline(spans(EVENTS))
+    assert timeline.worked(1) == pytest.approx([1.0 + 4.0 - 2.0, 5.0])
+    assert timeline.shares(0, 0.0, 8.0) == pytest.approx((3 / 8, 3 / 8, 2 / 8))
+    assert timeline.shares(1, 0.0, 8.0) == pytest.approx((5 / 8, 1 / 8, 2 / 8))
+
+
+def test_a_wait_between_tasks_is_taken_off_none() -> None:
+    validating = event(0, "broadcast_bytes", "Wait", 6.5, 9.0)
+    assert Timeline(spans([*EVENTS, validating])).worked(1) == pytest.approx([1.0 + 4.0 - 2.0, 5.0])
+
+
+def test_tasks_go_by_the_names_of_their_nodes() -> None:
+    seconds = Timeline(spans(EVENTS)).seconds([1], lambda span: span.category not in ("Wait", "Fill"))
+    assert seconds["rewards"] == pytest.approx({0: 4.0, 1: 5.0})
+    assert list(seconds) == ["load", "rewards", "reduce metrics"]
+
+
+def test_a_line_that_a_killed_rank_left_unfinished_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "traces").mkdir()
+    whole, half = json.dumps(EVENTS[0]), json.dumps(EVENTS[1])[:20]
+    (tmp_path / "traces/rank0.jsonl").write_text(f"{whole}\n{half}")
+    Report(tmp_path).show()
+    assert (tmp_path / "timeline.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--step", "9"], "`--step` is 9, and `.*` has traces of steps 1 to 2"),
+        (["--steps", "0"], "`--steps` is 0; give 1 or more"),
+        (["--draw", "a.txt"], "`--draw` is 'a.txt'; end it in one of .png"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(folder: Path, arguments: list[str], told: str) -> None:
+    from rlflow.commands.configuration import read_report
+
+    with pytest.raises(UserError, match=told):
+        read_report([str(folder), *arguments]).show()
+
+
+def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no traces/rank"):
+        Report(tmp_path).show()

@@ -1,0 +1,167 @@
+"""What belongs to rows: who they are, where they lie, and in which mini-batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlflow.databuffer.balance import AUTO, Balance, Predicted
+from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.transport import Transport
+from rlflow.values.layout import Layout
+from tests.ranks import RankPool
+
+HOME = Layout((0, 1), 2)
+
+
+def _space(tokens: list[int], group_size: int = 1, step: int = 0, balance: Balance = AUTO) -> RowSpace:
+    """Rows 0, 1, ... of these tokens, made in two halves."""
+    ids = torch.arange(len(tokens))
+    rows = torch.stack([ids, ids // group_size, torch.tensor(tokens), torch.tensor(tokens), ids * 0])
+    half = len(tokens) // 2
+    return RowSpace.of_shards("rollout", HOME, [rows[:, :half], rows[:, half:]], seed=1, step=step, balance=balance)
+
+
+def _gathered() -> tuple[dict[str, list[int]], list[list[int]]]:
+    """Two shards of two peers each: the second peers tell nonsense, which must not count."""
+    rank, layout = dist.get_rank(), Layout((0, 1, 2, 3), 2)
+    ids = {0: [40, 10, 20], 1: [99], 2: [30], 3: []}[rank]
+    at = torch.tensor(ids, dtype=torch.int64)
+    space = RowSpace.gather("rollout", Transport(), layout, ids=at, groups=at // 20, lengths=at + 1, tokens=at + 2)
+    arrays = {name: getattr(space, name).tolist() for name in ("ids", "groups", "lengths", "tokens", "versions")}
+    return arrays, [rows.tolist() for rows in space.partition(layout).shards]
+
+
+def test_every_rank_knows_all_rows_by_id_and_each_row_once(ranks4: RankPool) -> None:
+    arrays, shards = ranks4.run(_gathered)[0]
+    assert arrays == {
+        "ids": [10, 20, 30, 40],
+        "groups": [0, 1, 1, 2],
+        "lengths": [11, 21, 31, 41],
+        "tokens": [12, 22, 32, 42],
+        "versions": [-1] * 4,
+    }
+    assert shards == [[3, 0, 1], [2]]
+    assert ranks4.run(_gathered) == [(arrays, shards)] * 4
+
+
+def test_one_process_needs_no_process_group() -> None:
+    ids = torch.tensor([2, 1])
+    alone = Layout((0,), 1)
+    space = RowSpace.gather("batch", Transport(), alone, ids=ids, groups=ids, lengths=ids, tokens=ids)
+    assert space.held(alone, 0).tolist() == [1, 0]
+
+
+def test_rows_of_whole_groups_stay_where_they_were_made_for_as_many_shards() -> None:
+    space = _space([1] * 8, group_size=2)
+    assert space.partition(Layout((4, 5, 6, 7), 2)) is space.partition(HOME)
+
+
+def test_the_ranks_of_an_engine_share_out_its_own_groups() -> None:
+    ids = torch.arange(8)
+    rows = torch.stack([ids] * 5)  # groups of one; 2, 5 and 1 of them made by engines of two ranks
+    engines = Layout((0, 1, 2, 3, 4, 5), 3)
+    space = RowSpace.of_shards("rollout", engines, [rows[:, :2], rows[:, 2:7], rows[:, 7:]])
+    shards = [held.tolist() for held in space.partition(Layout(engines.ranks, 6)).shards]
+    assert [sorted(shards[i] + shards[i + 1]) for i in (0, 2, 4)] == [[0, 1], [2, 3, 4, 5, 6], [7]]
+    assert [len(held) for held in shards[:4]] == [1, 1, 2, 3]
+
+
+def test_groups_are_dealt_anew_for_another_number_of_shards() -> None:
+    space = _space([1] * 8, group_size=2)
+    shards = space.partition(Layout((0, 1, 2, 3), 4)).shards
+    assert [rows.tolist() for rows in shards] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_balanced_rows_are_even_in_tokens() -> None:
+    space = _space([900, 800, 700, 500, 400, 300, 200, 100])
+    shards = space.partition(Layout((0, 1), 2, "balanced")).shards
+    assert sorted(int(space.tokens[rows].sum()) for rows in shards) == [1900, 2000]
+
+
+def test_rows_that_are_even_already_do_not_move() -> None:
+    space = _space([500, 100, 100, 500])
+    assert space.partition(Layout((0, 1), 2, "balanced")) is space.partition(HOME)
+
+
+def test_balance_off_keeps_rows_where_they_were_made() -> None:
+    space = _space([900, 900, 100, 100], balance=Balance("off"))
+    assert space.partition(Layout((0, 1), 2, "balanced")) is space.partition(HOME)
+
+
+def test_a_long_row_is_balanced_by_its_quadratic_cost() -> None:
+    tokens, there = [100, 60, 55, 10, 9, 1], Layout((0, 1), 2, "balanced")
+    # rounds 100 | 60, then 10 | 55, then 9 | 1: the first is the poorer in tokens, 110 against 115
+    assert [rows.tolist() for rows in _space(tokens).partition(there).shards] == [[0, 3, 4], [1, 2, 5]]
+    # by t + t^2 the second stays poorer, 3,660 and 6,740 against 10,100, so the first gets the shortest rows left
+    long = _space(tokens, balance=Balance(quadratic=1.0))
+    assert [rows.tolist() for rows in long.partition(there).shards] == [[0, 4, 5], [1, 2, 3]]
+
+
+def test_rows_from_one_shard_follow_one_another_in_the_order_of_that_shard() -> None:
+    home = Layout((0, 1), 2)
+    ids = torch.tensor([[3, 1], [2, 0]])
+    shards = [torch.stack([held, held, *[10 ** (3 - held)] * 3]) for held in ids]
+    space = RowSpace.of_shards("rollout", home, shards)
+    # tokens by id: 1000 100 10 1; one shard reads all: those of shard 0 as it holds them, then those of shard 1
+    assert space.partition(Layout((0, 1), 1, "balanced")).shards[0].tolist() == [3, 1, 2, 0]
+
+
+def test_what_moving_was_predicted_to_save_and_take_is_told() -> None:
+    space = _space([300, 300, 100, 100], balance=Balance(tokens_per_s=100, bytes_per_token=10, bytes_per_s=1000))
+    assert space.predicted == Predicted()
+    space.partition(Layout((0, 1), 2, "balanced"))
+    # 600 -> 400 tokens at 100/s; rows 0 and 2 go to shard 0 and rows 1 and 3 to shard 1, where row 1's 3,000 bytes come
+    assert space.predicted == Predicted(2.0, 3.0)
+    space.partition(Layout((0, 1), 1, "balanced"))
+    assert space.predicted == Predicted(2.0, 3.0), "where shards differ in number there is no choice"
+
+
+def test_rows_that_go_to_other_ranks_anyway_are_balanced_at_no_cost() -> None:
+    dear = Balance(bytes_per_s=1e-6)
+    assert _space([300, 300, 100, 100], balance=dear).partition(Layout((0, 1), 2, "balanced")).shards[0].tolist() == [
+        0,
+        1,
+    ]
+    elsewhere = _space([300, 300, 100, 100], balance=dear).partition(Layout((2, 3), 2, "balanced"))
+    assert elsewhere.shards[0].tolist() == [0, 2]
+
+
+@given(
+    tokens=st.lists(st.integers(1, 900), min_size=1, max_size=40),
+    shards=st.sampled_from([1, 3, 4, 5, 6]),
+    update=st.none() | st.integers(1, 40),
+)
+def test_each_mini_batch_is_balanced_in_itself(tokens: list[int], shards: int, update: int | None) -> None:
+    space, layout = _space(tokens), Layout(tuple(range(shards)), shards, "balanced", update)
+    held = [space.held(layout, rank) for rank in layout.ranks]
+    parts = [space.held_mini_batches(layout, rank) for rank in layout.ranks]
+    for number, rows in enumerate(space.mini_batches(update)):
+        shares = [held[rank][parts[rank][number]] for rank in layout.ranks]
+        assert sorted(torch.cat(shares).tolist()) == rows.tolist()
+        counts, sums = [len(share) for share in shares], [int(space.tokens[share].sum()) for share in shares]
+        assert max(counts) - min(counts) <= 1
+        assert max(sums) - min(sums) <= max(tokens)
+
+
+def test_a_partition_is_computed_once() -> None:
+    space, layout = _space([5, 4, 3, 2]), Layout((0, 1), 1, "balanced")
+    assert space.partition(layout) is space.partition(Layout((0, 1), 1, "balanced"))
+
+
+def test_mini_batches_hold_each_row_once_and_the_last_what_is_left() -> None:
+    parts = _space([1] * 10).mini_batches(4)
+    assert [len(rows) for rows in parts] == [4, 4, 2]
+    assert sorted(torch.cat(parts).tolist()) == list(range(10))
+
+
+def test_mini_batches_differ_between_steps_and_not_between_calls() -> None:
+    first, again, next_step = (_space([1] * 32, step=step).mini_batches(8) for step in (0, 0, 1))
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    assert not all(torch.equal(one, other) for one, other in zip(first, next_step, strict=True))
+
+
+def test_one_mini_batch_of_all_keeps_the_order_of_ids() -> None:
+    assert [rows.tolist() for rows in _space([1] * 4).mini_batches(None)] == [[0, 1, 2, 3]]

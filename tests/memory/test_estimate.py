@@ -1,0 +1,210 @@
+"""Bytes of a rank: by hand, and counted in the processes of a real DeepSpeed."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from rlflow.memory.estimate import (
+    Memory,
+    activation_bytes,
+    gathered_bytes,
+    gradient_bytes,
+    logit_bytes,
+    memory_lines,
+    optimizer_bytes,
+    reduced_bytes,
+    weight_bytes,
+)
+from rlflow.memory.workload import Lengths, RoleTraining, engine_here, loaded_role
+from rlflow.models.causal_lm import CausalLM
+from rlflow.models.optimizer import Optimizer
+from rlflow.models.sizes import ModelSize, size_of
+from rlflow.models.tiny import write_tiny_model
+from rlflow.models.value_model import ValueModel
+from rlflow.rollout.engine import EngineMemory
+from rlflow.rollout.transformers import TransformersEngine
+from rlflow.rollout.vllm import VLLMEngine
+from rlflow.strategies.deepspeed import DeepSpeedStrategy
+from rlflow.strategies.single import SingleProcess
+from rlflow.values.layout import Layout
+from tests.ranks import RankPool
+from tests.strategies.update import Stage, backward, launch, trained
+
+# 3,850 parameters, of which 1,000 are the embedding
+SMALL = ModelSize(hidden=10, intermediate=20, layers=2, heads=2, kv_heads=1, vocabulary=100)
+ZERO3 = RoleTraining(3, 4, 2, 3850, 3, False, 2, 500)
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "optimizer"),
+    [(0, 7700, 23100, 46200), (1, 7700, 23100, 11550), (2, 7700, 3850, 11550), (3, 1925, 3850, 11550)],
+)
+def test_zero_divides_optimizer_then_gradients_then_weights(
+    stage: int, weights: float, gradients: float, optimizer: float
+) -> None:
+    # Three float32 numbers of each weight are the optimizer's; before ZeRO-2 gradients are in bfloat16, and in float32.
+    how = replace(ZERO3, stage=stage)
+    assert (weight_bytes(SMALL, how), gradient_bytes(how), optimizer_bytes(how)) == (weights, gradients, optimizer)
+
+
+def test_checkpointing_keeps_inputs_of_layers_and_one_layer() -> None:
+    assert activation_bytes(SMALL, ZERO3) == 2 * 500 * 10 * 34
+    assert activation_bytes(SMALL, replace(ZERO3, checkpointing=True)) == 2 * 500 * 10 * 2 + 500 * 10 * 34
+
+
+def test_zero_3_holds_the_largest_piece_whole() -> None:
+    assert gathered_bytes(SMALL, replace(ZERO3, live=10)) == 1000 * 2  # an embedding; a layer has 920
+    assert gathered_bytes(SMALL, replace(ZERO3, live=2500)) == 2500 * 2  # or as many as may stay
+    assert gathered_bytes(SMALL, replace(ZERO3, stage=2)) == 0
+    assert gathered_bytes(SMALL, replace(ZERO3, live=1500)) == 1500 * 2
+    assert gathered_bytes(SMALL, replace(ZERO3, live=10**9)) == 3850 * 2  # there are no more
+
+
+def test_settings_of_zero_3_say_where_weights_lie_and_how_many_are_on_their_way() -> None:
+    handle, layout = CausalLM("tiny", optimizer=Optimizer()), Layout((0, 1, 2, 3), 4)
+
+    def how(**settings: Any) -> RoleTraining:
+        return loaded_role("actor", {"actor": handle}, SMALL, DeepSpeedStrategy(3, **settings), layout, 8).training
+
+    assert how(bucket_elements=800).bucket == 800
+    assert how().bucket == 1000  # no more than the largest layer, the embedding
+    assert weight_bytes(SMALL, how()) == 3850 * 4 / 4
+    assert weight_bytes(SMALL, how(partition_within=2)) == 3850 * 4 / 4 + 3850 * 4 / 2
+    assert weight_bytes(SMALL, how(partition_within=4)) == 3850 * 4 / 4  # the role has no more ranks
+    assert how(offload_parameters=True).weights_offloaded
+
+
+def test_zero_0_flattens_all_gradients_to_sum_them() -> None:
+    assert reduced_bytes(SMALL, replace(ZERO3, stage=0)) == 3850 * 4
+
+
+def test_fsdp_holds_a_layer_and_the_next_one_whole() -> None:
+    assert gathered_bytes(SMALL, replace(ZERO3, masters=True)) == 2 * 1000 * 2
+
+
+def test_a_second_copy_of_weights_within_a_node_is_counted() -> None:
+    # 2 bytes each, divided over 8 ranks, and again over 4
+    assert weight_bytes(SMALL, replace(ZERO3, ranks=8, within=4)) == 3850 * 2 / 8 + 3850 * 2 / 4
+
+
+def test_logits_of_a_small_vocabulary_are_less_than_a_chunk() -> None:
+    assert logit_bytes(SMALL, ZERO3) == 2 * 4 * 500 * 100  # with the gradient, float32, tokens, vocabulary
+    assert logit_bytes(replace(SMALL, vocabulary=150_000), replace(ZERO3, token_budget=4096)) == 2 * 256 * 2**20
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def storages() -> dict[int, torch.Tensor]:
+    """A tensor of each piece of memory that this process has in tensors, by its address."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
+    tensors += [tensor.grad for tensor in tensors if tensor.grad is not None]
+    return {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+
+
+def counted_bytes(folder: Path, stage: Stage, precision: str) -> tuple[int, float]:
+    """What two updates' tensors take on this rank before the second step: counted, and as computed."""
+    strategy = launch(stage, precision)
+    before = storages()  # kept, so that no address is given anew
+    handle = trained(folder, Optimizer())
+    strategy.setup_role("actor", handle, folder, 2)
+    backward(strategy, "actor", handle)
+    strategy.step("actor")
+    backward(strategy, "actor", handle)
+    new = [tensor.untyped_storage().nbytes() for address, tensor in storages().items() if address not in before]
+    role = loaded_role("actor", {"actor": handle}, size_of(str(folder)), strategy, Layout((0, 1), 2), 8)
+    how = role.training
+    buffers = how.bucket * how.summed_width if stage == 3 else 0.0  # the others are gone after the backward pass
+    return sum(new), weight_bytes(role.size, how) + gradient_bytes(how) + optimizer_bytes(how) + buffers
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        (0, "fp32"),
+        (2, "fp32"),
+        (3, "bf16"),
+        ("fsdp", "bf16"),
+        pytest.param(2, "bf16", marks=pytest.mark.exact),
+        pytest.param(3, "fp32", marks=pytest.mark.exact),
+        pytest.param("fsdp", "fp32", marks=pytest.mark.exact),
+    ],
+)
+def test_a_role_takes_as_many_bytes_as_computed(stage: Stage, precision: str, tiny: Path, ranks2: RankPool) -> None:
+    for counted, computed in ranks2.run(counted_bytes, tiny, stage, precision):
+        # DeepSpeed keeps one of the weights twice, and small ones whole.
+        assert counted == pytest.approx(computed, rel=0.1)
+
+
+def test_a_critic_is_as_large_as_a_classifier_of_one_label(tiny: Path) -> None:
+    handle = ValueModel(str(tiny))
+    size = loaded_role("critic", {"critic": handle}, size_of(str(tiny)), SingleProcess(), Layout((0,), 1), 8).size
+    classifier = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1)
+    assert size.parameters == sum(parameter.numel() for parameter in classifier.parameters())
+    assert logit_bytes(size, ZERO3) == 2 * 4 * 500  # with the gradient, float32, a number for each token
+
+
+def test_one_process_keeps_all_in_the_dtype_of_the_weights() -> None:
+    handle = CausalLM("tiny", optimizer=Optimizer())
+    how = loaded_role("actor", {"actor": handle}, SMALL, SingleProcess("bf16"), Layout((0,), 1), 8).training
+    assert (weight_bytes(SMALL, how), gradient_bytes(how), optimizer_bytes(how)) == (7700, 7700, 15400)
+
+
+def test_states_that_lie_with_the_cpu_are_told_apart() -> None:
+    handle = CausalLM("tiny", optimizer=Optimizer())
+    strategy = DeepSpeedStrategy(offload_optimizer=True)
+    for on_cpu, offloaded in ((False, True), (True, False)):
+        role = loaded_role("actor", {"actor": handle}, SMALL, strategy, Layout((0, 1), 2), 8, on_cpu)
+        assert role.training.offloaded is offloaded
+
+
+def test_engines_keep_what_they_say() -> None:
+    followed = SimpleNamespace(size=SMALL, training=ZERO3)
+    lengths, placed = Lengths(5, 5, 10, 10), Layout((0, 1), 2)
+    on_cpu = engine_here(VLLMEngine(kv_cache_gib=0.5), placed, followed, lengths, 8, on_cpu=True)  # type: ignore[arg-type]
+    assert (on_cpu.memory.cache, on_cpu.memory.asleep) == (2**29, "weights and cache")
+    on_gpu = engine_here(VLLMEngine(), placed, followed, lengths, 8, on_cpu=False)  # type: ignore[arg-type]
+    assert on_gpu.memory == EngineMemory(256, 0.5, None, "nothing")
+    plain = engine_here(TransformersEngine(max_batch=3), placed, followed, lengths, 8, on_cpu=True)  # type: ignore[arg-type]
+    # Three at once of 20 tokens, two layers of keys and values of width 5, 2 bytes each
+    assert (plain.memory.cache, plain.memory.asleep) == (3 * 20 * 2 * 2 * 5 * 2, "weights")
+
+
+def test_the_table_adds_up_and_says_what_is_short() -> None:
+    memory = Memory(
+        ranks=(0,),
+        weights={"actor": 10e9, "reference": 10e9},
+        gradients={"actor": 20e9},
+        optimizer={"actor": 0.0},
+        activations={"actor": 5e9},
+        logits=1e9,
+        gathered=0.0,
+        reduced=2e9,
+        engine_weights=10e9,
+        cache=30e9,
+        held=1e9,
+        capacity=40e9,
+        host={"actor": 60e9},
+    )
+    first, actor, reference, training, engine, short = memory_lines(memory, every=True)
+    assert first == "memory of a rank: 61.0 GB generating, 49.0 GB training, of 40.0 GB"
+    assert actor.split(maxsplit=1)[1] == (
+        "weights 10.0 GB, gradients 20.0 GB, optimizer 0 B, activations 5.0 GB, in host memory 60.0 GB"
+    )
+    assert reference.split(maxsplit=1)[1] == "weights 10.0 GB"
+    assert training.endswith("logits 1.0 GB, gathered 0 B, reduced 2.0 GB; values of the step 1.0 GB")
+    assert engine.endswith("weights 10.0 GB, cache 30.0 GB")
+    assert short.startswith(
+        "  ! rank 0 is out of memory by 21.0 GB of 40.0 GB while generating; `rollout` holds 40.0 GB"
+    )

@@ -1,0 +1,51 @@
+"""A script that the supervisor's tests start with the name of what shall happen to the process that is waited for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+from rlflow.process import status
+from rlflow.process.supervisor import supervise
+
+
+def main(happening: str) -> None:
+    supervise()
+    print(f"process {os.getpid()}", flush=True)
+    status.report(3, "step 7, run   rewards")
+    received: list[str] = []
+    match happening:
+        case "comes to its end":
+            status.end()
+        case "leaves by libc":
+            ctypes.CDLL(None)._exit(0)
+        case "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exits with 2 after a word of its own":
+            status.end()
+            sys.exit(2)
+        case "handles signals":
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                signal.signal(number, lambda number, _: received.append(signal.Signals(number).name))
+            print("waits", flush=True)
+            deadline = time.monotonic() + 30
+            while len(received) < 3 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            print(" ".join(received), flush=True)
+            status.end()
+        case "counts interrupts":
+            signal.signal(signal.SIGINT, lambda number, _: received.append(signal.Signals(number).name))
+            print("waits", flush=True)
+            time.sleep(1)
+            print(" ".join(received), flush=True)
+            status.end()
+        case "waits":
+            print("waits", flush=True)
+            time.sleep(120)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

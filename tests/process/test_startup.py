@@ -1,0 +1,69 @@
+"""The phases before the first step, and what is not imported in them."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from rlflow.process import startup
+from rlflow.process.startup import Phase, Startup
+
+IMPORTS = """
+import sys
+import rlflow.commands.configuration
+heavy = {"lightning.pytorch", "transformers", "deepspeed", "vllm", "datasets", "matplotlib", "wandb"}
+assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
+import lightning
+assert lightning.Trainer.__module__ == "lightning.pytorch.trainer.trainer"
+from torchmetrics import Metric
+assert Metric.__module__ == "torchmetrics.metric"
+"""
+
+
+def test_phases_follow_one_another_and_add_up_to_the_whole() -> None:
+    began = time.perf_counter() - 1.0
+    counted = Startup(began)
+    counted.passed("imports")
+    time.sleep(0.1)
+    counted.passed("engine")
+    counted.passed("imports")
+    first, second, third = counted.phases
+    assert (first.start, second.start, third.start) == (began, first.end, second.end)
+    assert counted.line() == (
+        f"before step 1: {third.end - began:.1f} s (imports {1.0:.1f}, engine {second.end - second.start:.1f})"
+    )
+
+
+def test_a_phase_of_no_length_is_not_shown() -> None:
+    counted = Startup(time.perf_counter() - 2.0)
+    counted.passed("models")
+    counted.passed("engine")
+    assert "engine" not in counted.line()
+    assert isinstance(counted.phases[1], Phase)
+
+
+def test_a_run_in_a_process_of_somebody_else_s_leaves_its_garbage_collection_alone() -> None:
+    startup.begin()
+    assert gc.isenabled()
+    startup.passed("imports")
+    assert [phase.name for phase in startup.end().phases] == ["imports"]
+    assert startup.end().phases == ()
+
+
+@pytest.mark.parametrize("ready", [startup.collect_again, startup.end])
+def test_a_process_of_a_run_collects_garbage_again_when_all_is_set_up(ready: Callable[[], object]) -> None:
+    startup.begin(of_process=True)
+    assert not gc.isenabled()
+    ready()
+    assert gc.isenabled()
+    startup.end()
+
+
+def test_a_command_imports_neither_lightning_s_trainer_nor_what_it_may_not_use() -> None:
+    ended = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,148 @@
+"""Real processes, and the one that waits for them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlflow.errors import UserError
+from rlflow.process.status import ENDED, Status, refusing_exits
+
+SCRIPT = Path(__file__).with_name("supervised_script.py")
+HAPPENINGS = [
+    "comes to its end",
+    "leaves by libc",
+    "is killed",
+    "exits with 2 after a word of its own",
+    "handles signals",
+    "waits",
+]
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Every script, all running side by side."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK")}
+    started = {
+        happening: subprocess.Popen(
+            [sys.executable, str(SCRIPT), happening],
+            env=environment | {"PYTHONPATH": str(SCRIPT.parents[2])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for happening in HAPPENINGS
+    }
+    yield started
+    for script in started.values():
+        script.kill()
+        script.communicate()
+
+
+def ending(script: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code, and what was said of errors."""
+    _, errors = script.communicate(timeout=120)
+    return script.returncode, errors
+
+
+def waiting(script: subprocess.Popen[str]) -> int:
+    """The process that is waited for, once it waits itself."""
+    assert script.stdout is not None
+    found = re.fullmatch(r"process (\d+)\n", script.stdout.readline())
+    assert found
+    assert script.stdout.readline() == "waits\n"
+    return int(found[1])
+
+
+def test_what_comes_to_its_end_ends_with_code_0_and_without_a_word(scripts: dict[str, subprocess.Popen[str]]) -> None:
+    assert ending(scripts["comes to its end"]) == (0, "")
+
+
+def test_what_leaves_by_c_s_own_exit_is_named_with_its_rank_and_task(
+    scripts: dict[str, subprocess.Popen[str]],
+) -> None:
+    line = "rlflow: error: rank 3 exited with code 0 (step 7, run rewards), before the run came to its end\n"
+    assert ending(scripts["leaves by libc"]) == (1, line)
+
+
+def test_what_is_killed_is_named_and_the_signal_passed_on(scripts: dict[str, subprocess.Popen[str]]) -> None:
+    line = "rlflow: error: rank 3 was killed by SIGKILL (step 7, run rewards)\n"
+    assert ending(scripts["is killed"]) == (-signal.SIGKILL, line)
+
+
+def test_what_has_told_why_is_not_told_of_again(scripts: dict[str, subprocess.Popen[str]]) -> None:
+    assert ending(scripts["exits with 2 after a word of its own"]) == (2, "")
+
+
+def test_signals_that_are_sent_to_the_parent_reach_the_child(scripts: dict[str, subprocess.Popen[str]]) -> None:
+    script = scripts["handles signals"]
+    waiting(script)
+    assert script.stdout is not None
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        script.send_signal(number)
+        time.sleep(0.2)  # two at once would come in the order of their numbers
+    assert script.stdout.readline() == "SIGTERM SIGINT SIGUSR1\n"
+    assert ending(script) == (0, "")
+
+
+def test_ctrl_c_on_a_terminal_reaches_the_child_once() -> None:
+    master, terminal = pty.openpty()
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+    with subprocess.Popen(
+        [sys.executable, str(SCRIPT), "counts interrupts"],
+        env=os.environ | {"PYTHONPATH": str(SCRIPT.parents[2])},
+        stdin=terminal,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=take_terminal,
+    ) as script:
+        waiting(script)
+        os.write(master, b"\x03")
+        assert script.stdout is not None
+        assert script.stdout.readline() == "SIGINT\n"
+        assert script.wait(60) == 0
+    os.close(master)
+    os.close(terminal)
+
+
+def test_the_child_of_a_parent_that_is_killed_dies_too(scripts: dict[str, subprocess.Popen[str]]) -> None:
+    script = scripts["waits"]
+    child = waiting(script)
+    script.kill()
+    deadline = time.monotonic() + 5
+    while _runs(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_status_longer_than_its_place_is_cut(tmp_path: Path) -> None:
+    status = Status.in_file(tmp_path / "1")
+    status.write(1, "x" * 5000)
+    assert (status.rank, status.doing) == ("1", "x" * 510)
+    status.write(1, ENDED)
+    assert Status.in_file(tmp_path / "1").ended
+
+
+def test_an_exit_within_a_run_is_the_user_s_error() -> None:
+    with pytest.raises(UserError, match=r"called `sys.exit\(\)`"), refusing_exits():
+        raise SystemExit

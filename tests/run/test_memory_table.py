@@ -1,0 +1,85 @@
+"""The memory of a rank is printed before the first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rlflow.commands.configuration import read_fit
+from rlflow.memory.estimate import memories
+from rlflow.run.memory_table import device_memory, run_workload
+from rlflow.run.prepare import prepare
+from tests.own_folder import make, write
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's own."""
+    make(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def printed(folder: Path, changes: dict[str, object], capfd: pytest.CaptureFixture[str]) -> list[str]:
+    """What a run of one step prints."""
+    write(folder / "my.yaml", {"trainer.max_steps": 1, **changes})
+    read_fit(["--config", "my.yaml"]).fit()
+    return capfd.readouterr().out.splitlines()
+
+
+def test_memory_is_printed_before_the_first_step(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    lines = printed(folder, {}, capfd)
+    place = next(place for place, line in enumerate(lines) if line.startswith("memory of a rank: "))
+    assert place < next(place for place, line in enumerate(lines) if line.startswith("step 1/1"))
+    # 410,752 parameters in float32 on one process: gradients as large, and Adam's two.
+    assert lines[place + 1].split(maxsplit=1)[1].startswith("weights 1.6 MB, gradients 1.6 MB, optimizer 3.3 MB, ")
+    assert " ".join(lines[place + 3].split()).startswith("engine weights 1.6 MB, cache ")
+    assert not any(line.startswith("warning") for line in lines)
+
+
+def test_a_run_that_may_not_fit_is_warned_of_and_begins(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    lines = printed(folder, {"strategy.init_args.token_budget": 2**31}, capfd)  # 37 TB of activations
+    (short,) = (line for line in lines if line.startswith("  ! rank 0 is out of memory by "))
+    assert "while training" in short
+    assert any(line.startswith("warning: by these figures the run does not fit") for line in lines)
+    assert any(line.startswith("step 1/1") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings"), [("TransformersEngine", {"max_batch": 3}), ("VLLMEngine", {"kv_cache_gib": 0.25})]
+)
+def test_what_is_printed_is_what_is_predicted(engine: str, settings: dict[str, object], folder: Path) -> None:
+    write(folder / "my.yaml", {"rollout": {"class_path": f"rlflow.rollout.{engine}", "init_args": settings}})
+    configured = read_fit(["--config", "my.yaml", "--predict"])
+    module, data, trainer = configured.module, configured.data, configured.trainer
+    assert configured.foretold is not None
+    assert trainer.strategy is not None
+    assert trainer.rollout is not None
+    trainer.strategy.parallel_devices = [torch.device("cpu")]  # type: ignore[attr-defined]
+    prepared = prepare(
+        module,
+        data,
+        seed=0,
+        machines=trainer.machines,
+        tensor_parallel_size=1,
+        placement=None,
+        max_staleness=0,
+        cuts_off=False,
+        packing=True,
+        max_steps=1,
+        max_epochs=None,
+        limit_val_batches=None,
+        scratch=folder,
+    )
+    here = run_workload(module, data, prepared, trainer.strategy, trainer.rollout)
+    total, _ = device_memory(torch.device("cpu"), ranks_here=1)
+    assert memories(here, total) == configured.foretold.simulation.predicted.memories
+
+
+def test_ranks_of_a_machine_share_its_memory() -> None:
+    total, free = device_memory(torch.device("cpu"), ranks_here=4)
+    assert total == psutil.virtual_memory().total / 4
+    assert 0 < free < total

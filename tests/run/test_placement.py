@@ -1,0 +1,125 @@
+"""Where the rows of each role lie."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlflow import LoRA, Pairs, Rollout, UserError, node
+from rlflow.algorithms import GRPO, RewardModelTraining
+from rlflow.run.placement import Machines, Place, Placed, followed_role, layouts
+from rlflow.run.prepare import read_graph
+from rlflow.values.layout import Layout
+from tests.controller.runs import OddCharacters
+
+
+def grpo(**settings: object) -> GRPO:
+    return GRPO("tiny", OddCharacters(), kl_coef=0.1, **settings)  # type: ignore[arg-type]
+
+
+def test_a_scored_role_holds_the_rows_of_the_trained_one() -> None:
+    module = grpo(samples_per_update=16)
+    placed = layouts(module, read_graph(module), Machines(1, 4), tensor_parallel_size=1)
+    assert placed["reference"] == placed["actor"] == Layout((0, 1, 2, 3), 4, "balanced", 16)
+
+
+def test_the_ranks_of_an_engine_share_whole_groups() -> None:
+    module = grpo()
+    placed = layouts(module, read_graph(module), Machines(1, 4), tensor_parallel_size=2)
+    assert placed["rollout"] == Layout((0, 1, 2, 3), 2, "groups")
+
+
+def test_ranks_that_do_not_divide_into_engines_are_refused() -> None:
+    module = grpo()
+    with pytest.raises(UserError, match=r"`rollout.init_args.tensor_parallel_size` is 4, .* 6 ranks .* \[1, 2, 3, 6\]"):
+        layouts(module, read_graph(module), Machines(1, 6), tensor_parallel_size=4)
+
+
+def test_the_engine_follows_the_trained_role() -> None:
+    module = grpo()
+    assert followed_role(module, read_graph(module)) == "actor"
+
+
+def test_a_graph_that_trains_nothing_is_refused() -> None:
+    module = grpo()
+    module.actor_loss = None  # type: ignore[assignment]
+    with pytest.raises(UserError, match="no node of GRPO trains a model"):
+        followed_role(module, read_graph(module))
+
+
+def test_an_algorithm_without_a_trained_language_model_has_none_to_follow() -> None:
+    module = RewardModelTraining("tiny")
+    assert followed_role(module, read_graph(module)) is None
+
+
+class Samples(RewardModelTraining):
+    @node(role="rollout")
+    def rollout(self, batch: Pairs) -> Rollout: ...  # type: ignore[empty-body]
+
+
+def test_to_sample_with_no_trained_language_model_is_refused() -> None:
+    module = Samples("tiny")
+    with pytest.raises(UserError, match="node `rollout` of Samples samples, and no node trains a CausalLM"):
+        followed_role(module, read_graph(module))
+
+
+def placed_on(machines: Machines, tensor_parallel_size: int = 1, **placement: Placed) -> dict[str, Layout]:
+    module = grpo()
+    return layouts(module, read_graph(module), machines, tensor_parallel_size, placement)
+
+
+FOUR = Machines(1, 4)
+
+
+def test_roles_live_on_the_ranks_that_are_named_and_the_others_on_all() -> None:
+    placed = placed_on(FOUR, rollout=0, actor=[1, "2-3"])
+    assert placed["rollout"] == Layout((0,), 1)
+    assert placed["actor"] == Layout((1, 2, 3), 3, "balanced")
+    assert placed["reference"] == Layout((0, 1, 2, 3), 4, "balanced")
+
+
+def test_ranks_that_share_a_sequence_hold_one_shard() -> None:
+    placed = placed_on(FOUR, actor=Place(ranks=["2-3", 0, 1], sequence_parallel_size=2))
+    assert placed["actor"] == Layout((0, 1, 2, 3), 2, "balanced")
+
+
+def test_a_role_can_live_on_whole_machines() -> None:
+    placed = placed_on(Machines(3, 2), rollout=Place(nodes=[0]), actor=Place(nodes=["1-2"]))
+    assert placed["rollout"].ranks == (0, 1)
+    assert placed["actor"].ranks == (2, 3, 4, 5)
+
+
+def test_machines_have_names_under_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "login,gpu[08-10,12]")
+    placed = placed_on(Machines(5, 1), actor=Place(nodes=["gpu09", "gpu12"]))
+    assert placed["actor"].ranks == (2, 4)
+
+
+def test_a_view_of_a_model_lives_where_the_model_does() -> None:
+    module = GRPO("tiny", OddCharacters(), kl_coef=0.1, lora=LoRA(rank=2))
+    placed = layouts(module, read_graph(module), FOUR, 1, {"actor": [1, 2]})
+    assert placed["reference"].ranks == placed["actor"].ranks == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("placement", "tensor_parallel_size", "said"),
+    [
+        ({"actr": 0}, 1, '`placement.actr` names no role of GRPO; .* Did you mean "actor"'),
+        ({"actor": [4]}, 1, "`placement.actor` names the ranks 4, and the run has the ranks 0 to 3"),
+        ({"actor": "3-1"}, 1, "`placement.actor` names the ranks 3-1"),
+        ({"actor": []}, 1, "`placement.actor` names no ranks; name some, or leave `actor` out for all"),
+        ({"actor": "first"}, 1, "`placement.actor` names the ranks 'first'; write numbers and ranges"),
+        ({"actor": Place(nodes=[1])}, 1, "`placement.actor` names the nodes 1, and the run has the nodes 0 to 0"),
+        ({"actor": Place(nodes=["gpu1"])}, 1, "names 'gpu1', and names are known under Slurm alone"),
+        ({"actor": Place(ranks=[0], nodes=[0])}, 1, "names `ranks` and `nodes`; name one of the two"),
+        ({"actor": Place(ranks=["0-2"], sequence_parallel_size=2)}, 1, r"does not divide the 3 ranks .* \[1, 3\]"),
+        ({"rollout": Place(sequence_parallel_size=2)}, 1, "engines share a sequence by `rollout.init_args.tensor_par"),
+        ({"rollout": "0-2"}, 2, "is 2, which does not divide the 3 rollout ranks"),
+        ({"rollout": "0-1", "actor": "1-3"}, 2, "ranks 0-1 share one .* and of these only rank 1 hold `actor`"),
+    ],
+)
+def test_what_cannot_be_placed_is_told_in_one_line(
+    placement: dict[str, Placed], tensor_parallel_size: int, said: str
+) -> None:
+    with pytest.raises(UserError, match=said) as error:
+        placed_on(FOUR, tensor_parallel_size, **placement)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,180 @@
+"""What a run writes lies on the disk whole or not at all, beside the steps or between them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.callbacks import Callback
+from rlflow.errors import UserError
+from rlflow.models.optimizer import Optimizer
+from rlflow.models.tiny import write_tiny_model
+from rlflow.trainer import Trainer
+from tests.checkpoint.test_checkpoint import StopAfter, content
+from tests.controller.runs import ZERO2, ZERO3, Fit, failing_fit, fit, grpo, sums
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("saving") / "tiny", hidden_size=64, layers=1)
+
+
+def run_of(model: Path, folder: Path, **settings: Any) -> Fit:
+    given = {"max_steps": 3, "save_every_n_steps": 1, **settings}
+    return Fit(grpo(model), sums(8, 2), folder, ZERO2, settings=given)
+
+
+class Limits(Callback):
+    """From a step on, one rank's files can be no longer than this."""
+
+    def __init__(self, rank: int, after: int, limit: int) -> None:
+        self.rank, self.after, self.limit = rank, after, limit
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        assert trainer.strategy is not None
+        if step == self.after and trainer.strategy.global_rank == self.rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, resource.RLIM_INFINITY))
+
+
+def failing_fit_then_unlimited(run: Fit) -> str:
+    try:
+        return failing_fit(run).error
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "async_save"),
+    [
+        (ZERO2, False),
+        (ZERO3, True),
+        pytest.param(ZERO2, True, marks=pytest.mark.exact),
+        pytest.param(ZERO3, False, marks=pytest.mark.exact),
+    ],
+)
+def test_what_one_rank_cannot_write_is_said_by_all_and_the_last_good_files_stay(
+    strategy: Any, async_save: bool, model: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    run = replace(run_of(model, tmp_path / "run", callbacks=[StopAfter(1)]), strategy=strategy)
+    ranks2.run(fit, run)
+    good = {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")}
+    settings = {**run.settings, "callbacks": [Limits(1, 2, 50_000)], "ckpt_path": "last", "async_save": async_save}
+    first, second = ranks2.run(failing_fit_then_unlimited, replace(run, settings=settings))
+    assert first == second
+    assert "model.draft/model-00002-of-00002.safetensors cannot be written by rank 1 on " in first
+    assert ": File too large; what was saved before is still there: free some space there, and continue with" in first
+    assert {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")} == good
+    assert not [path.name for path in (tmp_path / "run").rglob("*.draft")]
+
+
+def test_what_is_written_beside_the_steps_is_what_is_written_between_them(
+    model: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    for name, async_save in (("waits", False), ("goes on", True)):
+        ranks2.run(fit, run_of(model, tmp_path / name, async_save=async_save, keep_checkpoints=3))
+    waits, goes_on = (content(tmp_path / name / "checkpoint") for name in ("waits", "goes on"))
+    assert len({path.split("/")[0] for path in waits}) == 3
+    assert waits == goes_on
+    assert content(tmp_path / "waits/model") == content(tmp_path / "goes on/model")
+
+
+def test_a_file_that_changed_is_named_on_all_ranks_before_a_step_is_made(
+    model: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    run = run_of(model, tmp_path / "run", callbacks=[StopAfter(1)])
+    ranks2.run(fit, run)
+    changed = tmp_path / "run/checkpoint/step-00000001/actor-00001-of-00002.safetensors"
+    flipped = bytearray(changed.read_bytes())
+    flipped[-1] ^= 1
+    changed.write_bytes(flipped)
+    before = content(tmp_path / "run")
+    results = ranks2.run(failing_fit, replace(run, settings={**run.settings, "ckpt_path": "last"}))
+    assert {result.error for result in results} == {
+        f"{changed} is not what was written: its SHA-256 differs from that in state.json; give `trainer.ckpt_path`"
+        " another checkpoint's folder"
+    }
+    assert all(not result.weights for result in results)  # nothing was loaded
+    assert content(tmp_path / "run") == before
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What `shutil.disk_usage` says, as far as it is read."""
+
+    free: int
+
+
+@contextlib.contextmanager
+def disk_with(free: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda path: Usage(free))
+        yield
+
+
+class Fills(Callback):
+    """The disk is full from a step on."""
+
+    def __init__(self, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.after, self.monkeypatch = after, monkeypatch
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        if step == self.after:
+            self.monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1_500_000))
+
+
+def alone(model: Path, folder: Path, **settings: Any) -> Fit:
+    run = run_of(model, folder, **settings)
+    return Fit(run.module, run.data, run.folder, settings=run.settings)
+
+
+def weights_of(model: Path) -> int:
+    header = json.loads((model / "model.safetensors").read_bytes()[8:].split(b"}}")[0] + b"}}")
+    return sum(of["data_offsets"][1] - of["data_offsets"][0] for name, of in header.items() if name != "__metadata__")
+
+
+def test_a_disk_without_room_is_seen_before_the_first_step(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Three steps, each saved: two models, and with two checkpoints to be kept three of them, weights and two moments.
+    needed = weights_of(model) * (2 + 3 * 3) + 2**20
+    with (
+        disk_with(needed - 1, monkeypatch),
+        pytest.raises(UserError, match=r"left on its disk, and this run saves up to 2 x"),
+    ):
+        fit(alone(model, tmp_path / "short"))
+    assert not (tmp_path / "short/metrics.jsonl").read_text()
+    with disk_with(needed, monkeypatch):
+        assert len(fit(alone(model, tmp_path / "enough")).steps) == 3
+
+
+def test_a_disk_that_filled_up_is_seen_at_a_save_and_the_last_good_files_stay(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = alone(model, tmp_path / "run", callbacks=[StopAfter(1)])
+    fit(run)
+    good = {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")}
+    settings = {**run.settings, "callbacks": [Fills(2, monkeypatch)], "ckpt_path": "last"}
+    error = failing_fit(replace(run, settings=settings)).error
+    assert "run has 1.5 MB left on its disk, and the models and the checkpoint of this run need" in error
+    assert "what was saved before is still there" in error
+    assert {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")} == good
+
+
+@pytest.mark.parametrize(("name", "kind"), [("Adafactor", "row_var"), ("NAdam", "mu_product")])
+def test_an_optimizer_that_keeps_other_shapes_is_refused_where_checkpoints_are_written(
+    name: str, kind: str, model: Path, tmp_path: Path
+) -> None:
+    module = grpo(model, optimizer=Optimizer(f"torch.optim.{name}", lr=1e-3))
+    run = replace(alone(model, tmp_path / "run"), module=module)
+    with pytest.raises(UserError, match=rf"'torch.optim.{name}', which keeps `{kind}` of a weight in another shape"):
+        fit(run)
+    assert len(fit(replace(run, settings={"max_steps": 1})).steps) == 1
