@@ -212,6 +212,31 @@ class CausalLM(ModelHandle):
             raise UserError(f"{self.model!r} has no adapters to leave out; set `lora`, or load the model once more")
         return WithoutAdapters(self)
 
+    def averaged(self, decay: float) -> Averaged:
+        """A frozen model that follows this one: an exponential moving average of its weights.
+
+        After this model's training in a step, each weight becomes decay * average + (1 - decay) * weight; before, it is
+        the model that training starts from. Averages are kept in float32 at least, divided over ranks as this model's
+        weights are, and in checkpoints (mean teacher: Tarvainen and Valpola, arXiv 1703.01780).
+
+        Args:
+            decay: From 0, this model's own weights of the step before, to below 1.
+
+        Raises:
+            UserError: `decay` is outside, this model is frozen, or trains adapters.
+        """
+        if not 0 <= decay < 1:
+            raise UserError(f"`decay` of `averaged` is {decay}; give 0 to below 1, 0.99 say")
+        if not self.trainable:
+            raise UserError(f"{self.model!r} is frozen, so its average never moves; set `trainable`, or use it itself")
+        if self.lora is not None:
+            raise UserError(
+                f"`averaged` of {self.model!r}, which trains adapters: the product of averaged factors is not the"
+                " average of models, and one of whole weights is the second copy that adapters save; leave `lora` out,"
+                " or compare with `without_adapters()`"
+            )
+        return Averaged(self, decay)
+
     @property
     def replays_routing(self) -> bool:
         """See `ModelHandle.replays_routing`."""
@@ -293,6 +318,24 @@ class WithoutAdapters(CausalLM):
         assert self._forward is not None, "attach comes first"
         with adapters_off(self._forward):
             return super()._forward_pass(read, *arguments)
+
+
+class Averaged(CausalLM):
+    """The moving average of a trained language model, a model of its own; `CausalLM.averaged` makes it.
+
+    Args:
+        owner: The trained model.
+        decay: Of the average, a step.
+    """
+
+    def __init__(self, owner: CausalLM, decay: float) -> None:
+        super().__init__(owner.model, trainable=False, temperature=owner.temperature)
+        self.owner = owner
+        self.decay = decay
+
+    def _prepare(self, model: PackedModel) -> None:
+        super()._prepare(model)
+        model.held_as_trained = True
 
 
 def _ignore(rows: Responses, logprobs: Tensor) -> None:

@@ -19,7 +19,8 @@ from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.metrics import Metrics
-from rlflow.module import RLModule, chooses_prompts
+from rlflow.models.causal_lm import Averaged
+from rlflow.module import RLModule, chooses_prompts, handles
 from rlflow.run.folder import RunFolder
 from rlflow.run.prepare import Prepared
 from rlflow.run.samples import Samples
@@ -75,6 +76,8 @@ class Saving:
         self._metrics = metrics
         self._samples = samples
         self._roles = prepared.graph.trained_roles()
+        averages = [name for name in prepared.paths if isinstance(handles(module)[name], Averaged)]
+        self._stateful = (*self._roles, *averages)  # those that a checkpoint has a state of, averages after the rest
         self._disk = Disk(trainer.async_save)
         self._pending = False  # whether something was begun that `wait` waits for
         self._nodes: dict[int, str] = {}  # of each rank
@@ -117,7 +120,7 @@ class Saving:
         """Go on where the checkpoint was taken, if there is one; called by all ranks once their roles are loaded."""
         if self.resumed is not None and self.progress is not None:
             folder, device = self.resumed, self._strategy.root_device
-            checkpoint.restore(folder, self._strategy, self._roles)
+            checkpoint.restore(folder, self._strategy, self._stateful)
             self._module.load_state_dict(self.progress.module)
             if self._prepared.train.chosen is not None:
                 self._prepared.train.chosen.load_state_dict(self.progress.chosen or [])
@@ -162,11 +165,11 @@ class Saving:
         models = self._open(folder, draft)
         self._write_models(models)
         kept, rank = controller.kept(done), self._transport.rank
-        checkpoint.write_share(draft, self._disk, self._strategy, self._roles, self._nodes, rank, kept, logged)
+        checkpoint.write_share(draft, self._disk, self._strategy, self._stateful, self._nodes, rank, kept, logged)
         self._complete_models(models)
         if rank == 0:
             keep, timeout_s = self._trainer.keep_checkpoints, self._timeout_s
-            checkpoint.complete(draft, self._disk, self._roles, progress, self._nodes, timeout_s, keep)
+            checkpoint.complete(draft, self._disk, self._stateful, progress, self._nodes, timeout_s, keep)
         if not self._trainer.async_save:
             self.wait()
 
@@ -236,14 +239,14 @@ class Saving:
 
     def _sizes_of_roles(self) -> dict[str, tuple[int, int]]:
         """Bytes of each role's model and of its state in a checkpoint, which its first rank tells."""
-        led = [role for role in self._roles if self._strategy.leads(role)]
+        led = [role for role in self._stateful if self._strategy.leads(role)]
         sizes: dict[str, tuple[int, int]] = {}
         with_states = self._trainer.save_every_n_steps is not None
 
         def measure() -> None:
             for role in led:
                 state = self._strategy.state_bytes(role) if with_states else 0
-                sizes[role] = self._strategy.model_bytes(role), state
+                sizes[role] = self._strategy.model_bytes(role) if role in self._roles else 0, state
 
         self._attempt(measure)
         return {role: size for here in self._gather(sizes) for role, size in here.items()}
