@@ -14,7 +14,7 @@ from torch import Tensor
 from rlflow import Batch, CausalLM, Optimizer, PerToken, Ragged, RLModule, Rollout, UserError, node
 from rlflow.data.prompts import PromptData
 from rlflow.run.placement import Place
-from rlflow.strategies import TrainingStrategy
+from rlflow.strategies import SingleProcess, TrainingStrategy
 from tests.controller.runs import Fit, Result, StopsAfter, fit
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.data.listed import Listed
@@ -76,11 +76,15 @@ def run(policy: Path, folder: Path, module: type[RLModule] = SelfDistillation, *
     return Fit(module(str(policy)), problems(), folder, settings=settings, **given)  # type: ignore[call-arg]
 
 
-def state_of(folder: Path, role: str, kind: str = "weight") -> dict[str, Tensor]:
-    """Full tensors of a role in the last checkpoint, of one rank."""
-    (checkpoint,) = (folder / "checkpoint").iterdir()
+def weights_in(checkpoint: Path, role: str) -> dict[str, Tensor]:
+    """Full tensors of a role in a checkpoint of one rank."""
     tensors = load_file(checkpoint / f"{role}-00000-of-00001.safetensors")
-    return {key.removesuffix(f"/{kind}"): tensor for key, tensor in tensors.items() if key.endswith(f"/{kind}")}
+    named = {key: tensor for key, tensor in tensors.items() if key.endswith("/weight")}
+    return {key.removesuffix("/weight"): tensor for key, tensor in named.items()}
+
+
+def last_of(folder: Path) -> Path:
+    return sorted((folder / "checkpoint").iterdir())[-1]
 
 
 @pytest.fixture(scope="module")
@@ -112,20 +116,43 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit_with_the_average(
     fit(run(policy, tmp_path / "parts", settings={"callbacks": [StopsAfter(2)]}))
     fit(run(policy, tmp_path / "parts", settings={"ckpt_path": "last", "callbacks": [StopsAfter(99)]}))
     for role in ("actor", "teacher"):
-        expected = state_of(alone[1], role)
-        (*_, last) = sorted((tmp_path / "parts/checkpoint").iterdir())
-        found = load_file(last / f"{role}-00000-of-00001.safetensors")
+        expected, found = (weights_in(last_of(each), role) for each in (alone[1], tmp_path / "parts"))
         assert expected
-        assert all(torch.equal(found[f"{key}/weight"], tensor) for key, tensor in expected.items())
-    assert difference(state_of(alone[1], "teacher"), state_of(alone[1], "actor")) > 1e-4
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
-def test_before_any_update_the_average_is_the_policy_and_then_it_lags(policy: Path, tmp_path: Path) -> None:
-    first, second, third = fit(run(policy, tmp_path, Regularized)).steps
-    # Two updates a step; the average is still the start when the first step's samples are scored.
-    assert first["actor/apart"] > 1e-4  # by the step's first update, which mini-batch 2 sees
-    assert second["actor/apart"] > first["actor/apart"]
-    assert third["actor/apart"] > 1e-4
+def test_the_average_moves_once_a_step_after_all_updates_of_its_owner(policy: Path, tmp_path: Path) -> None:
+    settings = {"save_every_n_steps": 1, "keep_checkpoints": STEPS + 1}
+    first, second, _ = fit(run(policy, tmp_path, Regularized, settings=settings)).steps
+    # The step's samples are scored before its two updates, the second of which sees what the first one changed.
+    assert 1e-4 < first["actor/apart"] < second["actor/apart"]
+    average = {
+        key: tensor.flatten() for key, tensor in load_file(policy / "model.safetensors").items() if "lm_head" not in key
+    }
+    for folder in sorted((tmp_path / "checkpoint").iterdir()):
+        owner, found = (weights_in(folder, role) for role in ("actor", "teacher"))
+        average = {key: tensor + (owner[key] - tensor) * (1 - DECAY) for key, tensor in average.items()}
+        assert all(torch.equal(found[key], tensor) for key, tensor in average.items())
+
+
+class Records(SelfDistillation):
+    """Records of each micro-batch how many rows it has, and how many tokens the teacher reads."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+        self.record: list[tuple[int, int]] = []
+
+    @node(role="actor", type="train", uses="teacher")
+    def actor_loss(self, rollout: Rollout, hinted: Ragged) -> PerToken:
+        self.record.append((len(hinted), int((hinted.lengths + rollout.lengths - 1).sum())))
+        return super().actor_loss(rollout, hinted)
+
+
+def test_micro_batches_are_cut_by_the_longer_of_both_prompts(policy: Path, tmp_path: Path) -> None:
+    budget = 48  # a hinted row has at most 5 + 14 + 8 - 1 tokens; without hints all four of an update would fit
+    record = fit(run(policy, tmp_path, Records, strategy=partial(SingleProcess, token_budget=budget))).record
+    assert max(tokens for _, tokens in record) <= budget
+    assert max(rows for rows, _ in record) > 1
 
 
 class _NoSuch(SelfDistillation):
