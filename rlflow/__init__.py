@@ -22,6 +22,7 @@ from rlflow.module import RLModule
 from rlflow.rewards.reward import Reward, Scores
 from rlflow.state.adaptive_coefficient import AdaptiveCoefficient
 from rlflow.state.prompt_memory import PromptMemory
+from rlflow.state.replay_buffer import ReplayBuffer
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.cuts import PerSample, PerToken, Scalar
 from rlflow.values.ragged import Ragged
@@ -46,6 +47,7 @@ __all__ = [
     "PromptMemory",
     "RLModule",
     "Ragged",
+    "ReplayBuffer",
     "Reward",
     "RewardModel",
     "Rollout",

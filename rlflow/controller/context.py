@@ -16,6 +16,7 @@ from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.metrics import Metrics
+from rlflow.module import AllRows
 from rlflow.rewards.reward import Reward, Scores, scored
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.responses import Part, under_way
@@ -26,6 +27,7 @@ from rlflow.values.columns import to_device
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.layout import Layout
 from rlflow.values.parts import Parts
+from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
 
@@ -202,11 +204,23 @@ class NodeContext:
         now = self._outside_training("a number over all rows")
         return torch.stack(self._transport.all_gather(x, now.layout.ranks)[:: now.layout.copies])
 
-    def all_rows(self, x: Tensor) -> Tensor:
+    def all_rows(self, x: AllRows) -> AllRows:
         now = self._outside_training("all_rows")
+        if isinstance(x, Ragged):
+            return self._all_ragged(now, x)
         if x.dim() != 1:
-            raise UserError(f"all_rows takes one number a row, `[B]`; node `{now.node.id}` gave {list(x.shape)}")
+            raise UserError(
+                f"all_rows takes one number a row, `[B]`, or Ragged; node `{now.node.id}` gave {list(x.shape)}"
+            )
         return now.space.gathered(now.layout, x, self._transport, now.layout.ranks)
+
+    def _all_ragged(self, now: Running, x: Ragged) -> Ragged:
+        ranks = now.layout.ranks
+        lengths = [on_host(each) for each in self._transport.all_gather_ragged(x.lengths, ranks)]
+        values = self._transport.all_gather_ragged(x.values, ranks)
+        whole = Ragged(torch.cat(values), torch.cat(lengths))
+        numbers = torch.arange(len(whole)).split([len(each) for each in lengths])
+        return whole.take(now.space.in_order(now.layout, list(numbers)))
 
     def dataset_rows(self, group: Tensor) -> Tensor:
         self._outside_training("dataset_rows")

@@ -117,6 +117,31 @@ def miscast(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Probl
             yield _problem(node, f"has role {node.role!r}, which names no model handle of the module.{why}")
 
 
+def misused(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Problem]:
+    """Handles in `uses` that the module does not have, that are trained, or that have no role to live beside.
+
+    Args:
+        nodes: The graph's nodes.
+        roles: The names of the module's model handles.
+    """
+    trains = {node.role: node for node in nodes.values() if node.kind == "train"}
+    for node in nodes.values():
+        if node.uses and node.role in (None, ROLLOUT):
+            has = "no role" if node.role is None else "role 'rollout'"
+            text = f"uses `{node.uses[0]}` and has {has}; a model is called on the ranks of another"
+            yield _problem(node, f'{text}. Write `@node(role="{node.uses[0]}")`, or name the role that it lives with')
+        for name in node.uses:
+            if name not in roles:
+                why = did_you_mean(name, roles) or f" The handles are {', '.join(roles)}."
+                yield _problem(node, f"uses `{name}`, which names no model handle of the module.{why}")
+            elif name == node.role:
+                yield _problem(node, f"uses `{name}`, which is its role. Leave it out of `uses`")
+            elif name in trains:
+                other = trains[name]
+                text = f"uses `{name}`, which `{other.id}` ({other.place}) trains"
+                yield _problem(node, f"{text}. Score with it in a node of its own, or name a frozen model")
+
+
 def unmasked(nodes: Mapping[str, Node]) -> Iterator[Problem]:
     """Train nodes that do not read exactly one value that says which rows their loss is of."""
     for node in nodes.values():

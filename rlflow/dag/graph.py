@@ -58,6 +58,7 @@ class Graph:
             *checks.mistyped(nodes),
             *checks.mispaired(nodes, spaces),
             *checks.miscast(nodes, roles),
+            *checks.misused(nodes, roles),
             *checks.unmasked(nodes),
             *checks.misfiltered(nodes),
             *cycles,
@@ -111,7 +112,8 @@ class Graph:
 
     def roles(self) -> KeysView[str]:
         """The roles that nodes use, `rollout` included, in the order of declaration: alike on every rank."""
-        return dict.fromkeys(node.role for node in self.nodes.values() if node.role is not None).keys()
+        used = [role for node in self.nodes.values() for role in (node.role, *node.uses)]
+        return dict.fromkeys(role for role in used if role is not None).keys()
 
 
 def _without_absent(node: Node, nodes: Mapping[str, Node]) -> Node:

@@ -120,7 +120,8 @@ class _Reading(ABC):
         kind = self._kind()
         returns = Any if hints is None else self._returns(hints, kind)
         rows = self.mark.rows
-        return Node(self.name, inputs, self.mark.role, kind, returns, rows, self.file, self.line)
+        uses = (self.mark.uses,) if isinstance(self.mark.uses, str) else tuple(self.mark.uses)
+        return Node(self.name, inputs, self.mark.role, kind, returns, rows, self.file, self.line, uses=uses)
 
     @abstractmethod
     def _hints(self) -> dict[str, Any] | None: ...

@@ -29,6 +29,7 @@ class Mark:
     role: str | None = None
     type: TypeMark | None = None
     rows: RowsMark | None = None
+    uses: str | tuple[str, ...] = ()
 
 
 @overload
@@ -37,7 +38,11 @@ def node(function: Method, /) -> Method: ...
 
 @overload
 def node(
-    *, role: str | None = None, type: TypeMark | None = None, rows: RowsMark | None = None
+    *,
+    role: str | None = None,
+    type: TypeMark | None = None,
+    rows: RowsMark | None = None,
+    uses: str | tuple[str, ...] = (),
 ) -> Callable[[Method], Method]: ...
 
 
@@ -48,6 +53,7 @@ def node(
     role: str | None = None,
     type: TypeMark | None = None,
     rows: RowsMark | None = None,
+    uses: str | tuple[str, ...] = (),
 ) -> Callable[..., Any]:
     """Mark a method as a node of the graph: it makes the value of its own name from the values its parameters name.
 
@@ -59,6 +65,8 @@ def node(
         role: The model handle on `self` that the node uses, or `rollout` for the engine; None for plain tensor work.
         type: `train` for a loss that trains its role; `filter` for what says which groups of rows the step keeps.
         rows: Of a rollout node: `samples`, the default, makes several rows of each prompt; `batch` keeps the prompts'.
+        uses: One or more frozen model handles on `self` that the node calls beside that of its role; they live on the
+            role's ranks. All ranks of the role call them alike.
 
     Raises:
         UserError: A role was passed without its name, as in `@node("actor")`.
@@ -67,7 +75,7 @@ def node(
         raise UserError(f'`@node("{function}")` names no parameter. Write `@node(role="{function}")`')
 
     def mark(method: Callable[..., Any]) -> Callable[..., Any]:
-        setattr(method, MARK, Mark(role, type, rows))
+        setattr(method, MARK, Mark(role, type, rows, uses))
         return method
 
     return mark if function is None else mark(function)
@@ -104,6 +112,7 @@ class Node:
         file: Where the method is written, or the config's entry.
         line: The line of its first decorator, or of `def`; of an entry its first.
         space: The rows of its value: `batch`, the prompts', or the id of the rollout node that sampled them.
+        uses: The frozen model handles that it calls beside that of its role.
     """
 
     id: str
@@ -115,6 +124,7 @@ class Node:
     file: str
     line: int
     space: str = BATCH
+    uses: tuple[str, ...] = ()
 
     @property
     def reads(self) -> tuple[str, ...]:

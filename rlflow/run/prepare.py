@@ -19,7 +19,7 @@ from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.models.architecture import check_architecture
 from rlflow.models.attention import check_sequence_parallel
-from rlflow.models.causal_lm import CausalLM, WithoutAdapters
+from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
 from rlflow.models.context import cached_bytes, check_positions, positions
 from rlflow.models.handle import ModelHandle
 from rlflow.models.lora import require_peft
@@ -422,7 +422,7 @@ def _where(layout: Layout, world_size: int) -> str:
 
 
 def _loaded(module: RLModule, graph: Graph) -> list[str]:
-    """The roles that have a model, in the order of loading: views after those that they are views of."""
+    """The roles that have a model, in the order of loading: views and averages after those that they follow."""
     found = handles(module)
     roles = [role for role in graph.roles() if role != ROLLOUT]
     used = [found[role] for role in roles]
@@ -434,7 +434,19 @@ def _loaded(module: RLModule, graph: Graph) -> list[str]:
                 f"`{role}` is a model without its adapters, and no node uses the model with them; load `{role}` by"
                 f" itself, as CausalLM({handle.model!r}, trainable=False)"
             )
-    return sorted(roles, key=lambda role: isinstance(found[role], WithoutAdapters))
+        if isinstance(handle, Averaged) and handle.owner not in [found[trained] for trained in graph.trained_roles()]:
+            raise UserError(
+                f"`{role}` is the moving average of a model that no node trains, so it never moves; train that one, or"
+                f" load `{role}` by itself, as CausalLM({handle.model!r}, trainable=False)"
+            )
+    for node in graph.order:
+        for name in node.uses:
+            if found[name].trainable:
+                raise UserError(
+                    f"node `{node.id}` uses `{name}`, which is trainable, and no node trains it; set `trainable` to"
+                    " false where it is made"
+                )
+    return sorted(roles, key=lambda role: isinstance(found[role], WithoutAdapters | Averaged))
 
 
 def _check_sides(module: RLModule, graph: Graph, data: PromptData) -> None:

@@ -19,8 +19,10 @@ from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.metrics import Metrics
-from rlflow.module import RLModule, chooses_prompts
+from rlflow.models.causal_lm import Averaged
+from rlflow.module import RLModule, chooses_prompts, handles
 from rlflow.run.folder import RunFolder
+from rlflow.run.module_state import ModuleState
 from rlflow.run.prepare import Prepared
 from rlflow.run.samples import Samples
 from rlflow.storage.disk import Disk
@@ -75,6 +77,8 @@ class Saving:
         self._metrics = metrics
         self._samples = samples
         self._roles = prepared.graph.trained_roles()
+        averages = [name for name in prepared.paths if isinstance(handles(module)[name], Averaged)]
+        self._stateful = (*self._roles, *averages)  # those that a checkpoint has a state of, averages after the rest
         self._disk = Disk(trainer.async_save)
         self._pending = False  # whether something was begun that `wait` waits for
         self._nodes: dict[int, str] = {}  # of each rank
@@ -88,7 +92,7 @@ class Saving:
             self._require_flights(self.resumed, self.progress.step)
             self._require_parts(self.resumed)
         self.before: dict[str, float] = {} if self.progress is None else self.progress.before
-        self._module_before: dict[str, Any] = {}
+        self._state = ModuleState(module, transport.rank, self._gather)
 
     @property
     def done(self) -> int:
@@ -117,8 +121,9 @@ class Saving:
         """Go on where the checkpoint was taken, if there is one; called by all ranks once their roles are loaded."""
         if self.resumed is not None and self.progress is not None:
             folder, device = self.resumed, self._strategy.root_device
-            checkpoint.restore(folder, self._strategy, self._roles)
-            self._module.load_state_dict(self.progress.module)
+            checkpoint.restore(folder, self._strategy, self._stateful)
+            tensors = checkpoint.read_module_tensors(folder)
+            self._state.restore(self.progress.module, tensors)
             if self._prepared.train.chosen is not None:
                 self._prepared.train.chosen.load_state_dict(self.progress.chosen or [])
             for callback, state in zip(self._trainer.callbacks, self.progress.callbacks, strict=True):
@@ -128,7 +133,7 @@ class Saving:
                 self._metrics.log_again(logged.get("metrics", ()))
                 self._samples.keep_again(logged.get("samples", []))
                 controller.context.remember_again(logged.get("remembered", ()))
-        self._module_before = _as_json(self._module.state_dict())
+        self._state.begin()
 
     def save_if_due(self, done: int, folder: RunFolder, controller: Controller) -> None:
         """Write models and a checkpoint after `done` steps, if they are to be written then; called by all ranks.
@@ -142,6 +147,7 @@ class Saving:
             return
         self.wait()
         self._require_finite(done, states=True)
+        module, tensors = self._state.taken()
         progress = Progress(
             step=done,
             version=controller.version_after(done),
@@ -149,7 +155,7 @@ class Saving:
             data=self._prepared.train.scan.digest,
             draws=controller.draws,
             before=self.before,
-            module=self._module_state(),
+            module=module,
             callbacks=[callback.state_dict() for callback in self._trainer.callbacks],
             chosen=self._chosen_rows(),
             prompts_per_step=self._prepared.train.prompts_per_step,
@@ -162,11 +168,13 @@ class Saving:
         models = self._open(folder, draft)
         self._write_models(models)
         kept, rank = controller.kept(done), self._transport.rank
-        checkpoint.write_share(draft, self._disk, self._strategy, self._roles, self._nodes, rank, kept, logged)
+        checkpoint.write_share(
+            draft, self._disk, self._strategy, self._stateful, self._nodes, rank, kept, logged, tensors
+        )
         self._complete_models(models)
         if rank == 0:
             keep, timeout_s = self._trainer.keep_checkpoints, self._timeout_s
-            checkpoint.complete(draft, self._disk, self._roles, progress, self._nodes, timeout_s, keep)
+            checkpoint.complete(draft, self._disk, self._stateful, progress, self._nodes, timeout_s, keep)
         if not self._trainer.async_save:
             self.wait()
 
@@ -236,14 +244,14 @@ class Saving:
 
     def _sizes_of_roles(self) -> dict[str, tuple[int, int]]:
         """Bytes of each role's model and of its state in a checkpoint, which its first rank tells."""
-        led = [role for role in self._roles if self._strategy.leads(role)]
+        led = [role for role in self._stateful if self._strategy.leads(role)]
         sizes: dict[str, tuple[int, int]] = {}
         with_states = self._trainer.save_every_n_steps is not None
 
         def measure() -> None:
             for role in led:
                 state = self._strategy.state_bytes(role) if with_states else 0
-                sizes[role] = self._strategy.model_bytes(role), state
+                sizes[role] = self._strategy.model_bytes(role) if role in self._roles else 0, state
 
         self._attempt(measure)
         return {role: size for here in self._gather(sizes) for role, size in here.items()}
@@ -337,20 +345,6 @@ class Saving:
                     name, kind = found
                     raise UserError(_not_finite(role, name, kind, done))
 
-    def _module_state(self) -> dict[str, Any]:
-        """Each entry as the ranks have it that changed it: those that run the node that it belongs to."""
-        here = self._module.state_dict()
-        if self._transport.rank != 0:  # what is remembered of prompts is the same on all ranks, and may be long
-            here = {name: state for name, state in here.items() if name not in self._module.memories()}
-        states: list[dict[str, Any]] = self._gather(here)
-        names = dict.fromkeys(name for state in states for name in state)
-        of_ranks = {name: [state[name] for state in states if name in state] for name in names}
-        before = self._module_before
-        return {
-            name: next((value for value in values if value != before.get(name)), values[0])
-            for name, values in of_ranks.items()
-        }
-
     def _chosen_rows(self) -> list[dict[str, Any]] | None:
         """Of epochs, as the first rank that loads prompts has them; None where the module does not choose."""
         chosen = self._prepared.train.chosen
@@ -412,9 +406,3 @@ def _not_finite(role: str, name: str, kind: str, step: int) -> str:
         f"{what} infinite or NaN after step {step}, of {name!r} first, so nothing was saved; what was saved before is"
         " still there. Lower the learning rate, or look for NaN in rewards and loss"
     )
-
-
-def _as_json(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy, as a checkpoint gives it back."""
-    copied: dict[str, Any] = json.loads(json.dumps(state))
-    return copied

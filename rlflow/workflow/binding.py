@@ -25,7 +25,7 @@ from rlflow.values.cuts import PerSample, PerToken, Scalar
 from rlflow.workflow.callables import found_at, hints_of, typed
 
 RETURNS = {"PerSample": PerSample, "PerToken": PerToken, "Scalar": Scalar}
-MARKS = ("role", "type", "rows")
+MARKS = ("role", "type", "rows", "uses")
 
 
 def bind(module: RLModule) -> list[Problem]:
@@ -102,7 +102,8 @@ class _Binding:
         path, keys = self.entry.keys["call"], self.entry.keys
         mark = marks(type(self.module)).get(self.entry.id, Mark())
         if any(key in keys for key in MARKS):
-            mark = Mark(*(keys.get(key) for key in MARKS))
+            role, kind, rows, uses = (keys.get(key) for key in MARKS)
+            mark = Mark(role, kind, rows, uses if isinstance(uses, str) else tuple(uses or ()))
         function: Callable[..., Any] | None = None
         hints: dict[str, Any] = {}
         try:

@@ -35,6 +35,7 @@ from rlflow.models.value_model import ValueModel
 from rlflow.rollout.engine import EngineMemory
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
+from rlflow.strategies import FSDPStrategy, TrainingStrategy
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.single import SingleProcess
 from rlflow.values.layout import Layout
@@ -110,6 +111,18 @@ def test_fsdp_holds_a_layer_and_the_next_one_whole() -> None:
 def test_a_second_copy_of_weights_within_a_node_is_counted() -> None:
     # 2 bytes each, divided over 8 ranks, and again over 4
     assert weight_bytes(SMALL, replace(ZERO3, ranks=8, within=4)) == 3850 * 2 / 8 + 3850 * 2 / 4
+
+
+def test_a_moving_average_is_counted_beside_narrower_weights() -> None:
+    actor = CausalLM("tiny")
+    models = {"actor": actor, "teacher": actor.averaged(0.9)}
+
+    def how(strategy: TrainingStrategy) -> RoleTraining:
+        return loaded_role("teacher", models, SMALL, strategy, Layout((0, 1), 2), 8).training
+
+    assert how(DeepSpeedStrategy(2)).averaged_width == 0  # the weights are the average
+    assert how(FSDPStrategy("bf16")).averaged_width == 2  # weights are float32, and read in 16 bits
+    assert weight_bytes(SMALL, how(DeepSpeedStrategy(2, "bf16"))) == 3850 * 2 + 3850 * 4 / 2  # whole, and divided
 
 
 def test_logits_of_a_small_vocabulary_are_less_than_a_chunk() -> None:
