@@ -24,6 +24,7 @@ from rlflow.state.adaptive_coefficient import AdaptiveCoefficient
 from rlflow.state.prompt_memory import PromptMemory
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.cuts import PerSample, PerToken, Scalar
+from rlflow.values.protocols import Grouped, Masked, MaskedTokens, Sampled, Sourced, Tokens, Written
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 from rlflow.workflow.module import Workflow
@@ -36,7 +37,10 @@ __all__ = [
     "Batch",
     "Callback",
     "CausalLM",
+    "Grouped",
     "LoRA",
+    "Masked",
+    "MaskedTokens",
     "MoE",
     "Optimizer",
     "Pairs",
@@ -49,12 +53,16 @@ __all__ = [
     "Reward",
     "RewardModel",
     "Rollout",
+    "Sampled",
     "Scalar",
     "Scores",
+    "Sourced",
+    "Tokens",
     "Trainer",
     "UserError",
     "ValueModel",
     "Workflow",
+    "Written",
     "node",
 ]
 
