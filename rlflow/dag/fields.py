@@ -53,11 +53,11 @@ class FieldsRead:
 
     def _absent(self, field: str) -> Absent:
         wider = next((each.__name__ for each in READ_BY_NODES if field in members(each)), None)
-        instead = f"`{self.value}: {wider}`, or" if wider else "with"
+        instead = f"`{self.value}: {wider}`, or " if wider else ""
         return Absent(
             field,
-            f"`{self.node}` reads `{self.value}: {self.asked}`, a type that does not ask for it. Write {instead} a"
-            f" Protocol of your own that names `{field}` too",
+            f"`{self.node}` reads `{self.value}: {self.asked}`, a type that does not ask for it. Write {instead}a Protocol"
+            f" of your own that names `{field}` too",
         )
 
     def __str__(self) -> str:

@@ -23,7 +23,7 @@ class Cut(Enum):
 
 
 class Home:
-    """Mark of a field that is large and seldom read: it travels only where a type names it that is not the value's own."""
+    """Mark of a field that is large and seldom read: a value's own type does not ask for it, others do by its name."""
 
 
 PerSample = Annotated[Tensor, Cut.SAMPLE]
