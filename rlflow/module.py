@@ -23,6 +23,7 @@ from rlflow.state.prompt_memory import PromptMemory
 from rlflow.state.replay_buffer import ReplayBuffer
 from rlflow.values.batch import Batch
 from rlflow.values.cuts import PerSample
+from rlflow.values.protocols import Written
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
@@ -34,7 +35,7 @@ class StepContext(Protocol):
 
     def generate(self, batch: Batch, n: int, sampling: Sampling) -> Rollout: ...
 
-    def score(self, reward: Reward, rollout: Rollout, name: str) -> tuple[Tensor, dict[str, Tensor]]: ...
+    def score(self, reward: Reward, rollout: Written, name: str) -> tuple[Tensor, dict[str, Tensor]]: ...
 
     def log(self, name: str, x: Tensor, mask: Tensor | None) -> None: ...
 
@@ -167,16 +168,16 @@ class RLModule:
             return replace(rollout, loss_mask=rollout.loss_mask & rollout.finished[:, None])
         return rollout
 
-    def reward_function(self, rollout: Rollout, name: str = "reward") -> PerSample:
+    def reward_function(self, rollout: Written, name: str = "reward") -> PerSample:
         """The module's `reward` of each sample `[B]` float32; called by all ranks of the node alike.
 
         Args:
-            rollout: The samples, where they were made.
+            rollout: The samples, their texts and their dataset's rows among them.
             name: Under which it is logged: `<name>/mean`, and each of its parts.
         """
         return self._scored(rollout, name)[0]
 
-    def reward_parts(self, rollout: Rollout, name: str = "reward") -> dict[str, PerSample]:
+    def reward_parts(self, rollout: Written, name: str = "reward") -> dict[str, PerSample]:
         """What the module's `reward` is made of: `[B]` float32 by the part's name, the same names on all ranks.
 
         Called by all ranks of the node alike. Of a `WeightedSum` its parts, before they are weighted, or those of a
@@ -184,7 +185,7 @@ class RLModule:
         parts on as `dict[str, PerSample]`, or as a frozen dataclass of `PerSample` that it makes from them.
 
         Args:
-            rollout: The samples, where they were made.
+            rollout: The samples, their texts and their dataset's rows among them.
             name: Under which it is logged: `<name>/mean`, and each of its parts.
 
         Raises:
@@ -198,7 +199,7 @@ class RLModule:
             )
         return parts
 
-    def _scored(self, rollout: Rollout, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    def _scored(self, rollout: Written, name: str) -> tuple[Tensor, dict[str, Tensor]]:
         if self.reward is None:
             raise UserError(f"{type(self).__name__} has no reward to score responses with; set `module.reward`")
         return self._running().score(self.reward, rollout, name)

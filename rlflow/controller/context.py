@@ -27,6 +27,7 @@ from rlflow.values.columns import to_device
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.layout import Layout
 from rlflow.values.parts import Parts
+from rlflow.values.protocols import Written
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
@@ -84,7 +85,7 @@ class NodeContext:
         seed: int,
         stop_token_ids: tuple[int, ...],
         decode: Callable[[Sequence[int]], str],
-        on_scores: Callable[[Rollout, Scores], None],
+        on_scores: Callable[[Written, Scores], None],
         rows_of: Callable[[Tensor], Tensor] = lambda ids: ids,
     ) -> None:
         self._engine = engine
@@ -145,13 +146,8 @@ class NodeContext:
             )
         self.under_way = under_way(rollout, sampling.max_tokens)
 
-    def score(self, reward: Reward, rollout: Rollout, name: str) -> tuple[Tensor, Parts]:
+    def score(self, reward: Reward, rollout: Written, name: str) -> tuple[Tensor, Parts]:
         now = self._outside_training("reward_function")
-        if rollout.texts is None or rollout.rows is None:
-            raise UserError(
-                f"node `{now.node.id}` scores rows that were moved; texts stay on the rank that made them."
-                " Score in a node without a role"
-            )
         scores = self._scored_alike(reward, rollout.texts, rollout.rows, now)
         self._on_scores(rollout, scores)
         totals = torch.tensor(scores.total, dtype=self._dtype)

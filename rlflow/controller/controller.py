@@ -438,7 +438,7 @@ class Controller:
     def _read(self, node: Node, layout: Layout, now: InStep) -> tuple[dict[str, Any], RowSpace]:
         """The values that `node` reads, in its layout, and the row space that it runs in."""
         space = now.spaces[node.input_space]
-        return {name: now.buffer.get(name, layout, space) for name in node.reads}, space
+        return self._graph.seen(node, {name: now.buffer.get(name, layout, space) for name in node.reads}), space
 
     def _sampled(self, node: Node, layout: Layout, now: InStep, result: Rollout) -> RowSpace:
         """The row space of the samples that a rollout node made, and the metrics of its responses."""

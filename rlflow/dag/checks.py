@@ -7,13 +7,14 @@ from graphlib import CycleError, TopologicalSorter
 from types import NoneType
 from typing import Any
 
-from rlflow.dag.annotations import accepts, fields, type_name
+from rlflow.dag.annotations import accepts, fields, members, misfits, names_fields, type_name
 from rlflow.dag.node import BATCH, ROLLOUT, Input, Node
 from rlflow.dag.problems import Problem
 from rlflow.errors import did_you_mean
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.columns import columns
 from rlflow.values.cuts import Cut
+from rlflow.values.rollout import Rollout
 
 
 def missing(nodes: Mapping[str, Node], removed: Collection[str], methods: Collection[str]) -> Iterator[Problem]:
@@ -51,11 +52,19 @@ def mistyped(nodes: Mapping[str, Node]) -> Iterator[Problem]:
                 if made is not Any and made is not NoneType:
                     yield from _misread_field(node, value, made)
             elif value.name == BATCH and not _batch_types(value):
-                wrong = f"reads `batch` as {type_name(value.annotation)}, but it is a Batch, or Pairs"
-                yield _problem(node, f"{wrong}. Correct it")
+                yield from _misread(node, value, type_of_batch(nodes), "it is a Batch, or Pairs. Correct it")
             elif source is not None and source.makes_value and not accepts(value.annotation, source.returns):
                 made = f"`{value.name}` returns {type_name(source.returns)} ({source.place})"
-                yield _problem(node, f"reads `{value.name}` as {type_name(value.annotation)}, but {made}. Correct one")
+                yield from _misread(node, value, source.returns, f"{made}. Correct one")
+
+
+def _misread(node: Node, read: Input, made: Any, otherwise: str) -> Iterator[Problem]:
+    """A line for each field that a type names and the value does not have so; or one, where it names none of it."""
+    wanted, whole = read.annotation, f"reads `{read.name}` as {type_name(read.annotation)}"
+    if names_fields(wanted) and wanted not in (Batch, Pairs, Rollout) and members(wanted).keys() & fields(made).keys():
+        yield from (_problem(node, f"{whole}, which names {wrong}") for wrong in misfits(wanted, made))
+    else:
+        yield _problem(node, f"{whole}, but {otherwise}")
 
 
 def _misread_field(node: Node, read: Input, owner: Any) -> Iterator[Problem]:

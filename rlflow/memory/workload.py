@@ -200,7 +200,7 @@ class Workload:
         Args:
             value: Its name.
             padded: Whether rows are padded.
-            fields: Those that travel; None for all.
+            fields: Those that travel; None for all but those that are marked `Home`.
         """
         prompt = self.lengths.longest_prompt if padded else self.lengths.prompt
         response = self.lengths.longest_response if padded else self.lengths.response
@@ -209,7 +209,7 @@ class Workload:
             width = WIDTHS.get(column.name, FLOAT_BYTES)
             if column.name == EXPERTS:  # it has entries only where experts are replayed, which is not counted
                 continue
-            if column.home or column.cut is Cut.SCALAR or (fields is not None and column.name not in fields):
+            if column.cut is Cut.SCALAR or (column.home if fields is None else column.name not in fields):
                 continue
             if column.cut is Cut.JSON:
                 total += ROW_BYTES
@@ -222,9 +222,9 @@ class Workload:
         return total
 
     def columns(self, value: str, fields: Collection[str] | None = None) -> int:
-        """How many of `value` travel, of `fields` or of all."""
-        every = [column for column in columns(self.graph.type_of(value)) if fields is None or column.name in fields]
-        return sum(not column.home and column.cut is not Cut.SCALAR for column in every)
+        """How many of `value` travel: `fields`, or all but those that are marked `Home`."""
+        every = [column for column in columns(self.graph.type_of(value)) if column.cut is not Cut.SCALAR]
+        return sum(not column.home if fields is None else column.name in fields for column in every)
 
     @property
     def _samples(self) -> bool:

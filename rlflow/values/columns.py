@@ -20,7 +20,7 @@ from rlflow.values.ragged import Ragged
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a value: the field's name ("" for a bare tensor), its cut, and whether it stays at home."""
+    """One column of a value: the field's name ("" for a bare tensor), its cut, and whether it is marked `Home`."""
 
     name: str
     cut: Cut
@@ -85,12 +85,16 @@ def _columnwise(values: Sequence[Any], annotation: Any, change: Callable[[list[A
     cuts = {column.name: column.cut for column in columns(annotation)}
     if "" in cuts:
         return change(list(values), cuts[""])
-    changed = {name: change([getattr(value, name) for value in values], cut) for name, cut in cuts.items()}
+    changed = {}
+    for name, cut in cuts.items():
+        data = [getattr(value, name) for value in values]
+        absent = next((each for each in data if isinstance(each, Absent)), None)
+        changed[name] = change(data, cut) if absent is None else absent
     return dataclasses.replace(values[0], **changed)
 
 
 def _take(column: Any, cut: Cut, index: Tensor) -> Any:
-    if column is None or cut is Cut.SCALAR or isinstance(column, Absent):
+    if cut is Cut.SCALAR:
         return column
     if cut is Cut.RAGGED:
         return column.take(index)
@@ -103,8 +107,6 @@ def _take(column: Any, cut: Cut, index: Tensor) -> Any:
 
 def _join(parts: list[Any], cut: Cut) -> Any:
     assert cut is not Cut.SCALAR, "one number is not of rows"
-    if any(part is None for part in parts):  # a field that did not come along from home
-        return None
     if cut is Cut.JSON:
         return [entry for part in parts for entry in part]
     if cut is Cut.PARTS:
