@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from rlflow import PerSample, PerToken, Rollout, UserError, node
+from rlflow import Grouped, PerSample, PerToken, UserError, node
 from rlflow.functional import (
     cpgd_drift,
     cpgd_loss,
@@ -51,7 +51,7 @@ class CPGD(GRPO):
             raise UserError(f"`clip_low` is {self.clip_low}, and CPGD takes log(1 - clip_low); give less than 1")
 
     @node
-    def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+    def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
         has_signal = group_has_signal(rewards, rollout.group)
         self.log("actor/useful_share", has_signal)
         advantages = group_normalized_advantages(rewards, rollout.group, normalize_std=self.weight == "std")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlflow import PerSample, Rollout, node
+from rlflow import Grouped, Masked, PerSample, Written, node
 from rlflow.functional import group_has_signal
 
 from .grpo import GRPO
@@ -28,13 +28,13 @@ class DAPO(GRPO):
     unused: ClassVar[tuple[str, ...]] = ("kl_in_reward",)
 
     @node
-    def scores(self, rollout: Rollout, model_scores: PerSample | None = None) -> PerSample:
+    def scores(self, rollout: Written, model_scores: PerSample | None = None) -> PerSample:
         return self.scored(rollout, model_scores)
 
     @node
-    def rewards(self, rollout: Rollout, scores: PerSample) -> PerSample:
-        return self.shaped(rollout, scores)
+    def rewards(self, rollout: Masked, scores: PerSample) -> PerSample:
+        return self.shaped(rollout.lengths, scores)
 
     @node(type="filter")
-    def useful(self, rollout: Rollout, scores: PerSample) -> PerSample:
+    def useful(self, rollout: Grouped, scores: PerSample) -> PerSample:
         return group_has_signal(scores, rollout.group)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from rlflow import PerSample, Rollout, UserError, node
+from rlflow import Grouped, PerSample, UserError, Written, node
 from rlflow.functional import group_has_signal, group_normalized_advantages
 
 from .grpo import GRPO
@@ -31,11 +31,11 @@ class GDPO(GRPO):
             raise UserError("`reward` is not set, and GDPO learns from its parts; name one, such as a WeightedSum")
 
     @node
-    def parts(self, rollout: Rollout) -> dict[str, PerSample]:
+    def parts(self, rollout: Written) -> dict[str, PerSample]:
         return self.reward_parts(rollout)
 
     @node
-    def advantages(self, rollout: Rollout, parts: dict[str, PerSample]) -> PerSample:
+    def advantages(self, rollout: Grouped, parts: dict[str, PerSample]) -> PerSample:
         weights = self.part_weights or dict.fromkeys(parts, 1.0)
         useful = torch.stack([group_has_signal(parts[name], rollout.group) for name in weights])
         self.log("actor/useful_share", useful.any(dim=0))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlflow import PerSample, PerToken, Rollout, node
+from rlflow import Grouped, PerSample, PerToken, node
 from rlflow.functional import beside_tokens, group_has_signal, group_normalized_advantages
 
 from .policy_gradient import PolicyGradient
@@ -32,7 +32,7 @@ class GPG(PolicyGradient):
     )
 
     @node
-    def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+    def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
         has_signal = group_has_signal(rewards, rollout.group)
         self.log("actor/useful_share", has_signal)
         useful = self.mean(has_signal)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from rlflow import PerSample, Rollout, UserError, node
+from rlflow import Grouped, PerSample, UserError, node
 from rlflow.functional import Aggregation, group_has_signal, group_normalized_advantages
 
 from .grpo import GRPO
@@ -20,7 +20,7 @@ class MaxRL(GRPO):
     unused: ClassVar[tuple[str, ...]] = ("normalize_std", "kl_in_reward", "overlong_buffer")
 
     @node
-    def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+    def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
         if (least := self.all_rows(rewards).min()) < 0:
             raise UserError(
                 f"a reward is {least:g}, and MaxRL divides by a group's mean; give 0 or more, 1 where right"

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
-from rlflow import CausalLM, PerToken, Rollout, node
+from rlflow import CausalLM, PerToken, Tokens, node
 from rlflow.functional import reinforce_returns
 
-from .policy_gradient import PolicyGradient
+from .policy_gradient import PolicyGradient, SampledLogprobs
 
 ReverseKL = Literal["token", "sequence"]
 
@@ -48,12 +48,12 @@ class OnPolicyDistillation(PolicyGradient):
         self.teacher = CausalLM(self.teacher_path, trainable=False, temperature=self.temperature)
 
     @node(role="teacher")
-    def teacher_logprobs(self, rollout: Rollout) -> PerToken:
+    def teacher_logprobs(self, rollout: Tokens) -> PerToken:
         return self.teacher.logprobs(rollout)
 
     @node
     def advantages(
-        self, rollout: Rollout, teacher_logprobs: PerToken, old_logprobs: PerToken | None = None
+        self, rollout: SampledLogprobs, teacher_logprobs: PerToken, old_logprobs: PerToken | None = None
     ) -> PerToken:
         sampled = rollout.logprobs if old_logprobs is None else old_logprobs
         closer = teacher_logprobs - sampled

@@ -1,12 +1,16 @@
 """On-Policy RL with Optimal reward baseline: OPO, arXiv 2505.23585."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
-from rlflow import PerSample, Rollout, node
+from rlflow import Grouped, Masked, PerSample, node
 from rlflow.functional import group_has_signal, opo_advantages
 
 from .policy_gradient import PolicyGradient
+
+
+class GroupedLengths(Masked, Grouped, Protocol):
+    """What the baseline reads: whose samples they are, and how long."""
 
 
 @dataclass(eq=False)
@@ -30,6 +34,6 @@ class OPO(PolicyGradient):
     )
 
     @node
-    def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+    def advantages(self, rollout: GroupedLengths, rewards: PerSample) -> PerSample:
         self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
         return opo_advantages(rewards, rollout.lengths, rollout.group)

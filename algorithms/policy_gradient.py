@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Protocol, get_args
+
+import torch
 
 from rlflow import (
     AdaptiveCoefficient,
     Batch,
     CausalLM,
     LoRA,
+    Masked,
     MoE,
     Optimizer,
     PerSample,
@@ -17,7 +20,10 @@ from rlflow import (
     RewardModel,
     RLModule,
     Rollout,
+    Sampled,
+    Tokens,
     UserError,
+    Written,
     node,
 )
 from rlflow.functional import (
@@ -32,6 +38,12 @@ from rlflow.functional import (
 )
 
 Anchor = Literal["old", "rollout"]
+
+
+class SampledLogprobs(Masked, Protocol):
+    """What is computed between the engine's logprobs and others reads: no prompts and no responses."""
+
+    logprobs: PerToken  # [B, T]
 
 
 @dataclass(eq=False)
@@ -165,26 +177,28 @@ class PolicyGradient(RLModule):
         return self.generate(batch, n=self.group_size)
 
     @node(role="reward_model")
-    def model_scores(self, rollout: Rollout) -> PerSample:
+    def model_scores(self, rollout: Tokens) -> PerSample:
         return self.reward_model.scores(rollout)
 
     @node
     def rewards(
-        self, rollout: Rollout, model_scores: PerSample | None = None, kl_penalty: PerToken | None = None
+        self, rollout: Written, model_scores: PerSample | None = None, kl_penalty: PerToken | None = None
     ) -> PerSample:
         rewards = self.outcome(rollout, model_scores)
         return rewards if kl_penalty is None else rewards - kl_penalty.sum(dim=1)  # 0 where padded
 
     @node(role="reference")
-    def ref_logprobs(self, rollout: Rollout) -> PerToken:
+    def ref_logprobs(self, rollout: Tokens) -> PerToken:
         return self.reference.logprobs(rollout)
 
     @node(role="actor")
-    def old_logprobs(self, rollout: Rollout) -> PerToken:
+    def old_logprobs(self, rollout: Tokens) -> PerToken:
         return self.actor.logprobs(rollout)
 
     @node
-    def kl_penalty(self, rollout: Rollout, ref_logprobs: PerToken, old_logprobs: PerToken | None = None) -> PerToken:
+    def kl_penalty(
+        self, rollout: SampledLogprobs, ref_logprobs: PerToken, old_logprobs: PerToken | None = None
+    ) -> PerToken:
         sampled = rollout.logprobs if old_logprobs is None else old_logprobs
         kl = kl_estimate(sampled, ref_logprobs, self.kl_kind)
         coefficient, mask = self.kl.value, rollout.loss_mask
@@ -195,7 +209,7 @@ class PolicyGradient(RLModule):
     @node(role="actor", type="train")
     def actor_loss(
         self,
-        rollout: Rollout,
+        rollout: Sampled,
         advantages: PerSample | PerToken,
         old_logprobs: PerToken | None = None,
         ref_logprobs: PerToken | None = None,
@@ -218,7 +232,7 @@ class PolicyGradient(RLModule):
         self.log("actor/kl", kl.detach(), mask)
         return loss if self.kl_in_reward else loss + self.kl_coef * kl
 
-    def anchored(self, rollout: Rollout, logprobs: PerToken, old_logprobs: PerToken | None) -> PerToken:
+    def anchored(self, rollout: Sampled, logprobs: PerToken, old_logprobs: PerToken | None) -> PerToken:
         """The logprobs below the ratio, `[B, T]` without gradient, as `anchor` says."""
         if self.anchor == "rollout":
             return rollout.logprobs
@@ -236,13 +250,13 @@ class PolicyGradient(RLModule):
         """The KL from the reference that is added to the loss and logged, `[B, T]`."""
         return kl_estimate(logprobs, ref_logprobs, self.kl_kind, old_logprobs)
 
-    def outcome(self, rollout: Rollout, model_scores: PerSample | None, name: str = "reward") -> PerSample:
+    def outcome(self, rollout: Written, model_scores: PerSample | None, name: str = "reward") -> PerSample:
         """What responses are worth: their score and the overlong penalty; logged under `name`."""
-        return self.shaped(rollout, self.scored(rollout, model_scores, name), name)
+        return self.shaped(rollout.lengths, self.scored(rollout, model_scores, name), name)
 
-    def scored(self, rollout: Rollout, model_scores: PerSample | None, name: str = "reward") -> PerSample:
+    def scored(self, rollout: Written, model_scores: PerSample | None, name: str = "reward") -> PerSample:
         """What verifier and reward model say of responses."""
-        scores = rollout.logprobs.new_zeros(len(rollout.lengths))
+        scores = rollout.lengths.new_zeros(len(rollout.lengths), dtype=torch.float32)
         if self.reward is not None:
             scores = scores + self.reward_function(rollout, name)
         if model_scores is not None:
@@ -250,11 +264,11 @@ class PolicyGradient(RLModule):
             scores = scores + self.reward_model_coef * model_scores
         return scores
 
-    def shaped(self, rollout: Rollout, scores: PerSample, name: str = "reward") -> PerSample:
-        """The scores with the overlong penalty."""
+    def shaped(self, lengths: PerSample, scores: PerSample, name: str = "reward") -> PerSample:
+        """The scores with the overlong penalty of responses of these lengths."""
         outcome = scores
         if self.overlong_buffer is not None:
-            penalty = overlong_penalty(rollout.lengths, self.max_response_length, self.overlong_buffer)
+            penalty = overlong_penalty(lengths, self.max_response_length, self.overlong_buffer)
             self.log(f"{name}/overlong", penalty)
             outcome = outcome + penalty.to(outcome.dtype)
         self.log(f"{name}/outcome", outcome)

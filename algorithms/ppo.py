@@ -2,11 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import torch
 
-from rlflow import LoRA, Optimizer, PerSample, PerToken, Rollout, UserError, ValueModel, node
+from rlflow import (
+    LoRA,
+    Masked,
+    MaskedTokens,
+    Optimizer,
+    PerSample,
+    PerToken,
+    Tokens,
+    UserError,
+    ValueModel,
+    Written,
+    node,
+)
 from rlflow.functional import Aggregation, KLEstimator, gae, last_token_rewards, reinforce_returns, value_loss
 
 from .policy_gradient import PolicyGradient
@@ -14,11 +26,23 @@ from .policy_gradient import PolicyGradient
 OnTruncation = Literal["terminal", "bootstrap", "mask"]
 
 
+class Ended(Masked, Protocol):
+    """What the estimates read: which tokens count, and which responses were cut."""
+
+    finished: PerSample  # [B] bool
+
+
 @dataclass(frozen=True)
 class Estimates:
     """What GAE says of each token, `[B, T]` each: for the actor with `lam`, for the critic with `critic_lam`."""
 
     advantages: PerToken
+    returns: PerToken
+
+
+class Targets(Protocol):
+    """What the critic reads of the estimates."""
+
     returns: PerToken
 
 
@@ -94,21 +118,21 @@ class PPO(PolicyGradient):
         )
 
     @node
-    def rewards(self, rollout: Rollout, model_scores: PerSample | None = None) -> PerSample:
+    def rewards(self, rollout: Written, model_scores: PerSample | None = None) -> PerSample:
         return self.outcome(rollout, model_scores)
 
     @node(role="critic")
-    def values(self, rollout: Rollout) -> PerToken:
+    def values(self, rollout: Tokens) -> PerToken:
         return self.critic.values(rollout)
 
     @node(role="critic")
-    def final_values(self, rollout: Rollout) -> PerSample:
+    def final_values(self, rollout: Tokens) -> PerSample:
         return self.critic.final_values(rollout)
 
     @node
     def estimates(
         self,
-        rollout: Rollout,
+        rollout: Ended,
         rewards: PerSample,
         values: PerToken,
         kl_penalty: PerToken | None = None,
@@ -126,11 +150,11 @@ class PPO(PolicyGradient):
         return Estimates(advantages, returns)
 
     @node
-    def advantages(self, rollout: Rollout, estimates: Estimates) -> PerToken:
+    def advantages(self, rollout: Masked, estimates: Estimates) -> PerToken:
         return self.whiten(estimates.advantages, rollout.loss_mask)
 
     @node(role="critic", type="train")
-    def critic_loss(self, rollout: Rollout, values: PerToken, estimates: Estimates) -> PerToken:
+    def critic_loss(self, rollout: MaskedTokens, values: PerToken, estimates: Targets) -> PerToken:
         v = self.critic.values(rollout)
         self.log("critic/value", v.detach(), rollout.loss_mask)
         if self.value_clip is not None:

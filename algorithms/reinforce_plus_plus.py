@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlflow import PerSample, PerToken, Rollout, node
+from rlflow import Masked, PerSample, PerToken, Written, node
 from rlflow.functional import KLEstimator, last_token_rewards, reinforce_returns
 
 from .policy_gradient import PolicyGradient
@@ -21,10 +21,10 @@ class REINFORCEPlusPlus(PolicyGradient):
     gamma: float = 1.0
 
     @node
-    def rewards(self, rollout: Rollout, model_scores: PerSample | None = None) -> PerSample:
+    def rewards(self, rollout: Written, model_scores: PerSample | None = None) -> PerSample:
         return self.outcome(rollout, model_scores)
 
     @node
-    def advantages(self, rollout: Rollout, rewards: PerSample, kl_penalty: PerToken | None = None) -> PerToken:
+    def advantages(self, rollout: Masked, rewards: PerSample, kl_penalty: PerToken | None = None) -> PerToken:
         r = last_token_rewards(rewards, rollout.loss_mask, kl_penalty)
         return self.whiten(reinforce_returns(r, rollout.loss_mask, self.gamma), rollout.loss_mask)

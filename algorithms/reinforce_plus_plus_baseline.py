@@ -1,12 +1,16 @@
 """REINFORCE++ with baseline, arXiv 2501.03262, section 3: the group's mean, then the whole batch's deviation."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
-from rlflow import PerSample, PerToken, Rollout, node
+from rlflow import Grouped, Masked, PerSample, PerToken, node
 from rlflow.functional import KLEstimator, group_has_signal, group_normalized_advantages
 
 from .policy_gradient import PolicyGradient
+
+
+class MaskedGroups(Masked, Grouped, Protocol):
+    """What the advantages read: whose samples they are, and which tokens count."""
 
 
 @dataclass(eq=False)
@@ -23,7 +27,7 @@ class REINFORCEPlusPlusBaseline(PolicyGradient):
     compares_group: ClassVar[bool] = True
 
     @node
-    def advantages(self, rollout: Rollout, rewards: PerSample) -> PerToken:
+    def advantages(self, rollout: MaskedGroups, rewards: PerSample) -> PerToken:
         self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
         centred = group_normalized_advantages(rewards, rollout.group, normalize_std=False)
         return self.whiten(centred[:, None].expand(rollout.loss_mask.shape), rollout.loss_mask)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlflow import Batch, PerSample, PerToken, Rollout, node
+from rlflow import Batch, Masked, PerSample, PerToken, Rollout, Tokens, Written, node
 from rlflow.functional import KLEstimator, last_token_rewards, reinforce_returns
 
 from .policy_gradient import PolicyGradient
@@ -28,20 +28,20 @@ class ReMax(PolicyGradient):
         return self.generate(batch, temperature=0.0)
 
     @node(role="reward_model")
-    def greedy_model_scores(self, greedy: Rollout) -> PerSample:
+    def greedy_model_scores(self, greedy: Tokens) -> PerSample:
         return self.reward_model.scores(greedy)
 
     @node
-    def greedy_rewards(self, greedy: Rollout, greedy_model_scores: PerSample | None = None) -> PerSample:
+    def greedy_rewards(self, greedy: Written, greedy_model_scores: PerSample | None = None) -> PerSample:
         return self.outcome(greedy, greedy_model_scores, name="greedy_reward")
 
     @node
-    def rewards(self, rollout: Rollout, model_scores: PerSample | None = None) -> PerSample:
+    def rewards(self, rollout: Written, model_scores: PerSample | None = None) -> PerSample:
         return self.outcome(rollout, model_scores)
 
     @node
     def advantages(
-        self, rollout: Rollout, rewards: PerSample, greedy_rewards: PerSample, kl_penalty: PerToken | None = None
+        self, rollout: Masked, rewards: PerSample, greedy_rewards: PerSample, kl_penalty: PerToken | None = None
     ) -> PerToken:
         r = last_token_rewards(rewards - greedy_rewards, rollout.loss_mask, kl_penalty)
         return reinforce_returns(r, rollout.loss_mask, gamma=1.0)

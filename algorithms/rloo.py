@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlflow import PerSample, Rollout, node
+from rlflow import Grouped, PerSample, node
 from rlflow.functional import KLEstimator, group_has_signal, rloo_advantages
 
 from .policy_gradient import PolicyGradient
@@ -24,6 +24,6 @@ class RLOO(PolicyGradient):
     compares_group: ClassVar[bool] = True
 
     @node
-    def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+    def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
         self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
         return rloo_advantages(rewards, rollout.group)

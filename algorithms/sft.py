@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlflow import Batch, CausalLM, LoRA, MoE, Optimizer, PerToken, Reward, RLModule, node
+from rlflow import CausalLM, LoRA, MaskedTokens, MoE, Optimizer, PerToken, Reward, RLModule, node
 from rlflow.functional import Aggregation
 
 
@@ -45,5 +45,5 @@ class SFT(RLModule):
         )
 
     @node(role="actor", type="train")
-    def actor_loss(self, batch: Batch) -> PerToken:
+    def actor_loss(self, batch: MaskedTokens) -> PerToken:
         return -self.actor.logprobs(batch)

@@ -40,7 +40,7 @@ from small_run import (
 )
 from torch import Tensor
 
-from rlflow import PerSample, PerToken, Rollout
+from rlflow import PerSample, PerToken, Written
 from rlflow.databuffer.balance import balanced_partition, group_partition
 from rlflow.models.tiny import write_tiny_model
 
@@ -114,7 +114,7 @@ class CountingGRPO(EmulatedGRPO):
     """Logs the tokens of the fullest rank over the mean, where rows were made."""
 
     def rewards(
-        self, rollout: Rollout, model_scores: PerSample | None = None, kl_penalty: PerToken | None = None
+        self, rollout: Written, model_scores: PerSample | None = None, kl_penalty: PerToken | None = None
     ) -> PerSample:
         mine = rollout.lengths.sum().double()[None]
         of_ranks = self.all_rows(mine.expand(len(rollout.lengths)).contiguous())

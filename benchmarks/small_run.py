@@ -25,7 +25,7 @@ from torch import Tensor
 import rlflow.controller.controller
 import rlflow.run.fit
 import rlflow.run.setup
-from rlflow import Callback, PerSample, PerToken, PromptData, Rollout, Trainer
+from rlflow import Callback, PerSample, PerToken, PromptData, Sampled, Tokens, Trainer, Written
 from rlflow.algorithms import GRPO
 from rlflow.data import JSONL
 from rlflow.data.prefetch import Prefetch
@@ -243,18 +243,18 @@ class EmulatedGRPO(GRPO):
     reward_s = score_s = train_s = 0.0
 
     def rewards(
-        self, rollout: Rollout, model_scores: PerSample | None = None, kl_penalty: PerToken | None = None
+        self, rollout: Written, model_scores: PerSample | None = None, kl_penalty: PerToken | None = None
     ) -> PerSample:
         time.sleep(self.reward_s * len(rollout.lengths))
         return super().rewards(rollout, model_scores, kl_penalty)
 
-    def ref_logprobs(self, rollout: Rollout) -> PerToken:
+    def ref_logprobs(self, rollout: Tokens) -> PerToken:
         time.sleep(self.score_s * float(rollout.lengths.sum()))
         return super().ref_logprobs(rollout)
 
     def actor_loss(
         self,
-        rollout: Rollout,
+        rollout: Sampled,
         advantages: PerSample,
         old_logprobs: PerToken | None = None,
         ref_logprobs: PerToken | None = None,

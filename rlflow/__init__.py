@@ -22,8 +22,10 @@ from rlflow.module import RLModule
 from rlflow.rewards.reward import Reward, Scores
 from rlflow.state.adaptive_coefficient import AdaptiveCoefficient
 from rlflow.state.prompt_memory import PromptMemory
+from rlflow.state.replay_buffer import ReplayBuffer
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.cuts import PerSample, PerToken, Scalar
+from rlflow.values.protocols import Grouped, Masked, MaskedTokens, Sampled, Sourced, Tokens, Written
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 from rlflow.workflow.module import Workflow
@@ -36,7 +38,10 @@ __all__ = [
     "Batch",
     "Callback",
     "CausalLM",
+    "Grouped",
     "LoRA",
+    "Masked",
+    "MaskedTokens",
     "MoE",
     "Optimizer",
     "Pairs",
@@ -46,15 +51,20 @@ __all__ = [
     "PromptMemory",
     "RLModule",
     "Ragged",
+    "ReplayBuffer",
     "Reward",
     "RewardModel",
     "Rollout",
+    "Sampled",
     "Scalar",
     "Scores",
+    "Sourced",
+    "Tokens",
     "Trainer",
     "UserError",
     "ValueModel",
     "Workflow",
+    "Written",
     "node",
 ]
 

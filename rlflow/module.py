@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +21,14 @@ from rlflow.rewards.reward import Reward
 from rlflow.rollout.engine import Sampling
 from rlflow.state.adaptive_coefficient import AdaptiveCoefficient
 from rlflow.state.prompt_memory import PromptMemory
+from rlflow.state.replay_buffer import ReplayBuffer
 from rlflow.values.batch import Batch
 from rlflow.values.cuts import PerSample
+from rlflow.values.protocols import Written
+from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
+
+AllRows = TypeVar("AllRows", Tensor, Ragged)
 
 
 class StepContext(Protocol):
@@ -33,7 +38,7 @@ class StepContext(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def score(self, reward: Reward, rollout: Rollout, name: str) -> tuple[Tensor, dict[str, Tensor]]: ...
+    def score(self, reward: Reward, rollout: Written, name: str) -> tuple[Tensor, dict[str, Tensor]]: ...
 
     def log(self, name: str, x: Tensor, mask: Tensor | None) -> None: ...
 
@@ -43,7 +48,7 @@ class StepContext(Protocol):
 
     def remember(self, memory: str, group: Tensor, x: Tensor) -> None: ...
 
-    def all_rows(self, x: Tensor) -> Tensor: ...
+    def all_rows(self, x: AllRows) -> AllRows: ...
 
 
 class RLModule:
@@ -119,22 +124,29 @@ class RLModule:
         return prompts
 
     def state_dict(self) -> dict[str, Any]:
-        """What the module keeps from step to step, JSON-able: its adaptive coefficients and memories of prompts."""
+        """What the module keeps from step to step: adaptive coefficients, memories of prompts, replay buffers.
+
+        An override may add what is JSON-able, and tensors, by name and in dicts of any depth. Ranks that change a
+        tensor change it alike: from `all_rows`, `mean` and the like. Checkpoints have tensors in a file of their own.
+        """
         coefficients = {name: x.value for name, x in vars(self).items() if isinstance(x, AdaptiveCoefficient)}
-        return coefficients | {name: memory.state_dict() for name, memory in self.memories().items()}
+        return coefficients | {name: kept.state_dict() for name, kept in self._kept().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave, before the first step of a continued run."""
-        memories = self.memories()
+        kept = self._kept()
         for name, value in state.items():
-            if name in memories:
-                memories[name].load_state_dict(value)
+            if name in kept:
+                kept[name].load_state_dict(value)
             else:
                 getattr(self, name).value = value
 
     def memories(self) -> dict[str, PromptMemory]:
         """What the module remembers of prompts, by the names of the attributes."""
         return {name: value for name, value in vars(self).items() if isinstance(value, PromptMemory)}
+
+    def _kept(self) -> dict[str, PromptMemory | ReplayBuffer]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, PromptMemory | ReplayBuffer)}
 
     def attach(self, context: StepContext) -> None:
         """Called by the controller before the first step."""
@@ -187,16 +199,16 @@ class RLModule:
         """The token ids of a text, as those of a prompt are read: what `Rollout.as_prompts` is given, for one."""
         return self._running().encode(text)
 
-    def reward_function(self, rollout: Rollout, name: str = "reward") -> PerSample:
+    def reward_function(self, rollout: Written, name: str = "reward") -> PerSample:
         """The module's `reward` of each sample `[B]` float32; called by all ranks of the node alike.
 
         Args:
-            rollout: The samples, where they were made.
+            rollout: The samples, their texts and their dataset's rows among them.
             name: Under which it is logged: `<name>/mean`, and each of its parts.
         """
         return self._scored(rollout, name)[0]
 
-    def reward_parts(self, rollout: Rollout, name: str = "reward") -> dict[str, PerSample]:
+    def reward_parts(self, rollout: Written, name: str = "reward") -> dict[str, PerSample]:
         """What the module's `reward` is made of: `[B]` float32 by the part's name, the same names on all ranks.
 
         Called by all ranks of the node alike. Of a `WeightedSum` its parts, before they are weighted, or those of a
@@ -204,7 +216,7 @@ class RLModule:
         parts on as `dict[str, PerSample]`, or as a frozen dataclass of `PerSample` that it makes from them.
 
         Args:
-            rollout: The samples, where they were made.
+            rollout: The samples, their texts and their dataset's rows among them.
             name: Under which it is logged: `<name>/mean`, and each of its parts.
 
         Raises:
@@ -218,7 +230,7 @@ class RLModule:
             )
         return parts
 
-    def _scored(self, rollout: Rollout, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    def _scored(self, rollout: Written, name: str) -> tuple[Tensor, dict[str, Tensor]]:
         if self.reward is None:
             raise UserError(f"{type(self).__name__} has no reward to score responses with; set `module.reward`")
         return self._running().score(self.reward, rollout, name)
@@ -278,8 +290,12 @@ class RLModule:
         entries = x[_all_of(x, mask).bool()]
         return quantiles(entries, q, lambda counts: context.of_each_shard(counts).sum(dim=0)).to(x.device)
 
-    def all_rows(self, x: Tensor) -> Tensor:
-        """The entries `[N]` of all ranks' rows `[B]`, ordered by the rows' ids, the same on every rank."""
+    def all_rows(self, x: AllRows) -> AllRows:
+        """The entries `[N]` of all ranks' rows `[B]`, ordered by the rows' ids, the same on every rank.
+
+        Args:
+            x: `[B]`, a number a row; or `Ragged`, such as token ids.
+        """
         return self._running().all_rows(x)
 
     def dataset_rows(self, group: Tensor) -> Tensor:

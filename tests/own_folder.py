@@ -31,7 +31,7 @@ FILES = {
     "rows.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS),
     "long.jsonl": json.dumps({"question": "1+1=", "answer": "2" * 2045}) + "\n",
     "my_algorithm.py": '''
-from rlflow import PerSample, PerToken, Rollout, node
+from rlflow import PerSample, PerToken, Rollout, Written, node
 from rlflow.algorithms import GRPO
 
 
@@ -39,7 +39,7 @@ class ShortGRPO(GRPO):
     """GRPO that likes brevity."""
 
     @node
-    def rewards(self, rollout: Rollout) -> PerSample:
+    def rewards(self, rollout: Written) -> PerSample:
         brevity = -rollout.lengths.float()
         self.log("reward/brevity", brevity)
         return self.reward_function(rollout) + brevity

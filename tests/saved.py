@@ -16,18 +16,18 @@ from rlflow.storage.disk import Disk
 from rlflow.strategies import TrainingStrategy
 
 
-def write_checkpoint(strategy: TrainingStrategy, folder: Path, step: int) -> None:
-    """Of the actor, by all ranks of the job."""
+def write_checkpoint(strategy: TrainingStrategy, folder: Path, step: int, roles: tuple[str, ...] = ("actor",)) -> None:
+    """Of the actor alone or of these roles, by all ranks of the job."""
     rank, nodes = strategy.global_rank, dict.fromkeys(range(strategy.world_size), "here")
     draft = checkpoint.draft_of(folder / "checkpoint", step)
     if rank == 0:
         draft.open()
     strategy.barrier()
     with Disk() as disk:
-        checkpoint.write_share(draft, disk, strategy, ["actor"], nodes, rank)
+        checkpoint.write_share(draft, disk, strategy, roles, nodes, rank)
         if rank == 0:
             progress = checkpoint.Progress(step, step, 0, "rows", step)
-            checkpoint.complete(draft, disk, ["actor"], progress, nodes, timeout_s=60, keep=2)
+            checkpoint.complete(draft, disk, roles, progress, nodes, timeout_s=60, keep=2)
     strategy.barrier()
 
 

@@ -433,6 +433,21 @@ BEFORE_ANY_MODEL: list[tuple[str, dict[str, Any], str]] = [
         "`rollout.init_args.max_num_batched_tokens` is 255, and as many as `rollout.init_args.max_num_seqs`, 256,",
     ),
     (
+        "an engine of a policy that does not generate",
+        {"engines": {"actr": {"class_path": "rlflow.rollout.TransformersEngine"}}},
+        "`engines.actr` names 'actr', which is no policy that generates; those are actor. Did you mean \"actor\"?",
+    ),
+    (
+        "a policy that shares its own engine",
+        {"engines": {"actor": {"share": "actor"}}},
+        "`engines.actor.share` is 'actor', the policy itself; name the policy whose engine it shall use",
+    ),
+    (
+        "a way to share that is none",
+        {"engines": {"actor": {"share": "opponent", "by": "turn"}}},
+        "`engines.actor.by` is 'turn'; give one of 'turns', 'adapters'",
+    ),
+    (
         "a role that is not there",
         {"placement": {"actr": 0}},
         '`placement.actr` names no role of GRPO; its roles are rollout, actor, reference. Did you mean "actor"',

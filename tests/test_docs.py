@@ -19,14 +19,17 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow import Callback, RLModule, Trainer, algorithms
+from rlflow import Callback, Optimizer, RLModule, Trainer, algorithms
 from rlflow.algorithms import GRPO
 from rlflow.callbacks.hooks import HOOKS
 from rlflow.commands.configuration import read_fit
 from rlflow.commands.graph_difference import Algorithm, difference
 from rlflow.controller.gap import GAP, LARGEST_GAP
+from rlflow.data.prompts import PromptData
 from rlflow.rewards import ExactMatch
 from rlflow.run.prepare import read_graph
+from tests.controller.runs import Fit, OddCharacters, fit
+from tests.data.listed import Listed
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -173,6 +176,20 @@ def test_the_curriculum_leaves_out_what_was_always_solved_and_begins_with_the_ha
     rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     module.solved.learn(torch.tensor([3, 3, 5, 5, 7, 7]), rewards)  # solved always, half the time, and never
     assert module.choose_prompts(1, torch.tensor([3, 5, 9, 7])).tolist() == [7, 5, 9]
+
+
+@pytest.mark.parametrize("name", ["SelfDistillation", "Remembers"])
+def test_the_examples_of_two_models_and_of_earlier_rows_train(name: str, tmp_path: Path) -> None:
+    (block,) = [block for block in blocks("algorithm.md", "python") if f"class {name}(" in block]
+    written = getattr(imported(block, f"shown_{name}", tmp_path), name)
+    rows = [{"question": f"{i}=", "answer": "x" * i} for i in range(1, 5)]
+    sgd = Optimizer("sgd", lr=0.1)
+    if name == "Remembers":
+        module, response = written("tiny", OddCharacters(), sgd, max_response_length=4), None
+    else:
+        module, response = written("tiny", sgd, max_response_length=4), "answer"
+    (step,) = fit(Fit(module, PromptData(Listed(rows), None, 4, response=response), tmp_path / "run")).steps
+    assert math.isfinite(step["actor/loss"])
 
 
 @pytest.mark.parametrize("picture", sorted(drawing.pictures()))

@@ -68,7 +68,8 @@ def test_a_library_that_cannot_be_imported_is_told_with_the_reason(
 
 def test_an_older_python_is_told_in_one_line() -> None:
     # The interpreter at hand stands for an older one; the file is read as it is.
-    code = f"import sys; sys.version_info = (3, 10, 2); exec(open({str(PACKAGE / 'process' / 'minimum_python.py')!r}).read())"
+    file = str(PACKAGE / "process" / "minimum_python.py")
+    code = f"import sys; sys.version_info = (3, 10, 2); exec(open({file!r}).read())"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.returncode == 2
     assert ran.stderr.startswith("rlflow: error: this is Python 3.10, and rlflow needs 3.11 or newer; ")

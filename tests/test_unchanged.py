@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import save_file
 
 from benchmarks.unchanged import execution, starts
-from benchmarks.unchanged.cases import Case, apart, cases_of, divisor
+from benchmarks.unchanged.cases import VLLM, Case, apart, cases_of, divisor
 from benchmarks.unchanged.comparison import compared
 from benchmarks.unchanged.execution import python
 from benchmarks.unchanged.record import Values, values_of
@@ -46,6 +46,10 @@ class TestCases:
     def test_records_have_names_of_their_own(self) -> None:
         cases = cases_of(CONFIGS)
         assert len({case.name for case in cases}) == len(cases)
+
+    def test_what_is_quick_is_less_effort(self) -> None:
+        one, four, served = CASE, replace(CASE, ranks=4), replace(CASE, ranks=1, engine=VLLM)
+        assert sorted([served, four, one], key=lambda case: case.effort) == [one, four, served]
 
     @pytest.mark.parametrize(
         ("prompts", "group_size", "by"),

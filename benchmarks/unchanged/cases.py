@@ -35,6 +35,11 @@ class Case:
         """Of its record."""
         return f"{self.config.replace('/', '-')}-{self.ranks}{'-vllm' * (self.engine == VLLM)}"
 
+    @property
+    def effort(self) -> tuple[bool, int]:
+        """By which the quick ones come first: an engine to start takes longer than ranks, and they than one process."""
+        return self.engine == VLLM, self.ranks
+
 
 def cases_of(configs: Path) -> list[Case]:
     """Of every config in a revision's folder of configs."""

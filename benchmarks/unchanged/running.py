@@ -64,14 +64,14 @@ class Runs:
 
 
 def run_all(runs: Runs, cases: Iterable[Case], jobs: int) -> list[str]:
-    """Every case that is not finished; a line for each that failed.
+    """Every case that is not finished, the quick ones first; a line for each that failed.
 
     Args:
         runs: Whose.
         cases: What to run.
         jobs: Runs at a time.
     """
-    missing = [case for case in cases if runs.record(case) is None]
+    missing = sorted((case for case in cases if runs.record(case) is None), key=lambda case: case.effort)
     runs.folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(jobs) as pool:
         return [line for line in pool.map(lambda case: train(runs, case), missing) if line is not None]

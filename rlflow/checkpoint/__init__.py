@@ -6,6 +6,7 @@
       actor.json                      updates done, what the role's state belongs to, each parameter's shape and ranges
       actor-00000-of-00002.safetensors    rank 0's ranges of `<Hugging Face name>/weight`, `.../exp_avg`, ...
       actor-00001-of-00002.safetensors
+      module-state-00000-of-00002.safetensors   tensors of the module's state that rank 0 writes, by name
       surplus*, under-way*, step-*    groups beyond a step's, cut off, and generated ahead, see `.kept_rows`
 
 Every rank of a role writes the ranges of flattened tensors that it holds, and any ranks at any ZeRO stage read theirs.
@@ -14,7 +15,7 @@ What is drawn (rows, mini-batches, samples) is a function of (seed, step, draw),
 
 from rlflow.checkpoint.manifest import FORMAT, STATE, Progress, changed_files, find, read_progress
 from rlflow.checkpoint.reading import restore
-from rlflow.checkpoint.writing import complete, draft_of, read_logged, write_share
+from rlflow.checkpoint.writing import complete, draft_of, read_logged, read_module_tensors, write_share
 
 __all__ = [
     "FORMAT",
@@ -25,6 +26,7 @@ __all__ = [
     "draft_of",
     "find",
     "read_logged",
+    "read_module_tensors",
     "read_progress",
     "restore",
     "write_share",

@@ -28,6 +28,7 @@ from rlflow.databuffer.rows import NUMBERS, RowSpace
 from rlflow.databuffer.wire import stacked, unstacked
 from rlflow.errors import UserError
 from rlflow.storage.draft import of_rank
+from rlflow.values.absent import Absent
 from rlflow.values.columns import columns, join_rows, take_rows
 from rlflow.values.cuts import Cut
 from rlflow.values.layout import Layout
@@ -57,7 +58,7 @@ def write_kept(folder: Path, name: str, kept: Kept, world_size: int) -> list[str
                 tensors[key], lists[f"{key}/{NAMES}"] = stacked(data), sorted(data)
             elif isinstance(data, Ragged):
                 tensors |= {key: data.values, f"{key}/{LENGTHS}": data.lengths}
-            elif data is not None:  # else it stayed on another rank
+            elif not isinstance(data, Absent):
                 lists[key] = data
     path = folder / of_rank(name, kept.rank, world_size)
     save_file({key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()}, f"{path}.safetensors")
@@ -144,8 +145,10 @@ class _Written:
 
         def data(column: str, cut: Cut) -> Any:
             key = f"{name}/{column}"
+            if key not in tensors and key not in said["lists"]:
+                return Absent(column)
             if cut is Cut.JSON:
-                return said["lists"].get(key)
+                return said["lists"][key]
             if cut is Cut.PARTS:
                 return unstacked(tensor(key), said["lists"][f"{key}/{NAMES}"])
             return Ragged(tensor(key), tensor(f"{key}/{LENGTHS}")) if cut is Cut.RAGGED else tensor(key)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlflow.checkpoint.kept_rows import write_kept
@@ -21,6 +22,8 @@ from rlflow.models.part import Part
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import Draft, Record, not_written, of_rank
 from rlflow.storage.tensors import Entry, write_tensors
+
+MODULE = "module-state"  # in the names of files of the module's tensors; no role is called so
 
 
 class Recorded(Protocol):
@@ -116,6 +119,7 @@ def write_share(
     rank: int,
     kept: Mapping[str, Kept] | None = None,
     logged: Mapping[str, Any] | None = None,
+    module_tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Let `disk` write this rank's files of a checkpoint, and then the record of them; called by all ranks of the job.
 
@@ -128,6 +132,7 @@ def write_share(
         rank: This one.
         kept: Rows of later steps by the name to write them under: a filter's surplus, and steps that are under way.
         logged: What this rank logged of steps that are under way, JSON-able.
+        module_tensors: Those of the module's state that this rank writes, by name.
     """
     digests: dict[str, str] = {}
     failed: list[BaseException] = []
@@ -135,6 +140,10 @@ def write_share(
         if logged:
             name = f"{of_rank('logged', rank, len(nodes))}.json"
             (draft.path / name).write_text(json.dumps(logged))
+            digests[name] = ""
+        if module_tensors:
+            name = _file_of(MODULE, rank, len(nodes))
+            save_file(dict(module_tensors), draft.path / name)
             digests[name] = ""
         for kept_as, rows in (kept or {}).items():
             digests |= dict.fromkeys(write_kept(draft.path, kept_as, rows, len(nodes)), "")
@@ -233,6 +242,12 @@ def _remove_others(newest: Path, keep: int) -> None:
     for other in folder.glob("step-*"):
         if other not in stays:
             shutil.rmtree(other)
+
+
+def read_module_tensors(folder: Path) -> dict[str, Tensor]:
+    """What all ranks wrote of the module's tensors, by name."""
+    files = sorted(folder.glob(f"{MODULE}-*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def read_logged(folder: Path, rank: int, world_size: int) -> list[Any]:

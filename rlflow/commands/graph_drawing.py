@@ -41,7 +41,7 @@ CHARACTER = 0.61  # width of a character of a monospaced font, in font sizes
 
 
 def text(graph: Graph, plan: Plan, rank: int) -> str:
-    """The nodes as a table in the order of execution, then the plan of `rank`."""
+    """The nodes as a table in the order of execution, what each reads and why, then the plan of `rank`."""
     header = ("node", "role", "type", "returns", "rows of", "reads", "written in")
     rows = [
         (
@@ -56,7 +56,23 @@ def text(graph: Graph, plan: Plan, rank: int) -> str:
         for node in graph.order
     ]
     tasks = (f"{i:>3}  {line}" for i, line in enumerate(task_lines(plan.for_rank(rank)), 1))
-    return "\n".join([*_table([header, *rows]), "", f"plan of rank {rank}, digest {plan.digest[:12]}:", *tasks])
+    return "\n".join(
+        [
+            *_table([header, *rows]),
+            "",
+            *_table(_reads(graph)),
+            "",
+            f"plan of rank {rank}, digest {plan.digest[:12]}:",
+            *tasks,
+        ]
+    )
+
+
+def _reads(graph: Graph) -> list[tuple[str, ...]]:
+    """What each node reads: the value, the type that it asks for, and the fields that this names."""
+    read = [graph.fields[node.id, value] for node in graph.order for value in node.reads]
+    rows = [(each.node, each.value, each.asked, str(each) or "-") for each in read]
+    return [("node", "reads", "as", "fields"), *rows]
 
 
 def mermaid(graph: Graph, plan: Plan) -> str:

@@ -17,6 +17,7 @@ from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.metrics import StepMetrics
+from rlflow.module import AllRows
 from rlflow.rewards.reward import Reward, Scores, scored
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.responses import Part, under_way
@@ -28,6 +29,8 @@ from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.layout import Layout
 from rlflow.values.parts import Parts
 from rlflow.values.path import RowPath
+from rlflow.values.protocols import Written
+from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
 
@@ -96,7 +99,7 @@ class NodeContext:
         stop_token_ids: tuple[int, ...],
         decode: Callable[[Sequence[int]], str],
         encode: Callable[[str], list[int]],
-        on_scores: Callable[[int, Rollout, Scores], None],
+        on_scores: Callable[[int, Written, Scores], None],
         rows_of: Callable[[Tensor], Tensor] = lambda ids: ids,
     ) -> None:
         self._engines = engines
@@ -189,13 +192,8 @@ class NodeContext:
             )
         self.under_way = under_way(rollout, sampling.max_tokens)
 
-    def score(self, reward: Reward, rollout: Rollout, name: str) -> tuple[Tensor, Parts]:
+    def score(self, reward: Reward, rollout: Written, name: str) -> tuple[Tensor, Parts]:
         now = self._outside_training("reward_function")
-        if rollout.texts is None or rollout.rows is None:
-            raise UserError(
-                f"node `{now.node.id}` scores rows that were moved; texts stay on the rank that made them."
-                " Score in a node without a role"
-            )
         scores = self._scored_alike(reward, rollout.texts, rollout.rows, now)
         self._on_scores(now.metrics.step, rollout, scores)
         totals = torch.tensor(scores.total, dtype=self._dtype)
@@ -249,11 +247,23 @@ class NodeContext:
         now = self._outside_training("a number over all rows")
         return torch.stack(self._transport.all_gather(x, now.layout.ranks)[:: now.layout.copies])
 
-    def all_rows(self, x: Tensor) -> Tensor:
+    def all_rows(self, x: AllRows) -> AllRows:
         now = self._outside_training("all_rows")
+        if isinstance(x, Ragged):
+            return self._all_ragged(now, x)
         if x.dim() != 1:
-            raise UserError(f"all_rows takes one number a row, `[B]`; node `{now.node.id}` gave {list(x.shape)}")
+            raise UserError(
+                f"all_rows takes one number a row, `[B]`, or Ragged; node `{now.node.id}` gave {list(x.shape)}"
+            )
         return now.space.gathered(now.layout, x, self._transport, now.layout.ranks)
+
+    def _all_ragged(self, now: Running, x: Ragged) -> Ragged:
+        ranks = now.layout.ranks
+        lengths = [on_host(each) for each in self._transport.all_gather_ragged(x.lengths, ranks)]
+        values = self._transport.all_gather_ragged(x.values, ranks)
+        whole = Ragged(torch.cat(values), torch.cat(lengths))
+        numbers = torch.arange(len(whole)).split([len(each) for each in lengths])
+        return whole.take(now.space.in_order(now.layout, list(numbers)))
 
     def dataset_rows(self, group: Tensor) -> Tensor:
         self._outside_training("dataset_rows")

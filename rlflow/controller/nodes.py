@@ -130,7 +130,8 @@ class Nodes:
     def _read(self, node: Node, layout: Layout, now: InStep) -> tuple[dict[str, Any], RowSpace]:
         """The values that `node` reads, in its layout, and the row space that it runs in."""
         space = now.spaces[node.inside]
-        return {name: now.buffer.get(name, layout, space) for name in node.reads}, space
+        values = {name: now.buffer.get(name, layout, space) for name in node.reads}
+        return self._program.graph.seen(node, values), space
 
     def _made(self, node: Node, layout: Layout, now: InStep, result: Rollout, above: RowSpace) -> RowSpace:
         """The rows that a node generated, below those that it read, and the metrics of its responses."""

@@ -18,8 +18,9 @@ from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.functional import loss_count, loss_sum, loss_weights
 from rlflow.metrics import StepMetrics
+from rlflow.models.causal_lm import Averaged
 from rlflow.models.handle import ModelHandle
-from rlflow.module import RLModule
+from rlflow.module import RLModule, handles
 from rlflow.rollout.engine import sampling_seed
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.batch import Pairs
@@ -27,6 +28,7 @@ from rlflow.values.columns import countable, take_rows
 from rlflow.values.cuts import PerSample
 from rlflow.values.host_copy import bring_over, on_device, on_host, remember, rows_at
 from rlflow.values.layout import Layout
+from rlflow.values.ragged import Ragged
 
 MOST_SKIPPED_UPDATES = 3  # in a row; a gradient that stays infinite or NaN is not going to mend itself
 
@@ -89,6 +91,15 @@ class Training:
         for epoch in range(handle.epochs):
             for number in self._order(len(mini_batches), step, epoch):
                 self._update(node, handle, values, mini_batches[number], layout, metrics)
+        last = next(other for other in reversed(self._graph.order) if (other.kind, other.role) == ("train", node.role))
+        if node == last:
+            for name in self._averages_of(handle):
+                self._strategy.move_average(name)
+
+    def _averages_of(self, handle: ModelHandle) -> list[str]:
+        """The roles that follow it as a moving average, and that nodes use."""
+        found = {name: other for name, other in handles(self._module).items() if isinstance(other, Averaged)}
+        return [name for name, other in found.items() if other.owner is handle and name in self._graph.roles()]
 
     def _order(self, count: int, step: int, epoch: int) -> list[int]:
         if epoch == 0:
@@ -113,13 +124,15 @@ class Training:
         scored = _scored(mini)
         mask = _mask(scored, per_sample=node.returns == PerSample)
         here = int(loss_count(on_host(mask), mode)), int(on_host(mask).sum()), _sequences(scored)
-        total, learnt_from, sequences, most = self._agree(here, len(handle.plan.split(scored)), layout)
+        prompts = [mini[name] for name in mini if self._graph.type_of(name) is Ragged]  # other ones, of the same rows
+        parts = len(handle.plan.split(scored, prompts=prompts))
+        total, learnt_from, sequences, most = self._agree(here, parts, layout)
         if learnt_from == 0:
             return  # on any rank
         method = getattr(self._module, node.id)
         loss_here: Tensor | float = 0.0  # float64, on the device
         balance_here: Tensor | None = None  # as it, of the load of experts
-        for part, micro in enumerate(handle.plan.split(scored, at_least=most)):
+        for part, micro in enumerate(handle.plan.split(scored, most, prompts)):
             with handle.training():
                 loss = method(**self._take(mini, micro))
             counts = rows_at(mask, micro)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Generic, Protocol, Union, get_args, get_origin, get_type_hints
 
-from rlflow.values.cuts import PerSample, PerToken, Rows, Scalar, Texts
+from rlflow.errors import did_you_mean
+from rlflow.values.cuts import Cut, PerSample, PerToken, Rows, Scalar, Texts
+from rlflow.values.ragged import Ragged
 
 _ALIASES = {"PerSample": PerSample, "PerToken": PerToken, "Scalar": Scalar, "Rows": Rows, "Texts": Texts}
 
@@ -35,9 +38,38 @@ def fields(annotation: Any) -> dict[str, Any]:
     if not dataclasses.is_dataclass(annotation) or not isinstance(annotation, type):
         return {}
     hints = get_type_hints(annotation, include_extras=True)
-    properties = {name: value for name, value in vars(annotation).items() if isinstance(value, property)}
-    of_properties = {name: get_type_hints(value.fget).get("return", Any) for name, value in properties.items()}
-    return {field.name: hints[field.name] for field in dataclasses.fields(annotation)} | of_properties
+    return {field.name: hints[field.name] for field in dataclasses.fields(annotation)} | _properties(annotation)
+
+
+def names_fields(annotation: Any) -> bool:
+    """Whether a type says by its members what is read of a value: a protocol, a dataclass, or a class like one."""
+    if not isinstance(annotation, type) or annotation is Ragged:
+        return False
+    if Protocol in annotation.__mro__ or dataclasses.is_dataclass(annotation):
+        return True
+    return annotation.__bases__ == (object,) and bool(vars(annotation).get("__annotations__"))
+
+
+def members(annotation: type) -> dict[str, Any]:
+    """What such a type names, in order: its fields and properties with their types, its methods with `Any`."""
+    hints = get_type_hints(annotation, include_extras=True)
+    methods = {name: Any for name, value in _attributes(annotation) if isinstance(value, types.FunctionType)}
+    written = {name for cls in _own(annotation) for name in vars(cls).get("__annotations__", {})}
+    annotated = {name: hint for name, hint in hints.items() if name in written and get_origin(hint) is not ClassVar}
+    found = annotated | _properties(annotation) | methods
+    return {name: hint for name, hint in found.items() if not name.startswith("_")}
+
+
+def misfits(wanted: type, made: Any) -> Iterator[str]:
+    """What such a type names that a value of type `made` does not have, or has as another type, each in words."""
+    known, name = fields(made), type_name(made)
+    for member, hint in members(wanted).items():
+        if member not in known:
+            if not hasattr(made, member):
+                has = did_you_mean(member, known) or (f" It has {', '.join(known)}." if known else "")
+                yield f"`{member}`, and {name} has no such field.{has}"
+        elif not accepts(hint, known[member]):
+            yield f"`{member}` as {type_name(hint)}, and it is {type_name(known[member])} in {name}. Correct one"
 
 
 def accepts(wanted: Any, made: Any) -> bool:
@@ -47,8 +79,33 @@ def accepts(wanted: Any, made: Any) -> bool:
     if len(choices(wanted)) > 1:
         return any(accepts(choice, made) for choice in choices(wanted))
     plain = get_args(made)[0] if get_origin(made) is Annotated else made
-    if getattr(wanted, "_is_protocol", False):  # such as what a model scores: whatever has its properties
-        return {name for name, value in vars(wanted).items() if isinstance(value, property)} <= fields(plain).keys()
-    if isinstance(wanted, type) and isinstance(plain, type):
-        return issubclass(plain, wanted)
+    if get_origin(wanted) is Annotated:
+        return bool(get_args(wanted)[0] == plain) and _cuts(wanted) == _cuts(made)
+    if isinstance(wanted, type) and isinstance(plain, type) and not _is_protocol(wanted) and issubclass(plain, wanted):
+        return True
+    if names_fields(wanted):
+        return isinstance(plain, type) and not any(misfits(wanted, plain))
     return bool(wanted == plain)
+
+
+def _cuts(annotation: Any) -> list[Any]:
+    return [mark for mark in get_args(annotation)[1:] if isinstance(mark, Cut)]
+
+
+def _is_protocol(annotation: Any) -> bool:
+    return bool(getattr(annotation, "_is_protocol", False))
+
+
+def _own(annotation: type) -> list[type]:
+    """The classes that say what a type names, those of bases first."""
+    return [cls for cls in reversed(annotation.__mro__) if cls not in (object, Protocol, Generic)]
+
+
+def _attributes(annotation: type) -> list[tuple[str, Any]]:
+    return [item for cls in _own(annotation) for item in vars(cls).items()]
+
+
+def _properties(annotation: type) -> dict[str, Any]:
+    """The types of the properties of a class."""
+    found = {name: value for name, value in _attributes(annotation) if isinstance(value, property)}
+    return {name: get_type_hints(value.fget, include_extras=True).get("return", Any) for name, value in found.items()}

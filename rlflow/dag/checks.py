@@ -8,13 +8,14 @@ from graphlib import CycleError, TopologicalSorter
 from types import NoneType
 from typing import Any
 
-from rlflow.dag.annotations import accepts, fields, type_name
+from rlflow.dag.annotations import accepts, fields, members, misfits, names_fields, type_name
 from rlflow.dag.node import BATCH, ROLLOUT, Input, Node
 from rlflow.dag.problems import Problem
 from rlflow.errors import did_you_mean
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.columns import columns
 from rlflow.values.cuts import Cut
+from rlflow.values.rollout import Rollout
 
 
 def missing(nodes: Mapping[str, Node], removed: Collection[str], methods: Collection[str]) -> Iterator[Problem]:
@@ -52,11 +53,19 @@ def mistyped(nodes: Mapping[str, Node]) -> Iterator[Problem]:
                 if made is not Any and made is not NoneType:
                     yield from _misread_field(node, value, made)
             elif value.name == BATCH and not _batch_types(value):
-                wrong = f"reads `batch` as {type_name(value.annotation)}, but it is a Batch, or Pairs"
-                yield _problem(node, f"{wrong}. Correct it")
+                yield from _misread(node, value, type_of_batch(nodes), "it is a Batch, or Pairs. Correct it")
             elif source is not None and source.makes_value and not accepts(value.annotation, source.returns):
                 made = f"`{value.name}` returns {type_name(source.returns)} ({source.place})"
-                yield _problem(node, f"reads `{value.name}` as {type_name(value.annotation)}, but {made}. Correct one")
+                yield from _misread(node, value, source.returns, f"{made}. Correct one")
+
+
+def _misread(node: Node, read: Input, made: Any, otherwise: str) -> Iterator[Problem]:
+    """A line for each field that a type names and the value does not have so; or one, where it names none of it."""
+    wanted, whole = read.annotation, f"reads `{read.name}` as {type_name(read.annotation)}"
+    if names_fields(wanted) and wanted not in (Batch, Pairs, Rollout) and members(wanted).keys() & fields(made).keys():
+        yield from (_problem(node, f"{whole}, which names {wrong}") for wrong in misfits(wanted, made))
+    else:
+        yield _problem(node, f"{whole}, but {otherwise}")
 
 
 def _misread_field(node: Node, read: Input, owner: Any) -> Iterator[Problem]:
@@ -133,6 +142,31 @@ def misgenerated(nodes: Mapping[str, Node], roles: Collection[str], policies: Co
             elif policy not in policies:
                 why = f"no language model; only a CausalLM generates, and those are {', '.join(policies) or 'none'}"
                 yield _problem(node, f"generates with {policy!r}, which is {why}. Name one of them")
+
+
+def misused(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Problem]:
+    """Handles in `uses` that the module does not have, that are trained, or that have no role to live beside.
+
+    Args:
+        nodes: The graph's nodes.
+        roles: The names of the module's model handles.
+    """
+    trains = {node.role: node for node in nodes.values() if node.kind == "train"}
+    for node in nodes.values():
+        if node.uses and node.role is None:
+            has = "generates" if node.kind == "rollout" else "has no role"
+            text = f"uses `{node.uses[0]}` and {has}; a model is called on the ranks of another"
+            yield _problem(node, f'{text}. Write `@node(role="{node.uses[0]}")`, or name the role that it lives with')
+        for name in node.uses:
+            if name not in roles:
+                why = did_you_mean(name, roles) or f" The handles are {', '.join(roles)}."
+                yield _problem(node, f"uses `{name}`, which names no model handle of the module.{why}")
+            elif name == node.role:
+                yield _problem(node, f"uses `{name}`, which is its role. Leave it out of `uses`")
+            elif name in trains:
+                other = trains[name]
+                text = f"uses `{name}`, which `{other.id}` ({other.place}) trains"
+                yield _problem(node, f"{text}. Score with it in a node of its own, or name a frozen model")
 
 
 def unmasked(nodes: Mapping[str, Node]) -> Iterator[Problem]:

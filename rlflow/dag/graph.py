@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from rlflow.dag import checks
+from rlflow.dag.fields import FieldsRead, fields_read
 from rlflow.dag.methods import read_methods
 from rlflow.dag.node import BATCH, Input, Node
 from rlflow.dag.problems import GraphError, Problem
-from rlflow.dag.reads import Fields, fields_read
 from rlflow.errors import UserError
 from rlflow.values.columns import columns
 
@@ -24,12 +24,12 @@ class Graph:
     Attributes:
         nodes: By name, in the order of declaration: base classes first; an override keeps its place.
         order: The order of execution: by depth, then declaration, train nodes last; a filter and its ancestors first.
-        fields: By node and value that it reads: the fields of the value that it reads, or None for all.
+        fields: By node and value that it reads: which fields of the value, and why.
     """
 
     nodes: Mapping[str, Node]
     order: tuple[Node, ...]
-    fields: Mapping[tuple[str, str], Fields | None] = field(default_factory=dict, repr=False)
+    fields: Mapping[tuple[str, str], FieldsRead] = field(default_factory=dict, repr=False)
 
     @classmethod
     def read(
@@ -69,6 +69,7 @@ class Graph:
             *checks.mispaired(nodes, spaces.of),
             *checks.miscast(nodes, roles),
             *checks.misgenerated(nodes, roles, policies),
+            *checks.misused(nodes, roles),
             *checks.unmasked(nodes),
             *checks.misfiltered(nodes),
             *cycles,
@@ -102,11 +103,19 @@ class Graph:
         return tuple(node for node in self.order if value in node.reads)
 
     def columns(self, value: str, readers: Collection[Node]) -> tuple[str, ...] | None:
-        """The fields of `value` that these readers read together, in the order of its type; None for all."""
-        read = [self.fields.get((reader.id, value)) for reader in readers]
-        names = tuple(column.name for column in columns(self.type_of(value)))
-        needed = [name for name in names if any(fields is None or name in fields for fields in read)]
-        return None if len(needed) == len(names) else tuple(needed)
+        """The fields of `value` that these readers read together, in the order of its type.
+
+        None for all but those that are marked `Home`.
+        """
+        read = frozenset[str]().union(*(self.fields[reader.id, value].names for reader in readers))
+        every = columns(self.type_of(value))
+        if read == {column.name for column in every if not column.home}:
+            return None
+        return tuple(column.name for column in every if column.name in read)
+
+    def seen(self, node: Node, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values that `node` is called with, by name, each with the fields that it reads; others are absent."""
+        return {name: self.fields[node.id, name].seen(value) for name, value in values.items()}
 
     def trained_roles(self) -> tuple[str, ...]:
         """The roles that train nodes train, each once, in the order of execution."""
@@ -129,8 +138,9 @@ class Graph:
         return (BATCH,) if space == BATCH else (*self.levels(self.nodes[space].inside), space)
 
     def roles(self) -> KeysView[str]:
-        """The roles that nodes score with or train, in the order of declaration: alike on every rank."""
-        return dict.fromkeys(node.role for node in self.nodes.values() if node.role is not None).keys()
+        """The roles that nodes score with, use or train, in the order of declaration: alike on every rank."""
+        used = [role for node in self.nodes.values() for role in (node.role, *node.uses)]
+        return dict.fromkeys(role for role in used if role is not None).keys()
 
 
 def _with_policy(node: Node, order: Sequence[Node], policies: Collection[str]) -> Node:

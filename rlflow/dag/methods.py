@@ -121,7 +121,8 @@ class _Reading(ABC):
         returns = Any if hints is None else self._returns(hints, kind)
         rows = self.mark.rows
         role = None if self.mark.role == ROLLOUT else self.mark.role
-        return Node(self.name, inputs, role, kind, returns, rows, self.file, self.line, self.mark.generates)
+        marked = (self.mark.generates, self.mark.uses)
+        return Node(self.name, inputs, role, kind, returns, rows, self.file, self.line, *marked)
 
     @abstractmethod
     def _hints(self) -> dict[str, Any] | None: ...

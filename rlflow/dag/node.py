@@ -30,6 +30,7 @@ class Mark:
     type: TypeMark | None = None
     rows: RowsMark | None = None
     generates: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
 
 
 @overload
@@ -43,6 +44,7 @@ def node(
     type: TypeMark | None = None,
     rows: RowsMark | None = None,
     generates: str | Sequence[str] = (),
+    uses: str | Sequence[str] = (),
 ) -> Callable[[Method], Method]: ...
 
 
@@ -54,6 +56,7 @@ def node(
     type: TypeMark | None = None,
     rows: RowsMark | None = None,
     generates: str | Sequence[str] = (),
+    uses: str | Sequence[str] = (),
 ) -> Callable[..., Any]:
     """Mark a method as a node of the graph: it makes the value of its own name from the values its parameters name.
 
@@ -68,6 +71,8 @@ def node(
         rows: Of a node that generates: `samples`, the default, makes rows of its own; `batch` keeps the prompts'.
         generates: The policy that the node generates with, or several: names of language models on `self`, trained or
             frozen. What it returns are rows of their own, below those that it reads.
+        uses: One or more frozen model handles on `self` that the node calls beside that of its role; they live on the
+            role's ranks. All ranks of the role call them alike.
 
     Raises:
         UserError: A role was passed without its name, as in `@node("actor")`.
@@ -76,11 +81,15 @@ def node(
         raise UserError(f'`@node("{function}")` names no parameter. Write `@node(role="{function}")`')
 
     def mark(method: Callable[..., Any]) -> Callable[..., Any]:
-        policies = (generates,) if isinstance(generates, str) else tuple(generates)
-        setattr(method, MARK, Mark(role, type, rows, policies))
+        setattr(method, MARK, Mark(role, type, rows, names(generates), names(uses)))
         return method
 
     return mark if function is None else mark(function)
+
+
+def names(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """One name, several or none, as a mark or a config writes them."""
+    return (given,) if isinstance(given, str) else tuple(given or ())
 
 
 @dataclass(frozen=True)
@@ -114,6 +123,7 @@ class Node:
         file: Where the method is written, or the config's entry.
         line: The line of its first decorator, or of `def`; of an entry its first.
         generates: The policies that it generates with.
+        uses: The frozen model handles that it calls beside that of its role.
         space: The rows of its value: `batch`, the prompts', or the id of the node that made them.
         inside: The rows in which it sees the values that it reads.
     """
@@ -127,6 +137,7 @@ class Node:
     file: str
     line: int
     generates: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
     space: str = BATCH
     inside: str = BATCH
 

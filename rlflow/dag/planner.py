@@ -247,23 +247,15 @@ def _described(engines: Layout) -> str:
 def _ranks_without_role(node: Node, made: Sequence[str], graph: Graph, placed: Mapping[str, Layout]) -> tuple[int, ...]:
     """Where the last-planned value was made that a node without a role reads; none where it reads only the batch.
 
-    A value with fields that do not travel, such as texts, comes first, if the node may read these.
+    A value of which it asks for fields that are marked `Home`, such as texts, comes first.
     """
     at_home = [name for name in made if _reads_at_home(node, name, graph)]
-    places = dict.fromkeys(placed[name].ranks for name in at_home)
-    if len(places) > 1:
-        raise UserError(
-            f"node `{node.id}` reads fields of {' and '.join(f'`{name}`' for name in at_home)} that stay where they"
-            f" were made, on {' and on '.join(rank_ranges(ranks) for ranks in places)}; place their roles on the same"
-            " ranks, or read them in nodes of their own"
-        )
     return placed[(at_home or made)[-1]].ranks if made else ()
 
 
 def _reads_at_home(node: Node, value: str, graph: Graph) -> bool:
-    stays = {column.name for column in columns(graph.type_of(value)) if column.home}
-    read = graph.fields.get((node.id, value))
-    return bool(stays) and (read is None or not stays.isdisjoint(read))
+    at_home = {column.name for column in columns(graph.type_of(value)) if column.home}
+    return not at_home.isdisjoint(graph.fields[node.id, value].names)
 
 
 def _ahead_of_training(graph: Graph, placed: Mapping[str, Layout]) -> tuple[tuple[Node, ...], tuple[Node, ...]]:

@@ -18,6 +18,7 @@ from rlflow.databuffer.exchange import Exchange
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
+from rlflow.values.absent import Absent
 from rlflow.values.columns import columns, to_device
 from rlflow.values.cuts import Cut
 from rlflow.values.host_copy import on_host
@@ -94,8 +95,8 @@ class DataBuffer:
             name: Of the value.
             target: Where it is read.
             space: The samples beside which it is read, where it is of their prompts.
-            columns: Those of its fields that are read there, the same on all ranks; None for all. Any use of another
-                raises, except where a rank reads just the rows that it holds and so has the whole.
+            columns: Those of its fields that are read there, the same on all ranks; None for all but those that are
+                marked `Home`. Others are absent, except where a rank reads just the rows that it holds.
         """
         made = self._values[name]
         reader = space or made.space
@@ -259,7 +260,7 @@ def _check(name: str, value: Any, annotation: Any, lengths: Tensor) -> None:
     for column in columns(annotation):
         data = getattr(value, column.name) if column.name else value
         place = f"`{name}.{column.name}`" if column.name else f"`{name}`"
-        if (column.home or column.cut is Cut.PATH) and data is None:
+        if isinstance(data, Absent) or (column.cut is Cut.PATH and data is None):
             continue
         _check_type(place, data, _TYPES[column.cut])
         if isinstance(data, Tensor) and data.dim() < len(_SHAPES[column.cut]):

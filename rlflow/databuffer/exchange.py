@@ -39,7 +39,8 @@ class Exchange:
         held: `[B]`, positions of the rows that this rank holds.
         annotation: The value's type.
         value: What this rank made; None where it made nothing. Not to be changed until `wait` has returned.
-        only: The columns that are read in the target, the same on all ranks; None for all. Others become `Absent`.
+        only: The columns that are read in the target, the same on all ranks; None for all but those that are marked
+            `Home`. Others become `Absent`.
         path: Of all rows `[N]`; None where the value has no column of it.
 
     Attributes:
@@ -66,9 +67,8 @@ class Exchange:
         self._me = route.ranks.index(transport.rank)
         self._path = path
         self._columns = columns(annotation)
-        self._absent = {column.name for column in self._columns if only is not None and column.name not in only}
-        read = [column for column in self._columns if column.name not in self._absent]
-        self._travelling = [column for column in read if column.travels]
+        self._travelling = [column for column in self._columns if column.sent(only)]
+        self._absent = {column.name for column in self._columns if not column.asked(only)}
         self._sized = [column for column in self._travelling if column.cut in (Cut.RAGGED, Cut.JSON)]
         self._value = value
         self._data: dict[str, Data] = {} if value is None else {c.name: _data(value, c) for c in self._columns}
@@ -215,14 +215,9 @@ class Exchange:
             return self._path_here()
         if column.name in self._absent:
             return Absent(column.name)
-        data = self._data.get(column.name)
         if column.cut is Cut.SCALAR:
-            return data
-        if not column.home:
-            return from_bytes(column.cut, self._forms[column.name], arrived[column.name], self._route.order)
-        if data is None or sum(len(rows) for rows in self._route.receives) > len(self._route.receives[self._me]):
-            return None
-        return from_bytes(column.cut, Form.of(column.cut, data), self._kept(column), self._route.order)
+            return self._data.get(column.name)
+        return from_bytes(column.cut, self._forms[column.name], arrived[column.name], self._route.order)
 
     def _path_here(self) -> RowPath:
         """Of the rows that are read here."""

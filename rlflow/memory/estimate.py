@@ -181,11 +181,12 @@ def _of_engine(engine: Engine, role: LoadedRole, capacity: float) -> HeldByEngin
 def weight_bytes(size: ModelSize, how: RoleTraining) -> float:
     """Of a role: divided at ZeRO 3, and there once more where a node's ranks divide them too.
 
-    Those that are trained may be wider than forward passes read them.
+    Those that are trained may be wider than forward passes read them; beside those of a moving average is the average.
     """
+    average = size.parameters * how.averaged_width / how.states_over
     nbytes = size.parameters * how.width
     wider = how.trained * (how.summed_width - how.width) if how.masters else 0
-    return (nbytes + wider) / how.weights_over + (nbytes / how.within if how.within else 0)
+    return (nbytes + wider) / how.weights_over + (nbytes / how.within if how.within else 0) + average
 
 
 def gradient_bytes(how: RoleTraining) -> float:

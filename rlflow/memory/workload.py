@@ -11,7 +11,7 @@ import torch
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node
 from rlflow.dag.planner import Plan
-from rlflow.models.causal_lm import CausalLM, WithoutAdapters
+from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
 from rlflow.models.handle import ModelHandle
 from rlflow.models.sizes import ModelSize
 from rlflow.rollout.engine import EngineMemory, RolloutEngine
@@ -25,6 +25,7 @@ from rlflow.values.layout import Layout
 WIDTHS = {"response_ids": 8, "loss_mask": 1, "lengths": 8, "finished": 1, "group": 8, "version": 8, "versions": 4}
 FLOAT_BYTES, TOKEN_BYTES = 4, 8
 EXPERTS = "experts"  # of a `Rollout`
+AVERAGE_BYTES = 4  # of a number of a moving average, at least
 ROW_BYTES = 256  # of a dataset's row as JSON; an assumption
 
 
@@ -71,6 +72,8 @@ class RoleTraining:
         live: Weights that may stay whole at ZeRO 3, beyond those of a layer.
         within: Ranks that divide weights once more among them; 0 where none do.
         weights_offloaded: Whether weights are in the CPU's memory.
+        averaged_width: Bytes of each number of a moving average beside the weight that forward passes read; 0 where
+            there is none.
     """
 
     stage: int
@@ -89,6 +92,7 @@ class RoleTraining:
     live: int = 0
     within: int = 0
     weights_offloaded: bool = False
+    averaged_width: int = 0
 
     @property
     def weights_over(self) -> int:
@@ -196,7 +200,7 @@ class Workload:
         Args:
             value: Its name.
             padded: Whether rows are padded.
-            fields: Those that travel; None for all.
+            fields: Those that travel; None for all but those that are marked `Home`.
         """
         prompt = self.lengths.longest_prompt if padded else self.lengths.prompt
         response = self.lengths.longest_response if padded else self.lengths.response
@@ -205,7 +209,7 @@ class Workload:
             width = WIDTHS.get(column.name, FLOAT_BYTES)
             if column.name == EXPERTS:  # it has entries only where experts are replayed, which is not counted
                 continue
-            if not column.travels or (fields is not None and column.name not in fields):
+            if not column.sent(fields):
                 continue
             if column.cut is Cut.JSON:
                 total += ROW_BYTES
@@ -218,9 +222,8 @@ class Workload:
         return total
 
     def columns(self, value: str, fields: Collection[str] | None = None) -> int:
-        """How many of `value` travel, of `fields` or of all."""
-        every = [column for column in columns(self.graph.type_of(value)) if fields is None or column.name in fields]
-        return sum(column.travels for column in every)
+        """How many of `value` travel: `fields`, or all but those that are marked `Home`."""
+        return sum(column.sent(fields) for column in columns(self.graph.type_of(value)))
 
     @property
     def _samples(self) -> bool:
@@ -278,11 +281,17 @@ def loaded_role(
             live=strategy.live_elements or 0,
             within=within if within < len(layout.ranks) else 0,
             weights_offloaded=strategy.offload_parameters and not on_cpu,
+            averaged_width=_averaged_width(strategy, width) if isinstance(handle, Averaged) else 0,
         ),
         epochs=handle.epochs,
         layout=layout,
         owner=next((role for role, other in models.items() if other is owner), None),
     )
+
+
+def _averaged_width(strategy: TrainingStrategy, width: int) -> int:
+    """A float32 copy of narrower weights; where trained ones are float32 themselves, what these are wider by."""
+    return 0 if width >= AVERAGE_BYTES else AVERAGE_BYTES - (width if strategy.holds_masters else 0)
 
 
 def engine_here(

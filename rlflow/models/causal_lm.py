@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +16,13 @@ from rlflow.models.lora import LoRA, adapters_off
 from rlflow.models.moe import MoE, Routed, Routing, load_balancing_loss, routers, watch_routers
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
-from rlflow.models.packing import ModelInput, Responses, no_rows
+from rlflow.models.packing import ModelInput, Responses, no_rows, response_mask, take, whole
+from rlflow.models.readouts import Divergence, FrozenLayer, OfTokens, states
 from rlflow.models.scoring import ScoringModel
-from rlflow.values.cuts import PerToken
+from rlflow.values.batch import TokenRows
+from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.host_copy import on_device, rows_at
+from rlflow.values.ragged import Ragged
 
 
 class Generator(Protocol):
@@ -132,6 +136,115 @@ class CausalLM(ModelHandle):
         """The second of `score`."""
         return self.score(rows)[1]
 
+    def logprobs_of(self, rows: Responses, ids: Tensor) -> Tensor:
+        """Log-probabilities of given tokens where each response token stands.
+
+        Args:
+            rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
+            ids: `[B, T, K]` int64, tokens of the vocabulary; what stands where responses are padded is not read.
+
+        Returns:
+            `[B, T, K]`, in float32 (float64 where the model is), 0 where padded.
+        """
+        if ids.dim() != 3 or ids.shape[:2] != rows.response_ids.shape:
+            raise UserError(
+                f"`logprobs_of` was given tokens {list(ids.shape)} for responses {list(rows.response_ids.shape)}; give"
+                " K tokens for each response token, [B, T, K]"
+            )
+        return self._of_tokens(rows, OfTokens(), ids)[0]
+
+    def topk(self, rows: Responses, k: int) -> tuple[Tensor, Tensor]:
+        """The `k` likeliest tokens where each response token stands, the likeliest first.
+
+        Args:
+            rows: As of `logprobs_of`.
+            k: From 1 to the size of the vocabulary.
+
+        Returns:
+            `[B, T, k]` log-probabilities, with gradients within training, and `[B, T, k]` int64 tokens; 0 where padded.
+        """
+        if k < 1:
+            raise UserError(f"`topk` was asked for {k} tokens; ask for 1 or more")
+        logprobs, tokens = self._of_tokens(rows, OfTokens(top=k))
+        return logprobs, tokens
+
+    def hidden(self, rows: Responses) -> PerSample:
+        """What the output layer reads at the last token of each row; at the prompt's last where there is no response.
+
+        Args:
+            rows: As of `logprobs_of`.
+
+        Returns:
+            `[B, H]` in float32 (float64 where the model is).
+        """
+        (states_there,) = self._scores(whole(rows), self.temperature, states)
+        return states_there[:, 0]
+
+    def kl(
+        self,
+        rows: Responses,
+        other: CausalLM,
+        given: Ragged | None = None,
+        over: Literal["self", "other"] = "self",
+    ) -> PerToken:
+        """The Kullback-Leibler divergence from a frozen model, over the whole vocabulary, at each response token.
+
+        By default it is KL(self || other), the sum of p log(p / q) with p this model's distribution and q that of
+        `other`: what distillation calls reverse KL where this model is the student (MiniLLM, arXiv 2306.08543; GKD,
+        arXiv 2306.13649). The logits of each model are divided by its own temperature. In a train node, name `other`
+        in the mark's `uses`, and read `given` as a value of its own, `Ragged`.
+
+        Args:
+            rows: As of `logprobs_of`.
+            other: A frozen model of the same vocabulary on the same ranks; no gradient goes to it.
+            given: Other prompts, one a row, after which `other` reads the same responses; None for those of `rows`.
+            over: Whose distribution the sum is weighted by: `other` gives KL(other || self), forward KL.
+
+        Returns:
+            `[B, T]` in nats, in float32 (float64 where the model is), 0 where padded.
+
+        Raises:
+            UserError: `other` is trained, has another vocabulary, or `given` is of other rows.
+        """
+        self._check_kl(rows, other, given, over)
+
+        def divergence(part: Tensor | None) -> tuple[Tensor, ...]:
+            own: Responses = rows if part is None else take(rows, part)
+            prompts = own.prompt_ids if given is None else given if part is None else given.take(part)
+            layer = FrozenLayer(other.plan.gathers)
+            with torch.no_grad():
+                of_other = TokenRows(prompts, own.response_ids, own.lengths)
+                _, (beside,) = other._forward_once(of_other, other.temperature, layer)
+            return self._score_once(own, self.temperature, Divergence(layer, over == "other"), beside=beside)
+
+        kl, logprobs = self._by_micro_batch(rows, divergence, () if given is None else (given,))
+        self.watch(rows, logprobs)
+        return kl
+
+    def _check_kl(self, rows: Responses, other: CausalLM, given: Ragged | None, over: str) -> None:
+        if other.trainable:
+            raise UserError(
+                f"`kl` to {other.model!r}, which is trained: no gradient would go to it; give a frozen model, as"
+                f" CausalLM({other.model!r}, trainable=False) or `averaged`"
+            )
+        if over not in ("self", "other"):
+            raise UserError(f"`over` of `kl` is {over!r}; it is 'self' or 'other'")
+        if given is not None and len(given) != len(rows.lengths):
+            raise UserError(f"`kl` was given {len(given)} other prompts for {len(rows.lengths)} rows; give one a row")
+
+    def _of_tokens(self, rows: Responses, readout: OfTokens, ids: Tensor | None = None) -> tuple[Tensor, ...]:
+        def of_part(part: Tensor | None) -> tuple[Tensor, ...]:
+            own: Responses = rows if part is None else take(rows, part)
+            if ids is None:
+                return self._score_once(own, self.temperature, readout)
+            asked = ids if part is None else rows_at(ids, part)
+            mask = on_device(response_mask(own), ids.device)
+            return self._score_once(own, self.temperature, readout, beside=asked[mask])
+
+        logprobs, *found = self._by_micro_batch(rows, of_part)
+        self.watch(rows, logprobs)
+        return tuple(found)
+
     def score_nothing(self) -> Tensor:
         """See `ModelHandle.score_nothing`."""
         return self._scores(no_rows(), self.temperature)[0].sum()
@@ -145,6 +258,31 @@ class CausalLM(ModelHandle):
         if self.lora is None:
             raise UserError(f"{self.model!r} has no adapters to leave out; set `lora`, or load the model once more")
         return WithoutAdapters(self)
+
+    def averaged(self, decay: float) -> Averaged:
+        """A frozen model that follows this one: an exponential moving average of its weights.
+
+        After this model's training in a step, each weight becomes decay * average + (1 - decay) * weight; before, it is
+        the model that training starts from. Averages are kept in float32 at least, divided over ranks as this model's
+        weights are, and in checkpoints (mean teacher: Tarvainen and Valpola, arXiv 1703.01780).
+
+        Args:
+            decay: From 0, this model's own weights of the step before, to below 1.
+
+        Raises:
+            UserError: `decay` is outside, this model is frozen, or trains adapters.
+        """
+        if not 0 <= decay < 1:
+            raise UserError(f"`decay` of `averaged` is {decay}; give 0 to below 1, 0.99 say")
+        if not self.trainable:
+            raise UserError(f"{self.model!r} is frozen, so its average never moves; set `trainable`, or use it itself")
+        if self.lora is not None:
+            raise UserError(
+                f"`averaged` of {self.model!r}, which trains adapters: the product of averaged factors is not the"
+                " average of models, and one of whole weights is the second copy that adapters save; leave `lora` out,"
+                " or compare with `without_adapters()`"
+            )
+        return Averaged(self, decay)
 
     @property
     def replays_routing(self) -> bool:
@@ -223,10 +361,28 @@ class WithoutAdapters(CausalLM):
         assert self.owner._forward is not None, "the owner is set up first"
         self.attach(self.owner._forward, self.owner.plan)
 
-    def _score_once(self, rows: Responses, *arguments: object) -> tuple[Tensor, ...]:
+    def _forward_pass(self, read: ModelInput, *arguments: object) -> tuple[Tensor, ...]:
         assert self._forward is not None, "attach comes first"
         with adapters_off(self._forward):
-            return super()._score_once(rows, *arguments)
+            return super()._forward_pass(read, *arguments)
+
+
+class Averaged(CausalLM):
+    """The moving average of a trained language model, a model of its own; `CausalLM.averaged` makes it.
+
+    Args:
+        owner: The trained model.
+        decay: Of the average, a step.
+    """
+
+    def __init__(self, owner: CausalLM, decay: float) -> None:
+        super().__init__(owner.model, trainable=False, temperature=owner.temperature)
+        self.owner = owner
+        self.decay = decay
+
+    def _prepare(self, model: PackedModel) -> None:
+        super()._prepare(model)
+        model.held_as_trained = True
 
 
 def _ignore(rows: Responses, logprobs: Tensor) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,8 +30,9 @@ from rlflow.models.packing import (
     take,
     token_counts,
 )
-from rlflow.values.batch import Pairs
+from rlflow.values.batch import Pairs, TokenRows
 from rlflow.values.host_copy import on_device
+from rlflow.values.ragged import Ragged
 
 
 @dataclass(frozen=True)
@@ -43,30 +44,44 @@ class ForwardPlan:
         packing: Feed rows without padding. Off, each micro-batch is right-padded.
         agree: The largest of the counts that the ranks of the role pass in, a collective; by default of one rank.
         peers: Who divides the lines of this rank's rows; they have the same rows.
+        gathers: Whether a weight is whole only while its layer's forward runs.
     """
 
     token_budget: int = 4096
     packing: bool = True
     agree: Callable[[int], int] = int
     peers: Peers = ALONE
+    gathers: bool = False
 
     def __post_init__(self) -> None:
         if self.token_budget < 1:
             raise UserError(f"`token_budget` is {self.token_budget}; give 1 or more, 4096 say")
 
-    def micro_batches(self, rows: Responses) -> list[Tensor]:
+    def micro_batches(self, rows: Responses, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
         """Row numbers of each micro-batch, as many on every rank of the role; there may be empty ones."""
-        return self.split(rows, at_least=self.agree(len(self.split(rows))))
+        return self.split(rows, self.agree(len(self.split(rows, prompts=prompts))), prompts)
 
-    def split(self, rows: Responses | Pairs, at_least: int = 1) -> list[Tensor]:
-        """Row numbers of each micro-batch of this rank alone, at least so many; there may be empty ones."""
+    def split(self, rows: Responses | Pairs, at_least: int = 1, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
+        """Row numbers of each micro-batch of this rank alone, at least so many; there may be empty ones.
+
+        Args:
+            rows: What is scored.
+            at_least: Micro-batches.
+            prompts: Other prompts of the rows, after which their responses are scored too, in passes of their own.
+        """
         cut = packed_micro_batches if self.packing else padded_micro_batches
-        return cut(self._costs(rows), self.token_budget, at_least)
+        return cut(self._costs(rows, prompts), self.token_budget, at_least)
 
-    def _costs(self, rows: Responses | Pairs) -> Tensor:
-        """`[B]`, the tokens that each row takes in a forward pass; a pair is two rows of one, padded to the longer."""
+    def _costs(self, rows: Responses | Pairs, prompts: Sequence[Ragged] = ()) -> Tensor:
+        """`[B]`, the tokens that each row takes in a forward pass; a pair is two rows of one, padded to the longer.
+
+        With other prompts it is the longest of the row's passes.
+        """
         if not isinstance(rows, Pairs):
-            return token_counts(rows)
+            costs = token_counts(rows)
+            for other in prompts:
+                costs = torch.maximum(costs, token_counts(TokenRows(other, rows.response_ids, rows.lengths)))
+            return costs
         chosen, rejected = token_counts(rows.chosen), token_counts(rows.rejected)
         return chosen + rejected if self.packing else 2 * torch.maximum(chosen, rejected)
 
@@ -201,29 +216,61 @@ class ModelHandle(ABC):
             rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
             arguments: More of the model's forward.
         """
+        return self._by_micro_batch(
+            rows, lambda part: self._score_once(rows if part is None else take(rows, part), *arguments)
+        )
+
+    def _by_micro_batch(
+        self,
+        rows: Responses,
+        score: Callable[[Tensor | None], tuple[Tensor, ...]],
+        prompts: Sequence[Ragged] = (),
+    ) -> tuple[Tensor, ...]:
+        """What `score` gives of the rows, `[B, ...]` each: in one pass within `training`, else by micro-batch.
+
+        Args:
+            rows: That are scored.
+            score: Makes one forward pass of the rows at an index; at None, of all.
+            prompts: See `ForwardPlan.split`.
+        """
         if self._training:
-            return self._score_once(rows, *arguments)
+            return score(None)
         on_cpu(rows)  # all at once, not by micro-batch
         with torch.no_grad():
-            parts = self.plan.micro_batches(rows)
-            scores = [self._score_once(take(rows, part), *arguments) for part in parts]
+            parts = self.plan.micro_batches(rows, prompts)
+            scores = [score(part) for part in parts]
         order = on_device(torch.cat(parts).argsort(), rows.response_ids.device)
         return tuple(torch.cat(values)[order] for values in zip(*scores, strict=True))
 
-    def _score_once(self, rows: Responses, *arguments: object) -> tuple[Tensor, ...]:
-        """One forward pass."""
+    def _score_once(self, rows: Responses, *arguments: object, beside: Tensor | None = None) -> tuple[Tensor, ...]:
+        """One forward pass, `[B, T, ...]` each."""
+        read, values = self._forward_once(rows, *arguments, beside=beside)
+        home = rows.response_ids.device
+        return tuple(read.unpack(value).to(home) for value in values)
+
+    def _forward_once(
+        self, rows: Responses, *arguments: object, beside: Tensor | None = None
+    ) -> tuple[ModelInput, tuple[Tensor, ...]]:
+        """One forward pass: what it read of the line, and the values of the whole line, `[R, ...]` each.
+
+        Args:
+            rows: All of them.
+            arguments: More of the model's forward.
+            beside: `[R, ...]`, see `ModelInput.beside`.
+        """
         assert self._forward is not None, "attach comes first"
         device = next(self._forward.parameters()).device
         peers = self.plan.peers
-        parts = self.plan.model_input(rows).divide(peers.size)
+        line = self.plan.model_input(rows)
+        parts = (line if beside is None else replace(line, beside=beside)).divide(peers.size)
         read = parts[peers.rank].to(device)
         values = peers.gather(self._forward_pass(read, *arguments), [len(part.scored) for part in parts])
         self.forwarded_tokens += read.input_ids.numel()
         self.useful_tokens += read.useful_tokens
-        home = rows.response_ids.device
-        return tuple(read.unpack(value).to(home) for value in values)
+        return read, values
 
     def _forward_pass(self, read: ModelInput, *arguments: object) -> tuple[Tensor, ...]:
         assert self._forward is not None, "attach comes first"
-        values: tuple[Tensor, ...] = self._forward(*read.arguments(), *arguments)
+        beside = () if read.beside is None else (read.beside,)
+        values: tuple[Tensor, ...] = self._forward(*read.arguments(), *arguments, *beside)
         return values

@@ -7,7 +7,7 @@ exist for one chunk of tokens at a time, in the backward pass as in the forward,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,15 @@ def unknown_logit_settings(config: Any) -> list[str]:
     return [f"{name} {value}" for name in unknown if (value := getattr(text, name, None)) not in (None, 1.0)]
 
 
+class Readout(Protocol):
+    """What an output layer computes of hidden states, within its own forward; see `rlflow.models.readouts`."""
+
+    def __call__(
+        self, layer: TokenHead, hidden: Tensor, targets: Tensor, temperature: float, beside: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Values of each hidden state, `[N, ...]`; the arguments are those of `TokenHead.forward`."""
+
+
 class TokenHead(nn.Module):
     """A model's output layer that returns log-probabilities and entropy in place of logits.
 
@@ -90,8 +99,25 @@ class TokenHead(nn.Module):
         self.weight = weight
         self.shape = shape
 
-    def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """`[N, H]` hidden states and `[N]` targets to `[N]` log-probabilities and `[N]` entropies."""
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float,
+        readout: Readout | None = None,
+        beside: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """`[N, H]` hidden states and `[N]` targets to `[N]` log-probabilities and `[N]` entropies, or to a readout's.
+
+        Args:
+            hidden: `[N, H]`.
+            targets: `[N]` int64.
+            temperature: Divides the logits.
+            readout: What to compute instead of the two.
+            beside: `[N, ...]`, what the readout compares with, if anything.
+        """
+        if readout is not None:
+            return readout(self, hidden, targets, temperature, beside)
         return token_logprobs(hidden, self.weight, targets, temperature, shape=self.shape, wide=self.wide)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -125,8 +151,39 @@ def token_logprobs(
     Returns:
         `[N]` log-probabilities and `[N]` entropies in nats.
     """
+    logprobs, entropy, _ = logprobs_of_tokens(
+        hidden, weight, targets[:, None], temperature, 0, chunk_elements, shape, wide
+    )
+    return logprobs[:, 0], entropy
+
+
+def logprobs_of_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    temperature: float = 1.0,
+    top: int = 0,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    shape: LogitShape = PLAIN,
+    wide: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `token_logprobs`, of several tokens at each place: given ones, and the likeliest.
+
+    Args:
+        hidden: `[N, H]`.
+        weight: `[V, H]`.
+        ids: `[N, K]` int64.
+        temperature: See `token_logprobs`, also for the rest.
+        top: How many of the likeliest tokens are added, likeliest first.
+        chunk_elements: Most logits held at once.
+        shape: What the model makes of the products.
+        wide: Take the products in the softmax's dtype too.
+
+    Returns:
+        `[N, K + top]` log-probabilities, `[N]` entropies, and `[N, K + top]` the tokens, of which `ids` are the first.
+    """
     apply: Any = _TokenLogprobs.apply
-    result: tuple[Tensor, Tensor] = apply(hidden, weight, targets, temperature, chunk_elements, shape, wide)
+    result: tuple[Tensor, Tensor, Tensor] = apply(hidden, weight, ids, temperature, top, chunk_elements, shape, wide)
     return result
 
 
@@ -136,85 +193,89 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        targets: Tensor,
+        ids: Tensor,
         temperature: float,
+        top: int,
         chunk_elements: int,
         shape: LogitShape,
         wide: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         products_in = dtype if wide else hidden.dtype
         given, weight = weight, weight.to(products_in)
-        logprobs = hidden.new_empty(targets.shape, dtype=dtype)
-        entropy = torch.empty_like(logprobs)
+        number, known = ids.shape
+        tokens = ids.new_empty(number, known + top)
+        tokens[:, :known] = ids
+        logprobs = hidden.new_empty(tokens.shape, dtype=dtype)
+        entropy = hidden.new_empty(number, dtype=dtype)
         rows = max(1, chunk_elements // weight.shape[0])
-        for i in range(0, len(targets), rows):
+        for i in range(0, number, rows):
             chunk = slice(i, i + rows)
             products = (hidden[chunk].to(products_in) @ weight.T).to(dtype)
-            logprobs[chunk], entropy[chunk] = _scores(shape.logits(products), targets[chunk], temperature)
-            del products  # before the next chunk's are made
+            everything = log_softmax(shape.logits(products), temperature)  # [n, V]
+            if top:
+                tokens[chunk, known:] = everything.topk(top, dim=1).indices
+            logprobs[chunk] = everything.gather(1, tokens[chunk])
+            entropy[chunk] = -everything.exp().mul_(everything).sum(1)
+            del products, everything  # before the next chunk's are made
         ctx.rows, ctx.temperature, ctx.shape, ctx.products_in = rows, temperature, shape, products_in
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, given, targets, entropy)
-        return logprobs, entropy
+        ctx.mark_non_differentiable(tokens)
+        ctx.save_for_backward(hidden, given, tokens, entropy)
+        return logprobs, entropy, tokens
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
-        hidden, given, targets, entropy = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, given, tokens, entropy = ctx.saved_tensors
         weight = given.to(ctx.products_in)
-        grad_logprobs = torch.zeros_like(entropy) if grads[0] is None else grads[0]
+        grad_logprobs = entropy.new_zeros(tokens.shape) if grads[0] is None else grads[0]
         grad_entropy = grads[1]
         grad_hidden = torch.empty_like(hidden)
         # A sum over chunks, so kept wider than bfloat16.
         grad_weight = torch.zeros_like(given, dtype=entropy.dtype) if ctx.needs_input_grad[1] else None
-        for i in range(0, len(targets), ctx.rows):
+        for i in range(0, len(tokens), ctx.rows):
             chunk = slice(i, i + ctx.rows)
             read = hidden[chunk].to(ctx.products_in)
             logits = ctx.shape.logits((read @ weight.T).to(entropy.dtype))
             derivative = ctx.shape.derivative(logits)
-            everything = _log_softmax(logits, ctx.temperature)
+            everything = log_softmax(logits, ctx.temperature)
             del logits
             grad = _logits_gradient(
                 everything,
-                targets[chunk, None],
+                tokens[chunk],
                 entropy[chunk, None],
-                grad_logprobs[chunk, None],
+                grad_logprobs[chunk],
                 None if grad_entropy is None else grad_entropy[chunk, None],
             )
             grad = grad.div_(ctx.temperature).mul_(derivative).to(ctx.products_in)
             grad_hidden[chunk] = grad @ weight
             if grad_weight is not None:
-                _add_product(grad_weight, grad.T, read)
+                add_product(grad_weight, grad.T, read)
             del grad, everything, derivative  # before the next chunk's logits are made
-        return grad_hidden, None if grad_weight is None else grad_weight.to(given.dtype), None, None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(given.dtype), *[None] * 6
 
 
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+def log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """`[n, V]`, of the logits divided by the temperature, not the logprobs divided by it; overwrites `logits`."""
     return logits.div_(temperature).log_softmax(1)
 
 
-def _scores(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """`[n]` log-probabilities and entropies of one chunk; overwrites `logits` `[n, V]`."""
-    everything = _log_softmax(logits, temperature)  # [n, V]
-    return everything.gather(1, targets[:, None])[:, 0], -everything.exp().mul_(everything).sum(1)
-
-
 def _logits_gradient(
-    everything: Tensor, targets: Tensor, entropy: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None
+    everything: Tensor, tokens: Tensor, entropy: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None
 ) -> Tensor:
-    """`[n, V]`, of the logits divided by the temperature; overwrites `everything`, the other arguments are `[n, 1]`.
+    """`[n, V]`, of the logits divided by the temperature; overwrites `everything`.
 
-    With p = softmax(z): d logp[target] / dz = onehot - p, and d entropy / dz = -p * (logp + entropy).
+    With p = softmax(z): d logp[token] / dz = onehot - p, and d entropy / dz = -p * (logp + entropy). `tokens` and
+    `grad_logprobs` are `[n, K]`, entropy and its gradient `[n, 1]`.
     """
     probs = everything.exp()
-    factor = grad_logprobs
+    factor = grad_logprobs if grad_logprobs.shape[1] == 1 else grad_logprobs.sum(1, keepdim=True)
     if grad_entropy is not None:
-        factor = everything.add_(entropy).mul_(grad_entropy).add_(grad_logprobs)
-    return probs.mul_(factor).neg_().scatter_add_(1, targets, grad_logprobs)
+        factor = everything.add_(entropy).mul_(grad_entropy).add_(factor)
+    return probs.mul_(factor).neg_().scatter_add_(1, tokens, grad_logprobs)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """`total += left @ right`, where `total` may be of a wider dtype."""
     if total.dtype == right.dtype:
         total.addmm_(left, right)  # without a product of the weight's size beside it

@@ -49,6 +49,7 @@ class PackedModel(nn.Module):
         self.lora: LoRA | None = None
         self.base = ""  # what adapters belong to
         self.base_digest = ""  # `digest_of` it; set by who can see all of its weights
+        self.held_as_trained = False  # frozen weights are held in the dtype of trained ones, to be moved in it
         self.files: WeightFiles | None = None  # of a model that was built empty, until `Filling` reads them
 
     def use_float32_head(self) -> None:

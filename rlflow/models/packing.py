@@ -66,6 +66,7 @@ class ModelInput:
         mask: `[B, T]` bool, where those tokens stand in the responses.
         useful_tokens: Tokens in `input_ids` that had to be there.
         experts: `[N, layers, k]`, those of the line that came with the rows; None without.
+        beside: `[R, ...]`, more that is read at each scored token; None without.
     """
 
     input_ids: Tensor
@@ -77,6 +78,7 @@ class ModelInput:
     mask: Tensor
     useful_tokens: int
     experts: Tensor | None = None
+    beside: Tensor | None = None
 
     def to(self, device: torch.device) -> ModelInput:
         """The same on another device."""
@@ -120,13 +122,15 @@ class ModelInput:
                 targets=self.targets[inside[part]],
                 mask=self.mask,
                 useful_tokens=min(max(self.useful_tokens - part * length, 0), length),
+                beside=None if self.beside is None else self.beside[inside[part]],
             )
             for part in range(size)
         ]
 
     def unpack(self, values: Tensor) -> PerToken:
-        """`[R]` values as `[B, T]`, 0 where padded; differentiable, and part of the graph even without a row."""
-        return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
+        """`[R, ...]` values as `[B, T, ...]`, 0 where padded; differentiable, and in the graph even without a row."""
+        mask = self.mask.view(*self.mask.shape, *[1] * (values.dim() - 1))
+        return values.new_zeros(*self.mask.shape, *values.shape[1:]).masked_scatter(mask, values)
 
 
 def _as_they_are(values: tuple[Tensor, ...], counts: list[int]) -> tuple[Tensor, ...]:
@@ -140,8 +144,8 @@ class Peers:
     Attributes:
         size: How many.
         rank: The place of this one.
-        gather: Makes of this rank's values, `[r]` each, those of the line, `[R]`, on all peers; `counts` are the
-            lengths of all peers' values. The gradient of its own part goes back to each.
+        gather: Makes of this rank's values, `[r, ...]` each, those of the line, `[R, ...]`, on all peers; `counts` are
+            the lengths of all peers' values. The gradient of its own part goes back to each.
     """
 
     size: int = 1
@@ -177,6 +181,11 @@ def whole(rows: Responses) -> TokenRows:
     return there
 
 
+def response_mask(rows: Responses) -> Tensor:
+    """`[B, T]` bool on the CPU, True where a response token stands."""
+    return torch.arange(rows.response_ids.shape[1]) < on_host(rows.lengths)[:, None]
+
+
 def token_counts(rows: Responses) -> Tensor:
     """`[B]` int64, on the CPU: the tokens of each row that the model has to read."""
     prompts, responses = on_host(rows.prompt_ids.lengths), on_host(rows.lengths)
@@ -207,7 +216,7 @@ def pack(rows: Responses) -> ModelInput:
     response_start = prompts.repeat_interleave(counts)
 
     column = torch.arange(rows.response_ids.shape[1])
-    mask = column < rows.lengths[:, None]
+    mask = response_mask(rows)
     in_prompt = position_ids < response_start
     input_ids = torch.empty(total, dtype=torch.int64)
     input_ids[in_prompt] = rows.prompt_ids.values[(rows.lengths > 0).repeat_interleave(prompts)]

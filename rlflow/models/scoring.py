@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlflow.models.logprobs import LogitShape, TokenHead
+from rlflow.models.logprobs import LogitShape, Readout, TokenHead
 from rlflow.models.packed import PackedModel, read
 
 
@@ -86,8 +86,10 @@ class ScoringModel(PackedModel):
         scored: Tensor,
         targets: Tensor,
         temperature: float = 1.0,
-    ) -> tuple[Tensor, Tensor]:
-        """`[R]` log-probabilities and `[R]` entropies of the scored tokens of a `ModelInput`."""
+        readout: Readout | None = None,
+        beside: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """`[R]` log-probabilities and `[R]` entropies of the scored tokens of a `ModelInput`, or a readout's."""
         hidden = self.hidden(input_ids, position_ids, cu_seqlens, max_seqlen, scored)
-        scores: tuple[Tensor, Tensor] = self.output_layer(hidden, targets, temperature)
+        scores: tuple[Tensor, ...] = self.output_layer(hidden, targets, temperature, readout, beside)
         return scores

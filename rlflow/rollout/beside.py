@@ -129,8 +129,8 @@ class EngineBeside(RolloutEngine):
         report: SyncReport = self._result(answer, doing)
         return SyncReport(report.version, report.tensors, report.nbytes, time.perf_counter() - start)
 
-    def sleep(self) -> None:
-        self._call("sleep", "sleep")
+    def sleep(self, keep_weights: bool = False) -> None:
+        self._call("sleep", "sleep", keep_weights)
 
     def wake_up(self) -> None:
         if self._device.type != "cpu":  # what this process has freed its allocator keeps from the other

@@ -274,12 +274,17 @@ class RolloutEngine(ABC):
             WeightSyncError: Names the tensors that were not sent or that the engine does not hold as sent.
         """
 
-    def sleep(self) -> None:
-        """Give the memory of weights and caches to training. Generating needs `wake_up` and a sync."""
-        self.policy_version = NO_VERSION
+    def sleep(self, keep_weights: bool = False) -> None:
+        """Give the memory of weights and caches to training. Generating needs `wake_up` and a sync.
+
+        Args:
+            keep_weights: For a frozen policy: keep them, on a GPU in the CPU's memory; generating needs `wake_up`.
+        """
+        if not keep_weights:
+            self.policy_version = NO_VERSION
 
     def wake_up(self) -> None:  # noqa: B027 - engines that keep their memory have nothing to do
-        """Take the memory back; weights come with the next sync."""
+        """Take the memory back; weights that were not kept come with the next sync."""
 
     @abstractmethod
     def close(self) -> None:

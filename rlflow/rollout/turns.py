@@ -69,12 +69,12 @@ class EngineInTurns(RolloutEngine):
         self.policy_version = version
         return report
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = False) -> None:
         """Give the engine's memory back, unless another policy has its turn: then that one's `sleep` does."""
         if any(other.policy_version != NO_VERSION for other in self._turns.values() if other is not self):
             return
-        super().sleep()
-        self._engine.sleep()
+        super().sleep(keep_weights)
+        self._engine.sleep(keep_weights)
 
     def wake_up(self) -> None:
         self._engine.wake_up()

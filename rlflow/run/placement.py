@@ -10,7 +10,7 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.node import ROLLOUT, engine_of
 from rlflow.dag.tasks import rank_ranges
 from rlflow.errors import UserError, did_you_mean
-from rlflow.models.causal_lm import CausalLM, WithoutAdapters
+from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule, handles
 from rlflow.settings import Machines, Place, Placed
@@ -74,10 +74,10 @@ def layouts(
                 f"`placement.{role}` names no role of {type(module).__name__}; its roles are"
                 f" {', '.join(known)}.{did_you_mean(role, known)}"
             )
-        if isinstance(found.get(role), WithoutAdapters):
+        if isinstance(found.get(role), WithoutAdapters | Averaged):
+            what = "a model without its adapters" if isinstance(found[role], WithoutAdapters) else "a moving average"
             raise UserError(
-                f"`placement.{role}` cannot be: `{role}` is a model without its adapters and lives where the model"
-                " does; place that one"
+                f"`placement.{role}` cannot be: `{role}` is {what} and lives where the model does; place that one"
             )
     trained = graph.trained_roles()
     first = found[trained[0]].samples_per_update if trained else None
@@ -88,6 +88,8 @@ def layouts(
     for role, handle in found.items():
         samples_per_update = handle.samples_per_update if role in trained else first
         of = _owner(role, found)
+        if of not in places:
+            of = next((node.role for node in graph.order if role in node.uses and node.role in found), of)
         ranks = _ranks(of, places.get(of, Place()), machines)
         size = places.get(of, Place()).sequence_parallel_size
         if size < 1 or len(ranks) % size:
@@ -96,9 +98,28 @@ def layouts(
                 f" `{of}`; use one of {_divisors(len(ranks))}"
             )
         result[role] = Layout(ranks, len(ranks) // size, "balanced", samples_per_update)
+    _bring_together(result, graph)
     for name in engines.values():
         _refuse_torn_engines(name, result, graph)
     return result
+
+
+def _bring_together(placed: dict[str, Layout], graph: Graph) -> None:
+    """Give models that a node uses beside its role's the role's layout; a model is called by all of its ranks alike."""
+    for node in graph.order:
+        for used in node.uses:
+            role = str(node.role)
+            here, there = placed[role], placed[used]
+            if (here.ranks, here.shards) != (there.ranks, there.shards):
+                raise UserError(
+                    f"node `{node.id}` of `{role}` uses `{used}`, and `placement` has {_described(here)} for `{role}`"
+                    f" and {_described(there)} for `{used}`; place both alike"
+                )
+            placed[used] = here
+
+
+def _described(layout: Layout) -> str:
+    return f"{rank_ranges(layout.ranks)} in {layout.shards} shard{'s' if layout.shards > 1 else ''}"
 
 
 def _place(written: Placed) -> Place:
@@ -108,9 +129,9 @@ def _place(written: Placed) -> Place:
 
 
 def _owner(role: str, found: Mapping[str, ModelHandle]) -> str:
-    """The role whose weights `role` is a view of; itself if it has its own."""
+    """The role whose weights `role` is a view or an average of; itself if it has its own."""
     handle = found[role]
-    if not isinstance(handle, WithoutAdapters):
+    if not isinstance(handle, WithoutAdapters | Averaged):
         return role
     return next((name for name, other in found.items() if other is handle.owner), role)
 

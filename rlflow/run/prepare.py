@@ -17,7 +17,7 @@ from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.models.architecture import check_architecture
 from rlflow.models.attention import check_sequence_parallel
-from rlflow.models.causal_lm import CausalLM, WithoutAdapters
+from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
 from rlflow.models.lora import require_peft
 from rlflow.models.tiny import resolve_model
 from rlflow.module import RLModule, chooses_prompts, handles, has_validation_step
@@ -186,7 +186,7 @@ def _said_by(module: RLModule, role: str) -> str:
 
 
 def _loaded(module: RLModule, graph: Graph) -> list[str]:
-    """The roles that have a model, in the order of loading: views after those that they are views of."""
+    """The roles that have a model, in the order of loading: views and averages after those that they follow."""
     found = handles(module)
     roles = list(graph.roles())
     used = [found[role] for role in roles]
@@ -198,4 +198,16 @@ def _loaded(module: RLModule, graph: Graph) -> list[str]:
                 f"`{role}` is a model without its adapters, and no node uses the model with them; load `{role}` by"
                 f" itself, as CausalLM({handle.model!r}, trainable=False)"
             )
-    return sorted(roles, key=lambda role: isinstance(found[role], WithoutAdapters))
+        if isinstance(handle, Averaged) and handle.owner not in [found[trained] for trained in graph.trained_roles()]:
+            raise UserError(
+                f"`{role}` is the moving average of a model that no node trains, so it never moves; train that one, or"
+                f" load `{role}` by itself, as CausalLM({handle.model!r}, trainable=False)"
+            )
+    for node in graph.order:
+        for name in node.uses:
+            if found[name].trainable:
+                raise UserError(
+                    f"node `{node.id}` uses `{name}`, which is trainable, and no node trains it; set `trainable` to"
+                    " false where it is made"
+                )
+    return sorted(roles, key=lambda role: isinstance(found[role], WithoutAdapters | Averaged))

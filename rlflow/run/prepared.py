@@ -15,7 +15,8 @@ from rlflow.dag.planner import Plan, sync_of
 from rlflow.dag.tasks import SyncWeights
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import PromptData
-from rlflow.module import RLModule
+from rlflow.models.causal_lm import Averaged
+from rlflow.module import RLModule, handles
 from rlflow.rollout.assignment import Engines
 from rlflow.settings import Settings
 from rlflow.strategies.strategy import TrainingStrategy
@@ -109,6 +110,12 @@ class Prepared(Planned):
         names = [engine_of(policy) for policy in (self.follows, *self.policies) if policy is not None]
         ranks = tuple(sorted({rank for layout in self.layouts.values() for rank in layout.ranks}))
         return next((self.layouts[name] for name in names if name in self.layouts), Layout(ranks, len(ranks)))
+
+    @property
+    def stateful(self) -> tuple[str, ...]:
+        """The roles of which a checkpoint has a state: those that are trained, and averages of them after these."""
+        found = handles(self.module)
+        return (*self.graph.trained_roles(), *(role for role in self.paths if isinstance(found[role], Averaged)))
 
     def engine_layouts(self) -> dict[str, Layout]:
         """Where each policy generates."""

@@ -13,6 +13,7 @@ from rlflow.controller import Controller
 from rlflow.errors import UserError
 from rlflow.metrics import Metrics
 from rlflow.module import chooses_prompts
+from rlflow.run.module_state import restore_module
 from rlflow.run.prepared import Prepared
 from rlflow.run.setup import Joined
 from rlflow.run.together import attempt, gather
@@ -89,8 +90,8 @@ class Resume:
             return []
         joined, prepared, folder, progress = self.joined, self.joined.prepared, self.checkpoint, self.progress
         device, transport = prepared.strategy.root_device, joined.transport
-        checkpoint.restore(folder, prepared.strategy, prepared.graph.trained_roles())
-        prepared.module.load_state_dict(progress.module)
+        checkpoint.restore(folder, prepared.strategy, prepared.stateful)
+        restore_module(prepared.module, progress.module, checkpoint.read_module_tensors(folder))
         if prepared.train.chosen is not None:
             prepared.train.chosen.load_state_dict(progress.chosen or [])
         lines = callbacks.load_state_dict(progress.callbacks)

@@ -11,8 +11,8 @@ from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.rewards.reward import Scores
 from rlflow.values.host_copy import on_host
+from rlflow.values.protocols import Written
 from rlflow.values.ragged import Ragged
-from rlflow.values.rollout import Rollout
 
 SAMPLES_PER_STEP = 4
 
@@ -33,7 +33,7 @@ class Samples:
         self._decode = decode
         self._steps: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
 
-    def keep(self, step: int, rollout: Rollout, scores: Scores) -> None:
+    def keep(self, step: int, rollout: Written, scores: Scores) -> None:
         """Keep some of these, on the rank that does."""
         if self._transport.rank != self._speaker:
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from rlflow.dag.tasks import Load
 from rlflow.errors import UserError
 from rlflow.metrics import Metrics
 from rlflow.run.folder import RunFolder
+from rlflow.run.module_state import ModuleState
 from rlflow.run.resume import Resume
 from rlflow.run.setup import Joined
 from rlflow.run.together import attempt, gather
@@ -61,12 +61,12 @@ class Saving:
         self._pending = False  # whether something was begun that `wait` waits for
         self._nodes: dict[int, str] = {}  # of each rank
         self._sizes: dict[str, tuple[int, int]] = {}  # of each role's model and state
-        self._module_before: dict[str, Any] = {}
+        self._state = ModuleState(self._module, self._transport.rank, partial(gather, self._transport))
         self.before: dict[str, float] = {} if resume.progress is None else resume.progress.before
 
     def begin(self) -> None:
         """The module is as the first step of this run finds it."""
-        self._module_before = _as_json(self._module.state_dict())
+        self._state.begin()
 
     def is_due(self, done: int, ends: bool) -> bool:
         """Whether a checkpoint is to be written after `done` steps; `ends`: with which the run ends."""
@@ -81,6 +81,7 @@ class Saving:
         """
         self.wait()
         self._require_finite(done, states=True)
+        module, tensors = self._state.taken()
         progress = Progress(
             step=done,
             version=controller.policies.version_after(self._prepared.follows, done),
@@ -88,7 +89,7 @@ class Saving:
             data=self._prepared.train.scan.digest,
             draws=controller.draws,
             before=self.before,
-            module=self._module_state(),
+            module=module,
             callbacks=self._callbacks.state_dict(),
             chosen=self._chosen_rows(),
             prompts_per_step=self._prepared.train.prompts_per_step,
@@ -101,11 +102,13 @@ class Saving:
         models = self._open(draft)
         self._write_models(models)
         kept, rank = controller.kept(done), self._transport.rank
-        checkpoint.write_share(draft, self._disk, self._strategy, self._roles, self._nodes, rank, kept, logged)
+        checkpoint.write_share(
+            draft, self._disk, self._strategy, self._prepared.stateful, self._nodes, rank, kept, logged, tensors
+        )
         self._complete_models(models)
         if rank == 0:
             keep, timeout_s = self._settings.keep_checkpoints, self._timeout_s
-            checkpoint.complete(draft, self._disk, self._roles, progress, self._nodes, timeout_s, keep)
+            checkpoint.complete(draft, self._disk, self._prepared.stateful, progress, self._nodes, timeout_s, keep)
         if not self._settings.async_save:
             self.wait()
 
@@ -175,14 +178,14 @@ class Saving:
 
     def _sizes_of_roles(self) -> dict[str, tuple[int, int]]:
         """Bytes of each role's model and of its state in a checkpoint, which its first rank tells."""
-        led = [role for role in self._roles if self._strategy.leads(role)]
+        led = [role for role in self._prepared.stateful if self._strategy.leads(role)]
         sizes: dict[str, tuple[int, int]] = {}
         with_states = self._settings.save_every_n_steps is not None
 
         def measure() -> None:
             for role in led:
                 state = self._strategy.state_bytes(role) if with_states else 0
-                sizes[role] = self._strategy.model_bytes(role), state
+                sizes[role] = self._strategy.model_bytes(role) if role in self._roles else 0, state
 
         self._attempt(measure)
         return {role: size for here in gather(self._transport, sizes) for role, size in here.items()}
@@ -256,20 +259,6 @@ class Saving:
                     name, kind = found
                     raise UserError(_not_finite(role, name, kind, done))
 
-    def _module_state(self) -> dict[str, Any]:
-        """Each entry as the ranks have it that changed it: those that run the node that it belongs to."""
-        here = self._module.state_dict()
-        if self._transport.rank != 0:  # what is remembered of prompts is the same on all ranks, and may be long
-            here = {name: state for name, state in here.items() if name not in self._module.memories()}
-        states: list[dict[str, Any]] = gather(self._transport, here)
-        names = dict.fromkeys(name for state in states for name in state)
-        of_ranks = {name: [state[name] for state in states if name in state] for name in names}
-        before = self._module_before
-        return {
-            name: next((value for value in values if value != before.get(name)), values[0])
-            for name, values in of_ranks.items()
-        }
-
     def _chosen_rows(self) -> list[dict[str, Any]] | None:
         """Of epochs, as the first rank that loads prompts has them; None where the module does not choose."""
         chosen = self._prepared.train.chosen
@@ -289,9 +278,3 @@ def _not_finite(role: str, name: str, kind: str, step: int) -> str:
         f"{what} infinite or NaN after step {step}, of {name!r} first, so nothing was saved; what was saved before is"
         " still there. Lower the learning rate, or look for NaN in rewards and loss"
     )
-
-
-def _as_json(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy, as a checkpoint gives it back."""
-    copied: dict[str, Any] = json.loads(json.dumps(state))
-    return copied

@@ -252,8 +252,27 @@ class DeepSpeedStrategy(DistributedStrategy):
         return gradient
 
     def _copies(self, name: str) -> tuple[int, int]:
-        ranks = self.layout(name).ranks
-        return (ranks.index(self.global_rank), len(ranks)) if self.stage == 0 else (0, 1)
+        ranks, average = self.layout(name).ranks, self._roles[name].average
+        whole = self.stage < 3 and average is not None and not average.parts  # as forward passes read it
+        return (ranks.index(self.global_rank), len(ranks)) if whole or self.stage == 0 else (0, 1)
+
+    @torch.no_grad()
+    def _renew_average(self, name: str) -> None:
+        average = self._roles[name].average
+        assert average is not None, name
+        if self.stage in (0, 3):
+            super()._renew_average(name)
+        elif average.parts:
+            group = self._groups.of(self.layout(name)).all
+            for key, part in average.parts.items():  # each rank has some of the numbers, and 0 is added to them
+                whole = torch.zeros_like(average.weights[key]).view(-1)
+                whole[part.start : part.start + len(part.values)] = part.values.to(whole)
+                torch.distributed.all_reduce(whole, group=group)
+                average.weights[key].copy_(whole.view_as(average.weights[key]))
+        if self.stage == 3:  # what was kept whole, and second copies within nodes, are of the weights before
+            self._engine(name).optimizer.partition_all_parameters()
+            for parameter in self._roles[name].model.parameters():
+                parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
 
     def _state_parts_of(self, name: str, parameter: torch.nn.Parameter, kinds: list[str]) -> dict[str, Part]:
         if self.stage == 0:

@@ -110,7 +110,7 @@ class DistributedStrategy(TrainingStrategy, DDPStrategy):
         if self.layout(name).copies > 1:
             plan = replace(plan, peers=peers_of(self._groups.of(self.layout(name)).peers))
         if self.divides_weights:  # a forward pass gathers weights, so ranks make equally many
-            plan = replace(plan, agree=lambda count: self.agree(name, count))
+            plan = replace(plan, agree=lambda count: self.agree(name, count), gathers=True)
         return plan
 
     def _divide(self, name: str, model: PackedModel) -> None:

@@ -91,7 +91,7 @@ class FSDPStrategy(DistributedStrategy):
         """See `TrainingStrategy._materialize`. What is trained is float32: the optimizer steps it."""
         _refuse_scalars(name, model)
         for parameter in model.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad or model.held_as_trained:
                 parameter.data = parameter.data.float()
         mesh = self._mesh(name)
         policy = MixedPrecisionPolicy(self.dtype, torch.float32, cast_forward_inputs=False)

@@ -82,9 +82,17 @@ class _Exchange(torch.autograd.Function):
 
 
 def _gather(group: ProcessGroup, values: tuple[Tensor, ...], counts: list[int]) -> tuple[Tensor, ...]:
-    apply: Any = _Gather.apply
-    whole: Tensor = apply(torch.stack(values), counts, group)
-    return whole.unbind()
+    """One exchange for all values of a dtype."""
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(value.dtype for value in values):
+        places = [place for place, value in enumerate(values) if value.dtype == dtype]
+        flat = [values[place].flatten(1) if values[place].dim() > 1 else values[place][:, None] for place in places]
+        apply: Any = _Gather.apply
+        whole: Tensor = apply(torch.cat(flat, 1).T, counts, group)
+        widths = [part.shape[1] for part in flat]
+        for place, part in zip(places, whole.split(widths), strict=True):
+            found[place] = part.T.reshape(-1, *values[place].shape[1:])
+    return tuple(found[place] for place in range(len(values)))
 
 
 class _Gather(torch.autograd.Function):
@@ -98,7 +106,7 @@ class _Gather(torch.autograd.Function):
         ctx.start, ctx.length = sum(counts[: dist.get_rank(group)]), part.shape[1]
         if max(counts) == 0:
             return part.clone()
-        mine = torch.nn.functional.pad(part, (0, max(counts) - part.shape[1]))
+        mine = torch.nn.functional.pad(part, (0, max(counts) - part.shape[1])).contiguous()
         gathered = [torch.empty_like(mine) for _ in counts]
         dist.all_gather(gathered, mine, group)
         return torch.cat([values[:, :count] for values, count in zip(gathered, counts, strict=True)], 1)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlflow.errors import UserError
-from rlflow.models.causal_lm import WithoutAdapters
+from rlflow.models.causal_lm import Averaged, WithoutAdapters
 from rlflow.models.filling import Filling
 from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.lora import Weight, digest_of
@@ -29,6 +29,7 @@ from rlflow.models.part import Part
 from rlflow.models.shards import divided, write_index, write_shard
 from rlflow.models.weight_files import shard_name
 from rlflow.storage.disk import Disk
+from rlflow.strategies.average import Average, averaged_parts, begun, move
 from rlflow.strategies.loss_scale import LossScale
 from rlflow.strategies.state import WEIGHT, StoredState, share_of
 from rlflow.values.layout import Layout
@@ -48,6 +49,7 @@ class Role:
         updates: How many updates the whole run makes; None where nobody knows.
         done: How many of them were made; skipped ones do not count.
         loss_scale: Of the losses of a trained role whose gradients are in float16; else None.
+        average: Of a role that is another's moving average; `done` counts its moves then.
     """
 
     handle: ModelHandle
@@ -56,6 +58,7 @@ class Role:
     updates: int | None
     done: int = 0
     loss_scale: LossScale | None = None
+    average: Average | None = None
 
     @property
     def scaled_by(self) -> float:
@@ -181,6 +184,41 @@ class TrainingStrategy(Strategy):
             buckets = self._full(model.own_weights(), SAVE_BUCKET_BYTES)
             model.base_digest = digest_of(each for bucket in buckets for each in bucket)
         handle.attach(forward, plan)
+        if isinstance(handle, Averaged) and handle.owner.trainable:
+            role.average = self._average_of(role, handle)
+
+    def _average_of(self, role: Role, handle: Averaged) -> Average:
+        """An average that has not moved: the weights that the owner starts from."""
+        owner = next(name for name, other in self._roles.items() if other.handle is handle.owner)
+        trained = self._roles[owner].model.trained()
+        own = {weight.name: weight.parameter for weight in role.model.weights()}
+        average = Average(owner, handle.decay, {weight.name: own[weight.name] for weight in trained})
+        if self.dtype.itemsize < FLOAT32_BYTES and not self.holds_masters:
+            for weight in trained:
+                wide = self._state_parts_of(owner, weight.parameter, [])[WEIGHT]
+                average.parts[weight.name] = begun(wide, self._part_of(own[weight.name]))
+        return average
+
+    def move_average(self, name: str) -> None:
+        """Move a role that is another's average by one step; called by all its ranks."""
+        role = self._roles[name]
+        average = role.average
+        assert average is not None, name
+        for weight in self._roles[average.owner].model.trained():
+            part = average.parts.get(weight.name)
+            if part is None:  # the model's own weights are wide enough
+                move(self._part_of(average.weights[weight.name]), self._part_of(weight.parameter), average.decay)
+            else:
+                move(part, self._state_parts_of(average.owner, weight.parameter, [])[WEIGHT], average.decay)
+        self._renew_average(name)
+        role.done += 1
+
+    def _renew_average(self, name: str) -> None:
+        """Let forward passes read the average where they read copies of it; called by all ranks of the role."""
+        average = self._roles[name].average
+        assert average is not None, name
+        for key, part in average.parts.items():
+            self._part_of(average.weights[key]).values.copy_(part.values)
 
     @abstractmethod
     def backward(self, name: str, loss: Tensor, last: bool) -> None:  # type: ignore[override]
@@ -284,13 +322,16 @@ class TrainingStrategy(Strategy):
         return sum(self._empty_whole(weight.parameter).nbytes for weight in self._roles[name].model.saved())
 
     def state_bytes(self, name: str) -> int:
-        """Of `state_parts`, of all ranks together.
+        """Of `state_parts`, of all ranks together; also of a role that is an average.
 
         Raises:
             UserError: What the role's optimizer keeps cannot be in a checkpoint.
         """
+        average = self._roles[name].average
         trained = [weight.parameter for weight in self._roles[name].model.trained()]
         width = max(FLOAT32_BYTES, self.dtype.itemsize)
+        if average is not None:
+            return sum(self._full_shape(parameter).numel() for parameter in average.weights.values()) * width
         kinds = 1 + _kinds_kept(self._roles[name], self.root_device)
         return sum(self._full_shape(parameter).numel() for parameter in trained) * width * kinds
 
@@ -333,8 +374,12 @@ class TrainingStrategy(Strategy):
         The rest is what the optimizer keeps of it, such as `exp_avg`. Nothing is gathered. The parts of the role's
         ranks together are each element once; views, to be copied before the next update.
         """
-        kinds = _kept_by(self._roles[name])
         place, count = self._copies(name)
+        if (average := self._roles[name].average) is not None:
+            for key, part in averaged_parts(average, self._part_of):
+                yield key, self._full_shape(average.weights[key]), {WEIGHT: share_of(part, place, count)}
+            return
+        kinds = _kept_by(self._roles[name])
         for weight in self._roles[name].model.trained():
             held = self._state_parts_of(name, weight.parameter, kinds)
             shares = {kind: share_of(part, place, count) for kind, part in held.items()}
@@ -361,6 +406,13 @@ class TrainingStrategy(Strategy):
             UserError: It is of another model, or the optimizer keeps other things than those stored.
         """
         role = self._roles[name]
+        if (average := role.average) is not None:
+            stored.require({key: self._full_shape(own) for key, own in average.weights.items()}, [WEIGHT])
+            for key, part in averaged_parts(average, self._part_of):
+                part.values.copy_(stored.read(key, WEIGHT, part.start, part.values.numel()))
+            self._renew_average(name)
+            role.done = updates_done
+            return
         trained = role.model.trained()
         self._make_optimizer_state(name, role)
         kinds = _kept_by(role)

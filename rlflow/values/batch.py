@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlflow.values.cuts import PerSample, PerToken, Rows
+from rlflow.values.cuts import Cut, Home, PerSample, PerToken
 from rlflow.values.host_copy import is_on_host, on_host, remember
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
@@ -60,7 +61,7 @@ class Batch:
     response_ids: PerToken
     loss_mask: PerToken
     lengths: PerSample
-    rows: Rows
+    rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
     path: RowPath | None = None
 
     @property
@@ -86,7 +87,7 @@ class Pairs:
     prompt_ids: Ragged
     chosen_ids: Ragged
     rejected_ids: Ragged
-    rows: Rows
+    rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
     path: RowPath | None = None
 
     @property

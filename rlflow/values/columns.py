@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -22,16 +22,23 @@ from rlflow.values.ragged import Ragged
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a value: the field's name ("" for a bare tensor), its cut, and whether it stays at home."""
+    """One column of a value: the field's name ("" for a bare tensor), its cut, and whether it is marked `Home`."""
 
     name: str
     cut: Cut
     home: bool = False
 
-    @property
-    def travels(self) -> bool:
-        """Whether rows of it are sent to other ranks."""
-        return self.cut not in (Cut.SCALAR, Cut.PATH) and not self.home
+    def asked(self, only: Collection[str] | None) -> bool:
+        """Whether somebody elsewhere reads it.
+
+        Args:
+            only: The columns that are read there; None for all but those that are marked `Home`.
+        """
+        return not self.home if only is None else self.name in only
+
+    def sent(self, only: Collection[str] | None) -> bool:
+        """Whether rows of it are sent there: a number for all rows is there, as are paths."""
+        return self.asked(only) and self.cut not in (Cut.SCALAR, Cut.PATH)
 
 
 def columns(annotation: Any) -> tuple[Column, ...]:
@@ -97,12 +104,16 @@ def _columnwise(values: Sequence[Any], annotation: Any, change: Callable[[list[A
     cuts = {column.name: column.cut for column in columns(annotation)}
     if "" in cuts:
         return change(list(values), cuts[""])
-    changed = {name: change([getattr(value, name) for value in values], cut) for name, cut in cuts.items()}
+    changed = {}
+    for name, cut in cuts.items():
+        data = [getattr(value, name) for value in values]
+        absent = next((each for each in data if isinstance(each, Absent)), None)
+        changed[name] = change(data, cut) if absent is None else absent
     return dataclasses.replace(values[0], **changed)
 
 
 def _take(column: Any, cut: Cut, index: Tensor) -> Any:
-    if column is None or cut is Cut.SCALAR or isinstance(column, Absent):
+    if cut is Cut.SCALAR:
         return column
     if cut in (Cut.RAGGED, Cut.PATH):
         return column.take(index)
@@ -115,8 +126,6 @@ def _take(column: Any, cut: Cut, index: Tensor) -> Any:
 
 def _join(parts: list[Any], cut: Cut) -> Any:
     assert cut is not Cut.SCALAR, "one number is not of rows"
-    if any(part is None for part in parts):  # a field that did not come along from home
-        return None
     if cut is Cut.JSON:
         return [entry for part in parts for entry in part]
     if cut is Cut.PARTS:

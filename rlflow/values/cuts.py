@@ -24,7 +24,7 @@ class Cut(Enum):
 
 
 class Home:
-    """Mark of a field that stays on the rank that made it: after rows moved away from it, it is None."""
+    """Mark of a field that is large and seldom read: a value's own type does not ask for it, others do by its name."""
 
 
 PerSample = Annotated[Tensor, Cut.SAMPLE]

@@ -43,6 +43,12 @@ class Ragged:
         """The rows of both, these first."""
         return Ragged(joined([self.values, other.values]), joined([self.lengths, other.lengths]))
 
+    def each_followed_by(self, other: Ragged) -> Ragged:
+        """Each row with that of `other` behind it, such as prompts with what is added to them."""
+        pairs = zip(self.rows(), other.rows(), strict=True)
+        pieces = [piece for pair in pairs for piece in pair]
+        return Ragged(torch.cat([self.values[:0], *pieces]), self.lengths + other.lengths)
+
 
 def _chosen(values: Tensor, lengths: list[int], order: list[int]) -> Tensor:
     """The rows `order` of values that are rows of these lengths."""

@@ -15,7 +15,7 @@ from rlflow.dag.annotations import accepts, choices, type_name
 from rlflow.dag.call import Call, Read
 from rlflow.dag.entry import Entry
 from rlflow.dag.methods import marks
-from rlflow.dag.node import ROLLOUT, Mark
+from rlflow.dag.node import ROLLOUT, Mark, names
 from rlflow.dag.problems import Problem
 from rlflow.errors import UserError, did_you_mean
 from rlflow.models.causal_lm import CausalLM
@@ -25,7 +25,7 @@ from rlflow.values.cuts import PerSample, PerToken, Scalar
 from rlflow.workflow.callables import found_at, hints_of, typed
 
 RETURNS = {"PerSample": PerSample, "PerToken": PerToken, "Scalar": Scalar}
-MARKS = ("role", "type", "rows", "generates")
+MARKS = ("role", "type", "rows", "generates", "uses")
 
 
 def bind(module: RLModule) -> list[Problem]:
@@ -102,9 +102,8 @@ class _Binding:
         path, keys = self.entry.keys["call"], self.entry.keys
         mark = marks(type(self.module)).get(self.entry.id, Mark())
         if any(key in keys for key in MARKS):
-            generates = keys.get("generates") or ()
-            policies = (generates,) if isinstance(generates, str) else tuple(generates)
-            mark = Mark(*(keys.get(key) for key in MARKS[:-1]), generates=policies)
+            role, kind, rows = (keys.get(key) for key in MARKS[:3])
+            mark = Mark(role, kind, rows, names(keys.get("generates")), names(keys.get("uses")))
         function: Callable[..., Any] | None = None
         hints: dict[str, Any] = {}
         try:
@@ -140,8 +139,8 @@ class _Binding:
     def _arguments(self, parameters: Mapping[str, inspect.Parameter], hints: Mapping[str, Any]) -> None:
         path, dependencies = self.entry.keys["call"], self._dependencies()
         settings = self.entry.keys.get("parameters", {})
-        for key, names in (("dependencies", dependencies or {}), ("parameters", settings)):
-            for name in names:
+        for key, given in (("dependencies", dependencies or {}), ("parameters", settings)):
+            for name in given:
                 if name not in parameters:
                     hint = did_you_mean(str(name), parameters) or f" It takes {', '.join(parameters) or 'nothing'}."
                     text = f"has `{name}` in its `{key}`, and {path} takes no such parameter.{hint}"

@@ -23,6 +23,7 @@ KEYS: Mapping[str, tuple[tuple[type, ...], str]] = {  # of an entry: the types o
     "type": ((str, NOTHING), "`train`, `filter` or null"),
     "rows": ((str, NOTHING), "`samples`, `batch` or null"),
     "generates": ((str, list), "the name of a language model, or a list of them"),
+    "uses": ((str, list, NOTHING), "the name of a frozen model, a list of them, or null"),
     "dependencies": ((list, dict), "a list of values, or a mapping of parameters to values"),
     "call": ((str,), "a dotted path"),
     "parameters": ((dict,), "a mapping"),
@@ -119,7 +120,8 @@ def _entry(item: yaml.Node, file: str, problems: list[Problem]) -> Entry | None:
             continue
         types, called = KEYS[key]
         names = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
-        if not isinstance(value, types) or (key == "dependencies" and not all(isinstance(name, str) for name in names)):
+        of_names = key not in ("dependencies", "uses") or all(isinstance(name, str) for name in names)
+        if not isinstance(value, types) or not of_names:
             problems.append(entry.problem(f"has the `{key}` {value!r:.80}. Give {called}", key))
     return entry
 

@@ -6,13 +6,13 @@ from rlflow.functional import Importance, KLEstimator, kl_estimate, ppo_clip_los
 from rlflow.models.causal_lm import CausalLM
 from rlflow.module import RLModule
 from rlflow.values.cuts import PerSample, PerToken
-from rlflow.values.rollout import Rollout
+from rlflow.values.protocols import Sampled
 
 
 def policy_loss(
     self: RLModule,
     actor: CausalLM,
-    rollout: Rollout,
+    rollout: Sampled,
     advantages: PerSample | PerToken,
     old_logprobs: PerToken | None = None,
     ref_logprobs: PerToken | None = None,

@@ -13,6 +13,7 @@ from rlflow.checkpoint.kept_rows import SURPLUS, read_kept, write_kept
 from rlflow.databuffer.kept import Kept
 from rlflow.databuffer.rows import NUMBERS, RowSpace
 from rlflow.errors import UserError
+from rlflow.values.absent import Absent
 from rlflow.values.layout import Layout
 from tests.databuffer.test_kept import BALANCED, HOME, RANKS, Value, drawn, same, value
 
@@ -96,12 +97,12 @@ def test_a_checkpoint_without_a_surplus_has_none(tmp_path: Path) -> None:
 def test_what_stayed_on_another_rank_stays_away(tmp_path: Path) -> None:
     for rank in RANKS:
         kept = surplus(rank)
-        away = {name: replace(of, rows=replace(of.rows, texts=None)) for name, of in kept.values.items()}
+        away = {name: replace(of, rows=replace(of.rows, texts=Absent("texts"))) for name, of in kept.values.items()}
         write_kept(tmp_path, SURPLUS, replace(kept, values=away), len(RANKS))
     found = read_kept(tmp_path, SURPLUS, empty(1, HOME, BALANCED), CPU)
     assert found is not None
     assert isinstance(found.values["made"].rows, Value)
-    assert found.values["made"].rows.texts is None
+    assert isinstance(found.values["made"].rows.texts, Absent)
 
 
 def test_rows_that_were_kept_by_id_and_group_are_numbered_within_their_group(folder: Path) -> None:

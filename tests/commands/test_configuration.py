@@ -45,6 +45,14 @@ def test_an_argument_of_a_class_is_overridden_without_naming_the_class_again(fol
     assert (configured.module.group_size, configured.module.optimizer.lr) == (5, 0.5)
 
 
+def test_a_policy_s_engine_is_another_or_a_share_of_another_s(folder: Path) -> None:
+    small = {"class_path": "rlflow.rollout.TransformersEngine", "init_args": {"max_batch": 3}}
+    write(folder / "my.yaml", {"engines": {"opponent": small, "judge": {"share": "opponent"}}})
+    engines = read_fit(["--config", "my.yaml"]).trainer.engine_settings.assigned(["actor", "opponent", "judge"])
+    assert [engines[policy].max_batch for policy in ("actor", "opponent")] == [256, 3]  # type: ignore[attr-defined]
+    assert engines["judge"] is engines["opponent"]
+
+
 def test_a_class_of_the_user_s_own_is_found_beside_the_config(folder: Path) -> None:
     configured = read_fit(["--config", "my.yaml", "--module.class_path", "my_algorithm.ShortGRPO"])
     assert type(configured.module).__name__ == "ShortGRPO"

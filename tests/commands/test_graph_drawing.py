@@ -53,6 +53,9 @@ def test_the_table_and_the_plan_of_a_rank() -> None:
         "node        role   type         returns   rows of  reads  written in",
         f"actor_loss  actor  MODEL_TRAIN  PerToken  batch    batch  {graph.nodes['actor_loss'].place}",
         "",
+        "node        reads  as     fields",
+        "actor_loss  batch  Batch  prompt_ids, response_ids, loss_mask, lengths",
+        "",
     ]
     assert text(graph, steps, rank=0).splitlines() == [
         *table,

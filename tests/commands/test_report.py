@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rlflow import PerSample, Rollout, UserError, node
+from rlflow import PerSample, UserError, Written, node
 from rlflow.cli import main
 from rlflow.commands.report import MergedTrace, Report, Timeline, spans
 from rlflow.loggers.trace import read_events, step_windows, window_of
@@ -26,7 +26,7 @@ class SlowOnRank1(RaggedGRPO):
     """Rank 1 takes its time to score."""
 
     @node
-    def rewards(self, rollout: Rollout) -> PerSample:
+    def rewards(self, rollout: Written) -> PerSample:
         time.sleep(SLOW_S * dist.get_rank())
         return super().rewards(rollout)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
 
-from rlflow import Batch, PerSample, PerToken, Rollout, UserError, node
+from rlflow import Batch, Grouped, Masked, PerSample, PerToken, Rollout, Sourced, UserError, Written, node
 from rlflow.controller.filling import kept_groups
 from rlflow.rollout.engine import Completion
 from rlflow.rollout.transformers import TransformersEngine
@@ -27,23 +27,31 @@ def is_hard(row: dict[str, Any]) -> bool:
     return not row["question"].startswith(EASY)
 
 
+class MaskedRows(Masked, Sourced, Protocol):
+    pass
+
+
+class Seen(Grouped, Written, Protocol):
+    version: PerSample
+
+
 class Picky(RaggedGRPO):
     """Leaves out easy prompts. Records the rewards of all draws here, and what later nodes see over all ranks."""
 
     record: dict[str, list[list[float]]]
 
-    def rewards(self, rollout: Rollout) -> PerSample:
+    def rewards(self, rollout: Written) -> PerSample:
         rewards = super().rewards(rollout)
         self._note("drawn", rewards)
         return rewards
 
     @node(type="filter")
-    def useful(self, rollout: Rollout, rewards: PerSample, old_logprobs: PerToken) -> PerSample:
+    def useful(self, rollout: MaskedRows, rewards: PerSample, old_logprobs: PerToken) -> PerSample:
         whole = (old_logprobs * rollout.loss_mask).sum(dim=1).isfinite() & rewards.isfinite()
         return whole & torch.tensor([is_hard(row) for row in rollout.rows], dtype=torch.bool)
 
     @node
-    def seen(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+    def seen(self, rollout: Seen, rewards: PerSample) -> PerSample:
         assert all(is_hard(row) for row in rollout.rows)
         assert len(rollout.texts) == len(rollout.group)
         for name, x in {"groups": rollout.group, "versions": rollout.version, "rewards": rewards}.items():
@@ -259,9 +267,9 @@ class Notes(TransformersEngine):
         self.asked.append("generate")
         return super().generate(*arguments)
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = False) -> None:
         self.asked.append("sleep")
-        super().sleep()
+        super().sleep(keep_weights)
 
 
 def test_a_step_takes_as_many_draws_as_are_allowed_and_the_engine_sleeps_after_the_last(

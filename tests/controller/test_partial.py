@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlflow import Batch, PerSample, Rollout, node
+from rlflow import Batch, Grouped, PerSample, PerToken, Rollout, Sampled, Sourced, node
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies import SingleProcess
 from tests.checkpoint.test_checkpoint import StopAfter
@@ -25,13 +25,18 @@ from tests.ranks import RankPool
 NEEDED, STEPS, GROUP, LONGEST, PART = 4, 4, 3, 12, 4
 
 
+class Seen(Sampled, Grouped, Sourced, Protocol):
+    finished: PerSample
+    versions: PerToken
+
+
 class Recording(RaggedGRPO):
     """Records what later nodes see of each step: its samples over all ranks."""
 
     record: list[dict[str, Tensor]]
 
     @node
-    def seen(self, rollout: Rollout, batch: Batch) -> PerSample:
+    def seen(self, rollout: Seen, batch: Sourced) -> PerSample:
         assert [row["question"] for row in batch.rows] == [row["question"] for row in rollout.rows]
         columns = {"group": rollout.group, "version": rollout.version, "lengths": rollout.lengths}
         columns |= {"finished": rollout.finished.long()}
@@ -249,11 +254,16 @@ def test_responses_cut_at_the_longest_are_left_out_and_parts_are_not(policy: Pat
         assert bool((step["lengths"] * step["finished"] > PART).any())
 
 
+class EndedRows(Sourced, Protocol):
+    finished: PerSample
+    lengths: PerSample
+
+
 class Picky(Recording):
     """Leaves out easy prompts."""
 
     @node(type="filter")
-    def useful(self, rollout: Rollout, rewards: PerSample) -> PerSample:
+    def useful(self, rollout: EndedRows, rewards: PerSample) -> PerSample:
         assert bool((rollout.finished | (rollout.lengths == LONGEST)).all()), "a filter sees what has ended"
         return torch.tensor([is_hard(row) for row in rollout.rows], dtype=torch.bool)
 

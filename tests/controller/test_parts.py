@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlflow import PerSample, PerToken, Rollout, node
+from rlflow import PerSample, PerToken, Rollout, Written, node
 from rlflow.errors import UserError
 from rlflow.rewards import SampleReward
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, failing_fit, fit, sums
@@ -48,7 +48,7 @@ class PartsGRPO(RaggedGRPO):
     record: list[list[float]]
 
     @node
-    def parts(self, rollout: Rollout) -> dict[str, PerSample]:
+    def parts(self, rollout: Written) -> dict[str, PerSample]:
         return self.reward_parts(rollout)
 
     @node
@@ -131,7 +131,7 @@ class NotANumber(PartsGRPO):
 
     broken = float("nan")
 
-    def parts(self, rollout: Rollout) -> dict[str, PerSample]:
+    def parts(self, rollout: Written) -> dict[str, PerSample]:
         parts = self.reward_parts(rollout)
         for row, asked in enumerate(rollout.rows):
             if asked["question"] == "0+0=" and row % 2:

@@ -6,13 +6,13 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
 from torch import Tensor
 
-from rlflow import Batch, PerSample, PromptMemory, Rollout, node
+from rlflow import Batch, Grouped, PerSample, PromptMemory, Rollout, Written, node
 from rlflow.functional import group_has_signal
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, StopsAfter, failing_fit, fit, sums
 from tests.ranks import RankPool
@@ -127,12 +127,16 @@ def test_a_module_that_chooses_is_not_run_by_epochs(policy: Path, tmp_path: Path
     assert "`choose_prompts` decides how many prompts an epoch has" in result.error
 
 
+class GroupedTexts(Grouped, Written, Protocol):
+    pass
+
+
 class Selective(Curriculum):
     """Trains on groups that differ, and remembers those too that it drops."""
 
     remember = None
 
-    def rewards(self, rollout: Rollout) -> PerSample:
+    def rewards(self, rollout: GroupedTexts) -> PerSample:
         rewards = self.reward_function(rollout)
         self.solved.update(rollout.group, rewards)
         self.record.append(self.dataset_rows(rollout.group)[:: self.group_size].tolist())

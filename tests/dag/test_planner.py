@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from rlflow import Written
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
 from rlflow.dag.planner import Plan, plan
@@ -516,8 +517,7 @@ class ReadsTexts(GRPO):
     """Its rewards are of texts, and of what is made where the actor trains."""
 
     @node
-    def rewards(self, rollout: Rollout, old_logprobs: PerToken) -> PerSample:
-        return rollout.texts, old_logprobs  # type: ignore[return-value]
+    def rewards(self, rollout: Written, old_logprobs: PerToken) -> PerSample: ...
 
 
 def test_a_node_that_reads_texts_runs_where_they_were_made() -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from rlflow.values.absent import Absent
 from rlflow.values.cuts import Cut, Home, PerSample, PerToken, Rows, Scalar
 from rlflow.values.parts import Parts
 from rlflow.values.ragged import Ragged
@@ -57,10 +58,10 @@ def everything(ids: list[int], length_of: dict[int, int]) -> Everything:
 
 
 def differences(found: Everything, expected: Everything) -> list[str]:
-    """The names of the columns that differ in dtype, shape or any bit; texts that stayed at home are let pass."""
+    """The names of the columns that differ in dtype, shape or any bit; texts that were not asked for are let pass."""
     names = [field.name for field in dataclasses.fields(Everything)]
-    differing = [name for name in names if not _equal(getattr(found, name), getattr(expected, name))]
-    return [name for name in differing if name != "texts" or found.texts is not None]
+    there = [name for name in names if name != "texts" or not isinstance(found.texts, Absent)]
+    return [name for name in there if not _equal(getattr(found, name), getattr(expected, name))]
 
 
 def _equal(found: Any, expected: Any) -> bool:

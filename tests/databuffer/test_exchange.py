@@ -262,26 +262,29 @@ def test_each_sample_sees_its_prompts_value_which_comes_once(ranks2: RankPool) -
     assert ranks2.run(_prompts_beside_samples) == [([0, 0, 10, 20, 20, 30], 16), ([0, 10, 10, 20, 30, 30], 16)]
 
 
-def _home_texts() -> tuple[list[str] | None, list[str] | None]:
-    """Rank 0 makes both rows, rank 1 none; then rank 0 reads both in another order of shards, or they are split."""
+def _home_texts(columns: tuple[str, ...] | None) -> tuple[object, object]:
+    """Rank 0 makes both rows, rank 1 none; then they are split, and rank 0 reads both."""
     space = _space(TWO, [[0, 1], []], [1, 1])
     mine = [0, 1] if dist.get_rank() == 0 else []
     buffer = DataBuffer(_transport())
     buffer.put("rollout", everything(mine, {0: 1, 1: 1}), Everything, space, TWO)
     halves, all_on_0 = Layout((0, 1), 2, "balanced"), Layout((0,), 1)
-    buffer.issue("rollout", halves)
+    buffer.issue("rollout", halves, columns=columns)
     split = buffer.get("rollout", halves)
     if dist.get_rank() == 1:
         return split.texts, None
-    buffer.issue("rollout", all_on_0)
+    buffer.issue("rollout", all_on_0, columns=columns)
     return split.texts, buffer.get("rollout", all_on_0).texts
 
 
-def test_home_columns_stay_with_rows_that_stay_and_are_none_beside_rows_that_came(ranks2: RankPool) -> None:
-    (kept, all_kept), (came, _) = ranks2.run(_home_texts)
-    assert kept == ["text 0"]
-    assert all_kept == ["text 0", "text 1"]
-    assert came is None
+def test_home_columns_are_absent_unless_they_are_named(ranks2: RankPool) -> None:
+    (split, whole), (came, _) = ranks2.run(_home_texts, None)
+    assert repr(split) == repr(came) == "<texts: not sent here>"
+    assert whole == ["text 0", "text 1"], "these are the very rows that were made"
+
+
+def test_home_columns_that_are_named_travel(ranks2: RankPool) -> None:
+    assert ranks2.run(_home_texts, ("ids", "texts")) == [(["text 0"], ["text 0", "text 1"]), (["text 1"], None)]
 
 
 def _overlapping_exchanges() -> tuple[list[int], list[int]]:
@@ -316,7 +319,7 @@ def _pairs_by_cost() -> list[tuple[list[int], list[int], list[int], dict[str, in
     space = RowSpace.gather("batch", _transport(), TWO, path=ids[:, None], lengths=nothing, tokens=pairs.tokens)
     buffer, balanced = DataBuffer(_transport()), Layout((0, 1), 2, "balanced")
     buffer.put("batch", pairs, Pairs, space, TWO)
-    buffer.issue("batch", balanced)
+    buffer.issue("batch", balanced, columns=("prompt_ids", "chosen_ids", "rejected_ids", "rows"))
     read: Pairs = buffer.get("batch", balanced)
     columns = [[row.tolist() for row in ids.rows()] for ids in (read.prompt_ids, read.chosen_ids, read.rejected_ids)]
     return list(zip(*columns, read.rows, strict=True))
@@ -340,7 +343,7 @@ def _only_two_columns() -> tuple[list[int], list[list[int]], str, int]:
     buffer.issue("rollout", halves, columns=("ids", "response"))
     found: Everything = buffer.get("rollout", halves)
     taken: Everything = take_rows(found, Everything, torch.tensor([0]))
-    with pytest.raises(UserError, match="`mask` did not come along to this rank") as refusal:
+    with pytest.raises(UserError, match="`mask` was not sent here") as refusal:
         taken.mask.sum()
     for use in (
         lambda: found.mask[0],
@@ -348,7 +351,7 @@ def _only_two_columns() -> tuple[list[int], list[list[int]], str, int]:
         lambda: torch.exp(found.logprobs),
         lambda: len(found.rows),
     ):
-        with pytest.raises(UserError, match="did not come along"):
+        with pytest.raises(UserError, match="was not sent here"):
             use()
     return found.ids.tolist(), found.response.tolist(), str(refusal.value), buffer.bytes_received
 
@@ -358,4 +361,4 @@ def test_only_the_columns_that_are_read_travel_and_any_use_of_another_raises(ran
     (kept, kept_response, _, nothing), (came, response, text, received) = ranks2.run(_only_two_columns)
     assert (kept, kept_response, nothing) == ([1], [[100, 101]], 0)
     assert (came, response, received) == ([0], [[0]], 16)
-    assert "Read it as `value.field` in the node" in text
+    assert text == "`mask` was not sent here; let the type of a node's parameter name `mask`"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from rlflow.errors import UserError
 from rlflow.memory.estimate import (
     HeldByEngine,
     Memory,
@@ -22,6 +23,7 @@ from rlflow.memory.estimate import (
     memory_lines,
     optimizer_bytes,
     reduced_bytes,
+    require_room_for_engines,
     weight_bytes,
 )
 from rlflow.memory.workload import Lengths, RoleTraining, engine_here, loaded_role
@@ -33,6 +35,7 @@ from rlflow.models.value_model import ValueModel
 from rlflow.rollout.engine import EngineMemory
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
+from rlflow.strategies import FSDPStrategy, TrainingStrategy
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.single import SingleProcess
 from rlflow.values.layout import Layout
@@ -42,6 +45,20 @@ from tests.strategies.update import Stage, backward, launch, trained
 # 3,850 parameters, of which 1,000 are the embedding
 SMALL = ModelSize(hidden=10, intermediate=20, layers=2, heads=2, kv_heads=1, vocabulary=100)
 ZERO3 = RoleTraining(3, 4, 2, 3850, 3, False, 2, 500)
+BUSY = Memory(
+    ranks=(0,),
+    weights={"actor": 10e9, "reference": 10e9},
+    gradients={"actor": 20e9},
+    optimizer={"actor": 0.0},
+    activations={"actor": 5e9},
+    logits=1e9,
+    gathered=0.0,
+    reduced=2e9,
+    engines={"actor": HeldByEngine(weights=10e9, cache=30e9)},
+    held=1e9,
+    capacity=40e9,
+    host={"actor": 60e9},
+)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +111,18 @@ def test_fsdp_holds_a_layer_and_the_next_one_whole() -> None:
 def test_a_second_copy_of_weights_within_a_node_is_counted() -> None:
     # 2 bytes each, divided over 8 ranks, and again over 4
     assert weight_bytes(SMALL, replace(ZERO3, ranks=8, within=4)) == 3850 * 2 / 8 + 3850 * 2 / 4
+
+
+def test_a_moving_average_is_counted_beside_narrower_weights() -> None:
+    actor = CausalLM("tiny")
+    models = {"actor": actor, "teacher": actor.averaged(0.9)}
+
+    def how(strategy: TrainingStrategy) -> RoleTraining:
+        return loaded_role("teacher", models, SMALL, strategy, Layout((0, 1), 2), 8).training
+
+    assert how(DeepSpeedStrategy(2)).averaged_width == 0  # the weights are the average
+    assert how(FSDPStrategy("bf16")).averaged_width == 2  # weights are float32, and read in 16 bits
+    assert weight_bytes(SMALL, how(DeepSpeedStrategy(2, "bf16"))) == 3850 * 2 + 3850 * 4 / 2  # whole, and divided
 
 
 def test_logits_of_a_small_vocabulary_are_less_than_a_chunk() -> None:
@@ -182,21 +211,33 @@ def test_engines_keep_what_they_say() -> None:
     assert (plain.memory.cache, plain.memory.asleep) == (3 * 20 * 2 * 2 * 5 * 2, "weights")
 
 
-def test_the_table_adds_up_and_says_what_is_short() -> None:
-    memory = Memory(
-        ranks=(0,),
-        weights={"actor": 10e9, "reference": 10e9},
-        gradients={"actor": 20e9},
-        optimizer={"actor": 0.0},
-        activations={"actor": 5e9},
-        logits=1e9,
-        gathered=0.0,
-        reduced=2e9,
-        engines={"actor": HeldByEngine(weights=10e9, cache=30e9)},
-        held=1e9,
-        capacity=40e9,
-        host={"actor": 60e9},
+def test_engines_that_are_never_awake_at_once_are_not_added() -> None:
+    small = HeldByEngine(weights=10.0, cache=5.0)
+    large = HeldByEngine(weights=20.0, cache=10.0, asleep=20.0)
+    other = HeldByEngine(weights=1.0, cache=1.0, asleep=2.0)
+    memory = replace(BUSY, engines={"actor": small, "opponent": large, "judge": other})
+    assert memory.asleep == 22.0
+    assert memory.awake == 15.0 + 20.0 + 2.0  # the actor's, and what the others keep: more than the opponent's 30 + 2
+    assert replace(memory, together=(frozenset({"actor", "opponent"}),)).awake == 15.0 + 30.0 + 2.0
+    assert replace(memory, engines={}).awake == 0.0
+
+
+def test_several_engines_that_do_not_fit_are_refused_with_their_bytes() -> None:
+    engines = {"actor": HeldByEngine(10e9, 15e9, 25e9), "opponent": HeldByEngine(8e9, 10e9, 8e9)}
+    require_room_for_engines(replace(BUSY, engines=engines, capacity=43e9))
+    require_room_for_engines(replace(BUSY, engines={"actor": engines["actor"]}, capacity=1e9))  # one is warned of
+    with pytest.raises(UserError) as error:
+        require_room_for_engines(replace(BUSY, engines=engines, capacity=42e9))
+    assert str(error.value) == (
+        "rank 0: the engines of 2 policies (`actor` weights 10.0 GB, cache 15.0 GB, asleep 25.0 GB; `opponent` weights"
+        " 8.0 GB, cache 10.0 GB, asleep 8.0 GB) take up to 43.0 GB at once, and the rank has 42.0 GB; lower"
+        " `gpu_memory_utilization` (on the CPU `kv_cache_gib`, of TransformersEngine `max_batch`) of `rollout`, or let"
+        " them use one in turns (`engines.opponent: {share: actor, by: turns}`)"
     )
+
+
+def test_the_table_adds_up_and_says_what_is_short() -> None:
+    memory = BUSY
     first, actor, reference, training, engine, short = memory_lines(memory, every=True)
     assert first == "memory of a rank: 61.0 GB generating, 49.0 GB training, of 40.0 GB"
     assert actor.split(maxsplit=1)[1] == (

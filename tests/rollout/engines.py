@@ -28,7 +28,7 @@ class Broken(RolloutEngine):
         print("the last words of an engine", file=sys.stderr)
         os._exit(3)
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = False) -> None:
         print("sleeps")
         time.sleep(600)
 

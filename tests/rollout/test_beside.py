@@ -112,6 +112,15 @@ def test_sleep_gives_the_version_up_on_both_sides(engine: RolloutEngine, model: 
         engine.generate(PROMPTS, SEEDS, SAMPLING, version)
 
 
+def test_weights_that_are_kept_asleep_generate_without_a_sync(engine: RolloutEngine, model: Any) -> None:
+    version = next(VERSIONS)
+    engine.update_weights(buckets(model), version)
+    before = engine.generate(PROMPTS, SEEDS, SAMPLING, version)
+    engine.sleep(keep_weights=True)
+    engine.wake_up()
+    assert engine.generate(PROMPTS, SEEDS, SAMPLING, version) == before
+
+
 @pytest.mark.parametrize(("device", "expected"), [("cuda", ["empty cache"]), ("cpu", [])])
 def test_training_frees_its_cache_before_an_engine_in_another_process_takes_memory_of_a_gpu(
     device: str, expected: list[str], engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch

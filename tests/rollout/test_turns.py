@@ -103,8 +103,12 @@ def test_only_the_policy_in_the_engine_puts_it_to_sleep(tied: Path) -> None:
     actor.update_weights(buckets(models["actor"]), 0)
     opponent.sleep()
     actor.generate(PROMPTS, SEEDS, SAMPLING, 0)
+    actor.sleep(keep_weights=True)
+    actor.wake_up()
+    actor.generate(PROMPTS, SEEDS, SAMPLING, 0)
     actor.sleep()
-    with pytest.raises(WeightSyncError, match="holds no version"):
+    assert actor.policy_version == -1
+    with pytest.raises(WeightSyncError, match="the engine that it shares holds no version"):
         actor.generate(PROMPTS, SEEDS, SAMPLING, 0)
 
 

@@ -108,10 +108,13 @@ def test_sleep_gives_the_version_up(engine: RolloutEngine, model: Any) -> None:
 
 
 class Sleeper:
-    """Stands for vLLM on a GPU: notes when it takes its memory back."""
+    """Stands for vLLM on a GPU: notes when it gives its memory away and takes it back."""
 
     def __init__(self, seen: list[str]) -> None:
         self.seen = seen
+
+    def sleep(self, level: int) -> None:
+        self.seen.append(f"sleep at level {level}")
 
     def wake_up(self) -> None:
         self.seen.append("wake up")
@@ -127,6 +130,16 @@ def test_training_frees_its_cache_before_the_engine_takes_memory_of_a_gpu(
     engine._device, engine._llm = torch.device(device), Sleeper(seen)
     engine.wake_up()
     assert seen == expected
+
+
+@pytest.mark.parametrize(("keeps", "expected"), [(True, ["sleep at level 1"]), (False, ["sleep at level 2"])])
+def test_on_a_gpu_weights_that_are_kept_go_to_the_host(keeps: bool, expected: list[str]) -> None:
+    seen: list[str] = []
+    engine = VLLMEngine()
+    engine._device, engine._llm, engine.policy_version = torch.device("cuda"), Sleeper(seen), 3
+    engine.sleep(keep_weights=keeps)
+    assert seen == expected
+    assert engine.policy_version == (3 if keeps else -1)
 
 
 def test_without_packing_the_tied_head_again_the_sync_fails(

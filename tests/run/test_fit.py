@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlflow import Batch, PerToken, UserError
 from rlflow.algorithms import SFT
@@ -112,13 +113,33 @@ def test_metrics_are_recorded_every_so_many_steps_and_with_each_validation(polic
     assert sorted({sample["step"] for sample in samples}) == [2, 3, 4, 5]
 
 
+def test_the_engine_of_a_policy_takes_the_place_of_rollout(policy: Path, tmp_path: Path) -> None:
+    """The other is not set up, though it is the config's."""
+    unused, own = Setups(), Setups(max_batch=256)
+    usual = fit(Fit(grpo(policy), sums(4, 2), tmp_path / "usual"))
+    settings = {"engines": {"actor": own}}
+    found = fit(Fit(grpo(policy), sums(4, 2), tmp_path / "own", engine=unused, settings=settings))
+    assert (unused.set_up, own.set_up) == (0, 1)
+    assert all(torch.equal(found.weights[name], weight) for name, weight in usual.weights.items())
+
+
+class Setups(TransformersEngine):
+    """Counts how often it is set up."""
+
+    set_up = 0
+
+    def setup(self, model_path: str, **place: Any) -> None:
+        self.set_up += 1
+        super().setup(model_path, **place)
+
+
 class Sleeps(TransformersEngine):
     """Counts its awakenings."""
 
     asleep = False
 
-    def sleep(self) -> None:
-        super().sleep()
+    def sleep(self, keep_weights: bool = False) -> None:
+        super().sleep(keep_weights)
         self.asleep = True
 
     def wake_up(self) -> None:

@@ -246,10 +246,10 @@ class VLLMEngine(EngineHere):
         self._device = device
         self._context = self._llm.model_config.max_model_len
 
-    def sleep(self) -> None:
-        super().sleep()
+    def sleep(self, keep_weights: bool = False) -> None:
+        super().sleep(keep_weights)
         if self._device.type != "cpu":
-            self._llm.sleep(level=2)  # throws the weights away: the next sync brings newer ones
+            self._llm.sleep(level=1 if keep_weights else 2)  # 2 throws them away: the next sync brings newer ones
 
     def wake_up(self) -> None:
         if self._device.type != "cpu":

@@ -1,0 +1,142 @@
+"""Which fields of a value a node reads, said by the type of its parameter; only these travel to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+from rlflow.dag.annotations import accepts, choices, members, names_fields, type_name
+from rlflow.dag.node import Input, Node
+from rlflow.values.absent import Absent
+from rlflow.values.batch import Pairs
+from rlflow.values.columns import Column, columns
+from rlflow.values.protocols import READ_BY_NODES, fields_behind
+from rlflow.values.rollout import Rollout
+
+_SCORED = ("prompt_ids", "response_ids", "lengths", "loss_mask")
+_PAIRED = ("prompt_ids", "chosen_ids", "rejected_ids")
+_COMPARED = ("prompt_ids", "response_ids", "lengths", "loss_mask", "logprobs", "version")
+
+
+@dataclass(frozen=True)
+class FieldsRead:
+    """What a node reads of a value, and why.
+
+    Attributes:
+        node: The node's id.
+        value: The value's name.
+        asked: The types that its parameters ask for, as a user writes them.
+        named: The fields that these types name, in the value's order; "" for a value that has no fields.
+        added: What the framework itself reads beside these: the fields for each reason.
+    """
+
+    node: str
+    value: str
+    asked: str
+    named: tuple[str, ...]
+    added: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All of these fields."""
+        return frozenset(self.named).union(*(fields for _, fields in self.added))
+
+    def seen(self, value: Any) -> Any:
+        """The value as the node gets it, wherever it runs: what it does not read is absent."""
+        if not dataclasses.is_dataclass(value) or "" in self.named or isinstance(value, type):
+            return value
+        hidden = [field.name for field in dataclasses.fields(value) if field.name not in self.names]
+        return dataclasses.replace(value, **{name: self._absent(name) for name in hidden}) if hidden else value
+
+    def _absent(self, field: str) -> Absent:
+        wider = next((each.__name__ for each in READ_BY_NODES if field in members(each)), None)
+        instead = f"`{self.value}: {wider}`, or " if wider else ""
+        return Absent(
+            field,
+            f"`{self.node}` reads `{self.value}: {self.asked}`, a type that does not ask for it. Write {instead}a"
+            f" Protocol of your own that names `{field}` too",
+        )
+
+    def __str__(self) -> str:
+        said = [", ".join(self.named)] if self.named and "" not in self.named else []
+        return "; ".join([*said, *(f"{why}: {', '.join(fields)}" for why, fields in self.added)])
+
+
+def fields_read(module: object, node: Node, value: str, made: Any, trained: bool) -> FieldsRead:
+    """What `node` and the framework around it read of `value`.
+
+    Args:
+        module: Whose node it is.
+        node: A node that reads the value.
+        value: Its name.
+        made: The value's type.
+        trained: Whether the node's role is: what it says of samples is compared with the logprobs that they came with.
+    """
+    every = columns(made)
+    inputs = [each for each in node.inputs if each.name == value]
+    asked = ", ".join(dict.fromkeys(_written(each) for each in inputs))
+    named = {name for each in inputs for name in _named(each, made, every)}
+    framework = _framework(module, node, made, every, trained)
+    in_order = tuple(column.name for column in every if column.name in named)
+    added, known = [], set(in_order)
+    for why, fields in framework:
+        more = tuple(column.name for column in every if column.name in fields and column.name not in known)
+        known.update(more)
+        added += [(why, more)] if more else []
+    return FieldsRead(node.id, value, asked, in_order, tuple(added))
+
+
+def _written(read: Input) -> str:
+    return f"{read.name}.{read.field}" if read.field else type_name(read.annotation)
+
+
+def _named(read: Input, made: Any, every: Sequence[Column]) -> Iterator[str]:
+    """The fields that one parameter asks for."""
+    if read.field:
+        yield from _behind(read.field, made, every)
+        return
+    for choice in choices(read.annotation):
+        if choice is NoneType or not accepts(choice, made):
+            continue
+        if not names_fields(choice) or not names_fields(made):
+            yield from _plain(every)
+        elif choice in made.__mro__:
+            yield from (name for name in _plain(every) if name in members(choice))
+        else:
+            for name in members(choice):
+                yield from _behind(name, made, every)
+
+
+def _plain(every: Sequence[Column]) -> Iterator[str]:
+    """What is meant by a value's own type: all but what only another type names."""
+    return (column.name for column in every if not column.home)
+
+
+def _behind(member: str, made: Any, every: Sequence[Column]) -> Iterator[str]:
+    """The fields that one needs to have this field, or what this property or method is computed from."""
+    if any(column.name == member for column in every):
+        yield member
+        return
+    fields = fields_behind(getattr(made, member, None))
+    yield from _plain(every) if fields is None else fields
+
+
+def _framework(
+    module: object, node: Node, made: Any, every: Sequence[Column], trained: bool
+) -> Iterator[tuple[str, Sequence[str]]]:
+    """What is read beside the node, and why."""
+    handle = getattr(module, node.role, None) if node.role is not None else None
+    if node.kind == "rollout":
+        yield "samples carry it on", [column.name for column in every]
+    if node.kind == "train" and made is Pairs:
+        yield "a loss is of it", _PAIRED
+    if node.kind == "train" and any(column.name == "loss_mask" for column in every):
+        yield "a loss is of it", _SCORED
+    sampled = isinstance(made, type) and issubclass(made, Rollout)
+    if trained and sampled and hasattr(handle, "watch"):
+        yield "compared with the engine's logprobs", _COMPARED
+    if sampled and getattr(handle, "replays_routing", False):
+        yield "trained with these experts", ("experts",)

@@ -1,0 +1,111 @@
+"""What a node reads of a value, as the types of its parameters: each names some fields, and only these travel to it.
+
+`B` is the number of rows on this rank, `T` the longest response among them. A node that reads fields of two types asks
+for a type of its own, `class Mine(Masked, Grouped, Protocol): ...`, to which it may add fields: `finished: PerSample`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.ragged import Ragged
+
+_COMPUTED_FROM = "__rlflow_computed_from__"
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Tokens(Protocol):
+    """What a model scores: prompts and responses."""
+
+    @property
+    def prompt_ids(self) -> Ragged:
+        """Token ids of each row's prompt."""
+
+    @property
+    def response_ids(self) -> PerToken:
+        """`[B, T]` int64, right-padded."""
+
+    @property
+    def lengths(self) -> PerSample:
+        """`[B]` int64, response tokens of each row."""
+
+
+class Masked(Protocol):
+    """Which tokens count, for what is computed between values per token."""
+
+    @property
+    def loss_mask(self) -> PerToken:
+        """`[B, T]` bool, True where a token counts."""
+
+    @property
+    def lengths(self) -> PerSample:
+        """`[B]` int64, response tokens of each row."""
+
+
+class MaskedTokens(Tokens, Masked, Protocol):
+    """What a loss reads that scores its rows."""
+
+
+class Sampled(MaskedTokens, Protocol):
+    """What a policy's loss reads: its samples as the engine made them."""
+
+    @property
+    def logprobs(self) -> PerToken:
+        """`[B, T]`, the engine's."""
+
+    @property
+    def version(self) -> PerSample:
+        """`[B]` int64, of the policy that generated the sample."""
+
+
+class Grouped(Protocol):
+    """Whose samples they are, for what compares the samples of a prompt."""
+
+    @property
+    def group(self) -> PerSample:
+        """`[B]` int64, alike for the samples of a prompt."""
+
+
+class Sourced(Protocol):
+    """What the dataset says of each row."""
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """`B` rows of the dataset."""
+
+
+class Written(Sourced, Protocol):
+    """Responses as text, beside the dataset's rows: what a reward scores."""
+
+    @property
+    def texts(self) -> list[str]:
+        """`B` decoded responses, special tokens left out."""
+
+    @property
+    def prompt_ids(self) -> Ragged:
+        """Token ids of each row's prompt."""
+
+    @property
+    def lengths(self) -> PerSample:
+        """`[B]` int64, response tokens of each row."""
+
+
+READ_BY_NODES = (Tokens, Masked, MaskedTokens, Sampled, Grouped, Sourced, Written)
+
+
+def computed_from(*fields: str) -> Callable[[Method], Method]:
+    """Mark a property's function, or a method, of a value: these fields travel where a type names it, not all."""
+
+    def mark(function: Method) -> Method:
+        setattr(function, _COMPUTED_FROM, fields)
+        return function
+
+    return mark
+
+
+def fields_behind(member: Any) -> tuple[str, ...] | None:
+    """The fields that a property or a method of a value is computed from; None where it does not say."""
+    found: tuple[str, ...] | None = getattr(getattr(member, "fget", member), _COMPUTED_FROM, None)
+    return found

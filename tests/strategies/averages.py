@@ -1,0 +1,119 @@
+"""What the ranks of the tests run with a model beside the trained one: its average, or another to compare with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlflow import checkpoint
+from rlflow.models.causal_lm import CausalLM
+from rlflow.models.optimizer import Optimizer
+from rlflow.strategies import SingleProcess, TrainingStrategy
+from rlflow.values.layout import Layout
+from rlflow.values.ragged import Ragged
+from tests.saved import write_checkpoint
+from tests.strategies.reference import ROWS, TOKENS
+from tests.strategies.state import Pieces
+from tests.strategies.update import MICRO_BATCHES, Stage, all_weights, backward, launch, rows_of, trained
+
+DECAY, STEPS = 0.75, 3
+BOTH = ("actor", "teacher")
+ADAMW = Optimizer("adamw", lr=1e-2, gradient_clipping=1.0)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank has after a step: its parts of the weights of the owner and of the average, and what is read."""
+
+    owner: Pieces
+    average: Pieces
+    weights: dict[str, Tensor]
+
+
+def launched(stage: Stage | None, precision: str, **settings: int) -> TrainingStrategy:
+    return SingleProcess(precision) if stage is None else launch(stage, precision, **settings)  # type: ignore[arg-type]
+
+
+def with_teacher(strategy: TrainingStrategy, folder: Path) -> tuple[CausalLM, CausalLM]:
+    actor = trained(folder, ADAMW)
+    teacher = actor.averaged(DECAY)
+    strategy.setup_role("actor", actor, folder)
+    strategy.setup_role("teacher", teacher, folder)
+    return actor, teacher
+
+
+def parts(strategy: TrainingStrategy, name: str) -> Pieces:
+    return [
+        (key, shape, kind, part.start, part.values.detach().clone().float())
+        for key, shape, held in strategy.state_parts(name)
+        for kind, part in held.items()
+        if kind == "weight"
+    ]
+
+
+def seen(strategy: TrainingStrategy) -> Seen:
+    return Seen(parts(strategy, "actor"), parts(strategy, "teacher"), all_weights(strategy, "teacher"))
+
+
+def averaged_steps(
+    folder: Path, stage: Stage | None, precision: str, target: Path | None, settings: dict[str, int]
+) -> tuple[list[Seen], Tensor]:
+    """Before any step and after each; and what the teacher scores at the end. A checkpoint is written after two."""
+    strategy = launched(stage, precision, **settings)
+    actor, teacher = with_teacher(strategy, folder)
+    teacher.logprobs(rows_of([0]))  # so that ZeRO-3 has gathered what it keeps whole
+    found = [seen(strategy)]
+    for step in range(STEPS):
+        backward(strategy, "actor", actor)
+        strategy.step("actor")
+        strategy.move_average("teacher")
+        found.append(seen(strategy))
+        if step == 1 and target is not None:
+            write_checkpoint(strategy, target, step + 1, BOTH)
+    return found, teacher.logprobs(rows_of([0, 1, 2]))
+
+
+def third_step(folder: Path, stage: Stage | None, precision: str, target: Path) -> Seen:
+    """What follows the checkpoint."""
+    strategy = launched(stage, precision)
+    actor, _ = with_teacher(strategy, folder)
+    checkpoint.restore(checkpoint.find("last", target), strategy, BOTH)
+    assert strategy.updates_done("teacher") == 2
+    backward(strategy, "actor", actor)
+    strategy.step("actor")
+    strategy.move_average("teacher")
+    return seen(strategy)
+
+
+def kl_gradient(
+    folder: Path, other: Path, stage: Stage | None, precision: str, layout: Layout | None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The gradient of a loss of KLs to a frozen model after other prompts, and the KLs of this rank's rows."""
+    strategy = launched(stage, precision, token_budget=20)
+    if layout is not None:
+        strategy.form_groups({"actor": layout, "other": layout})
+    actor, frozen = trained(folder, ADAMW), CausalLM(str(other), trainable=False, temperature=1.3)
+    strategy.setup_role("actor", actor, folder)
+    strategy.setup_role("other", frozen, other)
+    place = strategy.layout("actor")
+    own = MICRO_BATCHES[place.shards][place.shard(strategy.global_rank)]
+    every = [row for rows in own for row in rows]
+    before = actor.kl(rows_of(every), frozen, given=prompts_of(every))  # ranks make equally many micro-batches
+    count = strategy.agree("actor", len(own))
+    for number in range(count):
+        rows = own[number] if number < len(own) else []
+        weights = torch.tensor([ROWS[row][2] for row in rows])
+        with actor.training():
+            kl = actor.kl(rows_of(rows), frozen, given=prompts_of(rows))
+            states = actor.hidden(rows_of(rows)).sum()
+        loss = ((weights[:, None] * kl).sum() + 0.01 * states) / TOKENS
+        strategy.backward("actor", loss, last=number == count - 1)
+    whole = {key: value.clone() for key, value in strategy.gradients("actor").items()}
+    return whole, before.detach().clone()
+
+
+def prompts_of(rows: list[int]) -> Ragged:
+    return Ragged.from_lists([[35 + row] * (1 + 5 * (row % 3)) for row in rows])
