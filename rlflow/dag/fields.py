@@ -56,8 +56,8 @@ class FieldsRead:
         instead = f"`{self.value}: {wider}`, or " if wider else ""
         return Absent(
             field,
-            f"`{self.node}` reads `{self.value}: {self.asked}`, a type that does not ask for it. Write {instead}a Protocol"
-            f" of your own that names `{field}` too",
+            f"`{self.node}` reads `{self.value}: {self.asked}`, a type that does not ask for it. Write {instead}a"
+            f" Protocol of your own that names `{field}` too",
         )
 
     def __str__(self) -> str:
