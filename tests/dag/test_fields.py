@@ -194,8 +194,7 @@ def test_a_node_sees_what_it_asks_for_and_no_more_even_on_one_rank() -> None:
 def test_the_line_names_the_type_to_write() -> None:
     graph = read_graph(GRPO(model="tiny", reward=ExactMatch()))
     read = graph.fields["advantages", "rollout"]
-    read_as = "`advantages` reads `rollout: Grouped`"
-    line = f"{read_as}, a type that does not ask for it. Write `rollout: Written`, or a Protocol"
+    line = "`advantages` reads `rollout: Grouped`, a type that does not ask for it. Write `rollout: Written`, or a"
     with pytest.raises(UserError, match=line):
         len(read._absent("texts"))
 
