@@ -65,7 +65,14 @@ class Grouped(Protocol):
 
     @property
     def group(self) -> PerSample:
-        """`[B]` int64, alike for the samples of a prompt."""
+        """`[B]` int64, alike for the samples of one parent: of a prompt, or of the row that they answer."""
+
+    @property
+    def index(self) -> PerSample:
+        """`[B]` int64, the number of each sample among those of its parent."""
+
+    def group_of(self, level: str) -> PerSample:
+        """`[B]` int64, alike for all rows below one row of `level`, such as `batch`."""
 
 
 class Sourced(Protocol):

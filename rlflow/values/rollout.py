@@ -12,12 +12,12 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from rlflow.errors import UserError
 from rlflow.values.batch import Batch
 from rlflow.values.columns import join_rows, take_rows
 from rlflow.values.cuts import Cut, Home, PerSample, PerToken
 from rlflow.values.host_copy import on_device
 from rlflow.values.path import RowPath
+from rlflow.values.protocols import computed_from
 from rlflow.values.ragged import Ragged
 
 
@@ -56,15 +56,18 @@ class Rollout:
     rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
 
     @property
+    @computed_from("path")
     def group(self) -> PerSample:
         """`[B]` int64, alike where samples have one parent; the id of the prompt where that is one."""
         return self.path.group
 
     @property
+    @computed_from("path")
     def index(self) -> PerSample:
         """`[B]` int64, the number of each sample among those of its parent."""
         return self.path.index
 
+    @computed_from("path")
     def group_of(self, level: str) -> Tensor:
         """`[B]` int64, alike where samples descend from one row of `level`: `batch`, or the node that made the rows.
 
@@ -91,13 +94,8 @@ class Rollout:
                 `RLModule.tokens`.
 
         Raises:
-            UserError: The texts are on other ranks.
+            UserError: The texts did not come along, since the node does not ask for them.
         """
-        if self.texts is None or self.rows is None:
-            raise UserError(
-                f"rows of `{self.path.levels[-1]}` were moved, and their texts stay on the rank that made them; make"
-                " prompts of them where they were generated"
-            )
         device = self.response_ids.device
         written = Ragged.from_lists([render(text, row) for text, row in zip(self.texts, self.rows, strict=True)])
         prompts = Ragged(on_device(written.values, device), on_device(written.lengths, device))
