@@ -131,12 +131,13 @@ def test_help_imports_neither_engine_nor_deepspeed_nor_wandb() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_reading_a_config_does_not_import_deepspeed_which_takes_a_device_when_it_is_imported() -> None:
+def test_reading_a_config_imports_neither_the_simulator_nor_deepspeed_which_takes_a_device() -> None:
     script = (
         "import sys\n"
         "from rlflow.commands.configuration import read_fit\n"
         "read_fit(['--config', 'configs/quickstart_grpo.yaml'])\n"
         "print('deepspeed' in sys.modules, 'rlflow.strategies.deepspeed' in sys.modules)\n"
+        "print([name for name in sys.modules if name.startswith('rlflow.simulate')])\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "False True\n"
+    assert done.stdout == "False True\n[]\n"

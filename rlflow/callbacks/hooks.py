@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec
@@ -40,9 +41,22 @@ class Callbacks:
             getattr(callback, hook.__name__)(self._trainer, self._module, *arguments, **named)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """The states of those that have one, by `Callback.state_key`."""
-        states = {callback.state_key: callback.state_dict() for callback in self._given}
-        return {key: state for key, state in states.items() if state}
+        """Copies of the states of those that have one, by `Callback.state_key`.
+
+        Raises:
+            UserError: One is not JSON-able.
+        """
+        states = {}
+        for callback in self._given:
+            if state := callback.state_dict():
+                try:
+                    states[callback.state_key] = json.loads(json.dumps(state))
+                except TypeError as error:
+                    raise UserError(
+                        f"the `state_dict` of the callback {callback.state_key} cannot be saved ({error}); return"
+                        " numbers, texts, lists and dicts of texts to them"
+                    ) from error
+        return states
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Give each the state that was saved under its key; callbacks may have come and gone.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import yaml
@@ -35,14 +35,13 @@ from rlflow.rollout.engine import RolloutEngine
 from rlflow.run.prepare import plan_run
 from rlflow.run.prepare import read_graph as read_module_graph
 from rlflow.settings import Placed
-from rlflow.simulate.command import ShownSimulation
-from rlflow.simulate.foretold import Foretold
-from rlflow.simulate.hardware import read_hardware
-from rlflow.simulate.here import this_machine
-from rlflow.simulate.simulation import Scaling, Simulation
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.trainer import Trainer
 from rlflow.workflow.entries import NODES, as_yaml, read_entries
+
+if TYPE_CHECKING:  # the simulator is imported where it is asked for
+    from rlflow.simulate.command import ShownSimulation
+    from rlflow.simulate.foretold import Foretold
 
 MODELS = "models"
 HERE = "this machine"
@@ -193,6 +192,10 @@ def read_graph(arguments: Sequence[str]) -> ConfiguredGraph | ConfiguredDifferen
 
 def read_simulate(arguments: Sequence[str]) -> ShownSimulation:
     """What `rlflow simulate` predicts of a config."""
+    from rlflow.simulate.command import ShownSimulation
+    from rlflow.simulate.hardware import read_hardware
+    from rlflow.simulate.simulation import Scaling, Simulation
+
     parser = _parser("simulate", "Predict a config's time, bytes and memory on machines that are not here.")
     parser.add_argument("--machines", type=int, default=1, help="to be simulated; here, `--nodes N` is the same")
     parser.add_argument("--hardware", type=str, default="h100", help="h100, h200, a100, or a YAML file")
@@ -222,6 +225,11 @@ def read_simulate(arguments: Sequence[str]) -> ShownSimulation:
 
 
 def _foretold(configured: Configured, hardware: str) -> Foretold:
+    from rlflow.simulate.foretold import Foretold
+    from rlflow.simulate.hardware import read_hardware
+    from rlflow.simulate.here import this_machine
+    from rlflow.simulate.simulation import Simulation
+
     trainer, settings = configured.trainer, configured.trainer.settings
     on_gpu = settings.accelerator != "cpu" and torch.cuda.is_available()
     if hardware == HERE:

@@ -150,6 +150,13 @@ def test_an_early_stopping_is_found_again_by_what_it_monitors() -> None:
     assert [callback.state_dict()["best"] for callback in turned] == [2.0, 1.0]
 
 
+def test_a_state_that_is_not_json_is_refused_with_the_callback_that_has_it() -> None:
+    counts = Counts()
+    counts.steps = {1, 2}  # type: ignore[assignment]
+    with pytest.raises(UserError, match=r"callback Counts\{'name': 'a'\} cannot be saved \(Object of type set"):
+        Callbacks([counts], Trainer(), RLModule()).state_dict()
+
+
 def test_logger_is_the_first_of_loggers() -> None:
     first, second = CSVLogger(), CSVLogger()
     assert (Trainer(logger=first).logger, Trainer(logger=first).loggers) == (first, [first])
