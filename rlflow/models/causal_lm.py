@@ -21,7 +21,7 @@ from rlflow.models.readouts import Divergence, FrozenLayer, OfTokens, states
 from rlflow.models.scoring import ScoringModel
 from rlflow.values.batch import TokenRows
 from rlflow.values.cuts import PerSample, PerToken
-from rlflow.values.host_copy import on_device, rows_at
+from rlflow.values.host_copy import rows_at
 from rlflow.values.ragged import Ragged
 
 
@@ -238,8 +238,8 @@ class CausalLM(ModelHandle):
             if ids is None:
                 return self._score_once(own, self.temperature, readout)
             asked = ids if part is None else rows_at(ids, part)
-            mask = on_device(response_mask(own), ids.device)
-            return self._score_once(own, self.temperature, readout, beside=asked[mask])
+            places = response_mask(own).flatten().nonzero().flatten()  # counted on the host: no device is waited for
+            return self._score_once(own, self.temperature, readout, beside=rows_at(asked.flatten(0, 1), places))
 
         logprobs, *found = self._by_micro_batch(rows, of_part)
         self.watch(rows, logprobs)

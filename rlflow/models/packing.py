@@ -122,7 +122,7 @@ class ModelInput:
                 targets=self.targets[inside[part]],
                 mask=self.mask,
                 useful_tokens=min(max(self.useful_tokens - part * length, 0), length),
-                beside=None if self.beside is None else self.beside[inside[part]],
+                beside=None if self.beside is None else rows_at(self.beside, inside[part].nonzero().flatten()),
             )
             for part in range(size)
         ]

@@ -19,6 +19,7 @@ from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.metrics import Metrics, StepMetrics
 from rlflow.values.layout import Layout
+from rlflow.values.ragged import Ragged
 from tests.controller.runs import ZERO2, Fit, OddCharacters, Paired, fit
 from tests.data.listed import Listed
 from tests.node_context import node_context
@@ -58,7 +59,13 @@ class Asks(GRPO):
             "masked": self.whiten(masked, mask).flatten().tolist(),
             "quantiles": [self.quantile(x, SHARES).tolist(), self.quantile(masked, SHARES, mask).tolist()],
             "all_rows": self.all_rows(x).tolist(),
+            "ragged": [row.tolist() for row in self.all_rows(Ragged.from_lists(_lists(x))).rows()],
         }
+
+
+def _lists(x: PerSample) -> list[list[int]]:
+    """For each number a row as long as it is far from 0, of the number."""
+    return [[int(number)] * abs(int(number)) for number in x.tolist()]
 
 
 @pytest.fixture(scope="module", params=["1 rank", "2 ranks", "2 ranks that share an engine"])
@@ -96,6 +103,7 @@ class TestOverAllRows:
 
     def test_all_rows_are_in_the_order_drawn_on_every_rank(self, asked: list[dict[str, Any]], place: str) -> None:
         assert [rank[place]["all_rows"] for rank in asked] == [X] * len(asked)
+        assert [rank[place]["ragged"] for rank in asked] == [_lists(torch.tensor(X))] * len(asked)
 
 
 class AsksOfNaN(Asks):

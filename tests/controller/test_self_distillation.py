@@ -149,8 +149,11 @@ class Records(SelfDistillation):
 
 
 def test_micro_batches_are_cut_by_the_longer_of_both_prompts(policy: Path, tmp_path: Path) -> None:
-    budget = 48  # a hinted row has at most 5 + 14 + 8 - 1 tokens; without hints all four of an update would fit
-    record = fit(run(policy, tmp_path, Records, strategy=partial(SingleProcess, token_budget=budget))).record
+    budget = 60  # of a long hint two rows do not fit; of short ones, and without hints, all four of an update do
+    rows = [{"question": f"{i}=", "answer": "x" * (40 if i % 2 else 1)} for i in range(6)]
+    settings: dict[str, Any] = {"max_steps": 2, "save_every_n_steps": None}
+    data, strategy = PromptData(Listed(rows), None, 3, response="answer"), partial(SingleProcess, token_budget=budget)
+    record = fit(Fit(Records(str(policy)), data, tmp_path, strategy, settings=settings)).record
     assert max(tokens for _, tokens in record) <= budget
     assert max(rows for rows, _ in record) > 1
 

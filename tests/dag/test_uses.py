@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlflow import CausalLM, UserError
+from rlflow import CausalLM, UserError, ValueModel
 from rlflow.dag.graph import Graph, GraphError
 from rlflow.dag.node import node
 from rlflow.module import RLModule
@@ -76,6 +76,24 @@ def test_used_models_live_where_the_role_does() -> None:
     assert found["teacher"] == found["other"] == found["actor"]
     both = placed({"actor": "0-1", "teacher": "0-1"})
     assert both["teacher"] == both["actor"]
+
+
+def test_a_used_model_has_the_mini_batches_of_the_role_that_uses_it_and_not_of_the_first() -> None:
+    class AfterACritic(Distilled):
+        def configure_models(self) -> None:
+            self.critic = ValueModel("tiny", samples_per_update=2)
+            super().configure_models()
+
+        @node(role="critic", type="train")
+        def critic_loss(self, batch: Batch) -> PerToken: ...
+
+        @node(role="actor", type="train", uses=("teacher", "other"))
+        def actor_loss(self, batch: Batch) -> PerToken: ...
+
+    module = AfterACritic()
+    module.configure_models()
+    found = layouts(module, Graph.read(module, ("critic", *HANDLES)), Machines(1, 2), 1)
+    assert [found[role].samples_per_update for role in ("critic", "actor", "teacher")] == [2, 4, 4]
 
 
 def test_a_used_model_that_is_placed_elsewhere_is_refused() -> None:

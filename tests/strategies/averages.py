@@ -102,6 +102,9 @@ def kl_gradient(
     own = MICRO_BATCHES[place.shards][place.shard(strategy.global_rank)]
     every = [row for rows in own for row in rows]
     before = actor.kl(rows_of(every), frozen, given=prompts_of(every))  # ranks make equally many micro-batches
+    likeliest, tokens = actor.topk(rows_of(every), 3)
+    assert bool((likeliest[..., 0] >= actor.logprobs(rows_of(every))).all())
+    torch.testing.assert_close(actor.logprobs_of(rows_of(every), tokens), likeliest, rtol=0, atol=1e-5)
     count = strategy.agree("actor", len(own))
     for number in range(count):
         rows = own[number] if number < len(own) else []
