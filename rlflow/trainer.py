@@ -57,7 +57,8 @@ class Trainer:
         sync_bucket_bytes: Weights gathered at once on their way into the rollout engine.
         fast_dev_run: Run two steps of every part, with validation, and leave nothing behind but logs and traces, in
             `<run_dir>-dev`.
-        placement: By role, `rollout` for the engine: the ranks or machines it lives on; all where it is not named.
+        placement: By role, `actor.rollout` for the engines of `actor` and `rollout` for those of all other policies:
+            the ranks or machines it lives on; all where it is not named.
         max_staleness: Steps that generation runs ahead of training, with weights so many steps old; needs ranks of its
             own for `rollout`.
         partial_rollout: Tokens by which a response grows at most with one draw of prompts; longer ones are cut off, and
@@ -245,7 +246,7 @@ class Trainer:
                 limit_val_batches=self.limit_val_batches,
                 scratch=Path(scratch),
             )
-            _keep_apart(prepared.paths, folder)
+            _keep_apart(prepared.policies | prepared.paths, folder)
             strategy.check_roles(handles(module), prepared.layouts)
             fabric = Fabric(
                 accelerator=self.accelerator, devices=self.devices, num_nodes=self.num_nodes, strategy=strategy
@@ -254,7 +255,7 @@ class Trainer:
             for policy, engine in prepared.engines.own.items() if prepared.generates else ():
                 if strategy.float32_head:
                     engine.use_float32_head()
-                engine.check_model(load_config(prepared.paths[policy]))
+                engine.check_model(load_config(prepared.policies[policy]))
                 if handles(module)[policy].replays_routing:
                     engine.tell_experts()
                 engine.check_device(strategy.root_device)

@@ -104,7 +104,7 @@ class _Binding:
         if any(key in keys for key in MARKS):
             generates = keys.get("generates") or ()
             policies = (generates,) if isinstance(generates, str) else tuple(generates)
-            mark = Mark(*(keys.get(key) for key in MARKS[:-1]), generates=policies)
+            mark = Mark(keys.get("role"), keys.get("type"), keys.get("rows"), policies)
         function: Callable[..., Any] | None = None
         hints: dict[str, Any] = {}
         try:
