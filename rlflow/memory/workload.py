@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 import torch
 
@@ -176,7 +175,7 @@ class Workload:
     lengths: Lengths
     moves_rows: bool
     together: tuple[frozenset[str], ...] = ()
-    policies: Mapping[str, LoadedRole] = MappingProxyType({})
+    policies: Mapping[str, LoadedRole] = field(default_factory=dict)
 
     def model(self, name: str) -> LoadedRole:
         """Of a role or a policy."""
