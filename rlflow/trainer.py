@@ -63,7 +63,8 @@ class Trainer:
         sync_bucket_bytes: Weights gathered at once on their way into the rollout engine.
         fast_dev_run: Run two steps of every part, with validation, and leave nothing behind but logs and traces, in
             `<run_dir>-dev`.
-        placement: By role, `rollout` for the engine: the ranks or machines it lives on; all where it is not named.
+        placement: By role, `actor.rollout` for the engines of `actor` and `rollout` for those of all other policies:
+            the ranks or machines it lives on; all where it is not named.
         max_staleness: Steps that generation runs ahead of training, with weights so many steps old; needs ranks of its
             own for `rollout`.
         partial_rollout: Tokens by which a response grows at most with one draw of prompts; longer ones are cut off, and
@@ -260,7 +261,7 @@ class Trainer:
 
         with tempfile.TemporaryDirectory() as scratch:
             prepared = prepare(module, data, settings, strategy, self.engine_settings, Path(scratch))
-            _keep_apart(prepared.paths, settings.run_dir)
+            _keep_apart(prepared.policies | prepared.paths, settings.run_dir)
             strategy.check_roles(handles(module), prepared.layouts)
             fabric = Fabric(
                 accelerator=settings.accelerator,

@@ -223,6 +223,8 @@ STANDS_FOR = {  # what a part of a name that is computed may be; `<role>` and th
     "prefix": ["val", "val_greedy", "reward_model"],
     "role": ["<role>"],
     "task.node_id": ["<node>"],
+    "node_id": ["rollout"],
+    "node.id": ["rollout"],
     "self.part": ["filter", "rollout"],
     "k": ["<k>"],
 }

@@ -137,7 +137,7 @@ def memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memor
     own = {name: role for name, role in workload.roles.items() if role.owner is None and ranks[0] in role.layout.ranks}
     trained = {name: role for name, role in own.items() if role.training.trained}
     engines = {
-        name: _of_engine(engine, workload.roles[name], capacity)
+        name: _of_engine(engine, workload.model(name), capacity)
         for name, engine in workload.engines.items()
         if ranks[0] in engine.placed
     }

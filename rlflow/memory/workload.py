@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -160,6 +160,7 @@ class Workload:
         roles: By name.
         follows: The role whose weights the engine generates with.
         engines: What generates, by the role that each engine belongs to.
+        policies: Models that generate and that no rank loads to score or train, by name.
         together: Roles whose engines are awake at once, for one node generates with them; others are awake alone.
         prompts: Of the step.
         group_size: Samples of each prompt.
@@ -178,6 +179,11 @@ class Workload:
     lengths: Lengths
     moves_rows: bool
     together: tuple[frozenset[str], ...] = ()
+    policies: Mapping[str, LoadedRole] = field(default_factory=dict)
+
+    def model(self, name: str) -> LoadedRole:
+        """Of a role or a policy."""
+        return self.roles[name] if name in self.roles else self.policies[name]
 
     def rows(self, space: str) -> int:
         """Of a row space in the step."""

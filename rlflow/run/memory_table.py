@@ -61,6 +61,11 @@ def run_workload(prepared: Prepared) -> Workload:
         role: loaded_role(role, models, size_of(str(path)), strategy, layouts[role], rows, on_cpu)
         for role, path in prepared.paths.items()
     }
+    policies = {
+        name: loaded_role(name, models, size_of(str(path)), strategy, layouts[name], rows, on_cpu)
+        for name, path in prepared.policies.items()
+        if name not in roles
+    }
     sampled = any(node.kind == "rollout" for node in graph.order)
     longest = (None if sampled else data.max_response_length) or module.max_response_length
     lengths = Lengths(data.max_prompt_length / 2, longest / 2, data.max_prompt_length, longest)
@@ -72,7 +77,7 @@ def run_workload(prepared: Prepared) -> Workload:
         roles=roles,
         follows=follows,
         engines={
-            policy: engine_here(engine, layouts[engine_of(policy)], roles[policy], lengths, rows, on_cpu)
+            policy: engine_here(engine, layouts[engine_of(policy)], (roles | policies)[policy], lengths, rows, on_cpu)
             for policy, engine in prepared.engines.own.items()
             if prepared.generates
         },
@@ -80,6 +85,7 @@ def run_workload(prepared: Prepared) -> Workload:
         group_size=module.group_size,
         lengths=lengths,
         moves_rows=False,
+        policies=policies,
         together=tuple(frozenset(node.generates) for node in graph.order if len(node.generates) > 1),
     )
 

@@ -89,7 +89,7 @@ class _Step:
             if self.hardware.step_seconds:
                 yield Work(f"loading{self.draw}", "host", self._of(task.ranks), self.hardware.step_seconds)
         elif isinstance(task, SyncWeights):
-            role = self.workload.roles[task.policy]
+            role = self.workload.model(task.policy)
             elsewhere = {*task.target} - {*task.source}
             seconds = sync_seconds(
                 role.size,
@@ -140,7 +140,7 @@ class _Step:
     def _generate(self, node: Node, rows: float, shards: int) -> float:
         load, lengths = self.workload, self.workload.lengths
         policy = node.generates[0]
-        role = load.roles[policy]
+        role = load.model(policy)
         owner = policy if policy in load.engines else next(iter(load.engines))  # a policy may share another's
         engine = load.engines[owner]
         width = role.training.width

@@ -85,8 +85,9 @@ def read_workload(
         )
         for name in dict.fromkeys([*graph.roles(), *graph.policies()])
     }
+    policies = {name: roles.pop(name) for name in graph.policies() if name not in graph.roles()}
     for name in graph.policies() or ([made.follows] if made.follows else []):
-        followed, tensor_parallel_size = roles[name].size, assigned[name].tensor_parallel_size
+        followed, tensor_parallel_size = (roles | policies)[name].size, assigned[name].tensor_parallel_size
         if not followed.heads % tensor_parallel_size:
             continue
         raise UserError(
@@ -103,7 +104,7 @@ def read_workload(
         roles=roles,
         follows=generates,
         engines={
-            name: engine_here(engine, placed[engine_of(name)], roles[name], lengths, samples, on_cpu)
+            name: engine_here(engine, placed[engine_of(name)], (roles | policies)[name], lengths, samples, on_cpu)
             for name, engine in assigned.own.items()
             if generates
         },
@@ -111,6 +112,7 @@ def read_workload(
         group_size=module.group_size,
         lengths=lengths,
         moves_rows=settings.balance.mode != "off",
+        policies=policies,
     )
 
 

@@ -14,12 +14,13 @@ from rlflow.module import RLModule
 from tests.controller.runs import OddCharacters
 
 QUESTIONS, ANSWERS = 2, 3  # of a prompt, of a question
+STOPS = (*range(40, 60), 0)
 
 
 class SelfPlay(RLModule):
     """One policy asks, the other answers; both are trained on the rewards of their own responses."""
 
-    stop_token_ids = tuple(range(40, 60))
+    stop_token_ids = STOPS
     max_response_length = 8
     group_size = QUESTIONS * ANSWERS
 
@@ -29,7 +30,7 @@ class SelfPlay(RLModule):
         self.solver_trains = solver_trains
         if not solver_trains:
             self.solver_loss = None  # type: ignore[assignment,method-assign]
-        self.record: dict[str, list[dict[tuple[int, ...], list[int]]]] = {"question": [], "answer": []}
+        self.record: dict[str, list[dict[tuple[int, ...], list[int]]]] = {"question": [], "asked": [], "answer": []}
 
     def configure_models(self) -> None:
         sgd = Optimizer("sgd", lr=0.05, gradient_clipping=0.0)
@@ -44,7 +45,10 @@ class SelfPlay(RLModule):
 
     @node(generates="solver")
     def answer(self, question: Rollout) -> Rollout:
-        rollout: Rollout = self.solver.generate(question.as_prompts(self.ask), n=ANSWERS, max_new_tokens=6)
+        asked = question.as_prompts(self.ask)
+        prompts = [row.tolist() for row in asked.prompt_ids.rows()]
+        self.record["asked"].append(dict(zip(paths_of(question), prompts, strict=True)))
+        rollout: Rollout = self.solver.generate(asked, n=ANSWERS, max_new_tokens=6)
         return self._recorded("answer", rollout)
 
     def ask(self, text: str, row: dict[str, Any]) -> list[int]:
@@ -76,8 +80,11 @@ class SelfPlay(RLModule):
 
     def _recorded(self, name: str, rollout: Rollout) -> Rollout:
         tokens: Sequence[list[int]] = rollout.response_ids.tolist()
-        lengths, paths = rollout.lengths.tolist(), rollout.path.numbers.tolist()
-        self.record[name].append(
-            {tuple(path): row[:length] for path, row, length in zip(paths, tokens, lengths, strict=True)}
-        )
+        made = [row[:length] for row, length in zip(tokens, rollout.lengths.tolist(), strict=True)]
+        self.record[name].append(dict(zip(paths_of(rollout), made, strict=True)))
         return rollout
+
+
+def paths_of(rollout: Rollout) -> list[tuple[int, ...]]:
+    """The path of each row."""
+    return [tuple(path) for path in rollout.path.numbers.tolist()]

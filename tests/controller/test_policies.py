@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from rlflow import Batch, Rollout, node
+from rlflow.errors import UserError
+from rlflow.models.stored_weights import stored_weights
 from rlflow.models.tiny import write_tiny_model
-from tests.controller.policies import ANSWERS, QUESTIONS, SelfPlay
+from rlflow.rollout.assignment import Share
+from rlflow.rollout.engine import Sampling, sampling_seed
+from rlflow.rollout.transformers import TransformersEngine
+from tests.controller.policies import ANSWERS, QUESTIONS, STOPS, SelfPlay, paths_of
 from tests.controller.runs import ZERO2, Fit, Result, fit, sums
 from tests.ranks import RankPool
 
@@ -21,6 +31,13 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of other weights and width than `policy`."""
     folder = tmp_path_factory.mktemp("solver") / "solver"
     return write_tiny_model(folder, seed=2, hidden_size=64, intermediate_size=96, layers=2, max_position=256)
+
+
+@pytest.fixture(scope="module")
+def alike(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the architecture of `policy` and other weights."""
+    folder = tmp_path_factory.mktemp("alike") / "solver"
+    return write_tiny_model(folder, seed=3, hidden_size=128, intermediate_size=96, layers=2, max_position=256)
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +81,104 @@ def test_the_same_tokens_are_generated_on_two_ranks(
     for step, expected in zip(both[0].steps, alone.steps, strict=True):
         for name in ("proposer/loss", "solver/loss", "reward/mean", "worth/mean"):
             assert step[name] == pytest.approx(expected[name], abs=1e-5)
+
+
+def test_a_frozen_policy_generates_with_the_weights_of_its_files(policy: Path, other: Path, tmp_path: Path) -> None:
+    module = SelfPlay(policy, other, solver_trains=False)
+    found = fit(Fit(module, sums(12, PROMPTS), tmp_path / "run", settings={"max_steps": STEPS}))
+    engine = TransformersEngine()
+    settings: dict[str, Any] = {"device": torch.device("cpu"), "rank": 0, "world_size": 1, "local_rank": 0, "seed": 0}
+    engine.setup(str(other), dtype=torch.float32, **settings)
+    engine.update_weights(stored_weights(other, torch.float32, 2**20), 0)
+    for step in range(STEPS):
+        for path, answer in found.record["answer"][step].items():
+            *question, child = path
+            prompt = found.record["asked"][step][tuple(question)]
+            seed = sampling_seed(0, step, "answer", question, child)
+            (expected,) = engine.generate([prompt], [seed], Sampling(6, 1.0, STOPS), 0)
+            assert list(expected.token_ids) == answer
+    assert "sync/logprob_gap/solver" not in found.steps[0]
+
+
+def test_policies_take_turns_in_one_engine(policy: Path, alike: Path, tmp_path: Path) -> None:
+    def run(name: str, **settings: Any) -> Result:
+        module = SelfPlay(policy, alike)
+        return fit(Fit(module, sums(12, PROMPTS), tmp_path / name, settings={"max_steps": STEPS, **settings}))
+
+    apart, shared = run("apart"), run("shared", engines={"solver": Share("proposer")})
+    assert tokens([shared], "answer") == tokens([apart], "answer")
+    assert tokens([shared], "question") == tokens([apart], "question")
+
+
+class Twice(SelfPlay):
+    """Asks the same prompts twice in one node, and returns all questions as rows of one space."""
+
+    @node(generates="proposer")
+    def question(self, batch: Batch) -> Rollout:
+        first, again = (self.proposer.generate(batch, n=1) for _ in range(2))
+        self.record["question"] += [{}, {}]
+        for number, rollout in enumerate((first, again)):
+            rows = zip(paths_of(rollout), rollout.response_ids.tolist(), strict=True)
+            self.record["question"][number] = dict(rows)
+        joined: Rollout = first.concat(again)
+        return joined
+
+
+def test_a_second_call_on_the_same_rows_is_new_and_what_a_node_returns_is_numbered_anew(
+    policy: Path, other: Path, tmp_path: Path
+) -> None:
+    found = fit(Fit(Twice(policy, other), sums(12, PROMPTS), tmp_path / "run"))
+    first, again = found.record["question"]
+    assert first.keys() == again.keys()
+    assert all(first[path] != again[path] for path in first)
+    answers = [path[:2] for path in found.record["answer"][0]]
+    assert sorted(set(answers)) == [(prompt, question) for prompt in range(PROMPTS) for question in range(QUESTIONS)]
+
+
+class Unmarked(SelfPlay):
+    @node(generates="solver")
+    def answer(self, question: Rollout) -> Rollout:
+        rollout: Rollout = self.proposer.generate(question.as_prompts(self.ask))
+        return rollout
+
+
+class Orphans(SelfPlay):
+    @node(generates="solver")
+    def answer(self, question: Rollout) -> Rollout:
+        rollout: Rollout = self.solver.generate(question.as_prompts(self.ask))
+        return replace(rollout, path=replace(rollout.path, numbers=rollout.path.numbers + 7))
+
+
+class FromResponses(SelfPlay):
+    @node(generates="solver")
+    def answer(self, question: Rollout) -> Rollout:
+        rollout: Rollout = self.solver.generate(question)
+        return rollout
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        (
+            Unmarked,
+            r"node `answer` calls `self.proposer.generate` and is marked to generate with 'solver'; add 'proposer' to"
+            r" its `generates` \(.*test_policies.py:\d+\)",
+        ),
+        (
+            Orphans,
+            r"row 0 that node `answer` returned on rank 0 has the parent 7.7, which is no row of `question` that it"
+            r" reads there .*; return rows that were generated from those it reads",
+        ),
+        (
+            FromResponses,
+            "node `answer` generates from a Rollout, and responses are no prompts; make prompts of them by"
+            " `as_prompts`",
+        ),
+    ],
+)
+def test_what_a_node_cannot_generate_is_told_in_one_line(
+    module: type[SelfPlay], line: str, policy: Path, other: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as refused:
+        fit(Fit(module(policy, other), sums(12, PROMPTS), tmp_path / "run"))
+    assert re.fullmatch(line, str(refused.value)), str(refused.value)
