@@ -126,6 +126,8 @@ def _take(column: Any, cut: Cut, index: Tensor) -> Any:
 
 def _join(parts: list[Any], cut: Cut) -> Any:
     assert cut is not Cut.SCALAR, "one number is not of rows"
+    if cut is Cut.PATH and any(part is None for part in parts):  # rows of no step
+        return None
     if cut is Cut.JSON:
         return [entry for part in parts for entry in part]
     if cut is Cut.PARTS:

@@ -54,7 +54,7 @@ def test_the_table_and_the_plan_of_a_rank() -> None:
         f"actor_loss  actor  MODEL_TRAIN  PerToken  batch    batch  {graph.nodes['actor_loss'].place}",
         "",
         "node        reads  as     fields",
-        "actor_loss  batch  Batch  prompt_ids, response_ids, loss_mask, lengths",
+        "actor_loss  batch  Batch  prompt_ids, response_ids, loss_mask, lengths, path",
         "",
     ]
     assert text(graph, steps, rank=0).splitlines() == [
@@ -74,7 +74,7 @@ def test_the_table_and_the_plan_of_a_rank() -> None:
 
 def test_the_table_numbers_the_tasks_that_repeat_too() -> None:
     lines = text(*planned(Filtered()), rank=0).splitlines()
-    assert lines[-11:-7] == [
+    assert lines[-12:-8] == [
         "  2  fill      useful: ranks 0-1; keeps rollout, rewards; repeats",
         "  3    load      batch: ranks 0-1, 2 shards, groups",
         "  4    run       rollout: ranks 0-1, 2 shards, groups; frees batch",

@@ -201,7 +201,7 @@ def test_the_line_names_the_type_to_write() -> None:
 
 def test_grpo_sends_the_actor_what_it_scores_compares_and_masks() -> None:
     graph = read_graph(GRPO(model="tiny", reward=ExactMatch()))
-    layouts = {"rollout": Layout((0,), 1), "actor": Layout((1,), 1, "balanced")}
+    layouts = {"actor.rollout": Layout((0,), 1), "actor": Layout((1,), 1, "balanced")}
     exchanges = [task for task in plan(graph, layouts, 2).tasks if isinstance(task, Exchange)]
     (of_rollout,) = [task for task in exchanges if task.value == "rollout"]
     # neither `finished` nor `group` nor the dataset's rows: those are read where they were made

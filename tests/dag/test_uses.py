@@ -67,7 +67,7 @@ def test_what_a_node_cannot_use_is_told_with_the_rest() -> None:
 def placed(placement: dict[str, Placed]) -> dict[str, Layout]:
     module = Distilled()
     module.configure_models()
-    return layouts(module, Graph.read(module, HANDLES), Machines(1, 4), 1, placement)
+    return layouts(module, Graph.read(module, HANDLES), Machines(1, 4), {"actor": 1}, placement)
 
 
 def test_used_models_live_where_the_role_does() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 
+from rlflow.values.absent import Absent
 from rlflow.values.batch import Pairs, TokenRows
 from rlflow.values.columns import join_rows, trim
-from rlflow.values.cuts import PerSample, PerToken, Texts
+from rlflow.values.cuts import Cut, PerSample, PerToken, Texts
 from rlflow.values.ragged import Ragged
 
 PAIRS = Pairs(
@@ -55,8 +59,13 @@ def test_a_part_without_rows_decides_neither_dtype_nor_shape() -> None:
 
 
 def test_what_stayed_elsewhere_for_one_part_is_missing_from_the_whole() -> None:
+    @dataclass(frozen=True)
+    class Said:
+        texts: Annotated[list[str], Cut.JSON]
+
     assert join_rows([["a"], ["b", "c"]], Texts) == ["a", "b", "c"]
-    assert join_rows([["a"], None], Texts) is None
+    joined = join_rows([Said(["a"]), Said(Absent("texts"))], Said)  # type: ignore[arg-type]
+    assert isinstance(joined.texts, Absent)
 
 
 def test_trimming_cuts_columns_of_tokens_only() -> None:
