@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rlflow.databuffer.balance import AUTO, Balance, Predicted
 from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.telling import heard, told
 from rlflow.databuffer.transport import Transport
 from rlflow.values.layout import Layout
 from tests.ranks import RankPool
@@ -165,3 +166,44 @@ def test_mini_batches_differ_between_steps_and_not_between_calls() -> None:
 
 def test_one_mini_batch_of_all_keeps_the_order_of_ids() -> None:
     assert [rows.tolist() for rows in _space([1] * 4).mini_batches(None)] == [[0, 1, 2, 3]]
+
+
+# prompt 7 has two questions of 2 and 1 answers, prompt 4 one of 2, prompt 9 one of 1; made in two halves, out of order
+TREE = [[[7, 1, 0], [7, 0, 0], [7, 0, 1]], [[9, 0, 0], [4, 0, 1], [4, 0, 0]]]
+QUESTIONS = [[[7, 0], [7, 1]], [[4, 0], [9, 0]]]
+
+
+def _below(name: str, shards: list[list[list[int]]], above: tuple[str, ...]) -> RowSpace:
+    """Rows of these paths, each of one token."""
+    paths = [torch.tensor(paths).T for paths in shards]
+    numbers = [torch.ones(3, path.shape[1], dtype=torch.int64) for path in paths]
+    both = [torch.cat(each) for each in zip(paths, numbers, strict=True)]
+    return RowSpace.of_shards(name, HOME, both, above=above)
+
+
+def test_rows_of_three_levels_lie_in_the_order_of_their_paths_and_are_dealt_by_whole_trees() -> None:
+    space = _below("answer", TREE, ("batch", "question"))
+    assert space.levels == ("batch", "question", "answer")
+    assert space.path.tolist() == [[4, 0, 0], [4, 0, 1], [7, 0, 0], [7, 0, 1], [7, 1, 0], [9, 0, 0]]
+    assert [rows.tolist() for rows in space.partition(HOME).shards] == [[4, 2, 3], [5, 1, 0]]
+    # rows 0 and 1, 2 to 4, and 5 are trees: their middles 1, 3.5 and 5.5 of 6 fall to shards 0, 1 and 2 of 3
+    shards = space.partition(Layout((0, 1, 2), 3)).shards
+    assert [rows.tolist() for rows in shards] == [[0, 1], [2, 3, 4], [5]]
+
+
+def test_a_row_sees_the_row_of_each_level_that_it_descends_from() -> None:
+    answers, questions = _below("answer", TREE, ("batch", "question")), _below("question", QUESTIONS, ("batch",))
+    prompts = _below("batch", [[[7]], [[4], [9]]], ("batch",))
+    # questions in order: 4.0, 7.0, 7.1, 9.0; prompts: 4, 7, 9
+    assert questions._ancestors_of(answers).tolist() == [0, 0, 1, 1, 2, 3]
+    assert prompts._ancestors_of(answers).tolist() == [0, 0, 1, 1, 1, 2]
+    assert prompts._ancestors_of(questions).tolist() == [0, 1, 1, 2]
+
+
+def test_rows_of_three_levels_are_told_as_they_are() -> None:
+    space = _below("answer", TREE, ("batch", "question"))
+    found = heard(told(space), "answer", seed=0, step=0, balance=AUTO)
+    assert found.levels == space.levels
+    assert torch.equal(found.path, space.path)
+    assert [rows.tolist() for rows in found.partition(HOME).shards] == [[4, 2, 3], [5, 1, 0]]
+    assert found.of_roots(torch.tensor([4, 9]), [HOME]).path.tolist() == [[4, 0, 0], [4, 0, 1], [9, 0, 0]]
