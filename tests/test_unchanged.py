@@ -73,12 +73,18 @@ class TestShortened:
 
     def test_keys_are_found_wherever_a_revision_has_them(self) -> None:
         settings = {
-            "module": {"init_args": {"critic": {"actor_start_step": 6}, "parts": [{"samples_per_update": 128}]}},
+            "module": {
+                "init_args": {
+                    "critic": {"actor_start_step": 6},
+                    "parts": [{"samples_per_update": 128}],
+                    "start_step": 0,
+                }
+            },
             "data": {"prompts_per_step": 32},
             "trainer": {},
         }
         module = shortened(settings, CASE, Path("run"))["module"]["init_args"]
-        assert module == {"critic": {"actor_start_step": 1}, "parts": [{"samples_per_update": 32}]}
+        assert module == {"critic": {"actor_start_step": 1}, "parts": [{"samples_per_update": 32}], "start_step": 0}
 
     def test_a_config_of_one_process_has_a_strategy_at_two_ranks_and_its_own_at_one(self) -> None:
         of_two, of_one = (shortened(read("grpo"), replace(CASE, ranks=ranks), Path("run")) for ranks in (2, 1))

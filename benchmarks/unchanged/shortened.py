@@ -41,7 +41,8 @@ def shortened(settings: Any, case: Case, folder: Path) -> Any:
     trainer |= {"devices": case.ranks, "accelerator": "cpu"}
     short["data"]["prompts_per_step"] //= case.divisor
     change(short, "samples_per_update", lambda samples: samples // case.divisor)
-    change(short, "actor_start_step", lambda _: 1)  # PPO's actor would not train within three steps
+    for key in ("actor_start_step", "start_step"):
+        change(short, key, lambda steps: min(steps, 1))  # PPO's actor would not train within three steps
     for key in ("max_response_length", "max_new_tokens"):
         change(short, key, lambda tokens: tokens if tokens <= LONGEST else CUT_TO)
     if "rollout" in short and class_of(short["rollout"]) != case.engine:
