@@ -107,7 +107,7 @@ class _Step:
             yield from self._node(self.workload.graph.nodes[task.node_id], task.layout)
 
     def _node(self, node: Node, layout: Layout) -> Iterator[Work]:
-        on_hub = self.design in ("padded", "packed") and node.role is None
+        on_hub = self.design in ("padded", "packed") and not node.models
         if self.design != "rlflow":
             for value in node.reads:
                 yield from self._fetched(value, node, layout)
@@ -201,7 +201,7 @@ class _Step:
             nbytes *= layout.copies
             seconds = all_to_all_seconds(nbytes / len(layout.ranks), self.workload.ranks, self.hardware)
             yield Work(name, "exchange", self._of(layout.ranks), seconds, (f"{name}, asked",), nbytes)
-        elif node.role is None:
+        elif not node.models:
             return
         else:
             yield Work(name, "exchange", (CONTROLLER,), nbytes / self.hardware.hub_bandwidth, needs, nbytes)
@@ -215,7 +215,7 @@ class _Step:
             yield Work(name, "exchange", self._of(layout.ranks), seconds, (self.latest[node.id],), nbytes)
             yield self._asked(name, node.id, (name,))
             self.latest[node.id] = f"{name}, asked"
-        elif node.role is not None:
+        elif node.models:
             seconds = nbytes / self.hardware.hub_bandwidth
             yield Work(name, "exchange", (CONTROLLER,), seconds, (self.latest[node.id],), nbytes)
             self.latest[node.id] = name

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlflow import Batch, PerSample, PerToken, Rollout, node
+from rlflow import Batch, PerSample, PerToken, Rollout, Written, node
 from rlflow.functional import group_normalized_advantages
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
@@ -55,11 +55,11 @@ class SelfPlay(RLModule):
         return self.tokens(f"{row['question']}{text}?")
 
     @node
-    def worth(self, question: Rollout) -> PerSample:
+    def worth(self, question: Written) -> PerSample:
         return self.reward_function(question, name="worth")
 
     @node
-    def solved(self, answer: Rollout) -> PerSample:
+    def solved(self, answer: Written) -> PerSample:
         return self.reward_function(answer)
 
     @node

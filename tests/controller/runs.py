@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow import Batch, LoRA, PerSample, PerToken, Rollout, ValueModel, node
+from rlflow import Batch, LoRA, PerSample, PerToken, Rollout, Sourced, ValueModel, node
 from rlflow.algorithms import GRPO, SFT, ReMax
 from rlflow.callbacks import Callback
 from rlflow.data.prompts import PromptData
@@ -184,7 +184,7 @@ class RecordingSFT(SFT):
         self.actor.epochs = 2
 
     @node
-    def numbers(self, batch: Batch) -> PerSample:
+    def numbers(self, batch: Sourced) -> PerSample:
         numbers = torch.tensor([row["number"] for row in batch.rows], dtype=torch.int64)
         self.record["held"].append(numbers.tolist())
         self.record["drawn"].append(self.all_rows(numbers).tolist())

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlflow import Batch, PerSample, Rollout, UserError, node
+from rlflow import Batch, PerSample, Rollout, Sourced, UserError, node
 from rlflow.algorithms import GRPO
 from rlflow.controller.context import NodeContext, Running
 from rlflow.dag.graph import Graph
@@ -37,7 +37,7 @@ class Asks(GRPO):
     record: dict[str, Any]
 
     @node
-    def x(self, batch: Batch) -> PerSample:
+    def x(self, batch: Sourced) -> PerSample:
         x = torch.tensor([row["x"] for row in batch.rows])
         self.record = {"node": self._ask(x)}
         return x
@@ -110,7 +110,7 @@ class AsksOfNaN(Asks):
     """Whitens with a NaN in the third row of the step."""
 
     @node
-    def x(self, batch: Batch) -> PerSample:
+    def x(self, batch: Sourced) -> PerSample:
         x = torch.tensor([row["x"] for row in batch.rows])
         try:
             self.whiten(x.where(x != X[2], torch.nan))

@@ -207,7 +207,7 @@ class KeepsFew(Picky):
 
 class FiltersPrompts(RaggedGRPO):
     @node(type="filter")
-    def hard(self, batch: Batch) -> PerSample:
+    def hard(self, batch: Sourced) -> PerSample:
         return torch.tensor([is_hard(row) for row in batch.rows], dtype=torch.bool)
 
 

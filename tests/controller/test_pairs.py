@@ -6,13 +6,13 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rlflow import LoRA, Optimizer, Pairs, PerSample, UserError, node
+from rlflow import LoRA, Optimizer, Pairs, PerSample, Sourced, UserError, node
 from rlflow.algorithms import DPO, SFT, RewardModelTraining
 from rlflow.callbacks import Callback, EarlyStopping
 from rlflow.data.prompts import PromptData
@@ -20,6 +20,7 @@ from rlflow.models.tiny import tiny_tokenizer, write_tiny_model
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies import DeepSpeedStrategy, SingleProcess
 from rlflow.trainer import Trainer
+from rlflow.values.ragged import Ragged
 from tests.controller.runs import SGD, Fit, answers, fit
 from tests.data.listed import Listed
 from tests.ranks import RankPool
@@ -217,19 +218,27 @@ def test_each_held_out_row_counts_once_on_any_number_of_ranks(policy: Path, tmp_
     assert (summary["number_before"], summary["mean_before"]) == (2.0, 2.0)  # (0 + 1 + 2 + 3 + 4) / 5
 
 
+class PairsAndRows(Sourced, Protocol):
+    """What a loss of pairs reads, and the dataset's rows."""
+
+    prompt_ids: Ragged
+    chosen_ids: Ragged
+    rejected_ids: Ragged
+
+
 class Odd(DPO):
     """Learns from every second row."""
 
     record: list[str]
 
     @node(type="filter")
-    def odd(self, batch: Pairs) -> PerSample:
+    def odd(self, batch: Sourced) -> PerSample:
         return torch.tensor([int(row["question"][0]) % 2 == 1 for row in batch.rows], dtype=torch.bool)
 
     @node(role="actor", type="train")
-    def actor_loss(self, batch: Pairs, ref_logprobs: PerSample) -> PerSample:
+    def actor_loss(self, batch: PairsAndRows, ref_logprobs: PerSample) -> PerSample:  # type: ignore[override]
         self.record = [row["question"] for row in batch.rows]
-        return super().actor_loss(batch, ref_logprobs)
+        return super().actor_loss(batch, ref_logprobs)  # type: ignore[arg-type]
 
 
 def test_pairs_pass_a_filter(policy: Path, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_used_model_has_the_mini_batches_of_the_role_that_uses_it_and_not_of_t
 
     module = AfterACritic()
     module.configure_models()
-    found = layouts(module, Graph.read(module, ("critic", *HANDLES)), Machines(1, 2), 1)
+    found = layouts(module, Graph.read(module, ("critic", *HANDLES)), Machines(1, 2), {"actor": 1})
     assert [found[role].samples_per_update for role in ("critic", "actor", "teacher")] == [2, 4, 4]
 
 
