@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.learning import noticed, runs, table
+from benchmarks.learning import noticed, runs, sums, table
 from benchmarks.learning.chains import DIGITS, Chains
 from benchmarks.learning.faults import FAULTS
 from benchmarks.learning.gates import clip_fraction, divergence, explained_variance, gain
@@ -141,3 +141,8 @@ class TestInTRL:
         first, second = by_step([*logged, {"eval_reward": 0.9}, {"train_loss": 0.0}], updates=2)
         assert first == {"step": 1, "reward/mean": 0.2, "actor/kl": pytest.approx(0.2)}
         assert (second["reward/mean"], second["val/accuracy"]) == (0.6, 0.9)
+
+
+def test_sums_that_were_not_trained_again_keep_their_lines() -> None:
+    lines = sums.table([sums.Claim("kept"), sums.Claim("new")], ["| config |", "|---|", "| `kept` | 300 |"])
+    assert lines[2:] == ["| `kept` | 300 |", "| `new` | not trained yet | | | | | | |"]

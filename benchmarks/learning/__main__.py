@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
 
 from benchmarks.learning import pictures, sums, table
 from benchmarks.learning.gates import ACCURACY
@@ -61,39 +60,22 @@ def failures(task: Task) -> list[str]:
 
 
 def write() -> None:
-    """The tables and pictures; those of chains say which trainings are not there, the others wait until all are."""
-
-    def if_there(name: str, tasks: Iterable[Task], lines: Callable[[], list[str]], draw: Callable[[], None]) -> None:
-        if all(task.complete() for task in tasks):
-            table.write(PAGE, name, lines())
-            draw()
-
+    """The tables and pictures, of what is there; sums that were not trained again keep their lines."""
     table.write(PAGE, "chains", table.of_gates(GATES))
     table.write(PAGE, "faults in training", table.of_gates(FAULTY))
     trained = [task for task in GATES if task.complete()]
     if trained:
         panels = {table.called(task): (ACCURACY, table.runs_of(task)) for task in trained}
         pictures.draw_panels(PICTURES / "learning_chains.svg", panels)
-    if_there(
-        "trl",
-        (OURS, THEIRS),
-        lambda: table.of_both(table.runs_of(OURS), table.runs_of(THEIRS), BESIDE),
-        lambda: pictures.draw_beside(
-            PICTURES / "learning_trl.svg",
-            {"rlflow": table.runs_of(OURS), "TRL": table.runs_of(THEIRS)},
-            BESIDE[1:4],
-        ),
-    )
-    if_there(
-        "sums",
-        [claim.task for claim in sums.CLAIMS],
-        lambda: sums.table(sums.CLAIMS),
-        lambda: pictures.draw_panels(
-            PICTURES / "learning.svg",
-            {claim.config: (claim.validated, claim.runs) for claim in sums.CLAIMS},
-            columns=5,
-        ),
-    )
+    if OURS.complete() and THEIRS.complete():
+        both = {"rlflow": table.runs_of(OURS), "TRL": table.runs_of(THEIRS)}
+        table.write(PAGE, "trl", table.of_both(*both.values(), BESIDE))
+        pictures.draw_beside(PICTURES / "learning_trl.svg", both, BESIDE[1:4])
+    table.write(PAGE, "sums", sums.table(sums.CLAIMS, table.read(PAGE, "sums")))
+    learned = [claim for claim in sums.CLAIMS if claim.task.complete()]
+    if learned:
+        panels = {claim.config: (claim.validated, claim.runs) for claim in learned}
+        pictures.draw_panels(PICTURES / "learning.svg", panels, columns=5)
 
 
 if __name__ == "__main__":

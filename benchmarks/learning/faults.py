@@ -97,7 +97,7 @@ def in_method(owner: type, name: str, change: Callable[..., Any]) -> Callable[[]
 
 def wrong_values(move: Callable[[Tensor], Tensor]) -> Callable[[], None]:
     """GAE reads other values than those of its tokens."""
-    return around(functional.gae, lambda old, r, v, *more: old(r, move(v), *more))
+    return around(functional.gae, lambda old, r, v, *more, **named: old(r, move(v), *more, **named))
 
 
 def _cut_groups(old: Callable[..., Tensor], rewards: Tensor, group: Tensor, *more: Any) -> Tensor:
@@ -170,7 +170,6 @@ FAULTS = {
         "GAE reads the value of the token before",
         wrong_values(lambda v: v.roll(1, dims=1)),
         PPO_STEP,
-        "ppo",
     ),
     "values-shuffled": Fault(
         "GAE reads the values of another sample",

@@ -18,6 +18,13 @@ def write(page: Path, name: str, lines: Sequence[str]) -> None:
     page.write_text("\n".join([text.split(begin)[0] + begin, *lines, end + text.split(end)[1]]), encoding="utf-8")
 
 
+def read(page: Path, name: str) -> list[str]:
+    """The lines between the marks of that name."""
+    text = page.read_text(encoding="utf-8")
+    begin, end = f"<!-- table: {name} -->", f"<!-- end of {name} -->"
+    return text.split(begin)[1].split(end)[0].strip("\n").split("\n")
+
+
 def of_gates(gates: dict[Task, tuple[Gate, ...]]) -> list[str]:
     """A line for each task: validation of each seed, its gain, and what else its gates measure."""
     names = list(dict.fromkeys(gate.name for each in gates.values() for gate in each if gate.name != "gain"))

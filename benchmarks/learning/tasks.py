@@ -7,6 +7,7 @@ from benchmarks.learning.gates import Gate, clip_fraction, divergence, explained
 from benchmarks.learning.runs import Start, Task
 
 LEAST_GAIN = 0.2
+LEAST_GAIN_OF_PPO = 0.45  # it makes more updates; with the values of other samples it gained 0.16 and 0.37
 FORESEEN = 0.5  # of the outcome's variance, by a critic with lambda 1
 KL_RANGE = 0.01, 0.2  # nats per token; within one step it grows to less
 
@@ -19,6 +20,7 @@ def chains(config: str, *start: str) -> Task:
 
 
 LEARNS = (gain(LEAST_GAIN), clip_fraction())
+PPO_LEARNS = (gain(LEAST_GAIN_OF_PPO), clip_fraction())
 RESTRAINED = (divergence(*KL_RANGE),)
 FORESEES = (explained_variance(FORESEEN),)
 
@@ -28,8 +30,8 @@ GATES: dict[Task, tuple[Gate, ...]] = {
     chains("rloo_kl"): LEARNS + RESTRAINED,
     chains("reinforce_plus_plus_kl"): LEARNS + RESTRAINED,
     chains("dapo"): LEARNS,
-    chains("ppo"): LEARNS + FORESEES,
-    chains("ppo_kl"): LEARNS + FORESEES + RESTRAINED,
+    chains("ppo"): PPO_LEARNS + FORESEES,
+    chains("ppo_kl"): PPO_LEARNS + FORESEES + RESTRAINED,
     chains("cpgd"): LEARNS,
 }
 
