@@ -29,7 +29,7 @@ from rlflow.databuffer.wire import stacked, unstacked
 from rlflow.errors import UserError
 from rlflow.storage.draft import of_rank
 from rlflow.values.absent import Absent
-from rlflow.values.columns import columns, join_rows, take_rows
+from rlflow.values.columns import columns, join_rows, take_rows, with_path
 from rlflow.values.cuts import Cut
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
@@ -118,6 +118,9 @@ def read_kept(folder: Path, name: str, like: Kept, device: torch.device) -> Kept
             place = torch.cat(shards).argsort()  # of each row by id, in the joined parts
             held = spaces[value.space].held(value.layout, like.rank)
             rows = take_rows(join_rows(parts, value.annotation), value.annotation, place[held])
+        if rows is not None:
+            space = spaces[value.space]
+            rows = with_path(rows, value.annotation, space.paths(space.held(value.layout, like.rank)), device)
         values[value_name] = replace(value, rows=rows)
     return Kept(like.rank, spaces, values).trimmed()
 

@@ -26,6 +26,7 @@ from rlflow.errors import UserError
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.host_copy import bring_over, on_host
 from rlflow.values.layout import Layout
+from rlflow.values.path import RowPath
 from rlflow.values.rollout import Rollout
 
 
@@ -146,7 +147,7 @@ class Nodes:
             node.id,
             layout,
             now,
-            result.path.below(depth, node.id).numbers,
+            RowPath(path, result.path.levels).below(depth, node.id).numbers,
             lengths=lengths,
             tokens=lengths + prompt_lengths,
             versions=versions,

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlflow.databuffer.exchange import Exchange
@@ -19,9 +18,8 @@ from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.values.absent import Absent
-from rlflow.values.columns import columns, to_device
+from rlflow.values.columns import columns, with_path
 from rlflow.values.cuts import Cut
-from rlflow.values.host_copy import on_host
 from rlflow.values.layout import Layout
 from rlflow.values.parts import Parts
 from rlflow.values.path import RowPath
@@ -82,7 +80,7 @@ class DataBuffer:
         if value is not None:
             held = space.held(layout, self._transport.rank)
             _check(name, value, annotation, lengths[held])
-            value = _with_path(value, annotation, space.paths(held), self._transport.device)
+            value = with_path(value, annotation, space.paths(held), self._transport.device)
         self._values[name] = _Made(value, annotation, space, layout, lengths, _nbytes(value, annotation))
         self._note_peak()
 
@@ -278,17 +276,6 @@ def _check(name: str, value: Any, annotation: Any, lengths: Tensor) -> None:
                 f"{place} is {data.shape[1]} tokens wide and the longest response has {longest}; "
                 "return [B, T] over the response tokens, right-padded"
             )
-
-
-def _with_path(value: Any, annotation: Any, path: RowPath, device: torch.device) -> Any:
-    """The value whose rows are called `path`; itself where they are so already."""
-    for column in columns(annotation):
-        if column.cut is not Cut.PATH:
-            continue
-        there: RowPath | None = getattr(value, column.name)
-        if there is None or there.levels != path.levels or not torch.equal(on_host(there.numbers), path.numbers):
-            value = dataclasses.replace(value, **{column.name: to_device(path, device)})
-    return value
 
 
 def _check_parts(place: str, parts: dict[str, Tensor], rows: int) -> None:

@@ -156,3 +156,15 @@ def to_device(value: Any, device: torch.device) -> Any:
         return value
     moved = {field.name: to_device(getattr(value, field.name), device) for field in dataclasses.fields(value)}
     return dataclasses.replace(value, **moved)
+
+
+def with_path(value: Any, annotation: Any, path: RowPath, device: torch.device) -> Any:
+    """The value whose rows are called `path`; itself where they are so already."""
+    for column in columns(annotation):
+        if column.cut is not Cut.PATH:
+            continue
+        there = getattr(value, column.name)
+        known = isinstance(there, RowPath) and there.levels == path.levels
+        if not (known and torch.equal(on_host(there.numbers), path.numbers)):
+            value = dataclasses.replace(value, **{column.name: to_device(path, device)})
+    return value

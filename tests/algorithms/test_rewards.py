@@ -71,7 +71,7 @@ def test_a_score_that_is_not_finite_is_named_by_its_row_on_every_rank(
     run = Fit(module, sums(2, 2), tmp_path / "run", strategy=ZERO2)  # one prompt for each rank
     errors = [result.error for result in ranks2.run(failing_fit, run)]
     assert errors[0] == errors[1]
-    assert "`rewards` is infinite or NaN for row 3 of prompt 1" in errors[0]
+    assert "`rewards` is infinite or NaN for sample 1 of prompt 1" in errors[0]
 
 
 def test_mixed_rewards_are_the_same_for_any_number_of_ranks(mixed: tuple[Result, list[Result]]) -> None:
