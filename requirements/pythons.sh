@@ -32,8 +32,8 @@ for python in "$@"; do
     "$bin/rlflow" fit --config configs/quickstart_sft.yaml --trainer.max_steps 5
     "$bin/rlflow" fit --config configs/quickstart_grpo.yaml --trainer.max_steps 2 \
         --rollout rlflow.rollout.TransformersEngine
-    "$bin/python" -m pytest -q --durations 0 tests/dag tests/functional tests/workflow tests/test_configuration.py \
-        tests/test_memory_table.py tests/test_module.py tests/test_out_of_memory.py tests/test_placement.py
+    "$bin/python" -m pytest -q --durations 0 tests/dag tests/functional tests/workflow tests/commands/test_configuration.py \
+        tests/run/test_memory_table.py tests/test_module.py tests/memory/test_out_of_memory.py tests/run/test_placement.py
     cd "$source"
     rm -rf "$scratch/venv" "$scratch/work"
     tried="$tried $version"

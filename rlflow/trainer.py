@@ -274,7 +274,7 @@ class Trainer:
                 if strategy.float32_head:
                     engine.use_float32_head()
                 engine.check_model(load_config(prepared.policies[policy]))
-                if handles(module)[policy].replays_routing:
+                if any(handles(module)[user].replays_routing for user in prepared.engines.users(policy)):
                     engine.tell_experts()
                 engine.check_device(strategy.root_device)
             was_scanned = prepared.is_scanned

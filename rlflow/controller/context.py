@@ -134,6 +134,11 @@ class NodeContext:
         assert engine is not None, f"no engine of {policy} is on this rank"
         parents = self._parents(rows, now)
         callers = [tuple(path) for path in parents.numbers.tolist()]
+        if len(set(callers)) < len(callers):
+            raise UserError(
+                f"node `{now.node.id}` generates from one row twice in a call, and both would sample the same; ask for"
+                " more responses by `n`, or call `generate` again"
+            )
         rollout = sample(
             engine,
             rows,
@@ -272,10 +277,12 @@ class NodeContext:
                 "`dataset_rows` was called in validation, whose prompts are not those of the training rows; call it in"
                 " a node"
             )
+        _require_prompts("dataset_rows", group)
         return on_device(self._rows_of(on_host(group)), group.device)
 
     def remember(self, memory: str, group: Tensor, x: Tensor) -> None:
         now = self._outside_training("a PromptMemory")
+        _require_prompts(f"`{memory}`", group)
         if self._measures:
             raise UserError(f"`{memory}` was updated in validation, whose prompts are others; update it in a node")
         if not self._speaks(now):
@@ -361,3 +368,11 @@ def _policy_of(node: Node, policy: str | None) -> str:
             f" its `generates` ({node.place})"
         )
     return policy
+
+
+def _require_prompts(asked: str, group: Tensor) -> None:
+    """Refuse groups of rows below samples: only those of prompts are known outside of a step."""
+    if bool((on_host(group) < 0).any()):
+        raise UserError(
+            f"{asked} was given groups of rows that answer samples, and knows prompts; give `group_of('batch')` of them"
+        )

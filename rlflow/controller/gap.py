@@ -36,6 +36,7 @@ class LogprobGap:
         self._mean, self._largest = GAP + suffix, LARGEST_GAP + suffix
         self._metrics: StepMetrics | None = None
         self._version: int | None = None  # while watching
+        self._compared = False  # whether a number was taken since `open`
 
     def open(self, version: int, metrics: StepMetrics) -> None:
         """From here on the trainer's weights are those of `version`, which the engine generates with.
@@ -44,11 +45,16 @@ class LogprobGap:
             version: Of the weights.
             metrics: Of the step whose rows are compared.
         """
-        self._version, self._metrics = version, metrics
+        self._version, self._metrics, self._compared = version, metrics, False
 
     def close(self) -> None:
         """The trainer's weights are about to change, or the step's rows have been compared."""
         self._version = None
+
+    def close_if_compared(self) -> None:
+        """A node has scored rows: those that are compared, or others of which nothing is known."""
+        if self._compared:
+            self.close()
 
     def observe(self, rows: Any, logprobs: Tensor) -> None:
         """Compare the logprobs `[B, T]` of a forward pass over `rows` with those that came with them."""
@@ -56,6 +62,7 @@ class LogprobGap:
             return
         if self._made_by is not None and rows.path.levels[-1] not in self._made_by:
             return
+        self._compared = True
         self.record(self._metrics, logprobs, rows.logprobs, rows.loss_mask & (rows.version == self._version)[:, None])
 
     def record(self, metrics: StepMetrics, trainer: Tensor, engine: Tensor, mask: Tensor) -> None:

@@ -65,7 +65,7 @@ class Nodes:
         repeated = () if program.plan.fill is None else program.plan.fill.tasks
         self._repeated = {task.node_id for task in repeated if isinstance(task, RunNode)}
         self._training = Training(
-            program.module, program.graph, strategy, transport, program.seed, before_update=policies.compared
+            program.module, program.graph, strategy, transport, program.seed, before_update=policies.before_update
         )
 
     def run(self, task: RunNode, now: InStep) -> None:
@@ -83,7 +83,7 @@ class Nodes:
             here, ranks = on_host(result.lengths), layout.ranks
             now.lengths[node.id] = read.gathered(layout, here, self._transport, ranks)
         elif node.role is not None:
-            self._policies.compared(node.role)
+            self._policies.scored(node.role)
         now.buffer.put(node.id, result, node.returns, space, layout, now.lengths.get(node.id))
         if node.kind == "compute" or node.kind == "filter":
             require_finite(node, result, read, layout, self._transport)
@@ -126,6 +126,11 @@ class Nodes:
         )
         result = getattr(self._program.module, node.id)(**values)
         context.running = None
+        if part is not None and context.under_way is not None and len(context.under_way) != len(result.lengths):
+            raise UserError(
+                f"`trainer.partial_rollout` continues what `generate` gave, and node `{node.id}` returned other rows"
+                f" ({node.place}); return all of them, and choose in a node of its own"
+            )
         return result
 
     def _read(self, node: Node, layout: Layout, now: InStep) -> tuple[dict[str, Any], RowSpace]:

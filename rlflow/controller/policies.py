@@ -125,8 +125,13 @@ class Policies(Mapping[str, Policy]):
         """Bring the engines of a policy to the weights that generate the rows of `step`."""
         self.bring(name, max(0, step - self._max_staleness), metrics)
 
-    def compared(self, role: str) -> None:
-        """A role has seen the step's rows once, or its weights are about to change."""
+    def scored(self, role: str) -> None:
+        """A node has scored rows with a role; once is enough to compare."""
+        if role in self and (gap := self[role].gap) is not None:
+            gap.close_if_compared()
+
+    def before_update(self, role: str) -> None:
+        """The weights of a role are about to change."""
         if role in self and (gap := self[role].gap) is not None:
             gap.close()
 

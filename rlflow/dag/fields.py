@@ -13,6 +13,7 @@ from rlflow.dag.node import Input, Node
 from rlflow.values.absent import Absent
 from rlflow.values.batch import Pairs
 from rlflow.values.columns import Column, columns
+from rlflow.values.path import RowPath
 from rlflow.values.protocols import READ_BY_NODES, fields_behind
 from rlflow.values.rollout import Rollout
 
@@ -45,10 +46,14 @@ class FieldsRead:
         return frozenset(self.named).union(*(fields for _, fields in self.added))
 
     def seen(self, value: Any) -> Any:
-        """The value as the node gets it, wherever it runs: what it does not read is absent."""
+        """The value as the node gets it, wherever it runs: what it does not read is absent.
+
+        Who its rows are is known wherever they are, and stays.
+        """
         if not dataclasses.is_dataclass(value) or "" in self.named or isinstance(value, type):
             return value
-        hidden = [field.name for field in dataclasses.fields(value) if field.name not in self.names]
+        names = [field.name for field in dataclasses.fields(value) if field.name not in self.names]
+        hidden = [name for name in names if not isinstance(getattr(value, name), RowPath)]
         return dataclasses.replace(value, **{name: self._absent(name) for name in hidden}) if hidden else value
 
     def _absent(self, field: str) -> Absent:

@@ -433,6 +433,7 @@ def _synced(
             yield sleep(policy)
         in_turns = len({shared.get(policy, policy) for policy in needed}) < len(needed)
         if in_turns and isinstance(task, Fill):
+            _refuse_turns_of_others(task, needed, every)
             task = replace(task, tasks=tuple(_synced(task.tasks, graph, layouts, shared)))
         else:
             for policy in needed:
@@ -445,6 +446,17 @@ def _synced(
                 several = any(other != policy for other in every)
                 if several or training.intersection(every[policy].target):
                     yield sleep(policy)
+
+
+def _refuse_turns_of_others(repeated: Fill, policies: Sequence[str], syncs: Mapping[str, SyncWeights]) -> None:
+    """Weights change within what is repeated, so all ranks that send them must repeat it."""
+    for policy in policies:
+        if not set(syncs[policy].ranks) <= set(repeated.ranks):
+            raise UserError(
+                f"`engines` lets policies share an engine in turns, and a filter or partial rollout repeats the nodes"
+                f" that generate on {rank_ranges(repeated.ranks)}, where the model of `{policy}` does not live; give"
+                " each policy an engine of its own, or place models and engines on the same ranks"
+            )
 
 
 def _generates(task: Task, graph: Graph) -> tuple[str, ...]:

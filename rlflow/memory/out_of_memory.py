@@ -34,7 +34,7 @@ SIGNS = (
     "is less than desired GPU memory utilization",
     "is less than desired CPU memory utilization",
 )
-OWN = Path(__file__).parent
+OWN = Path(__file__).parents[1]  # the package
 NOT_A_USERS = (OWN, OWN.parent / "algorithms", Path(sysconfig.get_path("stdlib")))
 SHOWN = 240  # characters of the error that are repeated
 

@@ -88,7 +88,7 @@ def layouts(
     for role, handle in found.items():
         samples_per_update = handle.samples_per_update if role in trained else first
         of = _owner(role, found)
-        if of not in places:
+        if of not in places and of == role:
             of = next((node.role for node in graph.order if role in node.uses and node.role in found), of)
         ranks = _ranks(of, places.get(of, Place()), machines)
         size = places.get(of, Place()).sequence_parallel_size

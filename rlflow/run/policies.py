@@ -22,6 +22,7 @@ from rlflow.module import handles
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.run.prepared import Prepared
 from rlflow.run.setup import Joined
+from rlflow.values.rollout import Rollout
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class PolicyBuilder:
         plan, graph = self.prepared.plan, self.prepared.graph
         if plan.max_staleness or plan.cuts_off:
             return True
-        read = {graph.space_of(value) for node in graph.order if node.role == name for value in node.reads}
+        scored = (value for node in graph.order if node.role == name for value in node.reads)
+        read = {graph.space_of(value) for value in scored if graph.type_of(value) is Rollout}
         return bool(graph.policies()) and read.isdisjoint(made_by)
 
     def _probe(self, task: SyncWeights, handle: CausalLM, engine: RolloutEngine | None, gap: LogprobGap) -> Probe:

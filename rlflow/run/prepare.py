@@ -6,7 +6,7 @@ Fit, validation, `rlflow graph` and `rlflow simulate` have their graph, layouts 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rlflow.dag.graph import Graph
@@ -93,7 +93,19 @@ def planned(
     sizes = {name: assigned[name].tensor_parallel_size for name in names}
     placed = spread(layouts(module, graph, settings.machines, sizes, settings.placement))
     made = plan(graph, placed, world_size, settings.max_staleness, settings.cuts_off, assigned.shared)
+    _require_together(graph, placed, settings.max_staleness)
     return Planned(graph, placed, made, assigned, follows)
+
+
+def _require_together(graph: Graph, placed: Mapping[str, Layout], max_staleness: int) -> None:
+    """Refuse steps that overlap where no rank knows all rows that a checkpoint must keep of them."""
+    engines = {placed[engine_of(policy)].ranks: policy for policy in graph.policies()}
+    if max_staleness and len(engines) > 1:
+        raise UserError(
+            f"`trainer.max_staleness` is {max_staleness}, and `placement` has {' and '.join(engines.values())} generate"
+            " on ranks of their own, so a checkpoint could not keep a step that is generated ahead; place their engines"
+            " on the same ranks, or set `max_staleness` to 0"
+        )
 
 
 def _generating_policies(graph: Graph, follows: str | None) -> list[str]:
@@ -204,6 +216,12 @@ def _loaded(module: RLModule, graph: Graph) -> list[str]:
                 f" load `{role}` by itself, as CausalLM({handle.model!r}, trainable=False)"
             )
     for node in graph.order:
+        for name in node.generates:
+            if isinstance(found[name], Averaged):
+                raise UserError(
+                    f"node `{node.id}` generates with `{name}`, a moving average, whose weights no engine is sent;"
+                    " generate with the model that it follows, or with a frozen one of its own files"
+                )
         for name in node.uses:
             if found[name].trainable:
                 raise UserError(

@@ -24,7 +24,7 @@ def without_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     tensors: dict[str, Tensor] = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
-            tensors[key] = on_host(value.detach()).contiguous()
+            tensors[key] = on_host(value.detach()).contiguous().clone()  # a file has no two names of one memory
         elif isinstance(value, Mapping):
             rest[key], inside = without_tensors(value)
             tensors |= {f"{key}{SEPARATOR}{name}": tensor for name, tensor in inside.items()}

@@ -72,7 +72,16 @@ class RowPath:
         return RowPath(rows_at(self.numbers, index), self.levels)
 
     def followed_by(self, other: RowPath) -> RowPath:
-        """The rows of both, these first."""
+        """The rows of both, these first.
+
+        Raises:
+            UserError: They are not of one node.
+        """
+        if self.levels != other.levels:
+            here, there = " > ".join(self.levels), " > ".join(other.levels)
+            raise UserError(
+                f"rows of {here} and of {there} are joined, which descend from others; join rows of one node"
+            )
         return RowPath(joined([self.numbers, other.numbers]), self.levels)
 
     def children(self, counts: Tensor, name: str) -> RowPath:
@@ -97,7 +106,7 @@ class RowPath:
         numbers = on_host(self.numbers)
         if depth == 1:
             return self._of(numbers[:, 0])
-        return self._of(torch.unique(numbers[:, :depth], dim=0, return_inverse=True)[1])
+        return self._of(-1 - torch.unique(numbers[:, :depth], dim=0, return_inverse=True)[1])  # no prompt's id
 
     def _of(self, on_cpu: Tensor) -> Tensor:
         return on_device(on_cpu.contiguous(), self.numbers.device)
