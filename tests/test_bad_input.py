@@ -450,7 +450,7 @@ BEFORE_ANY_MODEL: list[tuple[str, dict[str, Any], str]] = [
     (
         "a role that is not there",
         {"placement": {"actr": 0}},
-        '`placement.actr` names no role of GRPO; its roles are rollout, actor, reference. Did you mean "actor"',
+        "`placement.actr` names no role of GRPO; its roles are rollout, actor.rollout, actor, reference.",
     ),
     (
         "a rank that is not there",

@@ -42,7 +42,7 @@ def test_the_last_rank_of_a_config_has_a_plan_that_trains(config: Path, capsys: 
 
 @pytest.mark.parametrize("config", LEARN, ids=lambda config: config.stem)
 def test_a_config_of_the_learning_benchmark_has_settings_that_exist(config: Path) -> None:
-    assert read_fit(["--config", str(config)]).trainer.devices == 1
+    assert read_fit(["--config", str(config)]).trainer.settings.devices == 1
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, *LEARN], ids=lambda config: config.stem)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -145,14 +146,14 @@ def test_ranks_are_started_by_a_script_or_module_and_not_by_a_notebook_or_prompt
     script = tmp_path / "my_run.py"
     script.touch()
     main = sys.modules["__main__"]
-    spec = main.__spec__
+    spec = ModuleSpec("my_run", None)
     for argument, is_module, starts in (
         ("-c", False, False),
         ("-", False, False),
         (str(script), False, True),
         ("-m", True, True),
     ):
-        monkeypatch.setattr(main, "__spec__", spec if is_module else None)
+        monkeypatch.setattr(main, "__spec__", spec if is_module else None, raising=False)
         monkeypatch.setattr(sys, "argv", [argument])
         with contextlib.nullcontext() if starts else pytest.raises(UserError, match="is 2, and each"):
             require_command(2)

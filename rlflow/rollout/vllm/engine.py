@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -233,7 +234,7 @@ class VLLMEngine(EngineHere):
                 logprobs_mode="processed_logprobs",  # after temperature
                 hf_overrides={"head_dtype": "float32"} if self._float32_head else {},
             )
-        _process.enter(makes_group)
+        _process.enter(self, makes_group)
         self._sampling_params = vllm.SamplingParams
         # The engine runs in this process, so that its model itself is handed out.
         (self._model,) = self._llm.apply_model(lambda model: model)
@@ -264,7 +265,7 @@ class VLLMEngine(EngineHere):
         client._finalizer.detach()
         client.engine_core.model_executor.shutdown()
         del self._llm, self._model
-        _process.leave()
+        _process.leave(self)
 
     def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
         params = [
@@ -313,19 +314,19 @@ class _Process:
     """What vLLM's engines in this process have in common: its groups of ranks, which end with the last of them."""
 
     def __init__(self) -> None:
-        self._engines = 0
+        self._engines: list[weakref.ref[VLLMEngine]] = []  # one of a run that failed is closed by nobody
         self._made_group = False
 
-    def enter(self, makes_group: bool) -> None:
+    def enter(self, engine: VLLMEngine, makes_group: bool) -> None:
         """An engine was built, and made the process group that engines join if training had made none."""
-        self._engines += 1
+        self._engines.append(weakref.ref(engine))
         self._made_group |= makes_group
 
-    def leave(self) -> None:
+    def leave(self, engine: VLLMEngine) -> None:
         """An engine was closed."""
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
-        self._engines -= 1
+        self._engines = [other for other in self._engines if other() is not None and other() is not engine]
         if self._engines:
             return
         destroy_model_parallel()
