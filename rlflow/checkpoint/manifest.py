@@ -23,7 +23,7 @@ class Progress:
 
     Attributes:
         step: Steps done.
-        version: Of the followed role's weights.
+        version: Of the followed policy's weights; 0 where nothing generates.
         seed: Of the run.
         data: Digest of the training rows.
         draws: How often prompts were drawn.

@@ -134,19 +134,19 @@ def _check_all_rows_arrive(ranks: RankPool, case: Case) -> None:
     assert sum(one.bytes_sent for one in seen) == sum(one.bytes_received for one in seen)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(case=cases(2))
 def test_all_rows_arrive_once_and_unchanged_among_2_ranks(ranks2: RankPool, case: Case) -> None:
     _check_all_rows_arrive(ranks2, case)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(case=cases(3))
 def test_all_rows_arrive_once_and_unchanged_among_3_ranks(ranks3: RankPool, case: Case) -> None:
     _check_all_rows_arrive(ranks3, case)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(case=cases(4))
 def test_all_rows_arrive_once_and_unchanged_among_4_ranks(ranks4: RankPool, case: Case) -> None:
     _check_all_rows_arrive(ranks4, case)
