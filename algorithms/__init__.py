@@ -6,6 +6,7 @@ from .dapo import DAPO
 from .dpo import DPO
 from .dppo import DPPO
 from .dr_grpo import DrGRPO
+from .gail import GAIL
 from .gdpo import GDPO
 from .gmpo import GMPO
 from .gpg import GPG
@@ -17,6 +18,7 @@ from .on_policy_distillation import OnPolicyDistillation
 from .opo import OPO
 from .policy_gradient import PolicyGradient
 from .ppo import PPO
+from .raft import RAFT
 from .reinforce import REINFORCE
 from .reinforce_plus_plus import REINFORCEPlusPlus
 from .reinforce_plus_plus_baseline import REINFORCEPlusPlusBaseline
@@ -24,7 +26,10 @@ from .remax import ReMax
 from .reward_model_training import RewardModelTraining
 from .rloo import RLOO
 from .sapo import SAPO
+from .self_distillation import SelfDistillation
+from .self_play import SelfPlay
 from .sft import SFT
+from .tree_rl import TreeRL
 
 __all__ = [
     "CISPO",
@@ -32,6 +37,7 @@ __all__ = [
     "DAPO",
     "DPO",
     "DPPO",
+    "GAIL",
     "GDPO",
     "GMPO",
     "GPG",
@@ -39,6 +45,7 @@ __all__ = [
     "GSPO",
     "OPO",
     "PPO",
+    "RAFT",
     "REINFORCE",
     "RLOO",
     "SAPO",
@@ -52,4 +59,7 @@ __all__ = [
     "REINFORCEPlusPlusBaseline",
     "ReMax",
     "RewardModelTraining",
+    "SelfDistillation",
+    "SelfPlay",
+    "TreeRL",
 ]

@@ -19,7 +19,7 @@ class CISPO(GRPO):
 
     clip_high: float = 4.0
 
-    unused: ClassVar[tuple[str, ...]] = ("clip_low", "dual_clip")
+    unused: ClassVar[tuple[str, ...]] = ("clip",)
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:
         capped = log_ratio(logprobs.detach(), old_logprobs).exp() > 1 + self.clip_high

@@ -1,11 +1,11 @@
 """Clipped Policy Gradient with Policy Drift: CPGD, arXiv 2505.12504."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from rlflow import Grouped, PerSample, PerToken, UserError, node
 from rlflow.functional import (
+    Bounds,
     cpgd_drift,
     cpgd_loss,
     group_has_signal,
@@ -24,6 +24,7 @@ class CPGD(GRPO):
     """GRPO with log pi in place of the ratio, clipped where the ratio would be, and a drift term that holds it.
 
     Args:
+        clip: How far the ratio may leave 1 and still count.
         weight: Of a prompt's advantages `r_i - mean_g`: 1 over the deviation of its rewards (`std`); groups over groups
             whose rewards differ, at most `weight_cap`, which makes up for the others (`filter`); or 1 (`none`).
         weight_cap: The largest weight of `filter`.
@@ -31,13 +32,13 @@ class CPGD(GRPO):
         drift_clip: The largest gradient of the drift.
     """
 
+    clip: Bounds = Bounds()
     weight: Weight = "std"
     weight_cap: float = 3.0
     drift_coef: float = 0.01
     drift_clip: float = 2.0
 
-    unused: ClassVar[tuple[str, ...]] = ("dual_clip", "normalize_std")
-    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {**GRPO.choices, "weight": get_args(Weight)}
+    unused: ClassVar[tuple[str, ...]] = ("normalize_std",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,8 +48,8 @@ class CPGD(GRPO):
             raise UserError(f"`drift_clip` is {self.drift_clip}; give more than 0, 2 say")
         if not self.weight_cap >= 1:
             raise UserError(f"`weight_cap` is {self.weight_cap}, and the weights that it cuts are 1 or more; raise it")
-        if not self.clip_low < 1:
-            raise UserError(f"`clip_low` is {self.clip_low}, and CPGD takes log(1 - clip_low); give less than 1")
+        if not self.clip.low < 1:
+            raise UserError(f"`clip.low` is {self.clip.low}, and CPGD takes log(1 - clip.low); give less than 1")
 
     @node
     def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
@@ -61,7 +62,7 @@ class CPGD(GRPO):
         return advantages * weight.to(advantages.dtype)
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:
-        clips = self.clip_low, self.clip_high
+        clips = self.clip.low, self.clip.high
         self.log("actor/clip_fraction", ppo_is_clipped(logprobs, old_logprobs, advantages, *clips), mask)
         self.log("actor/drift", kl_estimate(old_logprobs, logprobs.detach(), "k3"), mask)
         drift = cpgd_drift(logprobs, old_logprobs, self.drift_clip)

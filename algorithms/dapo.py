@@ -1,11 +1,11 @@
 """Decoupled clip and dynamic sampling: DAPO, arXiv 2503.14476."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from rlflow import Grouped, Masked, PerSample, Written, node
-from rlflow.functional import group_has_signal
+from rlflow import Grouped, PerSample, Written, node
+from rlflow.functional import Clip, group_has_signal
 
+from .credit import Earned
 from .grpo import GRPO
 
 
@@ -21,19 +21,19 @@ class DAPO(GRPO):
         max_draws: Batches of prompts that are drawn at most to fill a step.
     """
 
-    clip_high: float = 0.28
+    clip: Clip = Clip(high=0.28)
     overlong_buffer: int | float | None = 0.2
     max_draws: int = 10
 
-    unused: ClassVar[tuple[str, ...]] = ("kl_in_reward",)
+    kl_penalty = None
 
     @node
     def scores(self, rollout: Written, model_scores: PerSample | None = None) -> PerSample:
         return self.scored(rollout, model_scores)
 
     @node
-    def rewards(self, rollout: Masked, scores: PerSample) -> PerSample:
-        return self.shaped(rollout.lengths, scores)
+    def rewards(self, rollout: Earned, scores: PerSample) -> PerSample:
+        return self.credited(rollout, self.shaped(rollout.policy_lengths, scores))
 
     @node(type="filter")
     def useful(self, rollout: Grouped, scores: PerSample) -> PerSample:

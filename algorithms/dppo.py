@@ -23,7 +23,7 @@ class DPPO(GRPO):
     normalize_std: bool = False
     delta: float = 0.15
 
-    unused: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
+    unused: ClassVar[tuple[str, ...]] = ("clip",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

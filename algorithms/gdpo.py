@@ -23,7 +23,8 @@ class GDPO(GRPO):
     part_weights: Mapping[str, float] | None = None
 
     rewards = None
-    unused: ClassVar[tuple[str, ...]] = ("normalize_std", "kl_in_reward", "overlong_buffer", "reward_model_path")
+    kl_penalty = None
+    unused: ClassVar[tuple[str, ...]] = ("environment", "normalize_std", "overlong_buffer", "reward_model")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,14 +22,8 @@ class GPG(PolicyGradient):
     group_size: int = 8
 
     compares_group: ClassVar[bool] = True
-    unused: ClassVar[tuple[str, ...]] = (
-        "anchor",
-        "clip_low",
-        "clip_high",
-        "dual_clip",
-        "epochs",
-        "samples_per_update",
-    )
+    one_update: ClassVar[bool] = True
+    unused: ClassVar[tuple[str, ...]] = ("advantages_at", "anchor", "clip")
 
     @node
     def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:

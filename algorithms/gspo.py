@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlflow import PerSample, PerToken
-from rlflow.functional import Aggregation, Importance, gspo_is_clipped, gspo_loss
+from rlflow.functional import Aggregation, Bounds, Importance, gspo_is_clipped, gspo_loss
 
 from .grpo import GRPO
 
@@ -14,16 +14,18 @@ class GSPO(GRPO):
     """GRPO with one ratio a sequence, s = exp(mean_t log r_t), clipped as a whole.
 
     The surrogate is GSPO-token's, which is GSPO's where a response has one advantage, and takes one for each token too.
+
+    Args:
+        clip: How far the ratio of a sequence may leave 1 and still count.
     """
 
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
+    clip: Bounds = Bounds(3e-4, 4e-4)
     importance: Importance | None = Importance("geometric")
     loss_aggregation: Aggregation = "sequence-mean-token-mean"
 
-    unused: ClassVar[tuple[str, ...]] = ("dual_clip", "loss_aggregation")
+    unused: ClassVar[tuple[str, ...]] = ("loss_aggregation",)
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:
-        given = logprobs, old_logprobs, advantages, mask, self.clip_low, self.clip_high
+        given = logprobs, old_logprobs, advantages, mask, self.clip.low, self.clip.high
         self.log("actor/clip_fraction", gspo_is_clipped(*given), mask)
         return gspo_loss(*given)

@@ -17,7 +17,8 @@ class MaxRL(GRPO):
 
     loss_aggregation: Aggregation = "sequence-mean-token-sum"
 
-    unused: ClassVar[tuple[str, ...]] = ("normalize_std", "kl_in_reward", "overlong_buffer")
+    kl_penalty = None
+    unused: ClassVar[tuple[str, ...]] = ("advantages_at", "normalize_std", "overlong_buffer")
 
     @node
     def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:

@@ -1,13 +1,13 @@
 """On-policy distillation by the reverse KL: of each token, GKD, arXiv 2306.13649; or MiniLLM, arXiv 2306.08543."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from rlflow import CausalLM, PerToken, Tokens, node
 from rlflow.functional import reinforce_returns
 
-from .policy_gradient import PolicyGradient, SampledLogprobs
+from .policy_gradient import PolicyGradient
+from .scored import SampledLogprobs
 
 ReverseKL = Literal["token", "sequence"]
 
@@ -17,26 +17,19 @@ class OnPolicyDistillation(PolicyGradient):
     """Advantages from d_t = log teacher(y_t) - log pi_old(y_t) on the student's samples.
 
     Args:
-        teacher_path: Folder or hub name of the teacher, which reads the student's tokens.
+        teacher: Reads the student's tokens, at the student's temperature.
         reverse_kl: Of what the gradient descends. `token`: KL(pi || teacher) of the next token at the prefixes that the
             student visits, A_t = d_t; GKD with beta 1, from the sampled token alone, and blind to how a token changes
             what comes after it. `sequence`: KL(pi || teacher) of whole responses, A_t = d_t + d_t+1 + ... to the end;
             MiniLLM's, without its mixed sampling and length normalization.
     """
 
-    teacher_path: str = field(kw_only=True)
+    teacher: CausalLM = field(kw_only=True)
     reverse_kl: ReverseKL = "token"
 
-    unused: ClassVar[tuple[str, ...]] = (
-        "kl_in_reward",
-        "kl_target",
-        "overlong_buffer",
-        "reward_model_path",
-    )
-
-    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {**PolicyGradient.choices, "reverse_kl": get_args(ReverseKL)}
-
+    unused: ClassVar[tuple[str, ...]] = ("overlong_buffer", "reward_model")
     rewards = None  # the teacher is all there is to learn from; `reward` is for validation
+    kl_penalty = None
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -45,7 +38,7 @@ class OnPolicyDistillation(PolicyGradient):
 
     def configure_models(self) -> None:
         super().configure_models()
-        self.teacher = CausalLM(self.teacher_path, trainable=False, temperature=self.temperature)
+        self.teacher.only_scores(like=self.actor)
 
     @node(role="teacher")
     def teacher_logprobs(self, rollout: Tokens) -> PerToken:

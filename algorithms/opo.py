@@ -3,14 +3,15 @@
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from rlflow import Grouped, Masked, PerSample, node
+from rlflow import Grouped, PerSample, node
 from rlflow.functional import group_has_signal, opo_advantages
 
 from .policy_gradient import PolicyGradient
+from .scored import PolicyLengths
 
 
-class GroupedLengths(Masked, Grouped, Protocol):
-    """What the baseline reads: whose samples they are, and how long."""
+class GroupedLengths(PolicyLengths, Grouped, Protocol):
+    """What the baseline reads: whose samples they are, and how much of them the policy wrote."""
 
 
 @dataclass(eq=False)
@@ -24,16 +25,10 @@ class OPO(PolicyGradient):
     group_size: int = 8
 
     compares_group: ClassVar[bool] = True
-    unused: ClassVar[tuple[str, ...]] = (
-        "anchor",
-        "clip_low",
-        "clip_high",
-        "dual_clip",
-        "epochs",
-        "samples_per_update",
-    )
+    one_update: ClassVar[bool] = True
+    unused: ClassVar[tuple[str, ...]] = ("advantages_at", "anchor", "clip")
 
     @node
     def advantages(self, rollout: GroupedLengths, rewards: PerSample) -> PerSample:
         self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
-        return opo_advantages(rewards, rollout.lengths, rollout.group)
+        return opo_advantages(rewards, rollout.policy_lengths, rollout.group)

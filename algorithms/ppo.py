@@ -1,16 +1,13 @@
 """Proximal Policy Optimization: arXiv 1707.06347; with a critic and KL per token: InstructGPT, arXiv 2203.02155."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import ClassVar, Literal, Protocol
 
 import torch
 
 from rlflow import (
-    LoRA,
     Masked,
     MaskedTokens,
-    Optimizer,
     PerSample,
     PerToken,
     Tokens,
@@ -19,7 +16,7 @@ from rlflow import (
     Written,
     node,
 )
-from rlflow.functional import Aggregation, KLEstimator, gae, last_token_rewards, reinforce_returns, value_loss
+from rlflow.functional import gae, last_token_rewards, reinforce_returns, value_loss
 
 from .policy_gradient import PolicyGradient
 
@@ -54,37 +51,24 @@ class PPO(PolicyGradient):
     on; with less, lambda^(T - 1) of a reward at the end of a response reaches its first token.
 
     Args:
-        critic_path: Folder or hub name of the critic, with a value head or without; None for `model`.
-        critic_optimizer: Of the critic.
-        critic_lora: Train low-rank adapters of the critic, and its head, instead of all its weights.
+        critic: With a value head or without. Its losses per token become one number by `token-mean` unless it says
+            otherwise, whatever the actor's do. None for one of the actor's model, epochs and samples per update.
         gamma: Discount of a token.
         lam: Decay of the sum over temporal differences in the actor's advantages.
         critic_lam: That in the critic's targets.
-        critic_loss_aggregation: How the critic's losses per token become one number, whatever the actor's do.
         value_clip: How far a value may move from its old one and still count; None is off.
-        actor_start_step: Steps for which the critic learns alone.
         on_truncation: A response that was cut ends like others (`terminal`), goes on with the critic's value
             (`bootstrap`), or is left out of both losses (`mask`).
     """
 
-    kl_kind: KLEstimator = "k1"
-    kl_in_reward: bool = True
-    critic_path: str | None = None
-    critic_optimizer: Optimizer = Optimizer(lr=1e-5)
-    critic_lora: LoRA | None = None
+    critic: ValueModel | None = None
     gamma: float = 1.0
     lam: float = 1.0
     critic_lam: float = 1.0
-    critic_loss_aggregation: Aggregation = "token-mean"
     value_clip: float | None = 0.5
-    actor_start_step: int = 0
     on_truncation: OnTruncation = "terminal"
 
-    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **PolicyGradient.choices,
-        "critic_loss_aggregation": get_args(Aggregation),
-        "on_truncation": get_args(OnTruncation),
-    }
+    kl_in_reward: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lam", "critic_lam"):
@@ -92,8 +76,6 @@ class PPO(PolicyGradient):
                 raise UserError(f"`{name}` is {getattr(self, name)}; give a number from 0 to 1")
         if self.value_clip is not None and not self.value_clip > 0:
             raise UserError(f"`value_clip` is {self.value_clip}; give more than 0, or null for none")
-        if self.actor_start_step < 0:
-            raise UserError(f"`actor_start_step` is {self.actor_start_step}; give 0 or more")
         if self.on_truncation == "bootstrap" and self.mask_truncated:
             raise UserError(
                 "`on_truncation` is 'bootstrap' and `mask_truncated` is true, which leaves the same responses out; drop"
@@ -106,16 +88,15 @@ class PPO(PolicyGradient):
 
     def configure_models(self) -> None:
         super().configure_models()
-        self.actor.start_step = self.actor_start_step
-        self.critic = ValueModel(
-            self.critic_path or self.model,
-            optimizer=self.critic_optimizer,
-            epochs=self.epochs,
-            samples_per_update=self.samples_per_update,
-            gradient_checkpointing=self.gradient_checkpointing,
-            lora=self.critic_lora,
-            loss_aggregation=self.critic_loss_aggregation,
-        )
+        if self.critic is None:
+            self.critic = ValueModel(
+                self.actor.model,
+                epochs=self.actor.epochs,
+                samples_per_update=self.actor.samples_per_update,
+                gradient_checkpointing=self.actor.gradient_checkpointing,
+            )
+        if self.critic.loss_aggregation is None:
+            self.critic.loss_aggregation = "token-mean"
 
     @node
     def rewards(self, rollout: Written, model_scores: PerSample | None = None) -> PerSample:

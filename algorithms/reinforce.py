@@ -18,7 +18,7 @@ class REINFORCE(RLOO):
     importance: Importance | None = None
 
     unclipped: ClassVar[bool] = True
-    unused: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
+    unused: ClassVar[tuple[str, ...]] = ("clip",)
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:
         return cispo_loss(logprobs, old_logprobs, advantages, clip_high=float("inf"))

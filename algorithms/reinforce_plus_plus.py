@@ -1,9 +1,10 @@
 """REINFORCE++, arXiv 2501.03262: REINFORCE with PPO's clip, KL per token, and advantages of the whole batch at once."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rlflow import Masked, PerSample, PerToken, Written, node
-from rlflow.functional import KLEstimator, last_token_rewards, reinforce_returns
+from rlflow.functional import last_token_rewards, reinforce_returns
 
 from .policy_gradient import PolicyGradient
 
@@ -16,9 +17,9 @@ class REINFORCEPlusPlus(PolicyGradient):
         gamma: Discount of a token.
     """
 
-    kl_kind: KLEstimator = "k1"
-    kl_in_reward: bool = True
     gamma: float = 1.0
+
+    kl_in_reward: ClassVar[bool] = True
 
     @node
     def rewards(self, rollout: Written, model_scores: PerSample | None = None) -> PerSample:

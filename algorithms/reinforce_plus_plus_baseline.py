@@ -22,9 +22,10 @@ class REINFORCEPlusPlusBaseline(PolicyGradient):
     """
 
     group_size: int = 8
-    kl_kind: KLEstimator = "k2"
 
     compares_group: ClassVar[bool] = True
+    unused: ClassVar[tuple[str, ...]] = ("advantages_at",)  # what is whitened are the tokens of whole responses
+    kl_in_loss: ClassVar[KLEstimator] = "k2"
 
     @node
     def advantages(self, rollout: MaskedGroups, rewards: PerSample) -> PerToken:

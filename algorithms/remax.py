@@ -1,31 +1,31 @@
 """REINFORCE with the greedy response's reward as baseline: ReMax, arXiv 2310.10505."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from rlflow import Batch, Masked, PerSample, PerToken, Rollout, Tokens, Written, node
-from rlflow.functional import KLEstimator, last_token_rewards, reinforce_returns
+from rlflow import Batch, Each, Grouped, Masked, PerSample, PerToken, Rollout, Tokens, Written, node
+from rlflow.functional import last_token_rewards, reinforce_returns
 
 from .policy_gradient import PolicyGradient
 
 
 @dataclass(eq=False)
 class ReMax(PolicyGradient):
-    """A = r(x, y) - r(x, greedy y): a second rollout node answers each prompt once, with the likeliest tokens.
+    """A = r(x, y) - r(x, greedy y): a second node that generates answers each prompt once, with the likeliest tokens.
 
     With KL in the reward, that of a token and of those after it comes off its advantage.
     """
 
-    kl_kind: KLEstimator = "k1"
-    kl_in_reward: bool = True
+    kl_in_reward: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.reward_model_path is None:
+        if self.reward_model is None:
             self.greedy_model_scores = None
 
-    @node(role="rollout", rows="batch")
+    @node(generates="actor")
     def greedy(self, batch: Batch) -> Rollout:
-        return self.generate(batch, temperature=0.0)
+        return self.sampled(batch, 1, temperature=0.0)
 
     @node(role="reward_model")
     def greedy_model_scores(self, greedy: Tokens) -> PerSample:
@@ -40,8 +40,12 @@ class ReMax(PolicyGradient):
         return self.outcome(rollout, model_scores)
 
     @node
+    def baseline(self, batch: Grouped, greedy_rewards: Each[PerSample]) -> PerSample:
+        return greedy_rewards.mean()
+
+    @node
     def advantages(
-        self, rollout: Masked, rewards: PerSample, greedy_rewards: PerSample, kl_penalty: PerToken | None = None
+        self, rollout: Masked, rewards: PerSample, baseline: PerSample, kl_penalty: PerToken | None = None
     ) -> PerToken:
-        r = last_token_rewards(rewards - greedy_rewards, rollout.loss_mask, kl_penalty)
+        r = last_token_rewards(rewards - baseline, rollout.loss_mask, kl_penalty)
         return reinforce_returns(r, rollout.loss_mask, gamma=1.0)

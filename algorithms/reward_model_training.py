@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rlflow import LoRA, Optimizer, Pairs, PerSample, RewardModel, RLModule, node
+from rlflow import Pairs, PerSample, RewardModel, RLModule, node
 from rlflow.functional import bradley_terry_loss, preference_accuracy
 
 
@@ -16,31 +16,10 @@ class RewardModelTraining(RLModule):
     (at 0, a half), and the loss.
 
     Args:
-        model: Folder or hub name of the model to train, or `tiny` for the embedded one. A language model gets a new
-            head, whose scores start at 0.
-        optimizer: Of the reward model.
-        epochs: Passes over a step's pairs.
-        samples_per_update: Pairs of one optimizer step; None for all of the step's.
-        lora: Low-rank adapters of the reward model that are trained in place of all its weights; None for all weights.
-        gradient_checkpointing: Recompute activations in the backward pass to save memory.
+        reward_model: The model to train. A language model gets a new head, whose scores start at 0.
     """
 
-    model: str
-    optimizer: Optimizer = Optimizer()
-    epochs: int = 1
-    samples_per_update: int | None = None
-    lora: LoRA | None = None
-    gradient_checkpointing: bool = False
-
-    def configure_models(self) -> None:
-        self.reward_model = RewardModel(
-            self.model,
-            optimizer=self.optimizer,
-            epochs=self.epochs,
-            samples_per_update=self.samples_per_update,
-            lora=self.lora,
-            gradient_checkpointing=self.gradient_checkpointing,
-        )
+    reward_model: RewardModel
 
     @node(role="reward_model", type="train")
     def reward_model_loss(self, batch: Pairs) -> PerSample:

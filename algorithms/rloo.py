@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlflow import Grouped, PerSample, node
-from rlflow.functional import KLEstimator, group_has_signal, rloo_advantages
+from rlflow.functional import group_has_signal, rloo_advantages
 
 from .policy_gradient import PolicyGradient
 
@@ -18,10 +18,9 @@ class RLOO(PolicyGradient):
     """
 
     group_size: int = 8
-    kl_kind: KLEstimator = "k1"
-    kl_in_reward: bool = True
 
     compares_group: ClassVar[bool] = True
+    kl_in_reward: ClassVar[bool] = True
 
     @node
     def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:

@@ -22,7 +22,7 @@ class SAPO(GRPO):
     tau_pos: float = 1.0
     tau_neg: float = 1.05
 
-    unused: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
+    unused: ClassVar[tuple[str, ...]] = ("clip",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,17 +1,19 @@
-"""The command line: `rlflow fit`, `validate`, `graph`, `report`, `trace`, `export`, `simulate`."""
+"""The command line: `rlflow fit`, `validate`, `graph` and the other commands."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NoReturn
 
-from rlflow.errors import UserError, one_line
-from rlflow.loggers.secrets import text_without_secrets, without_shapes
-from rlflow.process import startup, status
+from rlflow.errors import Preempted, UserError, one_line, readable
+from rlflow.loggers.secrets import text_without_secrets
+from rlflow.process import handed_arguments, preemption, startup, status
 from rlflow.process.status import refusing_exits
 from rlflow.process.supervisor import supervise
 
@@ -20,48 +22,62 @@ from rlflow.process.supervisor import supervise
 
 def fit(arguments: Sequence[str]) -> None:
     """Train a model as a config says."""
-    from rlflow.commands.configuration import read_fit
+    from rlflow.commands.fit import read_fit
 
     startup.passed("imports")
     with refusing_exits():
         configured = read_fit(arguments)
-    startup.passed("config")
-    configured.fit()
+        startup.passed("config")
+        configured.fit()
 
 
 def validate(arguments: Sequence[str]) -> None:
     """Measure a config's model on its held-out prompts."""
-    from rlflow.commands.configuration import read_validate
+    from rlflow.commands.fit import read_validate
 
     with refusing_exits():
         configured = read_validate(arguments)
-    configured.validate()
+        configured.validate()
 
 
 def graph(arguments: Sequence[str]) -> None:
     """Print an algorithm's graph and a rank's plan, draw it, or compare two algorithms."""
-    from rlflow.commands.configuration import read_graph
+    from rlflow.commands.graph import read_graph
 
     read_graph(arguments).show()
 
 
 def report(arguments: Sequence[str]) -> None:
     """Show where the time of a run's steps went, rank by rank."""
-    from rlflow.commands.configuration import read_report
+    from rlflow.commands.report import read_report
 
     read_report(arguments).show()
 
 
 def trace(arguments: Sequence[str]) -> None:
     """Join the traces of a run's ranks into one file."""
-    from rlflow.commands.configuration import read_trace
+    from rlflow.commands.trace import read_trace
 
     read_trace(arguments).write()
 
 
+def samples(arguments: Sequence[str]) -> None:
+    """Read the samples of a run: prompts and responses, conversations turn by turn."""
+    from rlflow.commands.samples import read_shown
+
+    read_shown(arguments).show()
+
+
+def play(arguments: Sequence[str]) -> None:
+    """Play the environment of a config in the terminal, as its policy would read it."""
+    from rlflow.commands.play import read_play
+
+    read_play(arguments).run()
+
+
 def export(arguments: Sequence[str]) -> None:
     """Write the model of a run that trained adapters, merged or as an adapter."""
-    from rlflow.commands.configuration import read_export
+    from rlflow.commands.export import read_export
 
     read_export(arguments).run()
 
@@ -73,9 +89,23 @@ def simulate(arguments: Sequence[str]) -> None:
 
         read_paper(arguments).show()
         return
-    from rlflow.commands.configuration import read_simulate
+    from rlflow.commands.simulate import read_simulate
 
     read_simulate(arguments).show()
+
+
+def replay(arguments: Sequence[str]) -> None:
+    """Run nodes of a run's step once more, in one process, with a debugger if asked."""
+    from rlflow.commands.replay import read_replay
+
+    read_replay(arguments).run()
+
+
+def doctor(arguments: Sequence[str]) -> None:
+    """Show what is installed and works here, what is missing, and how to mend it."""
+    from rlflow.commands.doctor import read_doctor
+
+    read_doctor(arguments).show()
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
@@ -84,10 +114,15 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "graph": graph,
     "report": report,
     "trace": trace,
+    "samples": samples,
+    "play": play,
     "export": export,
     "simulate": simulate,
+    "replay": replay,
+    "doctor": doctor,
 }
 RUNS = ("fit", "validate")
+_FORGED = re.compile(r"^(?=rlflow\b)")  # of a line in an error's text that looks like one of ours
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -98,12 +133,16 @@ class _OneLineParser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; exit with 2 and one line for what the user can mend, with 1 and a last line for a fault.
 
+    A run that a signal ends exits with 3, and with a line that says how to continue.
+
     A run that is given on the command line has a process of its own, whose parent sees to it that the exit code is 0
     only if the run came to its end.
 
     Args:
         arguments: Instead of those of the command line; they are run in this process.
     """
+    if arguments is None:
+        handed_arguments.take()
     parser = _OneLineParser(
         prog="rlflow",
         description="Reinforcement-learning post-training of language models, without a central node.",
@@ -119,27 +158,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if arguments is None and chosen.command in RUNS:
             supervise()
         status.begin()
-        COMMANDS[chosen.command](rest)
+        with preemption.handled(arguments is None) if chosen.command == "fit" else nullcontext():
+            COMMANDS[chosen.command](rest)
         status.end()
-    except SystemExit:  # the command has answered, or the launcher has told of a rank that died
-        status.end()
+    except SystemExit as error:  # the command has answered, or the launcher has reported a rank that died
+        status.end(error.code if isinstance(error.code, int) else int(error.code is not None))
         raise
+    except Preempted as error:
+        if status.is_first():
+            _tell(f"rlflow: {error}")
+        _end(preemption.EXIT_CODE)
     except UserError as error:
-        _tell(f"rlflow: error: {error}")
+        _tell(f"rlflow: error: {error}{_notes(error)}")
         _end(2)
     except Exception as error:
-        print(without_shapes(traceback.format_exc()), end="", file=sys.stderr)
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        _tell(f"rlflow: {type(error).__name__}: {one_line(error)}{notes}")
+        _tell(traceback.format_exc().rstrip("\n"))
+        _tell(f"rlflow: {type(error).__name__}: {one_line(error)}{_notes(error)}")
         _end(1)
 
 
+def _notes(error: Exception) -> str:
+    return "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+
+
 def _tell(text: str) -> None:
-    print(text_without_secrets(text), file=sys.stderr)
+    """A line for the terminal, on which what came from data or a config can do nothing but be read."""
+    first, *more = readable(text_without_secrets(text)).split("\n")
+    print("\n".join([first, *(_FORGED.sub("  ", line) for line in more)]), file=sys.stderr)
 
 
 def _end(code: int) -> None:
-    status.end()
+    status.end(code)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         sys.exit(code)
     # Taking torch down closes the connections long before the process is gone, and rank 0 would report those.

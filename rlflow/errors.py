@@ -1,18 +1,162 @@
-"""The one kind of error that a user can mend."""
+"""The one kind of error that a user can mend; and the end of a run that is no error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import re
+import signal
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
+from typing import Any
+
+SETTING = re.compile(r"(?<!column )`([a-z_][\w.]*)`")  # in a message; a dataset's column is none
+_PLACE = "_place_in_config"
+
+
+@dataclass(frozen=True)
+class ConfigPlace:
+    """Where the arguments of an object's constructor stand in a config.
+
+    Attributes:
+        name: The last key of the object's own: `optimizer`, say.
+        keys: Of its arguments by name, as the user wrote them or would: `module.init_args.group_size`.
+    """
+
+    name: str
+    keys: Mapping[str, str]
+
+    def key(self, name: str) -> str | None:
+        """The key of an argument, or of something in it: of `lr` or, as other objects call it, `optimizer.lr`."""
+        first, dot, rest = name.partition(".")
+        if first in self.keys:
+            return f"{self.keys[first]}{dot}{rest}"
+        return self.key(rest) if first == self.name and rest else None
+
+
+class Preempted(BaseException):
+    """A run ends because its process was asked to, by a signal. As `KeyboardInterrupt`, it is no `Exception`.
+
+    Args:
+        number: Of the signal.
+        what: Was saved, and how to go on.
+        agreed: Whether all ranks end, each for itself.
+    """
+
+    GO_ON_FROM_BEFORE = "what was saved before is still there: continue with `--trainer.ckpt_path last`"
+
+    def __init__(self, number: int, what: str, agreed: bool = False) -> None:
+        super().__init__(f"{self.opening(number)} {what}")
+        self.agreed = agreed
+
+    @staticmethod
+    def opening(number: int) -> str:
+        """How the line begins that says why the run ended."""
+        return f"ended by {signal.Signals(number).name}:"
 
 
 class UserError(ValueError):
     """What a user did and can mend, in one line: what was found, why it cannot work, what to do.
 
     The command line prints the message without a traceback and exits with 2.
+
+    Settings stand in back-ticks: those of an object by the names of its constructor's arguments, if the constructor
+    raises the error or `of` is given; any other by its key from the top of a config, `trainer.max_steps` say, or
+    `module.max_response_length`, which is an attribute's name in Python as well. Both are printed as the key that the
+    user wrote; without a config they stay as they are.
+
+    Args:
+        args: The message.
+        of: Whose settings it names; at the places where a config gave them, if one did.
+
+    Attributes:
+        settings: The keys that it names of `of`, or of the object whose constructor raised it.
     """
+
+    def __init__(self, *args: Any, of: object = None) -> None:
+        super().__init__(*args)
+        self.settings: tuple[str, ...] = ()
+        found = getattr(of, _PLACE, None)
+        if found is not None:
+            self._name(found)
+
+    def at(self, place: ConfigPlace) -> UserError:
+        """The same error, raised in the constructor of what stands there; the innermost such place counts."""
+        if not self.settings:
+            self._name(place)
+        return self
+
+    def _name(self, place: ConfigPlace) -> None:
+        if not self.args or not isinstance(self.args[0], str):
+            return
+        keys = []
+
+        def named(match: re.Match[str]) -> str:
+            key = place.key(match.group(1))
+            if key is None:
+                return match.group(0)
+            keys.append(key)
+            return f"`{key}`"
+
+        self.args = (SETTING.sub(named, self.args[0]), *self.args[1:])
+        self.settings = tuple(keys)
+
+
+def named(text: str, of: object) -> str:
+    """A text about an object, in which its settings stand by their keys in the config where there is one."""
+    return str(UserError(text, of=of))
+
+
+def setting(of: object, name: str, otherwise: str) -> str:
+    """An argument of an object's constructor in back-ticks, by its key if a config made the object.
+
+    Args:
+        of: The object.
+        name: Of the argument.
+        otherwise: What it is called where no config did.
+    """
+    found: ConfigPlace | None = getattr(of, _PLACE, None)
+    return f"`{otherwise if found is None else found.keys.get(name, otherwise)}`"
+
+
+def place(of: object, where: ConfigPlace) -> None:
+    """Note where an object's arguments stand in a config, for errors about it; copies of it keep that."""
+    with suppress(AttributeError):  # it has slots
+        object.__setattr__(of, _PLACE, where)
+
+
+@contextmanager
+def about(of: object) -> Iterator[None]:
+    """Around checks of an object's settings: errors raised within name them as if `of` were given to each.
+
+    Args:
+        of: Whose settings errors name by the names of its constructor's arguments.
+    """
+    try:
+        yield
+    except UserError as error:
+        found = getattr(of, _PLACE, None)
+        if found is not None:
+            error.at(found)
+        raise
+
+
+@contextmanager
+def within_node(node_id: str, place: str, rank: int) -> Iterator[None]:
+    """Around a node's body: errors raised within say in which node, where it is written, and on which rank.
+
+    Args:
+        node_id: Of the node; an error that names it stays as it is.
+        place: File and line of the node.
+        rank: Of this process.
+    """
+    try:
+        yield
+    except UserError as error:
+        if error.args and isinstance(error.args[0], str) and f"`{node_id}`" not in error.args[0]:
+            error.args = (f"{error.args[0]} (rank {rank}, node `{node_id}`, {place})", *error.args[1:])
+        raise
 
 
 def require(module: str, what: str, *extras: str) -> None:
@@ -55,6 +199,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean "x"?` with the known name nearest to `name`, or nothing where none is near."""
     nearest = get_close_matches(name, known, n=1)
     return f' Did you mean "{nearest[0]}"?' if nearest else ""
+
+
+def readable(text: str) -> str:
+    """A text in which nothing but line ends acts on a terminal: a control character is shown as Python writes it."""
+    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
 
 
 def one_line(error: BaseException) -> str:

@@ -49,6 +49,7 @@ class StepMetrics:
     step: int
     means: defaultdict[str, _Mean] = field(default_factory=lambda: defaultdict(_Mean))
     sums: dict[str, float] = field(default_factory=dict)
+    sums_there: dict[str, Tensor] = field(default_factory=dict)  # 0-dim float64, left on its device
     peaks: dict[str, float] = field(default_factory=dict)
     peaks_there: dict[str, Tensor] = field(default_factory=dict)  # 0-dim float64, left on its device
     times: dict[str, float] = field(default_factory=dict)  # seconds
@@ -64,9 +65,13 @@ class StepMetrics:
         """Add a number that every rank knows alike."""
         self.mean(name, value, 1.0)
 
-    def sum(self, name: str, value: float) -> None:
-        """Add to the total over ranks and calls, as fits bytes and tokens."""
-        self.sums[name] = self.sums.get(name, 0.0) + value
+    def sum(self, name: str, value: Tensor | float) -> None:
+        """Add to the total over ranks and calls, as fits bytes and tokens; a tensor is 0-dim."""
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            value, before = value.detach().double(), self.sums_there.get(name)
+            self.sums_there[name] = value if before is None else before + value
+        else:
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
 
     def largest(self, name: str, value: Tensor | float) -> None:
         """Keep the largest over ranks and calls, as fits peaks; a tensor is 0-dim."""
@@ -84,19 +89,23 @@ class StepMetrics:
         """Bring what was left on a device to the host, all in one transfer."""
         left = [(mean.here, i, value) for mean in self.means.values() for i, value in enumerate(mean.there)]
         waiting = [(into, i, value) for into, i, value in left if value is not None]
-        peaks = list(self.peaks_there.items())
-        numbers = _numbers([value for *_, value in waiting] + [value for _, value in peaks])
-        for (into, i, _), number in zip(waiting, numbers, strict=False):
-            into[i] += number
-        for (name, _), number in zip(peaks, numbers[len(waiting) :], strict=True):
-            self.peaks[name] = max(number, self.peaks.get(name, -math.inf))
+        there = [value for *_, value in waiting] + [*self.peaks_there.values()] + [*self.sums_there.values()]
+        numbers = iter(_numbers(there))
+        for into, i, _ in waiting:
+            into[i] += next(numbers)
+        for name in self.peaks_there:
+            self.peaks[name] = max(next(numbers), self.peaks.get(name, -math.inf))
+        for name in self.sums_there:
+            self.sums[name] = self.sums.get(name, 0.0) + next(numbers)
         for mean in self.means.values():
             mean.there = [None, None]
         self.peaks_there.clear()
+        self.sums_there.clear()
 
     def entries(self, worked: float | None) -> dict[tuple[Kind, str], tuple[float, float]]:
         """Value and count of each metric, in which a count of 0 says that there is none."""
         assert not self.peaks_there
+        assert not self.sums_there
         entries: dict[tuple[Kind, str], tuple[float, float]] = {}
         entries |= {("mean", name): (mean.here[0], mean.here[1]) for name, mean in self.means.items()}
         entries |= {("sum", name): (value, 1.0) for name, value in self.sums.items()}
@@ -105,7 +114,13 @@ class StepMetrics:
 
 
 class Metrics:
-    """What this rank logged of the steps in progress; where steps overlap, these are several."""
+    """What this rank logged of the steps in progress; where steps overlap, these are several.
+
+    Attributes:
+        asked: Of all ranks the largest `asks` that was given to the last `reduce`.
+    """
+
+    asked = 0
 
     def __init__(self) -> None:
         self._steps: dict[int, StepMetrics] = {}
@@ -122,8 +137,8 @@ class Metrics:
             if later > step:
                 logged.bring_over()
                 means = {name: mean.here for name, mean in logged.means.items()}
-                largest = logged.peaks | logged.times
-                later_steps.append({"step": later, "means": means, "sums": logged.sums, "largest": largest})
+                rest = {"sums": logged.sums, "largest": logged.peaks, "seconds": logged.times}
+                later_steps.append({"step": later, "means": means, **rest})
         return later_steps
 
     def log_again(self, later_steps: Sequence[Mapping[str, Any]]) -> None:
@@ -136,8 +151,10 @@ class Metrics:
                 logged.sum(name, value)
             for name, value in stored["largest"].items():
                 logged.largest(name, value)
+            for name, value in stored["seconds"].items():
+                logged.seconds(name, value)
 
-    def reduce(self, step: int, transport: Transport, worked: float | None = None) -> dict[str, float]:
+    def reduce(self, step: int, transport: Transport, worked: float | None = None, asks: int = 0) -> dict[str, float]:
         """The step's metrics over all ranks, the same on each, sorted by name; starts afresh.
 
         Two reductions of tensors whose size does not depend on the number of ranks, but for one number of each: first
@@ -150,14 +167,16 @@ class Metrics:
             step: Whose metrics are reduced, and then forgotten.
             transport: To the other ranks.
             worked: Seconds that this rank worked in the step, of which `straggler` is made; None to leave it out.
+            asks: A number from 0 that travels with them: the signal by which this rank was asked to end.
         """
         here = self._steps.pop(step, StepMetrics(step))
         here.bring_over()
         mine = here.entries(worked)
-        largest = self._largest(mine, transport)
+        largest = self._largest(mine, transport, asks)
         if largest[-1, 0]:
             self._learn_names(mine, transport)
-            largest = self._largest(mine, transport)
+            largest = self._largest(mine, transport, asks)
+        self.asked = int(largest[-1, 1])
         totals, seconds = self._totals(mine, largest[:-1], transport, worked)
         reduced: dict[str, float] = {}
         rows = zip(self._known, totals.tolist(), largest[:, 0].tolist(), strict=False)
@@ -172,16 +191,16 @@ class Metrics:
         """`[names, 2]` float64: this rank's value and count of each name that all know."""
         return torch.tensor([mine.get(name, (0.0, 0.0)) for name in self._known], dtype=torch.float64).view(-1, 2)
 
-    def _largest(self, mine: _Entries, transport: Transport) -> Tensor:
+    def _largest(self, mine: _Entries, transport: Transport, asks: int) -> Tensor:
         """`[names + 1, 2]` float64: over all ranks the largest value, or size of a total, and count.
 
-        In the last row stands whether a rank has names that are not known to all.
+        In the last row stand whether a rank has names that are not known to all, and what ranks ask.
         """
         table = self._table(mine)
         are_largest = torch.tensor([kind == "largest" for kind, _ in self._known], dtype=torch.bool)
         values = torch.where(table[:, 1] > 0, table[:, 0], -math.inf)
         unknown = float(not mine.keys() <= set(self._known))
-        last = torch.tensor([[unknown, 0.0]], dtype=torch.float64)
+        last = torch.tensor([[unknown, float(asks)]], dtype=torch.float64)
         rows = torch.stack([torch.where(are_largest, values, table[:, 0].abs()), table[:, 1]], dim=1)
         return transport.all_reduce(torch.cat([rows.where(~rows.isnan(), math.inf), last]), "max")
 

@@ -3,56 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from rlflow.dag.entry import Entry
+from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
-from rlflow.functional import Aggregation, merge_moments, moments, quantiles, standardize
-from rlflow.functional.whitening import broken_rows, not_finite
+from rlflow.functional import Aggregation
+from rlflow.models.arguments import check_fields, check_models
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
+from rlflow.over_rows import OverRows
 from rlflow.rewards.reward import Reward
 from rlflow.rollout.engine import Sampling
+from rlflow.rollout.request import check_asked
+from rlflow.rollout.truncated import to_be_continued, without_truncated
 from rlflow.state.adaptive_coefficient import AdaptiveCoefficient
 from rlflow.state.prompt_memory import PromptMemory
 from rlflow.state.replay_buffer import ReplayBuffer
+from rlflow.step_context import StepContext
 from rlflow.values.batch import Batch
 from rlflow.values.cuts import PerSample
 from rlflow.values.protocols import Written
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
-AllRows = TypeVar("AllRows", Tensor, Ragged)
 
+class RLModule(OverRows):
+    """An algorithm: settings and models in `__init__`, its graph in methods marked `@node`.
 
-class StepContext(Protocol):
-    """What a module may ask of the controller that runs it. Every method is called by all ranks of the node alike."""
-
-    def generate(self, rows: Any, n: int, sampling: Sampling, policy: str | None) -> Rollout: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def score(self, reward: Reward, rollout: Written, name: str) -> tuple[Tensor, dict[str, Tensor]]: ...
-
-    def log(self, name: str, x: Tensor, mask: Tensor | None) -> None: ...
-
-    def of_each_shard(self, x: Tensor) -> Tensor: ...
-
-    def dataset_rows(self, group: Tensor) -> Tensor: ...
-
-    def remember(self, memory: str, group: Tensor, x: Tensor) -> None: ...
-
-    def all_rows(self, x: AllRows) -> AllRows: ...
-
-
-class RLModule:
-    """An algorithm: settings in `__init__`, models in `configure_models`, its graph in methods marked `@node`.
+    Models are handles (`CausalLM`, ...) that the constructor is given; an attribute's name is the role's name. What is
+    derived from them, such as a reference, is made in `configure_models`.
 
     A node's name is the value that it makes; its parameters are the values that it reads; `batch` is the rows of the
     dataset. The first dimension of every tensor is the rows of this rank, and nothing here needs to know of ranks.
@@ -62,7 +46,6 @@ class RLModule:
         loss_aggregation: How per-token losses become one number; see `rlflow.functional.aggregate`.
         group_size: Samples of each prompt in one step.
         max_response_length: Tokens after which a response is cut, and the divisor of the `constant` aggregation.
-        temperature: Of sampling, and so of every logprob.
         stop_token_ids: Tokens that end a response beside those of the model and its tokenizer.
         mask_truncated: Whether responses that were cut at the longest length are left out of losses; they stay in their
             group's baseline. The overlong filtering of DAPO, arXiv 2503.14476, section 3.4.
@@ -71,29 +54,40 @@ class RLModule:
             on samples of older weights, is then warned of it, once.
         config_models: Model handles by role that a config gives beside or in place of those of `configure_models`.
         config_nodes: Nodes that a config adds, puts in the place of others, or removes.
+        given_models: Model handles by role as the constructor set them, before a run changed copies of them.
+        run_models: The handles of the last run, derived ones among them.
+        run_settings: What was set of these when it was configured, by role.
     """
 
     reward: Reward | None = None
     loss_aggregation: Aggregation = "token-mean"
     group_size: int = 1
     max_response_length: int = 256
-    temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     mask_truncated: bool = False
     max_draws: int = 10
     unclipped: ClassVar[bool] = False
     config_models: Mapping[str, ModelHandle] = MappingProxyType({})
     config_nodes: tuple[Entry, ...] = ()
-
-    _context: StepContext | None = None
+    given_models: Mapping[str, ModelHandle] = MappingProxyType({})
+    run_models: Mapping[str, ModelHandle] = MappingProxyType({})
+    run_settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
     @property
     def ignores_sampler(self) -> bool:
         """Whether nothing in the loss holds the policy near the one that sampled, where that had older weights."""
         return self.unclipped
 
+    def __post_init__(self) -> None:
+        """Refuse arguments that cannot be, by a `UserError`; the constructor of a dataclass calls it."""
+        check_fields(self)
+        check_models(self)
+
     def configure_models(self) -> None:
-        """Assign the model handles (`CausalLM`, ...) to `self`; an attribute's name is the role's name."""
+        """Assign the handles that follow from those of the constructor: a reference, an average.
+
+        It is called for each run, graph or simulation, and finds copies of the constructor's handles, to be changed.
+        """
 
     def validation_step(self, batch: Any) -> None:
         """Measure on held-out rows what generating and scoring does not tell: `self.log("val/margin", margin)`.
@@ -138,8 +132,13 @@ class RLModule:
         for name, value in state.items():
             if name in kept:
                 kept[name].load_state_dict(value)
+            elif isinstance(coefficient := getattr(self, name, None), AdaptiveCoefficient):
+                coefficient.value = value
             else:
-                getattr(self, name).value = value
+                found = f"the checkpoint has `{name}` of its module, and {type(self).__name__} keeps no such thing"
+                raise UserError(
+                    f"{found}; continue with the algorithm that wrote it, or start a new run from its model"
+                )
 
     def memories(self) -> dict[str, PromptMemory]:
         """What the module remembers of prompts, by the names of the attributes."""
@@ -155,12 +154,12 @@ class RLModule:
             memory.attach(partial(context.remember, name))
         for name, handle in handles(self).items():
             if isinstance(handle, CausalLM):
-                handle.attach_generator(partial(self._generate, name))
+                handle.attach_generator(partial(self._generate, name), partial(self._converse, name))
 
     def generate(self, batch: Batch, n: int = 1, temperature: float | None = None) -> Rollout:
         """Sample `n` responses to each prompt; the samples of a prompt are consecutive rows.
 
-        The short word for `self.actor.generate(batch, n)` where the node names one policy, at the module's temperature.
+        The short word for `self.actor.generate(batch, n)` where the node names one policy.
 
         With `trainer.partial_rollout` the node that calls this sees responses as far as they got; later nodes see those
         that have ended.
@@ -168,36 +167,99 @@ class RLModule:
         Args:
             batch: Prompts, `B` rows.
             n: Responses to each prompt; the result has `B * n` rows.
-            temperature: Instead of the module's; 0 takes the likeliest token.
+            temperature: Instead of the policy's own; 0 takes the likeliest token.
         """
-        return self._generate(None, batch, n, self.temperature if temperature is None else temperature, None, ())
+        return self._generate(None, batch, n, temperature, None, ())
+
+    def converse(self, batch: Batch, environment: Environment, n: int = 1, temperature: float | None = None) -> Rollout:
+        """Hold `n` conversations with an environment from each prompt.
+
+        The short word for `self.actor.converse(batch, environment, n)` where the node names one policy.
+
+        Args:
+            batch: Prompts, `B` rows.
+            environment: What answers.
+            n: Conversations from each prompt; the result has `B * n` rows.
+            temperature: Instead of the policy's own; 0 takes the likeliest token.
+        """
+        return self._converse(None, batch, environment, n, temperature, (), {})
 
     def _generate(
         self,
         policy: str | None,
         rows: Any,
         n: int,
-        temperature: float,
+        temperature: float | None,
         max_new_tokens: int | None,
         stop: tuple[int, ...],
     ) -> Rollout:
         """With this policy, or with the only one of the node."""
         longest = self.max_response_length if max_new_tokens is None else max_new_tokens
-        if longest > self.max_response_length:
-            raise UserError(
-                f"`max_new_tokens` is {longest} and `max_response_length` is {self.max_response_length}, for which"
-                " memory is planned; raise the latter"
-            )
+        check_asked(n, longest, self.max_response_length)
+        if self.mask_truncated and isinstance(rows, Rollout):
+            rows = to_be_continued(rows, self.max_response_length)
+        name, own = self._policy(policy)
+        sampling = Sampling(longest, own if temperature is None else temperature, stop)
+        rollout = self._running().generate(rows, n, sampling, self.max_response_length, name)
+        return without_truncated(rollout) if self.mask_truncated else rollout
+
+    def _converse(
+        self,
+        policy: str | None,
+        rows: Batch,
+        environment: Environment,
+        n: int,
+        temperature: float | None,
+        stop: tuple[int, ...],
+        players: Mapping[str, CausalLM],
+    ) -> Rollout:
         if n < 1:
-            raise UserError(f"`n` is {n}; generate 1 response to each row or more")
-        rollout = self._running().generate(rows, n, Sampling(longest, temperature, stop), policy)
-        if self.mask_truncated:
-            return replace(rollout, loss_mask=rollout.loss_mask & rollout.finished[:, None])
-        return rollout
+            raise UserError(f"`n` is {n}; hold 1 conversation from each row or more")
+        name, own = self._policy(policy)
+        sampling = Sampling(self.max_response_length, own if temperature is None else temperature, stop)
+        others = {seat: self._player(seat, model) for seat, model in players.items()}
+        rollout = self._running().converse(rows, environment, n, sampling, name, others)
+        return without_truncated(rollout) if self.mask_truncated else rollout
+
+    def _policy(self, name: str | None) -> tuple[str, float]:
+        """The policy of this name, or the only one of the node, and its temperature."""
+        name = self._running().policy(name)
+        model = handles(self)[name]
+        assert isinstance(model, CausalLM), name
+        return name, model.temperature
+
+    def _player(self, seat: str, model: CausalLM) -> tuple[str, float]:
+        """Who speaks for a seat: the policy's name, and its temperature."""
+        name = next((name for name, handle in handles(self).items() if handle is model), None)
+        if name is None:
+            raise UserError(
+                f"`players` has {model!r:.60} for `{seat}`, which is no model of {type(self).__name__}; assign it to"
+                " `self` in `__init__` or `configure_models`, and name it in `generates`"
+            )
+        return self._policy(name)
 
     def tokens(self, text: str) -> list[int]:
         """The token ids of a text, as those of a prompt are read: what `Rollout.as_prompts` is given, for one."""
         return self._running().encode(text)
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Tokens of the longest prompt that a node may write, `data.max_prompt_length`; None for any."""
+        return self._running().longest_prompt
+
+    def prompts(self, rows: Sequence[dict[str, Any]], template: str) -> Ragged:
+        """Token ids of prompts that a template writes from rows of the dataset, in the dataset's chat template if any.
+
+        Args:
+            rows: `B` rows of the dataset; a node that reads them asks for `Sourced` or `Written`.
+            template: Such as `{prompt} The answer is {answer}.`. `{prompt}` is the dataset's own prompt (of messages,
+                what the user says last), other names are columns, into which dots step; `{{` and `}}` are braces.
+
+        Raises:
+            UserError: The template cannot be read, a row lacks one of its columns, or a prompt is longer than
+                `data.max_prompt_length`.
+        """
+        return self._running().written(rows, template)
 
     def reward_function(self, rollout: Written, name: str = "reward") -> PerSample:
         """The module's `reward` of each sample `[B]` float32; called by all ranks of the node alike.
@@ -207,6 +269,15 @@ class RLModule:
             name: Under which it is logged: `<name>/mean`, and each of its parts.
         """
         return self._scored(rollout, name)[0]
+
+    def environment_returns(self, rollout: Written, name: str = "reward") -> PerSample:
+        """What an environment gave for each conversation `[B]`, over all its turns; called by all ranks of the node.
+
+        Args:
+            rollout: Conversations, their texts and their dataset's rows among them.
+            name: It is logged as `<name>/environment`, and as `<name>/mean` too where the module has no `reward`.
+        """
+        return self._running().returned(rollout, name, self.reward is None)
 
     def reward_parts(self, rollout: Written, name: str = "reward") -> dict[str, PerSample]:
         """What the module's `reward` is made of: `[B]` float32 by the part's name, the same names on all ranks.
@@ -235,86 +306,6 @@ class RLModule:
             raise UserError(f"{type(self).__name__} has no reward to score responses with; set `module.reward`")
         return self._running().score(self.reward, rollout, name)
 
-    def log(self, name: str, x: Tensor, mask: Tensor | None = None) -> None:
-        """Log the mean of `x` over all rows of all ranks, or over the entries where `mask` is True.
-
-        Args:
-            name: The metric, such as `actor/kl`.
-            x: `[B]` or `[B, T]`; 0-dim for a number that is equal on all ranks.
-            mask: Of the same shape; needed for `[B, T]`, where padding must not count.
-        """
-        if x.dim() > 1 and mask is None:
-            raise UserError(
-                f"log({name!r}) was given {list(x.shape)} without a mask; padding would count. Pass `mask=`"
-            )
-        if mask is not None and mask.shape != x.shape:
-            raise UserError(
-                f"log({name!r}) was given {list(x.shape)} with a mask of {list(mask.shape)}; give both one shape"
-            )
-        self._running().log(name, x, mask)
-
-    def mean(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The mean over all rows of all ranks, 0-dim float64; over the entries where `mask` is True if given."""
-        mean: Tensor = self._moments(x, mask)[1]
-        return mean
-
-    def whiten(self, x: Tensor, mask: Tensor | None = None, unbiased: bool = True) -> Tensor:
-        """Shift and scale `x` to mean 0 and standard deviation 1 over all rows of all ranks; masked entries are 0.
-
-        Raises:
-            UserError: An entry that counts is infinite or NaN, on any rank: all raise it, with the row of the step.
-        """
-        counts, statistics = _all_of(x, mask), self._moments(x, mask)
-        if not statistics.isfinite().all():  # alike on all ranks
-            raise not_finite(self.all_rows(broken_rows(x, counts)).nonzero().flatten())
-        return standardize(x, counts, statistics, unbiased)
-
-    def quantile(self, x: Tensor, q: float | Sequence[float], mask: Tensor | None = None) -> Tensor:
-        """The number below which a share `q` of the entries of all rows of all ranks lies; as `torch.quantile` of all.
-
-        Exact, and the same on any number of ranks; what ranks exchange does not grow with the entries. It
-        chooses some tokens of a step, such as those of highest entropy, arXiv 2506.01939.
-
-        Args:
-            x: `[B]` or `[B, T]`.
-            q: From 0 to 1, or several.
-            mask: Of the shape of `x`, the entries that count; needed for `[B, T]`, where padding must not.
-
-        Returns:
-            0-dim float64, or `[Q]` for several; NaN where no entry counts.
-
-        Raises:
-            UserError: A `q` is not from 0 to 1, or an entry that counts is NaN; on all ranks alike.
-        """
-        context = self._running()
-        entries = x[_all_of(x, mask).bool()]
-        return quantiles(entries, q, lambda counts: context.of_each_shard(counts).sum(dim=0)).to(x.device)
-
-    def all_rows(self, x: AllRows) -> AllRows:
-        """The entries `[N]` of all ranks' rows `[B]`, ordered by the rows' ids, the same on every rank.
-
-        Args:
-            x: `[B]`, a number a row; or `Ragged`, such as token ids.
-        """
-        return self._running().all_rows(x)
-
-    def dataset_rows(self, group: Tensor) -> Tensor:
-        """Places in the dataset `[B]` int64, counted from 0, of prompts as `rollout.group` names them, `[B]`.
-
-        Raises:
-            UserError: It was called in a train node or in validation.
-        """
-        return self._running().dataset_rows(group)
-
-    def _moments(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Count, mean and sum of squared deviations `[3]` of the entries of all ranks."""
-        return merge_moments(self._running().of_each_shard(moments(x, _all_of(x, mask))))
-
-    def _running(self) -> StepContext:
-        if self._context is None:
-            raise UserError(f"{type(self).__name__}: nodes are run by `Trainer.fit`; there is no step under way here")
-        return self._context
-
 
 def chooses_prompts(module: RLModule) -> bool:
     """Whether the module chooses which prompts an epoch draws."""
@@ -326,10 +317,11 @@ def handles(module: RLModule) -> dict[str, ModelHandle]:
     return {name: value for name, value in vars(module).items() if isinstance(value, ModelHandle)}
 
 
+def environments(module: RLModule) -> dict[str, Environment]:
+    """What answers the module's policies, by the names of the attributes."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, Environment)}
+
+
 def has_validation_step(module: RLModule) -> bool:
     """Whether the module measures something itself."""
     return type(module).validation_step is not RLModule.validation_step
-
-
-def _all_of(x: Tensor, mask: Tensor | None) -> Tensor:
-    return torch.ones_like(x, dtype=torch.bool) if mask is None else mask

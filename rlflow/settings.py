@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Literal
 
 from rlflow.databuffer.balance import Balance
 from rlflow.errors import UserError
+
+MOST_DEVICES = 1024  # of a machine
+MOST_NODES = 65_536
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,20 @@ class Settings:
     val_samples: int = 1
     log_every_n_steps: int = 1
     save_every_n_steps: int | None = None
-    keep_checkpoints: int = 2
+    save_every_seconds: float | None = None
+    save_last: int = 2
+    save_top_k: int = 0
+    monitor: str | None = None
+    mode: Literal["min", "max"] = "min"
     async_save: bool = False
     ckpt_path: str | None = None
+    grace_s: float = 30.0
+    keep_inputs: tuple[int, ...] = ()
+    keep_inputs_of: tuple[str, ...] = ()
     balance: Balance = Balance()  # noqa: RUF009 - frozen
     logprob_gap_limit: float | None = None
+    skip_spikes: float | None = None
+    max_skipped: int = 3
     sync_bucket_bytes: int = 256 * 2**20
     fast_dev_run: bool = False
     placement: Mapping[str, Placed] | None = None
@@ -97,22 +110,58 @@ class Settings:
             "save_every_n_steps",
             "sync_bucket_bytes",
             "partial_rollout",
+            "max_skipped",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"`trainer.{name}` is {value}; give 1 or more")
-        if self.keep_checkpoints < 2:
-            raise UserError(
-                f"`trainer.keep_checkpoints` is {self.keep_checkpoints}; give 2 or more: the last may be damaged"
-            )
+        for name, most in (("devices", MOST_DEVICES), ("num_nodes", MOST_NODES)):
+            if getattr(self, name) > most:
+                raise UserError(f"`trainer.{name}` is {getattr(self, name)}; give at most {most:,}")
+        if self.keep_inputs and min(self.keep_inputs) < 1:
+            raise UserError(f"`trainer.keep_inputs` has {min(self.keep_inputs)}; steps count from 1")
+        self._check_retention()
         if not 0 <= self.seed < 2**32:
             raise UserError(f"`seed` is {self.seed}; give a number from 0 to {2**32 - 1:,}")
         if self.max_staleness < 0:
             raise UserError(f"`trainer.max_staleness` is {self.max_staleness}; give 0 or more steps")
-        for name in ("max_seconds", "logprob_gap_limit"):
+        if self.skip_spikes is not None and not self.skip_spikes > 1:
+            raise UserError(
+                f"`trainer.skip_spikes` is {self.skip_spikes}, and gradients vary around their median; give a number"
+                " above 1, such as 10, or null to skip none"
+            )
+        if not 0 < self.grace_s < math.inf:
+            raise UserError(f"`trainer.grace_s` is {self.grace_s}; give a number of seconds, more than 0")
+        for name in ("max_seconds", "save_every_seconds", "logprob_gap_limit"):
             limit = getattr(self, name)
             if limit is not None and not limit > 0:
                 raise UserError(f"`trainer.{name}` is {limit}; give more than 0, or null for none")
+
+    def _check_retention(self) -> None:
+        if self.save_last < 2:
+            raise UserError(f"`trainer.save_last` is {self.save_last}; give 2 or more: the last may be damaged")
+        if self.save_top_k < -1:
+            raise UserError(f"`trainer.save_top_k` is {self.save_top_k}; give a number of checkpoints, or -1 for all")
+        if self.save_top_k > 0 and self.monitor is None:
+            raise UserError(
+                f"`trainer.save_top_k` is {self.save_top_k} and `trainer.monitor` is not set, so no checkpoint is"
+                " better than another; name a metric"
+            )
+        if self.save_top_k < 1 and self.monitor is not None:
+            raise UserError(
+                f"`trainer.monitor` is {self.monitor!r} and `trainer.save_top_k` is {self.save_top_k}, so the metric"
+                " decides nothing; give a number of best checkpoints"
+            )
+        if self.save_top_k and not self.saves_checkpoints:
+            raise UserError(
+                f"`trainer.save_top_k` is {self.save_top_k}, and no checkpoint is written; set"
+                " `trainer.save_every_n_steps` or `trainer.save_every_seconds`"
+            )
+
+    @property
+    def saves_checkpoints(self) -> bool:
+        """Whether checkpoints are written."""
+        return self.save_every_n_steps is not None or self.save_every_seconds is not None
 
     @property
     def machines(self) -> Machines:

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlflow.controller.calls import Calls
+from rlflow.controller.conversation_metrics import measure_conversations
+from rlflow.controller.conversations import ConversationRunner, ConverseCall
+from rlflow.controller.generating import callers_of, parents_of, policy_of, require_beginning, require_own_rows
+from rlflow.controller.memories import MemoryUpdates
 from rlflow.dag.node import Node
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
+from rlflow.environments.conversation_format import ConversationFormat
+from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.metrics import StepMetrics
-from rlflow.module import AllRows
 from rlflow.rewards.reward import Reward, Scores, scored
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.responses import Part, under_way
 from rlflow.rollout.sampling import sample
-from rlflow.state.prompt_memory import PromptMemory
-from rlflow.values.batch import Batch, Pairs
+from rlflow.step_context import AllRows
 from rlflow.values.columns import to_device
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.layout import Layout
 from rlflow.values.parts import Parts
-from rlflow.values.path import RowPath
 from rlflow.values.protocols import Written
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
@@ -46,6 +50,8 @@ class Running:
         version: Of the policy, likewise.
         metrics: What is logged goes here.
         part: How far it samples; None for whole responses.
+        calls: Of `generate` that it has made.
+        returned: What environments gave for rows, as far as it has asked.
     """
 
     node: Node
@@ -55,38 +61,12 @@ class Running:
     versions: Mapping[str, int]
     metrics: StepMetrics
     part: Part | None = None
-    calls: Counter[tuple[int, ...]] = field(default_factory=Counter)
-
-
-_NUMBERS = 6  # that are gathered of each row: draw, place of the node, call, its own place, prompt, the number itself
-
-
-@dataclass(frozen=True)
-class Remembered:
-    """What one call of a node gave a memory of this rank's rows.
-
-    Attributes:
-        memory: Its name.
-        node: The node's id.
-        draw: At which the node ran.
-        call: Which of the node's calls for this memory, from 0.
-        rows: `[3, B]` float64: the rows' places in the order of all, their prompts' places in the dataset, the numbers.
-    """
-
-    memory: str
-    node: str
-    draw: int
-    call: int
-    rows: Tensor
-
-    def keyed(self, place: int) -> Tensor:
-        """`[6, B]`: by what the rows are ordered, the node's place in the graph among it; then prompts and numbers."""
-        keys = self.rows.new_tensor([self.draw, place, self.call])[:, None].expand(3, self.rows.shape[1])
-        return torch.cat([keys, self.rows])
+    calls: Calls = field(default_factory=Calls)
+    returned: list[tuple[Written, Tensor]] = field(default_factory=list)
 
 
 class NodeContext:
-    """Implements `rlflow.module.StepContext` for the node that runs on this rank."""
+    """Implements `rlflow.step_context.StepContext` for the node that runs on this rank."""
 
     def __init__(
         self,
@@ -99,8 +79,12 @@ class NodeContext:
         stop_token_ids: tuple[int, ...],
         decode: Callable[[Sequence[int]], str],
         encode: Callable[[str], list[int]],
+        written: Callable[[Sequence[dict[str, Any]], str], list[list[int]]],
         on_scores: Callable[[int, Written, Scores], None],
         rows_of: Callable[[Tensor], Tensor] = lambda ids: ids,
+        writers: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+        longest_prompt: int | None = None,
+        conversation_format: ConversationFormat | None = None,
     ) -> None:
         self._engines = engines
         self._transport = transport
@@ -110,10 +94,16 @@ class NodeContext:
         self._stop_token_ids = stop_token_ids
         self._decode = decode
         self._encode = encode
+        self._written = written
         self._on_scores = on_scores
         self._rows_of = rows_of
+        self._writers = writers
+        self.longest_prompt = longest_prompt  # in tokens; None for any
+        self.conversations: ConversationRunner | None = None
+        if conversation_format is not None:
+            self.conversations = ConversationRunner(conversation_format, decode, self._dtype, seed, transport)
         self._measures = False
-        self.remembered: dict[int, list[Remembered]] = {}  # by step
+        self.memories = MemoryUpdates(transport)
         self.running: Running | None = None
         self.under_way: Tensor | None = None  # [B] bool, which of the node's samples were cut off
 
@@ -127,18 +117,16 @@ class NodeContext:
         finally:
             self.running, self._measures = before, False
 
-    def generate(self, rows: Any, n: int, sampling: Sampling, policy: str | None) -> Rollout:
-        now = self._outside_training("generate")
-        policy = _policy_of(now.node, policy)
-        engine = self._engines.get(policy)
-        assert engine is not None, f"no engine of {policy} is on this rank"
-        parents = self._parents(rows, now)
-        callers = [tuple(path) for path in parents.numbers.tolist()]
-        if len(set(callers)) < len(callers):
-            raise UserError(
-                f"node `{now.node.id}` generates from one row twice in a call, and both would sample the same; ask for"
-                " more responses by `n`, or call `generate` again"
-            )
+    def policy(self, name: str | None) -> str:
+        return policy_of(self._outside_training("generate").node, name)
+
+    def generate(self, rows: Any, n: int, sampling: Sampling, longest: int, policy: str | None) -> Rollout:
+        now, policy, engine = self._generating(policy)
+        own = now.space.paths(now.space.held(now.layout, self._transport.rank))
+        parents = parents_of(rows, now.node, own)
+        if isinstance(rows, Rollout):
+            require_own_rows(rows, now.node, policy, self._writers, cut_off=now.part is not None)
+        callers = callers_of(parents, now.node)
         rollout = sample(
             engine,
             rows,
@@ -152,55 +140,78 @@ class NodeContext:
             decode=self._decode,
             dtype=self._dtype,
             part=now.part,
-            calls=[now.calls[caller] for caller in callers],
+            earlier=now.calls.before(callers),
+            longest=longest,
+            longest_prompt=self.longest_prompt,
         )
-        now.calls.update(callers)
+        now.calls.add(callers, rollout)
         if now.part is not None:
-            self._cut_off(now, rollout, sampling)
+            self._cut_off(now, under_way(rollout, sampling.max_tokens))
         on_device: Rollout = to_device(rollout, self._device)
         return on_device
+
+    def converse(
+        self,
+        rows: Any,
+        environment: Environment,
+        n: int,
+        sampling: Sampling,
+        policy: str | None,
+        players: Mapping[str, tuple[str, float]],
+    ) -> Rollout:
+        now, policy, engine = self._generating(policy)
+        require_beginning(rows, now.node, environment, cut_off=now.part is not None)
+        own = now.space.paths(now.space.held(now.layout, self._transport.rank))
+        parents = parents_of(rows, now.node, own)
+        callers = callers_of(parents, now.node)
+        assert self.conversations is not None, "the run was prepared without a tokenizer"
+        rollout, conversations, times = self.conversations.run(
+            {policy: engine, **{name: self._engines[name] for name, _ in players.values()}},
+            environment,
+            rows.rows,
+            parents,
+            n,
+            replace(sampling, stop_token_ids=(*self._stop_token_ids, *sampling.stop_token_ids)),
+            ConverseCall(now.draw, now.node.id, policy, now.versions, now.layout, players, self._rows_of, now.part),
+            now.calls.before(callers),
+        )
+        if self._speaks(now):
+            measure_conversations(now.node.id, conversations, times, now.metrics, cut_off=now.part is not None)
+            times.report(self._transport.watch, step=now.metrics.step, node=now.node.id)
+        now.calls.add(callers, rollout)
+        if now.part is not None:
+            self._cut_off(now, torch.tensor([each.ended is None for each in conversations], dtype=torch.bool))
+        on_device: Rollout = to_device(rollout, self._device)
+        return on_device
+
+    def _generating(self, policy: str | None) -> tuple[Running, str, RolloutEngine]:
+        """The node that runs, and the policy that it means with its engine on this rank."""
+        now = self._outside_training("generate")
+        policy = policy_of(now.node, policy)
+        engine = self._engines.get(policy)
+        assert engine is not None, f"no engine of {policy} is on this rank"
+        return now, policy, engine
 
     def encode(self, text: str) -> list[int]:
         return self._encode(text)
 
-    def _parents(self, rows: Any, now: Running) -> RowPath:
-        """The paths of the rows that are answered, on the host.
+    def written(self, rows: Sequence[dict[str, Any]], template: str) -> Ragged:
+        prompts: Ragged = to_device(Ragged.from_lists(self._written(rows, template)), self._device)
+        return prompts
 
-        Raises:
-            UserError: They are responses, or rows that the node does not see.
-        """
-        if not isinstance(rows, Batch | Pairs):
-            raise UserError(
-                f"node `{now.node.id}` generates from a {type(rows).__name__}, and responses are no prompts; make"
-                " prompts of them by `as_prompts`"
-            )
-        own = now.space.paths(now.space.held(now.layout, self._transport.rank))
-        if rows.path is None and len(rows.prompt_ids) == len(own):
-            return own
-        if rows.path is None:
-            raise UserError(
-                f"node `{now.node.id}` generates from {len(rows.prompt_ids)} rows without a path where it sees"
-                f" {len(own)}; take them from a value that it reads, or give the `Batch` its `path`"
-            )
-        if rows.path.levels[: len(own.levels)] != own.levels:
-            raise UserError(
-                f"node `{now.node.id}` sees rows of {' > '.join(own.levels)} and generates from rows of"
-                f" {' > '.join(rows.path.levels)}, which descend from others; generate from rows below those it reads"
-            )
-        return replace(rows.path, numbers=on_host(rows.path.numbers))
-
-    def _cut_off(self, now: Running, rollout: Rollout, sampling: Sampling) -> None:
+    def _cut_off(self, now: Running, found: Tensor) -> None:
         if self.under_way is not None:
             raise UserError(
                 f"node `{now.node.id}` samples twice, and `trainer.partial_rollout` continues the responses of one"
-                " `generate`; sample once in it, or leave `partial_rollout` out"
+                " `generate`; sample once in it, or leave `trainer.partial_rollout` out"
             )
-        self.under_way = under_way(rollout, sampling.max_tokens)
+        self.under_way = found
 
     def score(self, reward: Reward, rollout: Written, name: str) -> tuple[Tensor, Parts]:
         now = self._outside_training("reward_function")
         scores = self._scored_alike(reward, rollout.texts, rollout.rows, now)
-        self._on_scores(now.metrics.step, rollout, scores)
+        given = next((on_host(returns).tolist() for rows, returns in now.returned if rows is rollout), None)
+        self._on_scores(now.metrics.step, rollout, scores if given is None else scores.plus("environment", given))
         totals = torch.tensor(scores.total, dtype=self._dtype)
         parts = Parts({part: torch.tensor(of_part, dtype=self._dtype) for part, of_part in scores.parts.items()})
         self.log(f"{name}/mean", totals, None)
@@ -209,6 +220,16 @@ class NodeContext:
         if self._speaks(now):
             now.metrics.sum(f"{name}/errors", float(scores.errors))
         return on_device(totals, self._device), to_device(parts, self._device)
+
+    def returned(self, rollout: Written, name: str, alone: bool) -> Tensor:
+        now = self._outside_training("environment_returns")
+        returns = rollout.returns.sum(dim=1)
+        self.log(f"{name}/environment", returns, None)
+        now.returned.append((rollout, returns))
+        if alone:
+            self.log(f"{name}/mean", returns, None)
+            self._on_scores(now.metrics.step, rollout, Scores(on_host(returns).tolist()))
+        return returns
 
     def _scored_alike(
         self, reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]], now: Running
@@ -253,13 +274,10 @@ class NodeContext:
         return torch.stack(self._transport.all_gather(x, now.layout.ranks)[:: now.layout.copies])
 
     def all_rows(self, x: AllRows) -> AllRows:
+        """Of all ranks' rows, in the order of their paths; a tensor is `[B, ...]`, with one shape after B."""
         now = self._outside_training("all_rows")
         if isinstance(x, Ragged):
             return self._all_ragged(now, x)
-        if x.dim() != 1:
-            raise UserError(
-                f"all_rows takes one number a row, `[B]`, or Ragged; node `{now.node.id}` gave {list(x.shape)}"
-            )
         return now.space.gathered(now.layout, x, self._transport, now.layout.ranks)
 
     def _all_ragged(self, now: Running, x: Ragged) -> Ragged:
@@ -287,48 +305,9 @@ class NodeContext:
             raise UserError(f"`{memory}` was updated in validation, whose prompts are others; update it in a node")
         if not self._speaks(now):
             return
-        of_step = self.remembered.setdefault(now.metrics.step, [])
-        call = sum((each.memory, each.node, each.draw) == (memory, now.node.id, now.draw) for each in of_step)
         places = now.space.held(now.layout, self._transport.rank)
         rows = [part.double() for part in (places, self._rows_of(on_host(group)), x.detach().cpu())]
-        of_step.append(Remembered(memory, now.node.id, now.draw, call, torch.stack(rows)))
-
-    def learn(self, memories: Mapping[str, PromptMemory], nodes: Sequence[str], step: int) -> None:
-        """Let memories learn what all ranks' nodes gave in a step; by all ranks.
-
-        The order is that of draws, of nodes, of a node's calls, and of the rows' paths: alike on any number of ranks.
-
-        Args:
-            memories: By name.
-            nodes: All of the graph, in its order.
-            step: Whose nodes they were.
-        """
-        here = self.remembered.pop(step, [])
-        for name, memory in memories.items():
-            parts = [each.keyed(nodes.index(each.node)) for each in here if each.memory == name]
-            mine = torch.cat([torch.zeros(_NUMBERS, 0, dtype=torch.float64), *parts], dim=1)
-            ranks = self._transport.all_gather_ragged(mine.flatten())
-            rows = torch.cat([each.cpu().view(_NUMBERS, -1) for each in ranks], dim=1)
-            *keys, prompts, x = range(_NUMBERS)
-            for key in reversed(keys):
-                rows = rows[:, rows[key].argsort(stable=True)]
-            memory.learn(rows[prompts].long(), rows[x])
-
-    def of_later_steps(self, step: int) -> list[dict[str, Any]]:
-        """What is to be learned of steps after `step`, JSON-able: these are in progress."""
-        return [
-            {"step": later, **vars(each), "rows": each.rows.tolist()}
-            for later, of_step in self.remembered.items()
-            for each in of_step
-            if later > step
-        ]
-
-    def remember_again(self, later_steps: Sequence[Mapping[str, Any]]) -> None:
-        """Take back what `of_later_steps` gave."""
-        for stored in later_steps:
-            given = {name: x for name, x in stored.items() if name != "step"}
-            given["rows"] = torch.tensor(stored["rows"], dtype=torch.float64).view(3, -1)
-            self.remembered.setdefault(stored["step"], []).append(Remembered(**given))
+        self.memories.add(memory, now.metrics.step, now.node.id, now.draw, torch.stack(rows))
 
     def _now(self) -> Running:
         assert self.running is not None, "no node is running"
@@ -345,29 +324,6 @@ class NodeContext:
                 " do not meet it. Make it a value of its own in a node without type='train'"
             )
         return now
-
-
-def _policy_of(node: Node, policy: str | None) -> str:
-    """The policy that a node generates with.
-
-    Raises:
-        UserError: The node does not name it, or names several and it is not said which.
-    """
-    if node.kind != "rollout":
-        marked = f'generates="{policy}"' if policy is not None else "generates=..."
-        raise UserError(f"node `{node.id}` generates and is not marked to; write `@node({marked})` ({node.place})")
-    if policy is None and len(node.generates) == 1:
-        return node.generates[0]
-    named = ", ".join(f"'{each}'" for each in node.generates)
-    if policy is None:
-        calls = " or ".join(f"self.{each}.generate" for each in node.generates)
-        raise UserError(f"node `{node.id}` generates with {named}, so `self.generate` does not say which; call {calls}")
-    if policy not in node.generates:
-        raise UserError(
-            f"node `{node.id}` calls `self.{policy}.generate` and is marked to generate with {named}; add {policy!r} to"
-            f" its `generates` ({node.place})"
-        )
-    return policy
 
 
 def _require_prompts(asked: str, group: Tensor) -> None:

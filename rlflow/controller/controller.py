@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from rlflow.callbacks.callback import Callback
 from rlflow.controller.context import NodeContext
 from rlflow.controller.draws import Draws
+from rlflow.controller.in_step import InStep
 from rlflow.controller.nodes import Nodes
 from rlflow.controller.observers import Observers
 from rlflow.controller.policies import Policies
@@ -18,7 +21,9 @@ from rlflow.data.prefetch import Prefetch
 from rlflow.databuffer.kept import Kept
 from rlflow.databuffer.transport import Transport
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_hold_rows, to_score, to_train
+from rlflow.process import preemption
 from rlflow.strategies.strategy import TrainingStrategy
+from rlflow.values.layout import Layout
 
 
 class Controller:
@@ -57,19 +62,50 @@ class Controller:
         self._steps = Steps(program, transport, observers.metrics)
         self._draws = Draws(program, loader, transport, strategy.root_device, self._steps)
         callbacks = observers.callbacks
-        self._nodes = Nodes(program, policies, strategy, context, transport, callbacks, self._steps, self._draws)
+        self._nodes = Nodes(
+            program, policies, strategy, context, transport, callbacks, self._steps, self._draws, observers.inputs
+        )
         self._slot = 0  # the step whose rows are generated next
         self._began = time.perf_counter()
         self._slot_began = self._waited_before = 0.0
         self._reduced: dict[str, float] = {}
 
     @property
+    def program(self) -> Program:
+        """What is run."""
+        return self._program
+
+    @property
     def draws(self) -> int:
         """How often prompts were drawn."""
         return self._draws.count
 
-    def step(self, step: int) -> dict[str, float]:
-        """Run the plan until `step` is trained; the step's metrics, the same on every rank."""
+    @property
+    def tried(self) -> Mapping[str, int]:
+        """Updates of the last step, by the roles that this rank trained in it; those among them that were skipped."""
+        return self._nodes.tried
+
+    @property
+    def history(self) -> dict[str, dict[str, Any]]:
+        """What the next steps are compared with, JSON-able: updates of the roles that this rank trains, and gaps."""
+        return {"updates": self._nodes.watch.history, "gaps": self.policies.gaps}
+
+    @property
+    def asked(self) -> int:
+        """The signal that a rank received before the end of the last step, the same on every rank; 0 for none."""
+        return self._observers.metrics.asked
+
+    def step(self, step: int, at_first_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """Run the plan until `step` is trained; the step's metrics, the same on every rank.
+
+        Args:
+            step: From 0.
+            at_first_update: Called before a weight of this rank changes.
+
+        Raises:
+            StepGivenUp: A rank was asked to end before; on all ranks alike, none of which has changed a weight.
+        """
+        self._nodes.begin(at_first_update)
         while self._slot <= step + self._program.plan.max_staleness:
             self._run_slot(self._slot)
             self._slot += 1
@@ -87,7 +123,7 @@ class Controller:
                 case Load():
                     self._draws.load(task, self._steps[step])
                 case SyncWeights():
-                    self.policies.sync(task.policy, step, self._observers.metrics.of(step))
+                    self.policies.sync(task.policy, step, self._observers.metrics.of(step), task.trained)
                 case Sleep():
                     self.policies[task.policy].sleep()
                 case Tell():
@@ -132,6 +168,31 @@ class Controller:
         self._draws.restore(draws, read)
         self._steps.restore(done, read, self.run)
 
+    def restore_history(self, history: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take back what `history` gave, of all ranks together; nothing of a checkpoint that has none."""
+        self._nodes.watch.restore(history.get("updates", {}))
+        self.policies.restore_gaps(history.get("gaps", {}))
+
+    def replay(self, node_id: str, step: int, draw: int, put: Callable[[Layout, InStep], None]) -> InStep:
+        """Run one node as in `step`, on values that an earlier run kept; what it makes stays in the step.
+
+        Args:
+            node_id: Of the node.
+            step: From 0.
+            draw: Of prompts, that it ran at.
+            put: Gives the step what the node reads, in this layout.
+        """
+        node, program = self._program.graph.nodes[node_id], self._program
+        tasks = (task for task in program.plan.every() if isinstance(task, RunNode | TrainNode))
+        task = next(task for task in tasks if task.node_id == node_id)
+        self._steps.begin(step, draw)
+        put(task.layout, self._steps[step])
+        for policy in node.generates:
+            trained = program.graph.trained_before(node)[policy]
+            self.policies.sync(policy, step, self._observers.metrics.of(step), trained)
+        self.run(replace(task, frees=()), step)
+        return self._steps[step]
+
     def _run_slot(self, slot: int) -> None:
         """All tasks of this rank: of step `slot`, and of those that lag behind it."""
         if slot < self._program.steps:
@@ -164,11 +225,12 @@ class Controller:
         self._draws.log(self._steps[step])
         waited = self._observers.trace.waited_s - self._waited_before
         worked = time.perf_counter() - self._slot_began - waited
-        self.context.learn(program.module.memories(), [node.id for node in program.graph.order], step)
-        self._reduced = self._observers.metrics.reduce(step, self._transport, worked)
+        self.context.memories.learn(program.module.memories(), [node.id for node in program.graph.order], step)
+        self._reduced = self._observers.metrics.reduce(step, self._transport, worked, preemption.received())
         clock.settle()  # of this very collective, which belongs to no later step
         self._draws.learn(self._reduced)
         self.policies.check(self._reduced)
+        self._reduced = dict(sorted(self._reduced.items()))
 
     def _doing(self, task: Task) -> str:
         """The task in an error: its node and role, or what it brings where."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlflow.controller.keeping import Keep
+from rlflow.controller.step_state import Keep
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH
 from rlflow.dag.planner import Plan
@@ -31,6 +31,6 @@ class Crossing:
         self.made_here = bool(self.tasks) and any(rank in task.ranks for task in ahead)
         runs = [task.node_id for task in ahead if isinstance(task, RunNode)]
         read = {name for node in behind for name in graph.nodes[node].reads}
-        spaces = [BATCH, *(name for name in runs if graph.nodes[name].samples)]
+        spaces = [BATCH, *(name for name in runs if graph.nodes[name].makes_rows)]
         values = [name for name in (BATCH, *runs) if name in read]
         self.keeping = keep(spaces, values)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlflow.checkpoint.kept_rows import SURPLUS
 from rlflow.controller.in_step import InStep
-from rlflow.controller.keeping import Keep
+from rlflow.controller.step_state import Keep
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH
 from rlflow.dag.planner import Plan
@@ -52,7 +52,7 @@ class Filling:
         self._members = () if plan.fill is None else plan.fill.members
         repeated = () if plan.fill is None else plan.fill.tasks
         runs = [graph.nodes[task.node_id] for task in repeated if isinstance(task, RunNode)]
-        spaces = [BATCH, *(node.id for node in runs if node.samples)]
+        spaces = [BATCH, *(node.id for node in runs if node.makes_rows)]
         keeps = () if plan.fill is None else plan.fill.keeps
         self._keeping = keep(spaces, keeps)
         self._transport = transport
@@ -150,6 +150,7 @@ def kept_groups(filter_id: str, answers: Tensor, groups: Tensor) -> Tensor:
 
 def _never_fills(filter_id: str, count: int, needed: int, draws: int, share: float) -> str:
     return (
-        f"filter `{filter_id}` has kept {count} of the {needed} groups of a step after {draws} draws (`max_draws`),"
-        f" {share:.1%} of those drawn; raise `max_draws`, choose easier or harder prompts, or take more samples of each"
+        f"filter `{filter_id}` has kept {count} of the {needed} groups of a step after {draws} draws"
+        f" (`module.max_draws`), {share:.1%} of those drawn; raise that, choose easier or harder prompts, or take more"
+        " samples of each"
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import deque
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,6 +17,17 @@ from rlflow.values.rollout import Rollout
 
 GAP = "sync/logprob_gap"  # of the one policy; of several each by its name, `sync/logprob_gap/solver`
 LARGEST_GAP = "sync/logprob_gap_max"
+UNCERTAIN_GAP = "sync/logprob_gap_uncertain"
+SPREAD = "sync/logprob_spread"
+# Sums over the tokens compared, of which the two are made and which no logger sees: their number, 1 - probability, and
+# both sides' logprobs and squares.
+SUMS = tuple(f"sync/{name}" for name in ("tokens", "uncertain", "trainer", "trainer_square", "engine", "engine_square"))
+
+STEPS = 16  # whose gaps are remembered
+TIMES = 3.0  # so many times their median is a fault; a healthy gap of an uncertain token stays within 1.5 times
+OFF = 0.03  # so far from 1 is a spread that is a fault; it is about the trainer's temperature over the engine's
+SMALLEST_VARIANCE = 1e-4  # of logprobs, below which rounding is what spreads them
+SMALLEST = {torch.float64: 1e-4, torch.float32: 1e-4}  # gaps of an uncertain token that are no fault; else 1e-3
 
 
 class LogprobGap:
@@ -22,21 +36,49 @@ class LogprobGap:
     It watches the followed role's forward passes from the rollout until that role's first update, and takes the first
     over each of this rank's rows; of these, rows that other weights generated do not count.
 
+    Three figures are a fault: a mean above a limit that holds for every model; a gap that is several times that of the
+    steps before; and logprobs of the engine that spread more or less than the trainer's. The second and the third see
+    what the first cannot in bfloat16, where a healthy gap depends on the model. The second is of uncertain tokens: a
+    token of probability p counts 1 - p, for rounding moves a logprob by about that share of what it moves a logit by,
+    so that neither entropy nor the certain tokens of a trained policy show in it.
+
     Args:
-        limit: Largest mean |logprob - rollout logprob| over all tokens of a step; above it the run stops.
+        limit: Largest mean |logprob - rollout logprob| over all tokens of a step; above it the run stops. None for that
+            of `dtype`, and for the other two figures to be watched too.
+        dtype: Of the trainer's numbers.
         policy: Its name, where there are several.
         made_by: The nodes whose rows this policy alone generates; None for all rows.
+        engine: The name of its class; a gap is compared only with those of the same.
     """
 
-    def __init__(self, limit: float, policy: str = "", made_by: Collection[str] | None = None) -> None:
-        self._limit = limit
+    def __init__(
+        self,
+        limit: float | None,
+        dtype: torch.dtype,
+        policy: str = "",
+        made_by: Collection[str] | None = None,
+        engine: str = "",
+    ) -> None:
+        self._limit = default_gap_limit(dtype) if limit is None else limit
+        self._watches_more = limit is None
+        self._smallest = SMALLEST.get(dtype, 1e-3)
         self._policy = policy
         self._made_by = made_by
-        suffix = f"/{policy}" if policy else ""
-        self._mean, self._largest = GAP + suffix, LARGEST_GAP + suffix
+        self._kind = f"{dtype}, {engine}"
         self._metrics: StepMetrics | None = None
         self._version: int | None = None  # while watching
         self._compared = False  # whether a number was taken since `open`
+        self._healthy: deque[tuple[float, float]] = deque(maxlen=STEPS)  # gap of uncertain tokens, and how many
+
+    @property
+    def history(self) -> dict[str, Any]:
+        """What the next step is compared with, for a checkpoint; JSON-able and the same on every rank."""
+        return {"of": self._kind, "steps": [list(step) for step in self._healthy]}
+
+    def restore(self, history: Mapping[str, Any]) -> None:
+        """Take back what `history` gave, unless it is of another dtype or engine."""
+        if history["of"] == self._kind:
+            self._healthy.extend((gap, uncertain) for gap, uncertain in history["steps"])
 
     def open(self, version: int, metrics: StepMetrics) -> None:
         """From here on the trainer's weights are those of `version`, which the engine generates with.
@@ -67,24 +109,75 @@ class LogprobGap:
 
     def record(self, metrics: StepMetrics, trainer: Tensor, engine: Tensor, mask: Tensor) -> None:
         """Compare logprobs `[B, T]` of equal weights where `mask` is true."""
-        gap = (trainer.detach().double() - engine.double()).abs() * mask
-        metrics.mean(self._mean, gap.sum(), mask.sum())
-        metrics.largest(self._largest, gap.max() if gap.numel() else 0.0)
+        ours, theirs = (x.detach().double().where(mask, 0.0) for x in (trainer, engine))
+        gap, uncertain = (ours - theirs).abs(), (1 - ours.exp()).sum()  # where masked, the logprob is 0
+        metrics.mean(self._named(GAP), gap.sum(), mask.sum())
+        metrics.largest(self._named(LARGEST_GAP), gap.max() if gap.numel() else 0.0)
+        metrics.mean(self._named(UNCERTAIN_GAP), gap.sum(), uncertain)
+        sums = mask.sum().double(), uncertain, ours.sum(), ours.square().sum(), theirs.sum(), theirs.square().sum()
+        for name, of_all in zip(SUMS, sums, strict=True):
+            metrics.sum(self._named(name), of_all)
 
-    def check(self, reduced: Mapping[str, float]) -> None:
-        """Stop the run if the step's gap is above the limit.
+    def check(self, reduced: dict[str, float]) -> None:
+        """Stop the run if the step's figures are a fault, else remember them.
+
+        Args:
+            reduced: The step's metrics, the same on every rank; gets the spread in place of what it is made of.
 
         Raises:
             UserError: The engine did not generate with the trainer's weights.
         """
-        found = reduced.get(self._mean, 0.0)
-        of = f" of `{self._policy}`" if self._policy else ""
+        sums = [reduced.pop(self._named(name), 0.0) for name in SUMS]
+        found = reduced.get(self._named(GAP))
+        if found is None:
+            return  # nothing was compared
+        tokens, uncertain, *moments = sums
+        spread = _spread(tokens, moments)
+        if spread is not None:
+            reduced[self._named(SPREAD)] = spread
         if not found <= self._limit:  # NaN is a gap too
-            raise UserError(
-                f"rollout and training logprobs{of} differ by {found:.3g} on average, more than"
-                f" `trainer.logprob_gap_limit` = {self._limit:g}: the rollout engine holds other weights than the"
-                " trainer, or computes another model. Check the engine's version and dtype, or raise the limit"
+            self._refuse(f"differ by {found:.3g} on average, more than `trainer.logprob_gap_limit` = {self._limit:g}")
+        if not self._watches_more or uncertain < 1:
+            return
+        if spread is not None and abs(spread - 1) > OFF + 0.5 / math.sqrt(uncertain):
+            self._refuse(
+                f"differ: the engine's spread {spread:.3g} times as much as the trainer's, as they do where the"
+                " temperature is another"
             )
+        self._compare(reduced[self._named(UNCERTAIN_GAP)], uncertain)
+
+    def _compare(self, gap: float, uncertain: float) -> None:
+        """With the steps before: of few tokens the gap varies more."""
+        if self._healthy:
+            usual = statistics.median(gap for gap, _ in self._healthy)
+            before = sum(tokens for _, tokens in self._healthy)
+            most = max(self._smallest, usual * (TIMES + 10 / math.sqrt(uncertain) + 10 / math.sqrt(before)))
+            if gap > most:
+                self._refuse(
+                    f"differ by {gap:.3g} for an uncertain token, which is more than {most:.3g}, where they differed by"
+                    f" {usual:.3g} in the steps before"
+                )
+        self._healthy.append((gap, uncertain))
+
+    def _refuse(self, what: str) -> NoReturn:
+        of = f" of `{self._policy}`" if self._policy else ""
+        raise UserError(
+            f"rollout and training logprobs{of} {what}: the rollout engine holds other weights than the trainer, or"
+            " computes another model. Check the engine's version and dtype, or set `trainer.logprob_gap_limit`, which"
+            " is then the only limit"
+        )
+
+    def _named(self, name: str) -> str:
+        return f"{name}/{self._policy}" if self._policy else name
+
+
+def _spread(tokens: float, moments: list[float]) -> float | None:
+    """The engine's logprobs' standard deviation over the trainer's; None where the trainer's are all alike."""
+    if not tokens:
+        return None
+    trainer, trainer_square, engine, engine_square = (of_all / tokens for of_all in moments)
+    ours, theirs = trainer_square - trainer**2, engine_square - engine**2
+    return math.sqrt(theirs / ours) if ours > SMALLEST_VARIANCE and theirs > SMALLEST_VARIANCE else None
 
 
 def default_gap_limit(dtype: torch.dtype) -> float:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.rows import RowSpace
 from rlflow.metrics import StepMetrics
@@ -13,15 +11,13 @@ from rlflow.metrics import StepMetrics
 
 @dataclass
 class InStep:
-    """The rows and values of a step that is under way.
+    """The rows and values of a step in progress.
 
     Attributes:
         step: From 0.
         buffer: Its values.
         metrics: What this rank logs of it.
         spaces: Its rows by name, those that this rank has to do with.
-        lengths: Of values with lengths of their own, such as a rollout node's that keeps the prompts' rows: `[N]`
-            response tokens, by value.
         draw: The last of the draws of prompts that it was made of, from 0.
     """
 
@@ -29,9 +25,4 @@ class InStep:
     buffer: DataBuffer
     metrics: StepMetrics
     spaces: dict[str, RowSpace] = field(default_factory=dict)
-    lengths: dict[str, Tensor] = field(default_factory=dict)
     draw: int = 0
-
-    def lengths_of(self, value: str, space: str) -> Tensor:
-        """Where `PerToken` columns of a value are cut: its own lengths, or those of its rows."""
-        return self.lengths[value] if value in self.lengths else self.spaces[space].lengths

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
+from rlflow.controller.bad_updates import UpdateWatch
+from rlflow.controller.calls import Calls
 from rlflow.controller.context import NodeContext, Running
 from rlflow.controller.draws import Draws
 from rlflow.controller.finite import require_finite
 from rlflow.controller.in_step import InStep
+from rlflow.controller.inputs import NodeCall, NodeInputs
+from rlflow.controller.new_rows import new_rows
 from rlflow.controller.policies import Policies
 from rlflow.controller.program import Program
 from rlflow.controller.responses import measure
@@ -22,11 +26,11 @@ from rlflow.dag.node import Node
 from rlflow.dag.tasks import HoldBack, RunNode, TrainNode
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
-from rlflow.errors import UserError
+from rlflow.errors import UserError, within_node
 from rlflow.strategies.strategy import TrainingStrategy
-from rlflow.values.host_copy import bring_over, on_host
+from rlflow.values.each import Each, Trained
+from rlflow.values.host_copy import on_device
 from rlflow.values.layout import Layout
-from rlflow.values.path import RowPath
 from rlflow.values.rollout import Rollout
 
 
@@ -42,6 +46,7 @@ class Nodes:
         callbacks: Told of nodes.
         steps: Those in progress.
         draws: Of prompts.
+        inputs: What nodes read is kept there, of some steps.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Nodes:
         callbacks: Callbacks,
         steps: Steps,
         draws: Draws,
+        inputs: NodeInputs,
     ) -> None:
         self._program = program
         self._policies = policies
@@ -62,31 +68,55 @@ class Nodes:
         self._callbacks = callbacks
         self._steps = steps
         self._draws = draws
+        self._inputs = inputs
         repeated = () if program.plan.fill is None else program.plan.fill.tasks
         self._repeated = {task.node_id for task in repeated if isinstance(task, RunNode)}
+        trained = [task for task in program.plan.every() if isinstance(task, TrainNode)]
         self._training = Training(
-            program.module, program.graph, strategy, transport, program.seed, before_update=policies.before_update
+            program.module,
+            program.graph,
+            strategy,
+            transport,
+            program.seed,
+            before_update=policies.before_update,
+            bad_updates=program.bad_updates,
+            gives_up=all(len(task.ranks) == transport.world_size for task in trained),
         )
+
+    def begin(self, at_first_update: Callable[[], None]) -> None:
+        """See `Training.begin`."""
+        self._training.begin(at_first_update)
+
+    @property
+    def tried(self) -> Counter[str]:
+        """Updates of the last step by role, those among them that were skipped."""
+        return self._training.tried
+
+    @property
+    def watch(self) -> UpdateWatch:
+        """What decides which updates are skipped."""
+        return self._training.watch
 
     def run(self, task: RunNode, now: InStep) -> None:
         """Call a node on this rank's rows, and keep what it makes."""
         node, layout = self._program.graph.nodes[task.node_id], task.layout
         self._callbacks.call(Callback.on_node_start, node.id)
         values, read = self._read(node, layout, now)
-        result = self._call(node, read, layout, values, now)
-        space = read
-        if node.samples:
-            space = self._made(node, layout, now, result, read)
-            if node.id not in self._repeated:
-                self.note_age(task, now)
-        elif node.samples_in_place:
-            here, ranks = on_host(result.lengths), layout.ranks
-            now.lengths[node.id] = read.gathered(layout, here, self._transport, ranks)
-        elif node.role is not None:
-            self._policies.scored(node.role)
-        now.buffer.put(node.id, result, node.returns, space, layout, now.lengths.get(node.id))
-        if node.kind == "compute" or node.kind == "filter":
-            require_finite(node, result, read, layout, self._transport)
+        with self._kept(node, layout, now) as kept:
+            result, calls = self._call(node, read, layout, values, now)
+            space = read
+            if node.makes_rows:
+                if node.generates:
+                    result = self._returned(node, result, calls, read)
+                space = self._made(node, layout, now, result, read, calls)
+                if node.id not in self._repeated:
+                    self.note_age(task, now)
+            elif node.role is not None:
+                self._policies.scored(node.role)
+            now.buffer.put(node.id, result, node.returns, space, layout)
+            if node.kind == "compute" or node.kind == "filter":
+                require_finite(node, result, space, layout, self._transport)
+            kept.made(now.buffer.get(node.id, layout), space)
         self._steps.free(task.frees, now)
         self._callbacks.call(Callback.on_node_end, node.id)
 
@@ -96,7 +126,8 @@ class Nodes:
         values, space = self._read(node, task.layout, now)
         if self._training.begun(node, now.step):
             self._context.running = Running(node, space, task.layout, now.draw, {}, now.metrics)
-            self._training.run(node, values, space, task.layout, now.metrics)
+            with self._kept(node, task.layout, now), within_node(node.id, node.place, self._transport.rank):
+                self._training.run(node, values, space, task.layout, now.metrics)
             self._context.running = None
         self._steps.free(task.frees, now)
 
@@ -112,63 +143,57 @@ class Nodes:
     def note_age(self, run: RunNode, now: InStep) -> None:
         """How many versions older than the trainer's the weights were that began the responses of the step."""
         node, staleness = self._program.graph.nodes[run.node_id], self._program.plan.max_staleness
-        if not node.samples or not (staleness or self._draws.repeats) or self._transport.rank != run.layout.ranks[0]:
+        if not node.generates or not (staleness or self._draws.repeats) or self._transport.rank != run.layout.ranks[0]:
             return
         versions = now.spaces[node.id].versions
-        ages = self._policies[node.generates[0]].version_after(now.step) - versions
+        newest = self._policies.versions_of(now.step + staleness, self._program.graph.trained_before(node))
+        ages = newest[node.generates[0]] - versions
         now.metrics.mean(f"{node.id}/staleness", ages.sum(), float(len(versions)))
 
-    def _call(self, node: Node, space: RowSpace, layout: Layout, values: dict[str, Any], now: InStep) -> Any:
+    def _kept(self, node: Node, layout: Layout, now: InStep) -> AbstractContextManager[NodeCall]:
+        return self._inputs.around(node, layout, now, self._program, self._transport.world_size)
+
+    def _call(
+        self, node: Node, space: RowSpace, layout: Layout, values: dict[str, Any], now: InStep
+    ) -> tuple[Any, Calls]:
+        """What the node makes, and what it generated from."""
         context, part = self._context, self._draws.part_of(node.id)
         context.under_way = None
-        context.running = Running(
-            node, space, layout, now.draw, self._policies.versions_of(now.step), now.metrics, part
-        )
-        result = getattr(self._program.module, node.id)(**values)
+        versions = self._policies.versions_of(now.step, self._program.graph.trained_before(node))
+        running = Running(node, space, layout, now.draw, versions, now.metrics, part)
+        context.running = running
+        after = dict.fromkeys(node.after, Trained())
+        with within_node(node.id, node.place, self._transport.rank):
+            result = getattr(self._program.module, node.id)(**values, **after)
         context.running = None
         if part is not None and context.under_way is not None and len(context.under_way) != len(result.lengths):
             raise UserError(
                 f"`trainer.partial_rollout` continues what `generate` gave, and node `{node.id}` returned other rows"
                 f" ({node.place}); return all of them, and choose in a node of its own"
             )
-        return result
+        return result, running.calls
 
     def _read(self, node: Node, layout: Layout, now: InStep) -> tuple[dict[str, Any], RowSpace]:
         """The values that `node` reads, in its layout, and the row space that it runs in."""
-        space = now.spaces[node.inside]
-        values = {name: now.buffer.get(name, layout, space) for name in node.reads}
-        return self._program.graph.seen(node, values), space
+        graph, space = self._program.graph, now.spaces[node.inside]
+        values = {name: now.buffer.get(name, layout, now.spaces[graph.seen_in(node, name)]) for name in node.reads}
+        values = graph.seen(node, values)
+        here = space.held(layout, self._transport.rank)
+        for name in node.each:
+            counts = space.counts_below(here, now.spaces[graph.space_of(name)])
+            values[name] = Each(values[name], on_device(counts, self._transport.device))
+        return values, space
 
-    def _made(self, node: Node, layout: Layout, now: InStep, result: Rollout, above: RowSpace) -> RowSpace:
-        """The rows that a node generated, below those that it read, and the metrics of its responses."""
+    def _returned(self, node: Node, result: Any, calls: Calls, above: RowSpace) -> Rollout:
         if not isinstance(result, Rollout):
             raise UserError(f"node `{node.id}` returned {type(result).__name__}; return what `generate` gives")
-        of_rows = [result.path.numbers, result.lengths, result.prompt_ids.lengths, result.version]
-        bring_over(of_rows)
-        path, lengths, prompt_lengths, versions = map(on_host, of_rows)
-        depth = above.path.shape[1]
-        self._require_parents(node, above.path[above.held(layout, self._transport.rank)], path[:, :depth])
-        space = self._steps.gather(
-            node.id,
-            layout,
-            now,
-            RowPath(path, result.path.levels).below(depth, node.id).numbers,
-            lengths=lengths,
-            tokens=lengths + prompt_lengths,
-            versions=versions,
-        )
-        if self._draws.partial is None and layout.publishes(self._transport.rank):
-            measure(node.id, result, now.metrics, continued=False)
-        return space
+        return calls.returned(result, above.path.shape[1])
 
-    def _require_parents(self, node: Node, held: Tensor, parents: Tensor) -> None:
-        """Refuse rows that descend from none of those that the node reads here: paths `[P, depth]` and `[B, depth]`."""
-        numbers = torch.unique(torch.cat([held, parents]), dim=0, return_inverse=True)[1]
-        orphans = ~torch.isin(numbers[len(held) :], numbers[: len(held)])
-        if bool(orphans.any()):
-            row = int(orphans.nonzero()[0])
-            raise UserError(
-                f"row {row} that node `{node.id}` returned on rank {self._transport.rank} has the parent"
-                f" {'.'.join(map(str, parents[row].tolist()))}, which is no row of `{node.inside}` that it reads there"
-                f" ({node.place}); return rows that were generated from those it reads"
-            )
+    def _made(self, node: Node, layout: Layout, now: InStep, result: Any, above: RowSpace, calls: Calls) -> RowSpace:
+        """The rows that a node made, below those that it saw, and the metrics of its responses."""
+        made = new_rows(node, result, above, layout, self._transport.rank)
+        numbers = {"lengths": made.lengths, "tokens": made.tokens, "versions": made.versions}
+        space = self._steps.gather(node.id, layout, now, made.path, **numbers)
+        if node.generates and self._draws.partial is None and layout.publishes(self._transport.rank):
+            measure(node.id, result, now.metrics, calls.tokens)
+        return space

@@ -1,4 +1,4 @@
-"""Who is told of tasks: the trace, the metrics, callbacks, and a rank's status; and what an error says of them."""
+"""Who learns of tasks: the trace, the metrics, callbacks, and a rank's status; and what an error says of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rlflow.callbacks.hooks import Callbacks
+from rlflow.controller.inputs import NodeInputs
 from rlflow.dag.tasks import Load, RunNode, SyncWeights, Task, TrainNode
 from rlflow.errors import UserError
 from rlflow.loggers.trace import Trace
@@ -23,11 +24,13 @@ class Observers:
         metrics: Of this rank, reduced once a step.
         trace: Of its tasks.
         callbacks: Told of tasks and nodes.
+        inputs: What nodes read is kept there, of some steps.
     """
 
     metrics: Metrics
     trace: Trace
     callbacks: Callbacks
+    inputs: NodeInputs
 
     @contextmanager
     def watching(self, task: Task, step: int, rank: int) -> Iterator[None]:
@@ -39,15 +42,19 @@ class Observers:
         except UserError:
             raise
         except Exception as error:
-            error.add_note(f"rank {rank}, step {step}: {task}")
+            error.add_note(f"rank {rank}, step {step + 1}: {' '.join(str(task).split())}")
             raise
         ended = time.perf_counter()
         report(rank, f"step {step + 1}")
         self.trace.span(str(task), type(task).__name__, started, ended, step=step)
-        metrics = self.metrics.of(step)
-        if isinstance(task, RunNode | TrainNode):
-            metrics.seconds(f"time/{task.node_id}", ended - started)
-        elif isinstance(task, SyncWeights):
-            metrics.seconds("time/sync", ended - started)
-        elif isinstance(task, Load):
-            metrics.seconds("time/load", ended - started)
+        if (name := _time_of(task)) is not None:  # once a step is reduced, nothing may begin to log of it again
+            self.metrics.of(step).seconds(name, ended - started)
+
+
+def _time_of(task: Task) -> str | None:
+    """The metric of a task's time, if it has one."""
+    if isinstance(task, RunNode | TrainNode):
+        return f"time/{task.node_id}"
+    if isinstance(task, SyncWeights):
+        return "time/sync"
+    return "time/load" if isinstance(task, Load) else None

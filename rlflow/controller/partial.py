@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlflow.checkpoint.kept_rows import UNDER_WAY
 from rlflow.controller.in_step import InStep
-from rlflow.controller.keeping import Keep
+from rlflow.controller.step_state import Keep
 from rlflow.dag.node import BATCH
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import HoldBack

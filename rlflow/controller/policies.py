@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
@@ -51,6 +52,7 @@ class Policy:
         if self.gap is not None and self.probe is None:
             self.gap.open(version, metrics)
         if self.sync.version == version:
+            self.sync.wake_up()
             return False
         report = self.sync.run(version)
         if self.probe is not None:
@@ -58,14 +60,13 @@ class Policy:
         if report is not None:
             metrics.number("sync/verified_tensors", float(report.tensors))
             if callbacks is not None:
-                callbacks.call(Callback.on_weight_sync, version)
+                callbacks.call(Callback.on_weight_sync, self.name, version)
         return True
 
     def sleep(self) -> None:
-        """Let its engines give back their memory, and with it their weights; all ranks of the sync call it."""
-        if self.engine is not None:
-            self.engine.sleep()
-        self.forget()
+        """Let its engines give back their memory, and weights that training changes; all ranks of the sync call it."""
+        if self.sync is not None:
+            self.sync.sleep()
 
     def forget(self) -> None:
         """Its engines hold other weights, or none."""
@@ -104,10 +105,14 @@ class Policies(Mapping[str, Policy]):
     def __len__(self) -> int:
         return len(self._policies)
 
-    def versions_of(self, step: int) -> dict[str, int]:
-        """The versions that generate the rows of `step`: the weights after the last step trained by then."""
-        steps = max(0, step - self._max_staleness)
-        return {name: policy.version_after(steps) for name, policy in self.items()}
+    def versions_of(self, step: int, trained: Mapping[str, int]) -> dict[str, int]:
+        """The versions that generate rows of `step`: the weights after the last step trained by then.
+
+        Args:
+            step: From 0.
+            trained: By policy: how many train nodes of the step have changed its weights before.
+        """
+        return {name: self._version(name, step, trained.get(name, 0)) for name in self}
 
     def version_after(self, name: str | None, steps: int) -> int:
         """The version of a policy's weights after so many steps; 0 where it does not generate."""
@@ -115,15 +120,23 @@ class Policies(Mapping[str, Policy]):
 
     def bring(self, name: str, steps: int, metrics: StepMetrics) -> None:
         """Bring the engines of a policy to its weights after so many steps; all ranks of its sync call it."""
-        if not self[name].bring(self[name].version_after(steps), metrics, self._callbacks):
+        self._bring(name, self[name].version_after(steps), metrics)
+
+    def sync(self, name: str, step: int, metrics: StepMetrics, trained: int = 0) -> None:
+        """Bring the engines of a policy to the weights that generate rows of `step`, see `versions_of`."""
+        self._bring(name, self._version(name, step, trained), metrics)
+
+    def _version(self, name: str, step: int, trained: int) -> int:
+        policy = self[name]
+        begun = step >= policy.start_step
+        return policy.version_after(max(0, step - self._max_staleness)) + (trained if begun else 0)
+
+    def _bring(self, name: str, version: int, metrics: StepMetrics) -> None:
+        if not self[name].bring(version, metrics, self._callbacks):
             return
         for other in self:
             if other != name and self._owner(other) == self._owner(name):
                 self[other].forget()  # its turn in the engine is over
-
-    def sync(self, name: str, step: int, metrics: StepMetrics) -> None:
-        """Bring the engines of a policy to the weights that generate the rows of `step`."""
-        self.bring(name, max(0, step - self._max_staleness), metrics)
 
     def scored(self, role: str) -> None:
         """A node has scored rows with a role; once is enough to compare."""
@@ -135,8 +148,22 @@ class Policies(Mapping[str, Policy]):
         if role in self and (gap := self[role].gap) is not None:
             gap.close()
 
-    def check(self, reduced: Mapping[str, float]) -> None:
+    @property
+    def gaps(self) -> dict[str, dict[str, Any]]:
+        """By policy, what the gap of the next step is compared with; JSON-able and the same on every rank."""
+        return {policy.name: policy.gap.history for policy in self.values() if policy.gap is not None}
+
+    def restore_gaps(self, gaps: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take back what `gaps` gave."""
+        for policy in self.values():
+            if policy.gap is not None and policy.name in gaps:
+                policy.gap.restore(gaps[policy.name])
+
+    def check(self, reduced: dict[str, float]) -> None:
         """Stop the run if a policy's engines did not generate with the trainer's weights.
+
+        Args:
+            reduced: The step's metrics, to which those of the comparison are added.
 
         Raises:
             UserError: One did not.

@@ -13,7 +13,8 @@ from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.metrics import StepMetrics
 from rlflow.models.causal_lm import CausalLM
-from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, sampling_seed
+from rlflow.rollout.children import sampling_seed
+from rlflow.rollout.engine import Completion, RolloutEngine, Sampling
 from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged
 
@@ -68,9 +69,9 @@ class Probe:
         ranks = probing_group(self._task)
         if rank not in ranks:
             return
-        heard = from_message(self._transport.broadcast_bytes(message, speaker, ranks))
+        received = from_message(self._transport.broadcast_bytes(message, speaker, ranks))
         if rank in self._task.source:
-            self._compare([(tokens, logprobs) for tokens, logprobs in json.loads(heard)], metrics)
+            self._compare([(tokens, logprobs) for tokens, logprobs in json.loads(received)], metrics)
 
     def _sampled(self, engine: RolloutEngine, version: int) -> list[Completion]:
         seeds = [sampling_seed(self._seed, version, "probe", (0,), index) for index in range(PROBES)]

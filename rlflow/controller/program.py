@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rlflow.controller.keeping import Keeping
+from rlflow.controller.bad_updates import BadUpdates
+from rlflow.controller.step_state import Keeping
 from rlflow.dag.graph import Graph
 from rlflow.dag.planner import Plan
 from rlflow.databuffer.balance import Balance
@@ -27,6 +28,7 @@ class Program:
         seed: Of the run.
         balance: Whether rows may move to even out tokens.
         max_tokens_per_draw: By which a response grows at most before it is cut off; None where none is.
+        bad_updates: When an update is not made.
     """
 
     module: RLModule
@@ -37,6 +39,7 @@ class Program:
     seed: int
     balance: Balance
     max_tokens_per_draw: int | None = None
+    bad_updates: BadUpdates = BadUpdates()  # noqa: RUF009 - frozen
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:

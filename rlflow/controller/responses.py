@@ -9,19 +9,22 @@ from rlflow.values.host_copy import on_host
 from rlflow.values.rollout import Rollout
 
 
-def measure(node_id: str, rollout: Rollout, metrics: StepMetrics, continued: bool) -> None:
+def measure(
+    node_id: str, rollout: Rollout, metrics: StepMetrics, sampled: int | None = None, continued: bool = False
+) -> None:
     """Lengths, and how many were cut, of this rank's responses that have ended.
 
     Args:
         node_id: The node.
         rollout: The responses.
         metrics: Of the step.
+        sampled: Tokens that were sampled for them; None where that is all of them.
         continued: Whether some may be of several policies.
     """
-    rows, tokens = float(len(rollout.lengths)), on_host(rollout.lengths).sum()
+    rows, tokens = float(len(rollout.lengths)), on_host(rollout.policy_lengths).sum()
     metrics.mean(f"{node_id}/length", tokens, rows)
     metrics.mean(f"{node_id}/truncated", (~rollout.finished).sum(), rows)
-    metrics.sum(f"{node_id}/tokens", float(tokens))
+    metrics.sum(f"{node_id}/tokens", float(tokens if sampled is None else sampled))
     if continued:
         places = torch.arange(rollout.versions.shape[1], device=rollout.versions.device)
         newer = (rollout.versions > rollout.version[:, None]) & (places < rollout.lengths[:, None])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from rlflow.checkpoint.kept_rows import flight_name
@@ -15,7 +14,7 @@ from rlflow.dag.tasks import Exchange, Task, Tell
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.kept import Kept
 from rlflow.databuffer.rows import ROOT, RowSpace
-from rlflow.databuffer.telling import heard, told
+from rlflow.databuffer.space_message import space_from_message, space_to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.metrics import Metrics
 from rlflow.values.layout import Layout
@@ -93,28 +92,20 @@ class Steps:
         return now.spaces[name]
 
     def tell(self, task: Tell, step: int) -> None:
-        """Of the rows of a space, all; of a node that keeps the prompts' rows, how long its responses are."""
+        """Of the rows of a space, all."""
         now, name, program = self._steps[step], task.value, self._program
-        of_space = program.graph.space_of(name) == name
-        message = None
-        if self._transport.rank == task.teller:
-            message = told(now.spaces[name]) if of_space else now.lengths[name].view(torch.uint8)
+        message = space_to_message(now.spaces[name]) if self._transport.rank == task.teller else None
         message = self._transport.broadcast_bytes(message, task.teller, task.ranks)
-        if self._transport.rank == task.teller:
-            return
-        if of_space:
-            now.spaces[name] = heard(message, name, seed=program.seed, step=step, balance=program.balance)
-        else:
-            now.lengths[name] = message.cpu().clone().view(torch.int64)
+        if self._transport.rank != task.teller:
+            now.spaces[name] = space_from_message(message, name, seed=program.seed, step=step, balance=program.balance)
 
     def exchange(self, task: Exchange, step: int) -> None:
-        """Start to bring a value to a layout, or beside other rows."""
+        """Start to bring a value to a layout, or beside rows above or below it."""
         now, graph = self._steps[step], self._program.graph
         space = now.spaces[graph.space_of(task.value)]
         made_here = self._transport.rank in task.source.ranks
         if not made_here and not now.buffer.holds(task.value, space):
-            annotation, lengths = graph.type_of(task.value), now.lengths.get(task.value)
-            now.buffer.put(task.value, None, annotation, space, task.source, lengths)
+            now.buffer.put(task.value, None, graph.type_of(task.value), space, task.source)
         now.buffer.issue(task.value, task.target, now.spaces[task.reader_space], task.columns)
 
     def free(self, names: Sequence[str], now: InStep) -> None:

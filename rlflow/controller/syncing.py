@@ -30,6 +30,7 @@ class WeightSync:
         transport: To the other ranks; has formed the group of `sending_group`.
         bucket_bytes: Weights gathered, and sent, at once.
         files: Reads the weights of a frozen policy, which no rank trains; None where they are trained.
+        keeps: Whether the engine keeps the weights while it sleeps: those of files, in an engine of the policy's own.
 
     Attributes:
         version: Of the weights in the engines, known alike on all ranks of the task.
@@ -43,10 +44,13 @@ class WeightSync:
         transport: Transport,
         bucket_bytes: int,
         files: Callable[[], Iterator[Bucket]] | None = None,
+        keeps: bool = False,
     ) -> None:
         self.version = NO_VERSION
         self._policy = task.policy
         self._files = files
+        self._keeps = keeps
+        self._asleep = False
         self._strategy = strategy
         self._engine = engine
         self._transport = transport
@@ -69,11 +73,26 @@ class WeightSync:
         report = None
         if self._engine is not None:
             self._engine.wake_up()
+            self._asleep = False
             report = self._engine.update_weights(buckets, version)
         for _ in buckets:  # gathering is a collective of the role's ranks
             pass
         self.version = version
         return report
+
+    def sleep(self) -> None:
+        """Let this rank's engine give back its memory, and with it the weights, unless it keeps them."""
+        if self._engine is not None:
+            self._engine.sleep(keep_weights=self._keeps)
+            self._asleep = True
+        if not self._keeps:
+            self.forget()
+
+    def wake_up(self) -> None:
+        """Let this rank's engine, which holds the weights, take its memory back."""
+        if self._engine is not None and self._asleep:
+            self._engine.wake_up()
+            self._asleep = False
 
     def forget(self) -> None:
         """The engines have let go of their weights."""

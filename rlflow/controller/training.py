@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlflow.controller.bad_updates import BadUpdates, UpdateWatch
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import Node
 from rlflow.databuffer.rows import RowSpace
@@ -21,16 +21,28 @@ from rlflow.metrics import StepMetrics
 from rlflow.models.causal_lm import Averaged
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule, handles
-from rlflow.rollout.engine import sampling_seed
+from rlflow.process import preemption
+from rlflow.rollout.children import sampling_seed
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.batch import Pairs
 from rlflow.values.columns import countable, take_rows
 from rlflow.values.cuts import PerSample
+from rlflow.values.each import Trained
 from rlflow.values.host_copy import bring_over, on_device, on_host, remember, rows_at
 from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
 
-MOST_SKIPPED_UPDATES = 3  # in a row; a gradient that stays infinite or NaN is not going to mend itself
+
+class StepGivenUp(BaseException):
+    """A rank was asked to end, and no rank has changed a weight in this step: all of them leave it here.
+
+    Args:
+        number: Of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class Training:
@@ -46,6 +58,13 @@ class Training:
         transport: To the other ranks.
         seed: Of the run; mini-batches are a function of (seed, step, row ids).
         before_update: Told of a role whose weights are about to change.
+        bad_updates: When an update is not made.
+        gives_up: Whether a step is left before its first update if a rank was asked to end: where all ranks of the run
+            meet before each.
+
+    Attributes:
+        tried: Updates of the last step by role, those among them that were skipped or had nothing to learn from.
+        watch: What decides which updates are skipped.
     """
 
     def __init__(
@@ -56,6 +75,8 @@ class Training:
         transport: Transport,
         seed: int,
         before_update: Callable[[str], None],
+        bad_updates: BadUpdates,
+        gives_up: bool,
     ) -> None:
         self._module = module
         self._graph = graph
@@ -63,7 +84,19 @@ class Training:
         self._transport = transport
         self._seed = seed
         self._before_update = before_update
-        self._skipped: Counter[str] = Counter()  # updates in a row, by role
+        self._gives_up = gives_up
+        self._at_first_update: Callable[[], None] | None = None
+        self.tried: Counter[str] = Counter()
+        self.watch = UpdateWatch(bad_updates)
+
+    def begin(self, at_first_update: Callable[[], None]) -> None:
+        """A step begins.
+
+        Args:
+            at_first_update: Called before the step's first update, unless it is given up there.
+        """
+        self.tried.clear()
+        self._at_first_update = at_first_update
 
     def begun(self, node: Node, step: int) -> bool:
         """Whether the node's role is trained at this step already."""
@@ -80,14 +113,19 @@ class Training:
             space: The rows.
             layout: Where they lie.
             metrics: Of the step.
+
+        Raises:
+            StepGivenUp: A rank was asked to end before the step's first update.
         """
         step = metrics.step
         assert node.role is not None
         handle: ModelHandle = getattr(self._module, node.role)
         if handle.lora is not None and handle.lora.dropout > 0:
             torch.manual_seed(sampling_seed(self._seed, step, node.id, (0,), self._transport.rank))
+        self._strategy.at_step(node.role, step - handle.start_step)
         bring_over(each for name, value in values.items() for each in countable(value, self._graph.type_of(name)))
         mini_batches = space.held_mini_batches(layout, self._transport.rank)
+        self.tried[node.role] += handle.epochs * len(mini_batches)
         for epoch in range(handle.epochs):
             for number in self._order(len(mini_batches), step, epoch):
                 self._update(node, handle, values, mini_batches[number], layout, metrics)
@@ -126,15 +164,20 @@ class Training:
         here = int(loss_count(on_host(mask), mode)), int(on_host(mask).sum()), _sequences(scored)
         prompts = [mini[name] for name in mini if self._graph.type_of(name) is Ragged]  # other ones, of the same rows
         parts = len(handle.plan.split(scored, prompts=prompts))
-        total, learnt_from, sequences, most = self._agree(here, parts, layout)
+        total, learnt_from, sequences, most, asked = self._agree(here, parts, layout)
         if learnt_from == 0:
             return  # on any rank
+        if self._at_first_update is not None:
+            if asked and self._gives_up:
+                raise StepGivenUp(asked)
+            self._at_first_update()
+            self._at_first_update = None
         method = getattr(self._module, node.id)
         loss_here: Tensor | float = 0.0  # float64, on the device
         balance_here: Tensor | None = None  # as it, of the load of experts
         for part, micro in enumerate(handle.plan.split(scored, most, prompts)):
             with handle.training():
-                loss = method(**self._take(mini, micro))
+                loss = method(**self._take(mini, micro), **dict.fromkeys(node.after, Trained()))
             counts = rows_at(mask, micro)
             _check_shape(node, loss, counts)
             share = loss_sum(loss, loss_weights(counts, mode, longest)) / total
@@ -149,17 +192,20 @@ class Training:
             self._strategy.backward(role, share, last=part == most - 1)
         self._before_update(role)
         self._log(role, loss_here, balance_here, layout, metrics)
-        self._finish(role, self._strategy.step(role), metrics)
+        largest = self.watch.largest(role)
+        norm = self._strategy.step(role, largest)
+        self.watch.note(role, norm, largest, self._strategy.loss_scale(role), metrics, mini)
 
     def _take(self, values: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
         return {name: take_rows(value, self._graph.type_of(name), rows) for name, value in values.items()}
 
-    def _agree(self, counts: tuple[int, int, int], micro_batches: int, layout: Layout) -> tuple[int, int, int, int]:
-        """The counts of the whole mini-batch, and the largest number of micro-batches of a rank."""
-        here = torch.tensor([*counts, micro_batches])
-        every = torch.stack(self._transport.all_gather(here, layout.ranks))  # [ranks, 4]
-        total, learnt_from, sequences, _ = every[:: layout.copies].sum(dim=0).tolist()
-        return total, learnt_from, sequences, int(every[:, 3].max())
+    def _agree(self, counts: tuple[int, int, int], micro_batches: int, layout: Layout) -> tuple[int, ...]:
+        """The counts of the whole mini-batch, the largest number of micro-batches of a rank, and what asks to end."""
+        here = torch.tensor([*counts, micro_batches, preemption.received()])
+        every = torch.stack(self._transport.all_gather(here, layout.ranks))  # [ranks, 5]
+        total, learnt_from, sequences, *_ = every[:: layout.copies].sum(dim=0).tolist()
+        most, asked = every[:, 3:].amax(dim=0).tolist()
+        return total, learnt_from, sequences, most, asked
 
     def _log(
         self, role: str, loss_here: Tensor | float, balance_here: Tensor | None, layout: Layout, metrics: StepMetrics
@@ -170,31 +216,6 @@ class Training:
             metrics.mean(f"{role}/loss", loss_here, once)
             if balance_here is not None:
                 metrics.mean(f"{role}/router_aux_loss", balance_here, once)
-
-    def _finish(self, role: str, grad_norm: float, metrics: StepMetrics) -> None:
-        """Count updates that were skipped.
-
-        Raises:
-            UserError: There were too many in a row.
-        """
-        scale = self._strategy.loss_scale(role)
-        if scale is not None:
-            metrics.number(f"{role}/loss_scale", scale.factor)
-        if math.isfinite(grad_norm):
-            self._skipped[role] = 0
-            metrics.number(f"{role}/grad_norm", grad_norm)
-            return
-        if scale is not None and scale.can_fall:  # the next update is tried with a smaller one
-            metrics.number(f"{role}/skipped_updates", 1.0)
-            return
-        self._skipped[role] += 1
-        metrics.number(f"{role}/skipped_updates", 1.0)
-        if self._skipped[role] >= MOST_SKIPPED_UPDATES:
-            raise UserError(
-                f"the gradient of `{role}` was infinite or NaN in {self._skipped[role]} updates in a row, which were"
-                " skipped; what was saved before is still there. Lower the learning rate, or look for NaN in rewards"
-                " and loss"
-            )
 
 
 def _check_shape(node: Node, loss: Tensor, mask: Tensor) -> None:

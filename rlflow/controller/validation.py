@@ -9,24 +9,30 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlflow.controller.context import NodeContext, Running
+from rlflow.controller.conversation_metrics import measure_turns
+from rlflow.controller.conversations import ConversationRunner, ConverseCall
 from rlflow.dag.node import BATCH, Node
 from rlflow.data.loader import Loader
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.functional import pass_at_k
 from rlflow.metrics import Metrics
-from rlflow.module import RLModule
+from rlflow.module import RLModule, environments
 from rlflow.rewards.reward import scored
+from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.sampling import sample
 from rlflow.values.batch import Batch
 from rlflow.values.columns import to_device
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
+from rlflow.values.rollout import Rollout
 
 FULL_REWARD = 1.0
+POLICY = "actor"  # how the policy that is validated is called within
 DRAW = 0  # the same seeds at every validation, so that a difference is the policy's
 
 
@@ -38,21 +44,26 @@ def validate(
     layout: Layout,
     *,
     samples: int,
+    temperature: float,
     seed: int,
     version: int,
     stop_token_ids: tuple[int, ...],
     decode: Callable[[Sequence[int]], str],
+    conversations: ConversationRunner | None = None,
 ) -> dict[str, float]:
-    """`samples` responses to each prompt at the module's temperature, and one at temperature 0.
+    """`samples` responses to each prompt at the policy's `temperature`, and one at temperature 0.
 
-    Ranks outside `layout` only learn the result.
+    Ranks outside `layout` only learn the result. Where the module has an environment, responses are conversations, and
+    what it gave is part of their reward. Of a game of several seats, rewards are those of the first: over all seats
+    they cancel out where one wins what the other loses.
 
     Returns:
         `val/reward`, `val/length`, `val/truncated` and `val/accuracy`, the share of responses with a reward of at
         least 1; the same under `val_greedy/`; with several samples `val/pass@k` for each power of two up to their
-        number. Equal on every rank.
+        number; of conversations `val/turns`, `val/tool_calls` and `val/tool_errors`; and of games `val/reward_<seat>`.
+        Equal on every rank.
     """
-    assert module.reward is not None
+    environment = next(iter(environments(module).values()), None)
     all_metrics = Metrics()
     if transport.rank not in layout.ranks:
         return all_metrics.reduce(0, transport)
@@ -60,24 +71,45 @@ def validate(
     assert engine is not None
     batch, ids = loader.all(layout.shard(transport.rank), layout.shards)
     path = RowPath(ids[:, None], (BATCH,))
-    for prefix, temperature, n in (("val", module.temperature, samples), ("val_greedy", 0.0, 1)):
-        sampling = Sampling(module.max_response_length, temperature, stop_token_ids)
-        rollout = sample(
-            engine, batch, path, n, sampling, seed=seed, draw=DRAW, node=prefix, version=version, decode=decode
-        )
+    for prefix, of_prefix, n in (("val", temperature, samples), ("val_greedy", 0.0, 1)):
+        sampling = Sampling(module.max_response_length, of_prefix, stop_token_ids)
+        ended: list[Conversation] = []
+        if environment is None:
+            rollout = sample(
+                engine, batch, path, n, sampling, seed=seed, draw=DRAW, node=prefix, version=version, decode=decode
+            )
+        else:
+            assert conversations is not None
+            call = ConverseCall(DRAW, prefix, POLICY, {POLICY: version}, layout, rows_of=loader.rows_of_all)
+            rollout, ended, _ = conversations.run({POLICY: engine}, environment, batch.rows, path, n, sampling, call)
         if not layout.publishes(transport.rank):
             continue
-        scores = torch.tensor(scored(module.reward, rollout.texts, rollout.rows).total, dtype=torch.float64)
+        if ended:
+            measure_turns(prefix, ended, metrics)
+        of_all = _rewards(module, rollout)
+        seats = ("",) if environment is None else environment.seats_of(POLICY, {})
+        for number, seat in enumerate(seats if len(seats) > 1 else ()):
+            of_seat = of_all[rollout.seat == number]
+            metrics.mean(f"{prefix}/reward_{seat}", of_seat.sum(), float(len(of_seat)))
+        scores = of_all[rollout.seat == 0]
         rows = float(len(scores))
         right = scores >= FULL_REWARD
         metrics.mean(f"{prefix}/reward", scores.sum(), rows)
         metrics.mean(f"{prefix}/accuracy", right.sum(), rows)
-        metrics.mean(f"{prefix}/length", rollout.lengths.sum(), rows)
-        metrics.mean(f"{prefix}/truncated", (~rollout.finished).sum(), rows)
-        correct = right.reshape(-1, n).sum(dim=1)  # [B]
+        metrics.mean(f"{prefix}/length", rollout.policy_lengths.sum(), float(len(of_all)))
+        metrics.mean(f"{prefix}/truncated", (~rollout.finished).sum(), float(len(of_all)))
+        correct = right.reshape(len(path), n).sum(dim=1)  # [B]
         for k in powers_of_two(n) if n > 1 else ():
             metrics.mean(f"{prefix}/pass@{k}", pass_at_k(correct, n, k).sum(), rows / n)
     return all_metrics.reduce(0, transport)
+
+
+def _rewards(module: RLModule, rollout: Rollout) -> Tensor:
+    """`[B]` float64: what the reward and the environment give."""
+    rewards = rollout.returns.double().sum(dim=1)
+    if module.reward is None:
+        return rewards
+    return rewards + torch.tensor(scored(module.reward, rollout.texts, rollout.rows).total, dtype=torch.float64)
 
 
 @torch.no_grad()
@@ -93,7 +125,7 @@ def run_validation_step(
     lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)
     name = RLModule.validation_step.__name__
     space = RowSpace.gather(name, transport, layout, path=ids[:, None], lengths=lengths, tokens=batch.tokens)
-    node = Node(name, inputs=(), role=None, kind="compute", returns=Any, rows=None, file="", line=0)
+    node = Node(name, inputs=(), role=None, kind="compute", returns=Any, file="", line=0)
     with context.measuring(Running(node, space, layout, draw=DRAW, versions={}, metrics=metrics)):
         module.validation_step(to_device(batch, device))
     return all_metrics.reduce(0, transport)

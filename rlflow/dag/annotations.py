@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Generic, Protocol, Union, get_args, get_origin, get_type_hints
 
 from rlflow.errors import did_you_mean
 from rlflow.values.cuts import Cut, PerSample, PerToken, Rows, Scalar, Texts
+from rlflow.values.each import Each, OwnRows
 from rlflow.values.ragged import Ragged
 
 _ALIASES = {"PerSample": PerSample, "PerToken": PerToken, "Scalar": Scalar, "Rows": Rows, "Texts": Texts}
@@ -19,6 +22,10 @@ def type_name(annotation: Any) -> str:
     for name, alias in _ALIASES.items():
         if annotation == alias:
             return name
+    if get_origin(annotation) is Each:
+        return f"Each[{', '.join(map(type_name, get_args(annotation)))}]"
+    if get_origin(annotation) is Annotated and OwnRows in get_args(annotation):
+        return f"Grown[{type_name(without_grown(annotation)[0])}]"
     if get_origin(annotation) is dict:
         return f"dict[{', '.join(map(type_name, get_args(annotation)))}]"
     if len(choices(annotation)) > 1:
@@ -33,12 +40,29 @@ def choices(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
-def fields(annotation: Any) -> dict[str, Any]:
+def without_each(annotation: Any) -> tuple[Any, bool]:
+    """The type of which a parameter's is `Each`, or the parameter's own; and whether it is `Each`."""
+    found = choices(annotation)
+    if Each not in [get_origin(choice) or choice for choice in found]:
+        return annotation, False
+    plain = tuple(get_args(choice)[0] if get_origin(choice) is Each else choice for choice in found)
+    return (Any if Each in plain else Union[plain]), True  # noqa: UP007 - of types that are known at run time alone
+
+
+def without_grown(annotation: Any) -> tuple[Any, bool]:
+    """The type of which a node's return type is `Grown`, or that type; and whether it is `Grown`."""
+    marks = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    if OwnRows not in marks:
+        return annotation, False
+    plain, others = get_args(annotation)[0], tuple(mark for mark in marks if mark is not OwnRows)
+    return (Annotated[plain, *others] if others else plain), True
+
+
+def fields(annotation: Any) -> Mapping[str, Any]:
     """The types of the fields and properties of a value of this type; none of a tensor, which has no parts."""
     if not dataclasses.is_dataclass(annotation) or not isinstance(annotation, type):
         return {}
-    hints = get_type_hints(annotation, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(annotation)} | _properties(annotation)
+    return _fields(annotation)
 
 
 def names_fields(annotation: Any) -> bool:
@@ -50,14 +74,15 @@ def names_fields(annotation: Any) -> bool:
     return annotation.__bases__ == (object,) and bool(vars(annotation).get("__annotations__"))
 
 
-def members(annotation: type) -> dict[str, Any]:
+@cache  # every read of a value asks, at every step
+def members(annotation: type) -> Mapping[str, Any]:
     """What such a type names, in order: its fields and properties with their types, its methods with `Any`."""
     hints = get_type_hints(annotation, include_extras=True)
     methods = {name: Any for name, value in _attributes(annotation) if isinstance(value, types.FunctionType)}
     written = {name for cls in _own(annotation) for name in vars(cls).get("__annotations__", {})}
     annotated = {name: hint for name, hint in hints.items() if name in written and get_origin(hint) is not ClassVar}
     found = annotated | _properties(annotation) | methods
-    return {name: hint for name, hint in found.items() if not name.startswith("_")}
+    return MappingProxyType({name: hint for name, hint in found.items() if not name.startswith("_")})
 
 
 def misfits(wanted: type, made: Any) -> Iterator[str]:
@@ -86,6 +111,13 @@ def accepts(wanted: Any, made: Any) -> bool:
     if names_fields(wanted):
         return isinstance(plain, type) and not any(misfits(wanted, plain))
     return bool(wanted == plain)
+
+
+@cache
+def _fields(annotation: type) -> Mapping[str, Any]:
+    hints = get_type_hints(annotation, include_extras=True)
+    of_fields = {field.name: hints[field.name] for field in dataclasses.fields(annotation)}
+    return MappingProxyType(of_fields | _properties(annotation))
 
 
 def _cuts(annotation: Any) -> list[Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.dag.node import MARK, Input, Mark
+from rlflow.values.each import Each
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Call:
         mark: What `@node` would say.
         reads: What values its parameters get.
         bound: What its other parameters get.
-        returns: The type of what it makes; `Any` where that is told to be wrong already.
+        returns: The type of what it makes; `Any` where that is reported already.
         file: The config, or the option, in which it is written.
         line: Of the file.
     """
@@ -52,7 +53,7 @@ class Call:
     inputs: tuple[Input, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        inputs = (Input(read.value, read.required, read.annotation, read.field) for read in self.reads)
+        inputs = (Input.of(read.value, read.required, read.annotation, read.field) for read in self.reads)
         object.__setattr__(self, "inputs", tuple(inputs))
         object.__setattr__(self, MARK, self.mark)
 
@@ -63,4 +64,6 @@ class Call:
 
 
 def _part(value: Any, read: Read) -> Any:
+    if read.field and isinstance(value, Each):
+        return Each(getattr(value.values, read.field), value.counts)
     return getattr(value, read.field) if read.field else value

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
+from collections.abc import Collection, Iterator, Mapping
 from types import NoneType
 from typing import Any
 
 from rlflow.dag.annotations import accepts, fields, members, misfits, names_fields, type_name
 from rlflow.dag.node import BATCH, ROLLOUT, Input, Node
+from rlflow.dag.order import block
 from rlflow.dag.problems import Problem
 from rlflow.errors import did_you_mean
 from rlflow.values.batch import Batch, Pairs
@@ -40,7 +39,14 @@ def missing(nodes: Mapping[str, Node], removed: Collection[str], methods: Collec
             elif source is not None and not source.makes_value:
                 what = "a train node" if source.kind == "train" else "a node that returns None"
                 why = f"{what} ({source.place}), which makes no value. Compute what is shared in another node"
-                yield _problem(node, f"reads `{name}`, {why}")
+                other = f", or write `{name}: Trained` to come after it" if source.kind == "train" else ""
+                yield _problem(node, f"reads `{name}`, {why}{other}")
+        for name in node.after:
+            source = nodes.get(name)
+            if source is None or source.kind != "train":
+                trains = [other.id for other in nodes.values() if other.kind == "train"]
+                why = did_you_mean(name, trains) or f" Those are {', '.join(trains) or 'none'}."
+                yield _problem(node, f"comes after `{name}`, read as Trained, and that is no train node.{why}")
 
 
 def mistyped(nodes: Mapping[str, Node]) -> Iterator[Problem]:
@@ -48,6 +54,10 @@ def mistyped(nodes: Mapping[str, Node]) -> Iterator[Problem]:
     for node in nodes.values():
         for value in node.inputs:
             source = nodes.get(value.name)
+            if value.after:
+                continue
+            if value.each and value.name in (other.name for other in node.inputs if not other.each):
+                yield _problem(node, f"reads `{value.name}` both as Each and plainly. Read it in one way")
             if value.field:
                 made = type_of_batch(nodes) if value.name == BATCH else source.returns if source is not None else Any
                 if made is not Any and made is not NoneType:
@@ -172,24 +182,15 @@ def misused(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Probl
 def unmasked(nodes: Mapping[str, Node]) -> Iterator[Problem]:
     """Train nodes that do not read exactly one value that says which rows their loss is of."""
     for node in nodes.values():
-        if node.kind != "train":
-            continue
-        masks = [name for name in node.reads if _is_trained_on(name, nodes)]
-        if len(masks) != 1:
+        masks = masks_of(node, nodes)
+        if node.kind == "train" and len(masks) != 1:
             found = f"{len(masks)} values with a `loss_mask` ({', '.join(masks)})" if masks else "none"
             yield _problem(node, f"needs one value whose `loss_mask` masks its loss, and reads {found}. Read just one")
 
 
-def block(nodes: Mapping[str, Node]) -> frozenset[str]:
-    """The filter and its ancestors, which repeat until a step is full; empty where there is no filter."""
-    found = {node.id for node in nodes.values() if node.kind == "filter"}
-    todo = sorted(found)
-    while todo:
-        for name in nodes[todo.pop()].reads:
-            if name in nodes and name not in found:
-                found.add(name)
-                todo.append(name)
-    return frozenset(found)
+def masks_of(node: Node, nodes: Mapping[str, Node]) -> list[str]:
+    """What a node reads that has a loss mask, or is pairs: of a train node the rows of its loss."""
+    return [name for name in node.reads if _is_trained_on(name, nodes)]
 
 
 def misfiltered(nodes: Mapping[str, Node]) -> Iterator[Problem]:
@@ -199,6 +200,11 @@ def misfiltered(nodes: Mapping[str, Node]) -> Iterator[Problem]:
         text = f"is a second filter beside `{filters[0].id}` ({filters[0].place}), and rows are chosen once"
         yield _problem(node, f"{text}. Combine the two into one")
     repeated = block(nodes)
+    followed = {name for id in repeated for name in nodes[id].after if name in nodes and nodes[name].kind == "train"}
+    for name in sorted(followed):
+        if filters:
+            text = f"trains, and the filter `{filters[0].id}` comes after it, which is asked once a draw and not a step"
+            yield _problem(nodes[name], f"{text}. Let the filter and what it reads do without `{name}: Trained`")
     drawn = any(BATCH in nodes[name].reads for name in repeated)
     for node in filters:
         known = [name for name in node.reads if name == BATCH or name in nodes]
@@ -214,72 +220,6 @@ def misfiltered(nodes: Mapping[str, Node]) -> Iterator[Problem]:
                     f"reads {made} `{filters[0].id}` are of several. Compute it in a node that comes after the filter"
                 )
                 yield _problem(node, text)
-
-
-def in_order(nodes: Mapping[str, Node]) -> tuple[tuple[Node, ...], list[Problem]]:
-    """The nodes in the order of execution; and the cycles, whose nodes are left out.
-
-    That is by depth, then declaration, train nodes last; a filter and its ancestors before all others.
-    """
-    reads = {node.id: [name for name in node.reads if name in nodes] for node in nodes.values()}
-    problems = []
-    while cycle := _cycle(reads):
-        path = " -> ".join(f"`{name}`" for name in cycle)
-        problems.append(_problem(nodes[cycle[0]], f"waits for itself: {path}. Break the cycle"))
-        reads = {name: needs for name, needs in reads.items() if name not in cycle}
-
-    depth: dict[str, int] = {}
-    for name in TopologicalSorter(reads).static_order():
-        depth[name] = 1 + max((depth[needed] for needed in reads.get(name, ())), default=0)
-    first = block(nodes)
-    order = sorted(
-        (nodes[name] for name in reads), key=lambda node: (node.kind == "train", node.id not in first, depth[node.id])
-    )
-    return tuple(order), problems
-
-
-@dataclass(frozen=True)
-class Spaces:
-    """The rows of a graph's values: a tree of row spaces, of which `batch` is the root.
-
-    Attributes:
-        of: By node: the rows of its value, `batch` or the id of the node that made them.
-        inside: By node: the rows in which it sees what it reads, the deepest of those.
-    """
-
-    of: dict[str, str]
-    inside: dict[str, str]
-
-
-def row_spaces(order: Sequence[Node]) -> tuple[Spaces, list[Problem]]:
-    """The rows of each node's value, and the nodes that read rows of two branches.
-
-    Args:
-        order: The nodes, each after what it reads.
-    """
-    found = Spaces({}, {})
-    lines: dict[str, tuple[str, ...]] = {BATCH: (BATCH,)}  # by row space: the spaces from the root to it
-    rowless = {node.id for node in order if not node.has_rows}
-    problems = []
-    for node in order:
-        through: dict[str, str] = {}  # row space -> the value that is read in it
-        for name in node.reads:
-            if name not in rowless and found.of.get(name, BATCH) != BATCH:
-                through.setdefault(found.of[name], name)
-        deepest = max(through, key=lambda space: len(lines[space]), default=BATCH)
-        for space in through:
-            if space not in lines[deepest]:
-                read = [f"of `{each}` (in `{through[each]}`)" for each in through if each in (space, deepest)]
-                text = f"mixes samples {' and '.join(read)}, whose rows have nothing in common"
-                problems.append(_problem(node, f"{text}. Read them in nodes of their own"))
-        if node.samples_in_place and deepest != BATCH:
-            text = f"has `rows='batch'` and reads samples of `{deepest}` (in `{through[deepest]}`)"
-            problems.append(_problem(node, f"{text}; leave out `rows`, so that it makes rows of its own"))
-        found.inside[node.id] = deepest
-        found.of[node.id] = node.id if node.samples else deepest
-        if node.samples:
-            lines[node.id] = (*lines[deepest], node.id)
-    return found, problems
 
 
 def _problem(node: Node, text: str) -> Problem:
@@ -311,13 +251,3 @@ def _is_trained_on(name: str, nodes: Mapping[str, Node]) -> bool:
     if made is Any or not isinstance(made, type):
         return False
     return issubclass(made, Pairs) or any(column.name == "loss_mask" for column in columns(made))
-
-
-def _cycle(reads: Mapping[str, Sequence[str]]) -> list[str]:
-    """The nodes of one cycle, each read by the next, the first once more at the end; empty where there is none."""
-    try:
-        TopologicalSorter(reads).prepare()
-    except CycleError as error:
-        cycle: list[str] = error.args[1]
-        return cycle
-    return []

@@ -28,7 +28,7 @@ class Entry:
     places: Mapping[str, Place]
 
     def problem(self, text: str, key: str = "") -> Problem:
-        """What is wrong with it, told of the line of `key`."""
+        """What is wrong with it, reported at the line of `key`."""
         return Problem(*self.places.get(key, self.place), f"`{self.id}` {text}")
 
     def after(self, earlier: Entry | None) -> Entry:

@@ -95,7 +95,10 @@ def fields_read(module: object, node: Node, value: str, made: Any, trained: bool
 
 
 def _written(read: Input) -> str:
-    return f"{read.name}.{read.field}" if read.field else type_name(read.annotation)
+    if read.field:
+        return f"{read.name}.{read.field}"
+    written = type_name(read.annotation)
+    return f"Each[{written}]" if read.each else written
 
 
 def _named(read: Input, made: Any, every: Sequence[Column]) -> Iterator[str]:

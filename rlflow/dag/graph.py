@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Self
 
 from rlflow.dag import checks
 from rlflow.dag.fields import FieldsRead, fields_read
 from rlflow.dag.methods import read_methods
 from rlflow.dag.node import BATCH, Input, Node
+from rlflow.dag.order import block, in_order
 from rlflow.dag.problems import GraphError, Problem
+from rlflow.dag.row_spaces import mislaid, row_spaces, unread_grown
 from rlflow.errors import UserError
 from rlflow.values.columns import columns
 
@@ -36,33 +40,36 @@ class Graph:
         cls,
         module: object,
         roles: Collection[str] = (),
-        told: Collection[Problem] = (),
+        found: Collection[Problem] = (),
         policies: Collection[str] | None = None,
+        owners: Mapping[str, str] = MappingProxyType({}),
     ) -> Self:
         """Read and check the graph of `module`, the instance: a node set to None in `__init__` is not part of it.
 
         Args:
             module: An instance of a class with methods marked `@node`, or with calls in place of some or all of them.
             roles: The names of its model handles.
-            told: What was found wrong with single nodes before, to be told with the rest.
+            found: What is wrong with single nodes, to be reported with the rest.
             policies: Which of the handles are language models, which can generate; None for all.
+            owners: By handle that is a moving average: the handle that it follows.
 
         Raises:
             GraphError: All that is wrong, each with file and line.
             UserError: The module has no node.
         """
         methods = read_methods(module)
-        if not methods.nodes and not methods.problems and not told:
+        if not methods.nodes and not methods.problems and not found:
             steps = "Mark the steps of the algorithm with `@node`, or write them under `nodes` in the config"
             raise UserError(f"`{type(module).__name__}` has no node. {steps}")
         nodes = {node.id: _without_absent(node, methods.nodes) for node in methods.nodes.values()}
-        order, cycles = checks.in_order(nodes)
+        order, cycles = in_order(nodes, owners)
         policies = roles if policies is None else policies
         nodes = {node.id: _with_policy(node, order, policies) for node in nodes.values()}
         order = tuple(nodes[node.id] for node in order)
-        spaces, mixed = checks.row_spaces(order)
+        spaces, mixed = row_spaces(order)
+        masks = {name: masked[0] for name, node in nodes.items() if len(masked := checks.masks_of(node, nodes)) == 1}
         problems = [
-            *told,
+            *found,
             *methods.problems,
             *checks.missing(nodes, methods.removed, methods.all),
             *checks.mistyped(nodes),
@@ -74,6 +81,8 @@ class Graph:
             *checks.misfiltered(nodes),
             *cycles,
             *mixed,
+            *mislaid(nodes, spaces, masks),
+            *unread_grown(nodes),
         ]
         if problems:
             raise GraphError(*sorted(problems, key=lambda problem: (problem.file, problem.line)))
@@ -95,7 +104,7 @@ class Graph:
     @property
     def block(self) -> tuple[Node, ...]:
         """The filter's ancestors and the filter, in the order of execution: what repeats until a step is full."""
-        repeated = checks.block(self.nodes)
+        repeated = block(self.nodes)
         return tuple(node for node in self.order if node.id in repeated)
 
     def readers(self, value: str) -> tuple[Node, ...]:
@@ -121,6 +130,11 @@ class Graph:
         """The roles that train nodes train, each once, in the order of execution."""
         return tuple(dict.fromkeys(node.role for node in self.order if node.kind == "train" and node.role is not None))
 
+    def trained_before(self, node: Node) -> Counter[str]:
+        """How many train nodes of each role come before a node in the order of execution."""
+        before = self.order[: self.order.index(node)]
+        return Counter(str(other.role) for other in before if other.kind == "train")
+
     def policies(self) -> tuple[str, ...]:
         """What nodes generate with, each once, in the order of execution."""
         return tuple(dict.fromkeys(policy for node in self.order for policy in node.generates))
@@ -132,6 +146,11 @@ class Graph:
     def space_of(self, value: str) -> str:
         """The rows of a value: `batch`, or the id of the node that made them."""
         return BATCH if value == BATCH else self.nodes[value].space
+
+    def seen_in(self, node: Node, value: str) -> str:
+        """The rows in which `node` sees a value: its own; of a value without rows the value's."""
+        rowless = value != BATCH and not self.nodes[value].has_rows
+        return self.space_of(value) if rowless else node.inside
 
     def levels(self, space: str) -> tuple[str, ...]:
         """The names of the rows on the way from prompts to those of a space, its own last."""

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, get_args, get_type_hints
 
-from rlflow.dag.annotations import type_name
+from rlflow.dag.annotations import type_name, without_grown
 from rlflow.dag.call import Call
-from rlflow.dag.node import BATCH, MARK, ROLLOUT, Input, Kind, Mark, Node, RowsMark, TypeMark
+from rlflow.dag.node import BATCH, MARK, ROLLOUT, Input, Kind, Mark, Node, TypeMark
 from rlflow.dag.problems import Problem
 from rlflow.errors import did_you_mean
-from rlflow.values.columns import columns
-from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.columns import Column, columns
+from rlflow.values.cuts import Cut, PerSample, PerToken
 from rlflow.values.rollout import Rollout
 
 
@@ -41,7 +41,7 @@ class Methods:
     def add(self, reading: _Reading) -> None:
         """One more node, with what is wrong with it."""
         node = reading.node()
-        if node.id != BATCH:  # told by the reading; its readers mean the dataset's rows
+        if node.id != BATCH:  # reported by the reading; its readers mean the dataset's rows
             self.nodes[node.id] = node
         self.problems += [Problem(reading.file, reading.line, text) for text in reading.wrong]
 
@@ -118,11 +118,10 @@ class _Reading(ABC):
         hints = self._hints()
         inputs = self._inputs(hints or {})
         kind = self._kind()
-        returns = Any if hints is None else self._returns(hints, kind)
-        rows = self.mark.rows
+        returns, grows = (Any, False) if hints is None else self._returns(hints, kind)
         role = None if self.mark.role == ROLLOUT else self.mark.role
         marked = (self.mark.generates, self.mark.uses)
-        return Node(self.name, inputs, role, kind, returns, rows, self.file, self.line, *marked)
+        return Node(self.name, inputs, role, kind, returns, self.file, self.line, *marked, grows)
 
     @abstractmethod
     def _hints(self) -> dict[str, Any] | None: ...
@@ -132,18 +131,14 @@ class _Reading(ABC):
 
     def _kind(self) -> Kind:
         mark = self.mark
-        for word, value, choice in (("type", mark.type, TypeMark), ("rows", mark.rows, RowsMark)):
-            legal = get_args(choice)
-            if value is not None and value not in legal:
-                text = f"`{word}={value!r}` of `{self.name}` is not {' or '.join(map(repr, legal))}."
-                self.wrong.append(text + did_you_mean(str(value), legal))
+        legal = get_args(TypeMark)
+        if mark.type is not None and mark.type not in legal:
+            text = f"`type={mark.type!r}` of `{self.name}` is not {' or '.join(map(repr, legal))}."
+            self.wrong.append(text + did_you_mean(str(mark.type), legal))
         generates = mark.role == ROLLOUT or bool(mark.generates)
         if mark.generates and mark.role is not None:
             text = f"`{self.name}` has `generates={' and '.join(map(repr, mark.generates))}` and `role={mark.role!r}`"
             self.wrong.append(f"{text}; a node generates or has a role. Score in a node of its own")
-        if mark.rows is not None and not generates:
-            text = f"`rows={mark.rows!r}` of `{self.name}` has no effect: its role is {mark.role!r}, and only what"
-            self.wrong.append(f"{text} generates makes rows. Remove it")
         if mark.type is not None and generates and (mark.type == "filter" or mark.generates):
             does = "trains" if mark.type == "train" else "is a filter"
             text = f"`{self.name}` {does} and generates, and what samples cannot choose or train"
@@ -154,7 +149,26 @@ class _Reading(ABC):
             return "rollout"
         return "compute" if mark.role is None else "model_inference"
 
-    def _returns(self, hints: dict[str, Any], kind: Kind) -> Any:
+    def _returns(self, hints: dict[str, Any], kind: Kind) -> tuple[Any, bool]:
+        """The type of its value, and whether the value has new rows."""
+        returns, grows = without_grown(hints.get("return", Any))
+        if grows and kind != "compute":
+            does = {"rollout": "generates", "train": "trains", "filter": "is a filter"}.get(kind, "has a role")
+            text = f"`{self.name}` returns {type_name(hints['return'])} and {does}; rows are made of others without"
+            self.wrong.append(f"{text} a model. Make them in a node of their own, `@node` alone")
+        elif grows and (known := self._columns(returns)) and all(column.cut is not Cut.PATH for column in known):
+            text = f"`{self.name}` returns {type_name(hints['return'])}, which has no `path`, and so no row that is"
+            self.wrong.append(f"{text} above a new one. Give the type a field `path: RowPath`")
+        return self._cut({**hints, "return": returns} if grows else hints, kind), grows
+
+    def _columns(self, annotation: Any) -> tuple[Column, ...]:
+        """The columns of a type; none of one that cannot be cut, which is reported where that is checked."""
+        with contextlib.suppress(TypeError, NameError):
+            return columns(annotation)
+        return ()
+
+    def _cut(self, hints: dict[str, Any], kind: Kind) -> Any:
+        """The type of its value, of which it is known how it is cut by rows."""
         if "return" not in hints:
             text = f"`{self.name}` has no return type, which says how its value is cut by rows"
             self.wrong.append(f"{text}. Write `-> PerSample`, `-> PerToken` or a frozen dataclass of them")
@@ -210,14 +224,14 @@ class _MethodReading(_Reading):
                 text += ", and values are passed by name"
                 self.wrong.append(f"{text}. Write each value that is read as a parameter of its own")
         return tuple(
-            Input(parameter.name, parameter.default is parameter.empty, hints.get(parameter.name, Any))
+            Input.of(parameter.name, parameter.default is parameter.empty, hints.get(parameter.name, Any))
             for parameter in parameters
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         )
 
 
 class _CallReading(_Reading):
-    """A call that a config writes; what is wrong with it alone was told when it was bound."""
+    """A call that a config writes; what is wrong with it alone was reported when it was bound."""
 
     def __init__(self, name: str, call: Call) -> None:
         super().__init__(name, call.mark, call.file, call.line)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, TypeVar, overload
 
+from rlflow.dag.annotations import choices, without_each
 from rlflow.errors import UserError
 from rlflow.values.columns import columns
 from rlflow.values.cuts import Cut
+from rlflow.values.each import Trained
 
 Kind = Literal["compute", "model_inference", "rollout", "train", "filter"]
-RowsMark = Literal["samples", "batch"]
 TypeMark = Literal["train", "filter"]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -28,7 +29,6 @@ class Mark:
 
     role: str | None = None
     type: TypeMark | None = None
-    rows: RowsMark | None = None
     generates: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
 
@@ -42,7 +42,6 @@ def node(
     *,
     role: str | None = None,
     type: TypeMark | None = None,
-    rows: RowsMark | None = None,
     generates: str | Sequence[str] = (),
     uses: str | Sequence[str] = (),
 ) -> Callable[[Method], Method]: ...
@@ -54,7 +53,6 @@ def node(
     *,
     role: str | None = None,
     type: TypeMark | None = None,
-    rows: RowsMark | None = None,
     generates: str | Sequence[str] = (),
     uses: str | Sequence[str] = (),
 ) -> Callable[..., Any]:
@@ -68,7 +66,6 @@ def node(
         role: The model handle on `self` that the node scores with or trains; None for plain tensor work. `rollout` is
             short for `generates=` the first language model that is trained.
         type: `train` for a loss that trains its role; `filter` for what says which groups of rows the step keeps.
-        rows: Of a node that generates: `samples`, the default, makes rows of its own; `batch` keeps the prompts'.
         generates: The policy that the node generates with, or several: names of language models on `self`, trained or
             frozen. What it returns are rows of their own, below those that it reads.
         uses: One or more frozen model handles on `self` that the node calls beside that of its role; they live on the
@@ -81,7 +78,7 @@ def node(
         raise UserError(f'`@node("{function}")` names no parameter. Write `@node(role="{function}")`')
 
     def mark(method: Callable[..., Any]) -> Callable[..., Any]:
-        setattr(method, MARK, Mark(role, type, rows, names(generates), names(uses)))
+        setattr(method, MARK, Mark(role, type, names(generates), names(uses)))
         return method
 
     return mark if function is None else mark(function)
@@ -101,12 +98,22 @@ class Input:
         required: False where the parameter has a default.
         annotation: The parameter's type; `Any` where none is written.
         field: Of the value, where a node of a config reads just that; empty for the whole.
+        each: Whether the parameter is `Each` of that type: of all rows below the node's.
+        after: Whether it is `Trained`: the node comes after the train node of that name, and gets no value.
     """
 
     name: str
     required: bool
     annotation: Any
     field: str = ""
+    each: bool = False
+    after: bool = False
+
+    @classmethod
+    def of(cls, name: str, required: bool, annotation: Any, field: str = "") -> Input:
+        """What a parameter of this type reads."""
+        plain, each = without_each(annotation)
+        return cls(name, required, plain, field, each, after=Trained in choices(annotation))
 
 
 @dataclass(frozen=True)
@@ -119,11 +126,11 @@ class Node:
         role: The model handle it uses, None for plain tensor work and for what generates.
         kind: Follows from the mark.
         returns: Its return type; `Any` where that could not be read.
-        rows: The mark of a rollout node that was written, if any.
         file: Where the method is written, or the config's entry.
         line: The line of its first decorator, or of `def`; of an entry its first.
         generates: The policies that it generates with.
         uses: The frozen model handles that it calls beside that of its role.
+        grows: Whether it makes rows without generating: its return type is `Grown`.
         space: The rows of its value: `batch`, the prompts', or the id of the node that made them.
         inside: The rows in which it sees the values that it reads.
     """
@@ -133,18 +140,33 @@ class Node:
     role: str | None
     kind: Kind
     returns: Any
-    rows: RowsMark | None
     file: str
     line: int
     generates: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
+    grows: bool = False
     space: str = BATCH
     inside: str = BATCH
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The names of the values it reads, each once, in the order of its parameters."""
-        return tuple(dict.fromkeys(value.name for value in self.inputs))
+        return tuple(dict.fromkeys(value.name for value in self.inputs if not value.after))
+
+    @property
+    def each(self) -> tuple[str, ...]:
+        """Those of them that it reads of all rows below its own."""
+        return tuple(dict.fromkeys(value.name for value in self.inputs if value.each))
+
+    @property
+    def after(self) -> tuple[str, ...]:
+        """The train nodes that it comes after."""
+        return tuple(dict.fromkeys(value.name for value in self.inputs if value.after))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """All that comes before it: what it reads, and the train nodes that it comes after."""
+        return (*self.reads, *self.after)
 
     @property
     def models(self) -> str:
@@ -152,14 +174,9 @@ class Node:
         return self.role or " and ".join(self.generates)
 
     @property
-    def samples(self) -> bool:
-        """Whether it generates rows of its own, below those that it reads."""
-        return self.kind == "rollout" and self.rows != BATCH
-
-    @property
-    def samples_in_place(self) -> bool:
-        """Whether it samples and keeps the prompts' rows, whose responses then have lengths of their own."""
-        return self.kind == "rollout" and self.rows == BATCH
+    def makes_rows(self) -> bool:
+        """Whether its value has rows of its own, below those that it sees."""
+        return self.kind == "rollout" or self.grows
 
     @property
     def makes_value(self) -> bool:

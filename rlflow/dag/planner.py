@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import BATCH, ROLLOUT, Node, engine_of
+from rlflow.dag.node import BATCH, Node
+from rlflow.dag.node_layouts import node_layouts
+from rlflow.dag.overlap import ahead_of_training
 from rlflow.dag.tasks import (
     Exchange,
     Fill,
@@ -20,16 +22,13 @@ from rlflow.dag.tasks import (
     Load,
     Reduce,
     RunNode,
-    Sleep,
-    SyncWeights,
     Task,
     Tell,
     TrainNode,
-    rank_ranges,
     task_lines,
 )
+from rlflow.dag.weight_syncs import with_syncs
 from rlflow.errors import UserError
-from rlflow.values.columns import columns
 from rlflow.values.layout import Layout
 
 
@@ -83,11 +82,17 @@ class Plan:
         loaded = {task.value: task.layout for task in self.every() if isinstance(task, Load)}
         return loaded | {task.node_id: task.layout for task in self.every() if isinstance(task, RunNode | TrainNode)}
 
-    def exchange(self, value: str, reader: Node) -> Exchange | None:
-        """The exchange that brings `value` to `reader`, or None where it reads the very object that was made."""
-        wanted = (value, reader.inside, self.layouts()[reader.id])
-        exchanges = (task for task in self.every() if isinstance(task, Exchange))
-        return next((task for task in exchanges if (task.value, task.reader_space, task.target) == wanted), None)
+    def exchange(self, value: str, reader: Node, rows: str) -> Exchange | None:
+        """The exchange that brings `value` to `reader`, or None where it reads the very object that was made.
+
+        Args:
+            value: Its name.
+            reader: The node.
+            rows: In which the node sees it.
+        """
+        found = (task for task in self.every() if isinstance(task, Exchange) and task.value == value)
+        there = (task for task in found if task.target == self.layouts()[reader.id])
+        return next((task for task in there if task.reader_space == rows), None)
 
     @property
     def digest(self) -> str:
@@ -123,11 +128,11 @@ def plan(
         UserError: Policies of one node are on different ranks, nothing can run ahead, or responses cannot be cut off.
     """
     world = tuple(range(world_size))
-    placed = _place(graph, layouts, world)
+    placed = node_layouts(graph, layouts, world)
     begins = _continued_node(graph) if cuts_off else None
     if begins is not None:
         placed[BATCH] = placed[begins.id]  # so that prompts lie where their responses are kept
-    ahead, behind = _ahead_of_training(graph, placed) if max_staleness else (graph.order, ())
+    ahead, behind = ahead_of_training(graph, placed) if max_staleness else (graph.order, ())
     if begins is not None:
         ahead = (begins, *(node for node in ahead if node != begins))
     frees = _frees([*ahead, *behind], graph)
@@ -158,7 +163,7 @@ def plan(
         tasks += _runs(after, graph, placed, frees)
         tasks = list(_beside_samples(tasks))
         made = [*keeps, *(node.id for node in after)]
-    tasks = list(_synced(tasks, graph, layouts, shared))
+    tasks = list(with_syncs(tasks, graph, layouts, shared))
     tasks += [replace(task, lag=max_staleness) for task in _runs(behind, graph, placed, frees)]
     for value in made:
         tasks += _exchanges(value, graph, placed, behind) if value in placed else []
@@ -179,9 +184,9 @@ def _continued_node(graph: Graph) -> Node:
         why = f"{found} would have to wait for one another" if found else "no node generates"
         raise UserError(f"{cannot} {why}; leave it out, or take an algorithm with one rollout node")
     (node,) = samples
-    others = [name for name in node.reads if name != BATCH]
-    if others or not node.samples:
-        why = f"reads `{others[0]}`, which is of one draw" if others else "samples beside the prompts' own rows"
+    others = [name for name in node.needs if name != BATCH]
+    if others:
+        why = f"reads `{others[0]}`, which is of one draw"
         raise UserError(f"{cannot} `{node.id}` {why}; leave it out, or let the node sample from `batch` alone")
     if graph.filter is not None and node not in graph.block:
         raise UserError(
@@ -204,86 +209,6 @@ def _parted(
     yield from _runs(rest, graph, placed, frees)
 
 
-def _place(graph: Graph, layouts: Mapping[str, Layout], world: tuple[int, ...]) -> dict[str, Layout]:
-    """The layout of every node, and of `batch` where it is read."""
-    placed: dict[str, Layout] = {}
-    policies = graph.policies()
-    generating = layouts[engine_of(policies[0])].ranks if policies else ()
-    for node in graph.order:
-        made = [name for name in placed if name in node.reads]  # in the order in which they are planned
-        if node.generates:
-            placed[node.id] = _engines_of_node(node, layouts)
-        elif node.role is not None:
-            placed[node.id] = layouts[node.role]
-        else:
-            ranks = _ranks_without_role(node, made, graph, placed) or generating or world
-            placed[node.id] = Layout(ranks, len(ranks))
-    readers = graph.readers(BATCH)
-    if not readers:
-        return placed
-    first = placed[readers[0].id]
-    return {BATCH: Layout(first.ranks, first.shards), **placed}
-
-
-def _engines_of_node(node: Node, layouts: Mapping[str, Layout]) -> Layout:
-    """Where a node generates: all of its policies have engines there."""
-    first, *others = node.generates
-    there = layouts[engine_of(first)]
-    for other in others:
-        if layouts[engine_of(other)] != there:
-            raise UserError(
-                f"node `{node.id}` generates with `{first}` on {_described(there)} and with `{other}` on"
-                f" {_described(layouts[engine_of(other)])}; place `{engine_of(first)}` and `{engine_of(other)}` alike,"
-                " or generate in a node for each"
-            )
-    return there
-
-
-def _described(engines: Layout) -> str:
-    share = f", {engines.copies} to an engine" if engines.copies > 1 else ""
-    return f"{rank_ranges(engines.ranks)}{share}"
-
-
-def _ranks_without_role(node: Node, made: Sequence[str], graph: Graph, placed: Mapping[str, Layout]) -> tuple[int, ...]:
-    """Where the last-planned value was made that a node without a role reads; none where it reads only the batch.
-
-    A value of which it asks for fields that are marked `Home`, such as texts, comes first.
-    """
-    at_home = [name for name in made if _reads_at_home(node, name, graph)]
-    return placed[(at_home or made)[-1]].ranks if made else ()
-
-
-def _reads_at_home(node: Node, value: str, graph: Graph) -> bool:
-    at_home = {column.name for column in columns(graph.type_of(value)) if column.home}
-    return not at_home.isdisjoint(graph.fields[node.id, value].names)
-
-
-def _ahead_of_training(graph: Graph, placed: Mapping[str, Layout]) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """The nodes that need no rank that trains, nor a value made there; and the others."""
-    training = {rank for node in graph.order if node.kind == "train" for rank in placed[node.id].ranks}
-    ahead: list[Node] = []
-    for node in graph.order:
-        made = {BATCH, *(earlier.id for earlier in ahead)}
-        if not training.intersection(placed[node.id].ranks) and made.issuperset(node.reads):
-            ahead.append(node)
-    samples = [node for node in graph.order if node.kind == "rollout"]
-    if not samples:
-        raise UserError("`trainer.max_staleness` is set and no node generates, so nothing can run ahead; leave it out")
-    for node in samples:
-        if node not in ahead:
-            both = training.intersection(placed[node.id].ranks)
-            why = (
-                f"{rank_ranges(tuple(sorted(both)))} would both generate and train"
-                if both
-                else "it reads what training makes"
-            )
-            raise UserError(
-                f"`trainer.max_staleness` is set and `{node.id}` cannot run ahead of training: {why}; place `{ROLLOUT}`"
-                " and the trained roles on ranks of their own under `placement`"
-            )
-    return tuple(ahead), tuple(node for node in graph.order if node not in ahead)
-
-
 def _runs(
     nodes: Sequence[Node], graph: Graph, placed: Mapping[str, Layout], frees: Mapping[str, tuple[str, ...]]
 ) -> Iterator[Task]:
@@ -302,7 +227,7 @@ def _exchanges(value: str, graph: Graph, placed: Mapping[str, Layout], readers: 
     space = graph.space_of(value)
     together: dict[tuple[str, Layout], list[Node]] = {}
     for reader in _reads(readers, value):
-        together.setdefault((reader.inside, placed[reader.id]), []).append(reader)
+        together.setdefault((graph.seen_in(reader, value), placed[reader.id]), []).append(reader)
     return [
         Exchange(value, rows, source, target, columns=graph.columns(value, nodes))
         for (rows, target), nodes in together.items()
@@ -383,10 +308,10 @@ def _told(tasks: Iterable[Task], graph: Graph, everywhere: Collection[int] = ())
 
 
 def _made_by(task: Task, graph: Graph) -> tuple[str, ...]:
-    """Of what the task makes rows: `batch`, or a rollout node, whose responses have lengths of their own."""
+    """Of what the task makes rows: `batch`, or a node that makes its own."""
     if isinstance(task, Load):
         return (task.value,)
-    makes = isinstance(task, RunNode) and graph.nodes[task.node_id].kind == "rollout"
+    makes = isinstance(task, RunNode) and graph.nodes[task.node_id].makes_rows
     return (task.node_id,) if isinstance(task, RunNode) and makes else ()
 
 
@@ -398,72 +323,8 @@ def _rows_of(task: Task, graph: Graph) -> tuple[str, ...]:
         node = graph.nodes[task.node_id]
         return (node.inside, *_made_by(task, graph))
     if isinstance(task, Exchange):
-        own = (task.value,) if task.value != BATCH and graph.nodes[task.value].kind == "rollout" else ()
-        return tuple(dict.fromkeys((graph.space_of(task.value), task.reader_space, *own)))
+        return tuple(dict.fromkeys((graph.space_of(task.value), task.reader_space)))
     return ()
-
-
-def sync_of(policy: str, graph: Graph, layouts: Mapping[str, Layout]) -> SyncWeights:
-    """What brings a policy's weights to its engines: from the ranks that train it, or from its files."""
-    source = layouts[policy].ranks if policy in graph.trained_roles() else ()
-    return SyncWeights(policy, source, layouts[engine_of(policy)].ranks)
-
-
-def _synced(
-    tasks: Sequence[Task], graph: Graph, layouts: Mapping[str, Layout], shared: Mapping[str, str]
-) -> Iterator[Task]:
-    """The tasks, with each policy's weights brought to its engines before they generate, and what rests put to sleep.
-
-    Engines of policies that no task needs together are awake one after another, where they share ranks. After the last
-    task that generates they sleep if their ranks train, or hold other engines.
-    """
-    every = {policy: sync_of(policy, graph, layouts) for policy in graph.policies()}
-    training = {rank for node in graph.order if node.kind == "train" for rank in layouts[str(node.role)].ranks}
-    awake: list[str] = []
-    last = max((place for place, task in enumerate(tasks) if _generates(task, graph)), default=-1)
-
-    def sleep(policy: str) -> Sleep:
-        awake.remove(policy)
-        return Sleep(policy, every[policy].ranks)
-
-    for place, task in enumerate(tasks):
-        needed = _generates(task, graph)
-        ranks = {rank for policy in needed for rank in every[policy].target}
-        for policy in [other for other in awake if other not in needed and ranks.intersection(every[other].target)]:
-            yield sleep(policy)
-        in_turns = len({shared.get(policy, policy) for policy in needed}) < len(needed)
-        if in_turns and isinstance(task, Fill):
-            _refuse_turns_of_others(task, needed, every)
-            task = replace(task, tasks=tuple(_synced(task.tasks, graph, layouts, shared)))
-        else:
-            for policy in needed:
-                if policy not in awake:
-                    awake.append(policy)
-                    yield every[policy]
-        yield task
-        if place == last:
-            for policy in list(awake):
-                several = any(other != policy for other in every)
-                if several or training.intersection(every[policy].target):
-                    yield sleep(policy)
-
-
-def _refuse_turns_of_others(repeated: Fill, policies: Sequence[str], syncs: Mapping[str, SyncWeights]) -> None:
-    """Weights change within what is repeated, so all ranks that send them must repeat it."""
-    for policy in policies:
-        if not set(syncs[policy].ranks) <= set(repeated.ranks):
-            raise UserError(
-                f"`engines` lets policies share an engine in turns, and a filter or partial rollout repeats the nodes"
-                f" that generate on {rank_ranges(repeated.ranks)}, where the model of `{policy}` does not live; give"
-                " each policy an engine of its own, or place models and engines on the same ranks"
-            )
-
-
-def _generates(task: Task, graph: Graph) -> tuple[str, ...]:
-    """The policies that a task generates with, or that what it repeats does."""
-    if isinstance(task, Fill):
-        return tuple(dict.fromkeys(policy for each in task.tasks for policy in _generates(each, graph)))
-    return graph.nodes[task.node_id].generates if isinstance(task, RunNode) else ()
 
 
 def _frees(order: Sequence[Node], graph: Graph) -> dict[str, tuple[str, ...]]:

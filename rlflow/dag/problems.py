@@ -1,4 +1,4 @@
-"""What can be wrong with a graph, told all at once, each with file and line."""
+"""What can be wrong with a graph, reported all at once, each with file and line."""
 
 from __future__ import annotations
 

@@ -70,11 +70,13 @@ class SyncWeights(Task):
         policy: Whose weights.
         source: The ranks that train it; none of a frozen one, which every engine reads from its files.
         target: The engines' ranks; those that do not train get the weights from the first that does.
+        trained: How many train nodes of the step have changed them before.
     """
 
     policy: str
     source: tuple[int, ...]
     target: tuple[int, ...]
+    trained: int = 0
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -85,7 +87,9 @@ class SyncWeights(Task):
         if not self.source:
             return f"sync      {self.policy} -> {ROLLOUT}: from its files, {rank_ranges(self.target)}"
         across = "" if set(self.target) <= set(self.source) else f"{rank_ranges(self.source)} -> "
-        return f"sync      {self.policy} -> {ROLLOUT}: {across}{rank_ranges(self.target if across else self.ranks)}"
+        after = "; trained in this step" if self.trained else ""
+        ranks = rank_ranges(self.target if across else self.ranks)
+        return f"sync      {self.policy} -> {ROLLOUT}: {across}{ranks}{after}"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlflow.databuffer.exchange import Exchange
+from rlflow.databuffer.exchange import ValueExchange
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
@@ -56,7 +56,6 @@ class DataBuffer:
         annotation: Any,
         space: RowSpace,
         layout: Layout,
-        lengths: Tensor | None = None,
     ) -> None:
         """Keep a value, in place of an older one of this name; its rows get the paths that `space` says.
 
@@ -66,7 +65,6 @@ class DataBuffer:
             annotation: The value's type.
             space: Its rows.
             layout: Where they lie.
-            lengths: `[N]` int64, where `PerToken` columns of the space's rows are cut; the space's own where None.
 
         Raises:
             UserError: The value is not of its annotated type, has not as many rows as it should, or is narrower than
@@ -74,14 +72,13 @@ class DataBuffer:
         """
         if name in self._values:
             self.free(name)
-        lengths = space.lengths if lengths is None else lengths
         if isinstance(value, dict):
             value = Parts(value)
         if value is not None:
             held = space.held(layout, self._transport.rank)
-            _check(name, value, annotation, lengths[held])
+            _check(name, value, annotation, space.lengths[held])
             value = with_path(value, annotation, space.paths(held), self._transport.device)
-        self._values[name] = _Made(value, annotation, space, layout, lengths, _nbytes(value, annotation))
+        self._values[name] = _Made(value, annotation, space, layout, _nbytes(value, annotation))
         self._note_peak()
 
     def issue(
@@ -92,12 +89,12 @@ class DataBuffer:
         Args:
             name: Of the value.
             target: Where it is read.
-            space: The samples beside which it is read, where it is of their prompts.
+            space: The rows in which it is read, where they are other ones: below it, or above it as `Each`.
             columns: Those of its fields that are read there, the same on all ranks; None for all but those that are
                 marked `Home`. Others are absent, except where a rank reads just the rows that it holds.
         """
         made = self._values[name]
-        reader = space or made.space
+        reader = made.space if space is None else space  # one without rows is false
         if (target, reader) == (made.layout, made.space):
             return
         assert (target, reader) not in made.copies, f"`{name}` was sent to {target} before"
@@ -107,8 +104,8 @@ class DataBuffer:
         with self._waiting(name, target):
             held = made.space.held(made.layout, rank)
             everyone = made.space.paths()
-            exchange = Exchange(
-                self._transport, route, made.lengths, held, made.annotation, made.value, columns, everyone
+            exchange = ValueExchange(
+                self._transport, route, made.space.lengths, held, made.annotation, made.value, columns, everyone
             )
         made.copies[target, reader] = _Copy(exchange, begun)
         self.bytes_sent += exchange.bytes_sent
@@ -124,10 +121,10 @@ class DataBuffer:
         Args:
             name: Of the value.
             layout: Where it is read.
-            space: The samples beside which it is read, where it is of their prompts.
+            space: The rows in which it is read, where they are other ones: below it, or above it as `Each`.
         """
         made = self._values[name]
-        reader = space or made.space
+        reader = made.space if space is None else space  # one without rows is false
         if (layout, reader) == (made.layout, made.space):
             return made.value
         copy = made.copies[layout, reader]
@@ -138,10 +135,6 @@ class DataBuffer:
     def space(self, name: str) -> RowSpace:
         """The rows of a value."""
         return self._values[name].space
-
-    def lengths(self, name: str) -> Tensor:
-        """`[N]`, where `PerToken` columns of a value are cut."""
-        return self._values[name].lengths
 
     def holds(self, name: str, space: RowSpace | None = None) -> bool:
         """Whether a value of this name was put, of these rows where they are given."""
@@ -213,9 +206,9 @@ class DataBuffer:
 
 @dataclass
 class _Copy:
-    """A value in another layout: under way since `begun` while `exchange` is set, then `value`."""
+    """A value in another layout: in progress since `begun` while `exchange` is set, then `value`."""
 
-    exchange: Exchange | None
+    exchange: ValueExchange | None
     begun: float
     value: Any = None
     nbytes: int = 0
@@ -229,7 +222,6 @@ class _Made:
     annotation: Any
     space: RowSpace
     layout: Layout
-    lengths: Tensor
     nbytes: int
     copies: dict[tuple[Layout, RowSpace], _Copy] = field(default_factory=dict)
 

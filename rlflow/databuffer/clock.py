@@ -1,6 +1,6 @@
 """How long a rank waited: of the host, or of its device's stream.
 
-On the CPU whoever waits for a collective stands still. On a GPU `Work.wait` returns at once, having told the stream to
+On the CPU whoever waits for a collective stands still. On a GPU `Work.wait` returns at once, having asked the stream to
 wait; so the stream's own time is taken, between two events on it, and read when the host waits for the device anyway.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-Done = Callable[[float, float], None]  # told when a wait began and ended, seconds of `time.perf_counter`
+Done = Callable[[float, float], None]  # given when a wait began and ended, seconds of `time.perf_counter`
 
 
 class Event(Protocol):
@@ -36,7 +36,7 @@ class Clock(ABC):
     @abstractmethod
     @contextmanager
     def waiting(self, done: Done) -> Iterator[None]:
-        """What is within it is a wait; `done` is told of it, at the latest by `settle`."""
+        """What is within it is a wait; `done` is called with it, at the latest by `settle`."""
         yield
 
     @abstractmethod
@@ -54,13 +54,13 @@ class HostClock(Clock):
         done(begin, time.perf_counter())
 
     def settle(self) -> None:
-        """Nothing: all was told at once."""
+        """Nothing: all was reported at once."""
 
 
 class StreamClock(Clock):
     """Of a stream that stands still while the host goes on.
 
-    A wait begins, on the host's clock, when the stream was told to wait, and lasts as long as the stream stood still:
+    A wait begins, on the host's clock, when the stream was asked to wait, and lasts as long as the stream stood still:
     from the end of the work before it.
 
     Args:

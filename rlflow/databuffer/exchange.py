@@ -3,7 +3,7 @@
 A message holds, column after column, the bytes of the rows that its receiver reads, in the order in which it reads
 them; what a rank has from itself goes the same way, so that what arrives is a column, in one piece where the value is a
 single one. How long messages are follows from the rows' lengths, but for ragged and JSON columns: the sizes of their
-rows are told first. A rank that has made nothing is told dtypes and scalars at the head of a message.
+rows are sent first. A rank that has made nothing receives dtypes and scalars at the head of a message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SIZE = torch.int64.itemsize
 _ALIGNED = 16  # bytes: what stands before a column leaves it readable as any dtype
 
 
-class Exchange:
+class ValueExchange:
     """The exchange of one value, seen from this rank: begun when it is made, ended by `result`.
 
     Args:
@@ -97,7 +97,7 @@ class Exchange:
         return fields[""] if "" in fields else self._annotation(**fields)
 
     def _send(self) -> None:
-        """Pack what each rank reads and let the messages go; sizes that rows do not tell are told meanwhile."""
+        """Pack what each rank reads and let the messages go; sizes that rows do not give are sent meanwhile."""
         counts = [len(rows) for rows in self._route.sends]
         rows = torch.cat(self._route.sends)
         packed = [self._bytes_of(column, rows) for column in self._travelling] if len(rows) else []
@@ -108,9 +108,9 @@ class Exchange:
         for column in packed:
             payload.index_add_(0, receiver, column.sizes)
         send_sizes: list[int] = (of_receiver + payload).tolist()
-        told = self._tell_sizes(send_sizes, packed, counts)
+        sizes_sent = self._send_sizes(send_sizes, packed, counts)
         self._message, owned = _message(heads, packed, counts, sum(send_sizes), self._transport.device)
-        self._receive_sizes = self._be_told_sizes(*told) if told else self._sizes_known()
+        self._receive_sizes = self._await_sizes(*sizes_sent) if sizes_sent else self._sizes_known()
         self._received, self._work = self._transport.all_to_all(
             self._message, send_sizes, self._receive_sizes, self._route.ranks
         )
@@ -143,30 +143,30 @@ class Exchange:
         self.metadata_bytes += _SIZE + size
         return _SIZE + size
 
-    def _tell_sizes(self, send_sizes: list[int], packed: list[RowBytes], counts: list[int]) -> _Told | None:
-        """Start to tell receivers the size of their message and of rows that the row space does not tell of."""
+    def _send_sizes(self, send_sizes: list[int], packed: list[RowBytes], counts: list[int]) -> _SizesSent | None:
+        """Start to send receivers the size of their message and of rows whose size the row space does not have."""
         if not self._sized and not self._route.newcomers:
             return None
         totals = torch.tensor(send_sizes)[:, None]
         named = zip(self._travelling, packed, strict=False)
         sizes = [rows.sizes.split(counts) for column, rows in named if column in self._sized]
-        told = torch.cat([part for each in zip(totals, *sizes, strict=True) for part in each])
+        sent = torch.cat([part for each in zip(totals, *sizes, strict=True) for part in each])
         sends = [1 + len(self._sized) * len(rows) if packed else 1 for rows in self._route.sends]
         receives = [1 + len(self._sized) * len(rows) for rows in self._route.receives]
         return *self._transport.all_to_all(
-            on_device(told, self._transport.device), sends, receives, self._route.ranks
+            on_device(sent, self._transport.device), sends, receives, self._route.ranks
         ), receives
 
-    def _be_told_sizes(self, told: Tensor, work: Work, counts: list[int]) -> list[int]:
+    def _await_sizes(self, received: Tensor, work: Work, counts: list[int]) -> list[int]:
         work.wait()
-        parts = told.cpu().split(counts)
+        parts = received.cpu().split(counts)
         self.metadata_bytes += _SIZE * (sum(counts) - counts[self._me])
         rows = [part[1:].view(len(self._sized), -1) if self._sized else part[1:] for part in parts]
-        self._row_sizes_told = torch.cat(rows, dim=1) if self._sized else None
+        self._sizes_received = torch.cat(rows, dim=1) if self._sized else None
         return [int(part[0]) for part in parts]
 
     def _sizes_known(self) -> list[int]:
-        """The sizes of the messages that come, where the row space tells them."""
+        """The sizes of the messages that come, where the row space has them."""
         counts = [len(rows) for rows in self._route.receives]
         giver = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         total = torch.zeros(len(counts), dtype=torch.int64)
@@ -178,8 +178,8 @@ class Exchange:
     def _row_sizes(self, column: Column) -> Tensor:
         """Bytes of each row that comes, giver by giver."""
         if column in self._sized:
-            assert self._row_sizes_told is not None
-            return self._row_sizes_told[self._sized.index(column)]
+            assert self._sizes_received is not None
+            return self._sizes_received[self._sized.index(column)]
         rows, width = torch.cat(self._route.receives), self._forms[column.name].width
         return self._all_lengths[rows] * width if column.cut is Cut.TOKEN else torch.full_like(rows, width)
 
@@ -227,7 +227,7 @@ class Exchange:
         return path
 
 
-_Told = tuple[Tensor, Work, list[int]]
+_SizesSent = tuple[Tensor, Work, list[int]]
 
 
 def _message(

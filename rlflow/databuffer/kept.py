@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.databuffer.rows import RowSpace, rows_in_order
+from rlflow.databuffer.rows import RowSpace
 from rlflow.values.columns import join_rows, take_rows, trim
 from rlflow.values.layout import Layout
 
@@ -22,14 +22,12 @@ class KeptValue:
         annotation: Its type.
         space: The name of its rows.
         layout: Where it was made.
-        lengths: `[N]`, where `PerToken` columns of all its rows are cut.
         rows: Those of this rank; None where it made none.
     """
 
     annotation: Any
     space: str
     layout: Layout
-    lengths: Tensor
     rows: Any
 
 
@@ -56,14 +54,13 @@ class Kept:
             kept = torch.isin(before.roots, roots)  # [N]
             here = kept[before.held(value.layout, self.rank)].nonzero()[:, 0]
             rows = None if value.rows is None else take_rows(value.rows, value.annotation, here)
-            values[name] = replace(value, rows=rows, lengths=value.lengths[kept])
+            values[name] = replace(value, rows=rows)
         return Kept(self.rank, spaces, values).trimmed()
 
     @classmethod
     def joined(cls, parts: Sequence[Kept]) -> Kept:
         """The groups of all parts."""
         first = parts[0]
-        order = {name: rows_in_order([part.spaces[name] for part in parts]) for name in first.spaces}
         spaces = {
             name: RowSpace.joined([part.spaces[name] for part in parts], first.layouts(name)) for name in first.spaces
         }
@@ -71,8 +68,7 @@ class Kept:
         for name, value in first.values.items():
             each = [part.values[name] for part in parts]
             rows = None if value.rows is None else join_rows([part.rows for part in each], value.annotation)
-            lengths = torch.cat([part.lengths for part in each])[order[value.space]]
-            values[name] = replace(value, rows=rows, lengths=lengths)
+            values[name] = replace(value, rows=rows)
         return cls(first.rank, spaces, values)
 
     def layouts(self, space: str) -> list[Layout]:
@@ -84,7 +80,8 @@ class Kept:
         """Values as wide as their longest row here: a function of their rows, however these came together."""
         values = dict(self.values)
         for name, value in self.values.items():
-            here = value.lengths[self.spaces[value.space].held(value.layout, self.rank)]
+            space = self.spaces[value.space]
+            here = space.lengths[space.held(value.layout, self.rank)]
             longest = int(here.max()) if len(here) else 0
             if value.rows is not None:
                 values[name] = replace(value, rows=trim(value.rows, value.annotation, longest))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class Route:
 
     Attributes:
         ranks: Who takes part: the ranks of both layouts, ascending.
-        introducer: The one of them that tells newcomers the columns' dtypes.
+        introducer: The one of them that sends newcomers the columns' dtypes.
         newcomers: Ranks that read and have made nothing themselves.
         sends: For each of `ranks`, itself included, the rows for it: indices into the rows that this rank holds.
         receives: For each of `ranks`, itself included, the rows from it: positions in the row space.
@@ -61,97 +62,114 @@ class Route:
             read: Those beside which they are read, in `target`.
             position: For each row that `read` deals, which row of `made` is read beside it; None for itself.
         """
-        ranks = tuple(sorted({*source.ranks, *target.ranks}))
-        newcomers = tuple(sorted({*target.ranks} - {*source.ranks}))
-        holds = {holder: place // source.copies for place, holder in enumerate(source.ranks)}
-        reads = {reader: place // target.copies for place, reader in enumerate(target.ranks)}
-        receives, order = _receives(rank, ranks, source, holds, reads, made, read, position)
-        sends = _sends(rank, ranks, source, holds, reads, made, read, position)
-        here = _positions(read.shards[reads[rank]] if rank in reads else NONE, position)
-        same = rank in holds and torch.equal(here, made.shards[holds[rank]])
-        if same:
+        way = _Way(rank, source, target, made, read, position)
+        receives, order = way.receives()
+        sends = way.sends()
+        if same := way.stays():
             receives, sends = (
-                tuple(NONE if other == rank else way for other, way in zip(ranks, ways, strict=True))
-                for ways in (receives, sends)
+                tuple(NONE if other == rank else rows for other, rows in zip(way.ranks, of_ranks, strict=True))
+                for of_ranks in (receives, sends)
             )
+        newcomers = tuple(sorted({*target.ranks} - {*source.ranks}))
         return cls(
-            ranks=ranks,
+            ranks=way.ranks,
             introducer=source.ranks[0],
             newcomers=newcomers,
             sends=sends,
             receives=receives,
             order=order,
             same=same,
-            moves=bool(newcomers) or _any_moves(target, holds, made, read, position),
+            moves=bool(newcomers) or way.some_reader_lacks_rows(),
         )
 
 
-def _positions(rows: Tensor, position: Tensor | None) -> Tensor:
-    return rows if position is None else position[rows]
+@dataclass(frozen=True)
+class _Way:
+    """Rows of one layout that are read in another, seen from one rank; the arguments are those of `Route.find`."""
 
+    rank: int
+    source: Layout
+    target: Layout
+    made: Partition
+    read: Partition
+    position: Tensor | None
 
-def _receives(
-    rank: int,
-    ranks: tuple[int, ...],
-    source: Layout,
-    holds: dict[int, int],
-    reads: dict[int, int],
-    made: Partition,
-    read: Partition,
-    position: Tensor | None,
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """`Route.receives` and `Route.order`."""
-    if rank not in reads:
-        return (NONE,) * len(ranks), NONE
-    wanted = _positions(read.shards[reads[rank]], position)
-    rows, place = _distinct(wanted)
-    shard = made.places[0][rows].long()
-    giver = torch.tensor(source.ranks)[shard * source.copies]  # the first peer that holds the row
-    if rank in holds:
-        giver[shard == holds[rank]] = rank
-    giver = torch.searchsorted(torch.tensor(ranks), giver)
-    by_giver = torch.argsort(giver, stable=True)
-    came = torch.empty_like(by_giver)
-    came[by_giver] = torch.arange(len(by_giver))
-    counts = torch.bincount(giver, minlength=len(ranks)).tolist()
-    return tuple(rows[by_giver].split(counts)), came[place]
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """`Route.ranks`."""
+        return tuple(sorted({*self.source.ranks, *self.target.ranks}))
 
+    @cached_property
+    def holds(self) -> dict[int, int]:
+        """The shard of each rank that made rows."""
+        return {holder: place // self.source.copies for place, holder in enumerate(self.source.ranks)}
 
-def _sends(
-    rank: int,
-    ranks: tuple[int, ...],
-    source: Layout,
-    holds: dict[int, int],
-    reads: dict[int, int],
-    made: Partition,
-    read: Partition,
-    position: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """`Route.sends`: for each taker the rows that it lacks, in the order in which it reads them first."""
-    if rank not in holds:
-        return (NONE,) * len(ranks)
-    mine = holds[rank]
-    if position is None:
-        readers, index = made.shards[mine], torch.arange(len(made.shards[mine]))
-    else:
-        readers = (made.places[0][position] == mine).nonzero()[:, 0]
-        index = made.places[1][position[readers]].long()
-    shard, place = (each[readers].long() for each in read.places)
-    in_order = torch.argsort(place)
-    in_order = in_order[torch.argsort(shard[in_order], stable=True)]
-    of_shard = index[in_order].split(torch.bincount(shard, minlength=len(read.shards)).tolist())
-    publishes = source.publishes(rank)
+    @cached_property
+    def reads(self) -> dict[int, int]:
+        """The shard of each rank that reads rows."""
+        return {reader: place // self.target.copies for place, reader in enumerate(self.target.ranks)}
 
-    def rows_for(taker: int) -> Tensor:
-        if taker not in reads:
+    @cached_property
+    def wanted(self) -> Tensor:
+        """The rows that this rank reads, as positions among those made; none where it does not read."""
+        if self.rank not in self.reads:
             return NONE
-        has_them = holds.get(taker) == mine
-        if taker != rank and (has_them or not publishes):
-            return NONE
-        rows = of_shard[reads[taker]]
-        return rows if position is None else _distinct(rows)[0]
+        rows = self.read.shards[self.reads[self.rank]]
+        return rows if self.position is None else self.position[rows]
 
-    return tuple(rows_for(taker) for taker in ranks)
+    def stays(self) -> bool:
+        """`Route.same`."""
+        return self.rank in self.holds and torch.equal(self.wanted, self.made.shards[self.holds[self.rank]])
+
+    def receives(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """`Route.receives` and `Route.order`."""
+        if self.rank not in self.reads:
+            return (NONE,) * len(self.ranks), NONE
+        rows, place = _distinct(self.wanted)
+        shard = self.made.places[0][rows].long()
+        giver = torch.tensor(self.source.ranks)[shard * self.source.copies]  # the first peer that holds the row
+        if self.rank in self.holds:
+            giver[shard == self.holds[self.rank]] = self.rank
+        giver = torch.searchsorted(torch.tensor(self.ranks), giver)
+        by_giver = torch.argsort(giver, stable=True)
+        came = torch.empty_like(by_giver)
+        came[by_giver] = torch.arange(len(by_giver))
+        counts = torch.bincount(giver, minlength=len(self.ranks)).tolist()
+        return tuple(rows[by_giver].split(counts)), came[place]
+
+    def sends(self) -> tuple[Tensor, ...]:
+        """`Route.sends`: for each taker the rows that it lacks, in the order in which it reads them first."""
+        if self.rank not in self.holds:
+            return (NONE,) * len(self.ranks)
+        mine, position = self.holds[self.rank], self.position
+        if position is None:
+            readers, index = self.made.shards[mine], torch.arange(len(self.made.shards[mine]))
+        else:
+            readers = (self.made.places[0][position] == mine).nonzero()[:, 0]
+            index = self.made.places[1][position[readers]].long()
+        shard, place = (each[readers].long() for each in self.read.places)
+        in_order = torch.argsort(place)
+        in_order = in_order[torch.argsort(shard[in_order], stable=True)]
+        of_shard = index[in_order].split(torch.bincount(shard, minlength=len(self.read.shards)).tolist())
+        publishes = self.source.publishes(self.rank)
+
+        def rows_for(taker: int) -> Tensor:
+            if taker not in self.reads:
+                return NONE
+            has_them = self.holds.get(taker) == mine
+            if taker != self.rank and (has_them or not publishes):
+                return NONE
+            rows = of_shard[self.reads[taker]]
+            return rows if position is None else _distinct(rows)[0]
+
+        return tuple(rows_for(taker) for taker in self.ranks)
+
+    def some_reader_lacks_rows(self) -> bool:
+        """Whether some reader lacks a row, where all readers hold rows."""
+        held = [{self.holds.get(peer, -1) for peer in self.target.peers(shard)} for shard in range(self.target.shards)]
+        only = torch.tensor([next(iter(shards)) if len(shards) == 1 else -1 for shards in held], dtype=torch.int32)
+        shard = self.made.places[0] if self.position is None else self.made.places[0][self.position]
+        return bool((only[self.read.places[0].long()] != shard).any())
 
 
 def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,13 +180,3 @@ def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
     place_of = torch.empty_like(by_first)
     place_of[by_first] = torch.arange(len(by_first))
     return values[by_first], place_of[place]
-
-
-def _any_moves(
-    target: Layout, holds: dict[int, int], made: Partition, read: Partition, position: Tensor | None
-) -> bool:
-    """Whether some reader lacks a row, where all readers hold rows."""
-    held = [{holds.get(peer, -1) for peer in target.peers(shard)} for shard in range(target.shards)]
-    only = torch.tensor([next(iter(shards)) if len(shards) == 1 else -1 for shards in held], dtype=torch.int32)
-    shard = made.places[0] if position is None else made.places[0][position]
-    return bool((only[read.places[0].long()] != shard).any())

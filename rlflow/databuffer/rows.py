@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -11,9 +10,11 @@ import torch
 from torch import Tensor
 
 from rlflow.databuffer.balance import AUTO, Balance, Predicted, deal, group_partition, grouped
+from rlflow.databuffer.descent import ancestors, beside_parents
 from rlflow.databuffer.partition import Partition
 from rlflow.databuffer.route import Route
 from rlflow.databuffer.transport import Transport
+from rlflow.values.hashed import hashed
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath, lexicographic
 
@@ -159,33 +160,43 @@ class RowSpace:
             rank: A rank of either layout.
             source: Where they were made.
             target: Where they are read.
-            reader: The rows beside which they are read: these themselves, or samples of the prompts that these are.
+            reader: The rows beside which they are read: these themselves; rows below them, each with its ancestor; or
+                rows above them, each with all of its descendants.
         """
         key = (rank, source, target, reader)
         if key not in self._routes:
-            made, read = self.partition(source), reader.partition(target)
-            position = None if reader is self else self._ancestors_of(reader)
+            made, read, position = self.partition(source), reader.partition(target), None
+            if reader.path.shape[1] < self.path.shape[1]:
+                read = beside_parents(reader._ancestors_of(self), read)
+            elif reader is not self:
+                position = self._ancestors_of(reader)
             self._routes[key] = Route.find(rank, source, target, made, read, position)
         return self._routes[key]
 
+    def counts_below(self, rows: Tensor, of: RowSpace) -> Tensor:
+        """`[B]` int64, how many rows of the space `of` are below each of the rows at these positions."""
+        counts: Tensor = torch.bincount(self._ancestors_of(of), minlength=len(self))[rows]
+        return counts
+
     def in_order(self, layout: Layout, of_ranks: Sequence[Tensor]) -> Tensor:
-        """The entries `[N]` of all rows, in the order of the paths, from those `[B]` of each of the layout's ranks."""
-        ordered = torch.empty(len(self), dtype=of_ranks[0].dtype, device=of_ranks[0].device)
+        """The entries `[N, ...]` of all rows, ordered by path, from the `[B, ...]` of each of the layout's ranks."""
+        ordered = of_ranks[0].new_empty(len(self), *of_ranks[0].shape[1:])
         for positions, of_rank in zip(self.partition(layout).shards, of_ranks[:: layout.copies], strict=True):
             ordered[positions] = of_rank
         return ordered
 
     def gathered(self, layout: Layout, here: Tensor, transport: Transport, members: tuple[int, ...]) -> Tensor:
-        """The entries `[N]` of all rows, in the order of the paths, on all `members`; a collective of theirs.
+        """The entries `[N, ...]` of all rows, in the order of the paths, on all `members`; a collective of theirs.
 
         Args:
             layout: Where the entries are; all its ranks are members.
-            here: `[B]`, this rank's; `[0]` where it is not in the layout.
+            here: `[B, ...]`, this rank's; B is 0 where it is not in the layout.
             transport: To them.
             members: Ranks that want to know.
         """
-        of_members = transport.all_gather_ragged(here, members)
-        return self.in_order(layout, [of_members[members.index(rank)] for rank in layout.ranks])
+        of_members = transport.all_gather_ragged(here.flatten(), members)
+        of_ranks = [of_members[members.index(rank)] for rank in layout.ranks]
+        return self.in_order(layout, [entries.view(-1, *here.shape[1:]) for entries in of_ranks])
 
     def of_roots(self, roots: Tensor, layouts: Iterable[Layout]) -> RowSpace:
         """The rows below these prompts, where they lie now in `layouts`, of which one is that of their home."""
@@ -275,20 +286,15 @@ class RowSpace:
         update = torch.zeros_like(self.lengths)
         if samples_per_update is None:
             return update, 1
-        key = hashlib.blake2b(f"{self.seed}/{self.step}/{self.name}".encode(), digest_size=7).digest()
-        shuffled = torch.randperm(len(self), generator=torch.Generator().manual_seed(int.from_bytes(key, "big")))
+        generator = torch.Generator().manual_seed(hashed(f"{self.seed}/{self.step}/{self.name}", size=7))
+        shuffled = torch.randperm(len(self), generator=generator)
         update[shuffled] = torch.arange(len(self)) // samples_per_update
         return update, max(1, -(-len(self) // samples_per_update))
 
     def _ancestors_of(self, reader: RowSpace) -> Tensor:
         """For each row of `reader` the position here of the row that it descends from."""
-        wanted, depth = reader.path[:, : self.path.shape[1]].contiguous(), self.path.shape[1]
-        mine, theirs = self.path[:, 0].contiguous(), wanted[:, 0].contiguous()
-        if depth > 1:
-            numbered = torch.unique(torch.cat([self.path, wanted]), dim=0, return_inverse=True)[1]
-            mine, theirs = numbered[: len(self)], numbered[len(self) :]
-        positions = torch.searchsorted(mine, theirs).clamp_(max=max(len(self) - 1, 0))
-        assert torch.equal(self.path[positions], wanted), f"rows of `{reader.name}` descend from none of `{self.name}`"
+        positions = ancestors(self.path, reader.path)
+        assert not bool((positions < 0).any()), f"rows of `{reader.name}` descend from none of `{self.name}`"
         return positions
 
     def _deal(self, layout: Layout) -> Partition:

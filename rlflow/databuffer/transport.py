@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 from rlflow.databuffer.clock import clock_of
 from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.process_groups import process_group
+from rlflow.process.status import waiting
 from rlflow.values.host_copy import on_device
 
 P = ParamSpec("P")
@@ -22,20 +23,23 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in progress."""
 
     def wait(self) -> object:
         """Return when it is done; raises what went wrong with it."""
 
 
 class Watch(Protocol):
-    """Is told what communication costs; times are of `time.perf_counter`, seconds."""
+    """Learns what a rank waits for; times are of `time.perf_counter`, seconds."""
 
     def wait(self, name: str, start: float, end: float) -> None:
         """This rank stood still for `name`."""
 
     def flight(self, name: str, start: float, end: float) -> None:
         """`name` was on its way, whatever this rank did meanwhile."""
+
+    def turn(self, of: str, conversation: int, start: float, end: float, **arguments: Any) -> None:
+        """The conversation of this number waited for a turn of its policy, or for its environment."""
 
 
 def _waits(collective: Callable[P, T]) -> Callable[P, T]:
@@ -46,10 +50,11 @@ def _waits(collective: Callable[P, T]) -> Callable[P, T]:
         transport = args[0]
         assert isinstance(transport, Transport)
         watch = transport.watch
-        if watch is None:
-            return collective(*args, **kwargs)
-        with transport.clock.waiting(functools.partial(watch.wait, collective.__name__)):
-            return collective(*args, **kwargs)
+        with waiting():
+            if watch is None:
+                return collective(*args, **kwargs)
+            with transport.clock.waiting(functools.partial(watch.wait, collective.__name__)):
+                return collective(*args, **kwargs)
 
     return watched
 
@@ -66,6 +71,7 @@ class Transport:
     Attributes:
         rank: This process, from 0.
         world_size: How many there are.
+        timeout: As given.
         metadata_bytes: What this rank received in gathers; payload is counted by who sends it.
         watch: Told of waits, if anybody is.
         clock: Takes the times of waits.
@@ -77,7 +83,7 @@ class Transport:
         self.rank = dist.get_rank() if joined else 0
         self.world_size = dist.get_world_size() if joined else 1
         self.metadata_bytes = 0
-        self._timeout = timeout
+        self.timeout = timeout
         self.watch: Watch | None = None
         self.clock = clock_of(self.device)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world_size)): None}
@@ -85,7 +91,7 @@ class Transport:
     def form_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Prepare for collectives among these ranks, ascending; a collective of all ranks, in or out of them."""
         for ranks in sorted({ranks for ranks in groups if len(ranks) > 1} - self._groups.keys()):
-            self._groups[ranks] = process_group(ranks, self._timeout)
+            self._groups[ranks] = process_group(ranks, self.timeout)
 
     @_waits
     def all_gather(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> list[Tensor]:

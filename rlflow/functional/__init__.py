@@ -10,6 +10,7 @@ from rlflow.functional.advantages import (
     rloo_advantages,
 )
 from rlflow.functional.aggregation import Aggregation, aggregate, loss_count, loss_sum, loss_weights
+from rlflow.functional.clip import Bounds, Clip
 from rlflow.functional.importance import (
     Importance,
     ImportanceLevel,
@@ -17,7 +18,8 @@ from rlflow.functional.importance import (
     importance_dropped,
     importance_weights,
 )
-from rlflow.functional.kl import KLEstimator, kl_estimate
+from rlflow.functional.kl import KL, KLEstimator, kl_estimate
+from rlflow.functional.objective import policy_objective
 from rlflow.functional.pass_at_k import pass_at_k
 from rlflow.functional.penalties import overlong_penalty, overlong_tokens
 from rlflow.functional.policy_losses import (
@@ -36,16 +38,21 @@ from rlflow.functional.ratios import log_ratio
 from rlflow.functional.returns import gae, last_token_rewards, reinforce_returns
 from rlflow.functional.shapes import beside_tokens
 from rlflow.functional.trust_regions import dppo_tv_mask, off_policy_sequence_mask, sapo_loss
+from rlflow.functional.turns import at_turns, rewards_to_go
 from rlflow.functional.value_losses import value_loss
-from rlflow.functional.whitening import merge_moments, moments, standardize, whiten
+from rlflow.functional.whitening import merge_moments, moments, row_moments, standardize, whiten
 
 __all__ = [
+    "KL",
     "Aggregation",
+    "Bounds",
+    "Clip",
     "Importance",
     "ImportanceLevel",
     "ImportanceMode",
     "KLEstimator",
     "aggregate",
+    "at_turns",
     "beside_tokens",
     "bradley_terry_loss",
     "cispo_loss",
@@ -74,12 +81,15 @@ __all__ = [
     "overlong_penalty",
     "overlong_tokens",
     "pass_at_k",
+    "policy_objective",
     "ppo_clip_loss",
     "ppo_is_clipped",
     "preference_accuracy",
     "quantiles",
     "reinforce_returns",
+    "rewards_to_go",
     "rloo_advantages",
+    "row_moments",
     "sapo_loss",
     "standardize",
     "value_loss",

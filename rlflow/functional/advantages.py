@@ -23,13 +23,13 @@ def group_normalized_advantages(
     GRPO, arXiv 2402.03300. Without the division it is Dr. GRPO's, arXiv 2503.20783. Detached.
 
     Args:
-        rewards: `[B]`, finite.
+        rewards: `[B]`, finite; or `[B, K]`, of which each column is compared by itself.
         group: `[B]` int, the prompt that each sample answers.
         normalize_std: Divide by the standard deviation (`N - 1` in its denominator).
         eps: Added to the standard deviation.
 
     Returns:
-        `[B]`.
+        Of the shape of the rewards.
 
     Raises:
         UserError: A group has one sample only, or a reward is infinite or NaN.
@@ -49,11 +49,11 @@ def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     RLOO, arXiv 2402.14740. Detached.
 
     Args:
-        rewards: `[B]`, finite.
+        rewards: `[B]`, finite; or `[B, K]`, of which each column is compared by itself.
         group: `[B]` int, the prompt that each sample answers.
 
     Returns:
-        `[B]`.
+        Of the shape of the rewards.
 
     Raises:
         UserError: A group has one sample only, or a reward is infinite or NaN.
@@ -92,7 +92,7 @@ def group_has_signal(rewards: Tensor, group: Tensor) -> Tensor:
     The condition of DAPO's dynamic sampling, arXiv 2503.14476, equation 11, for any rewards.
 
     Args:
-        rewards: `[B]`, finite.
+        rewards: `[B]`, finite; or `[B, K]`, of which one column that differs will do.
         group: `[B]` int, the prompt that each sample answers.
 
     Returns:
@@ -102,16 +102,17 @@ def group_has_signal(rewards: Tensor, group: Tensor) -> Tensor:
         UserError: A group has one sample only, or a reward is infinite or NaN.
     """
     samples = _GroupedSamples(rewards, group)
-    return samples.sum(samples.rewards) > 0  # less the group's smallest, so all are 0 where they are equal
+    differs = samples.sum(samples.rewards) > 0  # less the group's smallest, so all are 0 where they are equal
+    return differs if differs.dim() == 1 else differs.any(dim=1)
 
 
 class _GroupedSamples:
     """Rewards of samples, with sums over each sample's group.
 
     Attributes:
-        rewards: `[B]` float64, less the smallest reward of the group: no advantage depends on that shift, and it makes
-            a group of equal rewards all zeros, so that its advantages are exactly 0.
-        in_group: `[B]` float64, how many samples each sample's group has.
+        rewards: `[B]` or `[B, K]` float64, less the smallest reward of the group: no advantage depends on that shift,
+            and it makes a group of equal rewards all zeros, so that its advantages are exactly 0.
+        in_group: `[B]` or `[B, 1]` float64, how many samples each sample's group has.
     """
 
     def __init__(self, rewards: Tensor, group: Tensor) -> None:
@@ -120,20 +121,22 @@ class _GroupedSamples:
         alone, broken = sizes == 1, ~rewards.isfinite()
         if torch.stack([alone.any(), broken.any()]).any():  # one wait for the device
             _require_two(ids[alone])
-            raise _not_finite(rewards, group, int(broken.nonzero()[0]))
+            raise _not_finite(rewards, group, broken.nonzero()[0])
         self._dtype = float_dtype(rewards)
         raw = rewards.detach().double()
-        smallest = raw.new_full((self._groups,), torch.inf).scatter_reduce(0, self._index, raw, "amin")
+        each = (-1, *[1] * (raw.dim() - 1))
+        most = raw.new_full((self._groups, *raw.shape[1:]), torch.inf)
+        smallest = most.scatter_reduce(0, self._index.view(each).expand_as(raw), raw, "amin")
         self.rewards = raw - smallest[self._index]
-        self.in_group: Tensor = sizes.double()[self._index]
+        self.in_group: Tensor = sizes.double()[self._index].view(each)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum `[B]` over the samples of each sample's group."""
-        of_group: Tensor = x.new_zeros(self._groups).index_add(0, self._index, x)[self._index]
+        """The sum over the samples of each sample's group, of the shape of `x`."""
+        of_group: Tensor = x.new_zeros(self._groups, *x.shape[1:]).index_add(0, self._index, x)[self._index]
         return of_group
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean `[B]` over the samples of each sample's group."""
+        """The mean over the samples of each sample's group, of the shape of `x`."""
         mean: Tensor = self.sum(x) / self.in_group
         return mean
 
@@ -150,8 +153,9 @@ def _require_two(alone: Tensor) -> None:
         )
 
 
-def _not_finite(rewards: Tensor, group: Tensor, row: int) -> UserError:
+def _not_finite(rewards: Tensor, group: Tensor, place: Tensor) -> UserError:
+    row, found = int(place[0]), rewards[tuple(place)].item()
     return UserError(
-        f"the reward of row {row}, of group {group[row].item()}, is {rewards[row].item()}; a group's mean needs"
+        f"the reward of row {row}, of group {group[row].item()}, is {found}; a group's mean needs"
         " finite rewards. Look at what scored it, a reward model say"
     )

@@ -1,7 +1,8 @@
 """Shift and scale to mean 0 and standard deviation 1, of one batch or of the batches of many ranks together.
 
-The statistics are three numbers, so whoever speaks with other ranks gathers theirs and merges:
-`standardize(x, mask, merge_moments(torch.stack(all_ranks_moments)))` is `whiten` over all rows of all ranks.
+The statistics are three numbers of each row, so whoever speaks with other ranks gathers theirs and merges:
+`standardize(x, mask, merge_moments(of_all_rows))` is `whiten` over all rows of all ranks, to the bit if these are
+in one order.
 """
 
 from __future__ import annotations
@@ -42,8 +43,27 @@ def moments(x: Tensor, mask: Tensor) -> Tensor:
         x: Of any shape.
         mask: Of the shape of `x`.
     """
-    entries = x.detach().double()[mask.bool()]
-    return _pool(torch.ones_like(entries), entries, torch.zeros_like(entries))
+    return merge_moments(row_moments(x.flatten(1) if x.dim() > 1 else x, mask.flatten(1) if x.dim() > 1 else mask))
+
+
+def row_moments(x: Tensor, mask: Tensor) -> Tensor:
+    """The moments of each row by itself, `[B, 3]` float64, detached; how wide the padding is changes no bit of them.
+
+    Args:
+        x: `[B]` or `[B, T]`.
+        mask: Of the shape of `x`.
+    """
+    entries, counts = x.detach().double(), mask.bool()
+    if x.dim() == 1:
+        return torch.stack([counts.double(), entries.where(counts, 0.0), torch.zeros_like(entries)], dim=1)
+    number = counts.sum(dim=1).double()
+    if not entries.shape[1]:
+        return torch.stack([number] * 3, dim=1)
+    smallest = entries.where(counts, torch.inf).amin(dim=1).where(number > 0, 0.0)
+    above = _sums((entries - smallest[:, None]).where(counts, 0.0))
+    means = smallest + above / number.clamp(min=1)
+    squares = _sums((entries - means[:, None]).where(counts, 0.0).square())
+    return torch.stack([number, means, squares], dim=1)
 
 
 def merge_moments(parts: Tensor) -> Tensor:
@@ -82,6 +102,16 @@ def not_finite(rows: Tensor) -> UserError:
         f"row {rows[0].item()}, one of {len(rows)}, has an infinite or NaN entry, and whitening by the mean of all rows"
         " would leave none; look at its reward, at the critic's values and at KL"
     )
+
+
+def _sums(x: Tensor) -> Tensor:
+    """The sum of each row `[B]` of `[B, T]`, in halves: zeros after a row change no bit of it, unlike `Tensor.sum`."""
+    width = 1 << (x.shape[1] - 1).bit_length()
+    x = torch.nn.functional.pad(x, (0, width - x.shape[1]))
+    while width > 1:
+        width //= 2
+        x = x[:, :width] + x[:, width:]
+    return x[:, 0]
 
 
 def _pool(counts: Tensor, means: Tensor, squares: Tensor) -> Tensor:

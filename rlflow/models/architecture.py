@@ -1,4 +1,4 @@
-"""Which architectures are trained here, as far as a model's configuration tells: before a weight is loaded."""
+"""Which architectures are trained here, as far as a model's configuration says: before a weight is loaded."""
 
 from __future__ import annotations
 

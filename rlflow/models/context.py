@@ -60,7 +60,8 @@ def check_positions(config: Any, tokens: int, role: str, of: str) -> None:
     if limit is not None and tokens > limit[1]:
         raise UserError(
             f"`{role}` reads {of}, {tokens} tokens, and its model takes {limit[1]} (`{limit[0]}` of its"
-            " config.json); lower `data.max_prompt_length` or `max_response_length`, or take a model of longer context"
+            " config.json); lower `data.max_prompt_length` or `module.max_response_length`, or take a model of longer"
+            " context"
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlflow.models.part import Part
+from rlflow.models.tensor_range import TensorRange
 from rlflow.models.weight_files import WeightFiles
 
 COMPARED = 1 << 20  # elements at once
@@ -50,7 +50,7 @@ def _equal(files: WeightFiles, first: str, second: str) -> bool:
         return False
     for start in range(0, shape.numel(), COMPARED):
         length = min(COMPARED, shape.numel() - start)
-        parts = [Part(start, torch.empty(length, dtype=torch.float64)) for _ in range(2)]
+        parts = [TensorRange(start, torch.empty(length, dtype=torch.float64)) for _ in range(2)]
         for name, part in zip((first, second), parts, strict=True):
             files.read(name, part)
         if not torch.equal(parts[0].values, parts[1].values):

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from rlflow.models.lora import first_values, is_adapter, plain_name
 from rlflow.models.packed import PackedModel
-from rlflow.models.part import Part
+from rlflow.models.tensor_range import TensorRange
 from rlflow.models.weight_files import WeightFiles
 
 
-class Filling:
+class WeightFilling:
     """How a model without memory is filled; made before its parameters have memory, and used after.
 
     Args:
@@ -31,7 +31,7 @@ class Filling:
         self._buffers = dict(model.named_buffers())  # memory that is given may make others
 
     @torch.no_grad()
-    def fill(self, part_of: Callable[[nn.Parameter], Part], device: torch.device) -> None:
+    def fill(self, part_of: Callable[[nn.Parameter], TensorRange], device: torch.device) -> None:
         """Read what this rank holds of each parameter.
 
         Nothing is sent between ranks. A parameter that transformers converts, such as a layer's experts from a tensor
@@ -103,6 +103,6 @@ def _whole(files: WeightFiles, name: str, dtype: torch.dtype) -> Tensor:
     return files.whole(name).to(dtype)
 
 
-def _cut(whole: Tensor, part: Part) -> None:
+def _cut(whole: Tensor, part: TensorRange) -> None:
     """Write a part's range of a whole tensor into it."""
     part.values.copy_(whole.reshape(-1)[part.start : part.start + part.values.numel()])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from rlflow.models.packing import (
     ALONE,
     ModelInput,
     Peers,
-    Responses,
+    Scorable,
     on_cpu,
     pack,
     packed_micro_batches,
@@ -33,6 +34,16 @@ from rlflow.models.packing import (
 from rlflow.values.batch import Pairs, TokenRows
 from rlflow.values.host_copy import on_device
 from rlflow.values.ragged import Ragged
+
+# How a model is trained, and what stands there where nothing is said.
+OF_TRAINING = {
+    "epochs": 1,
+    "samples_per_update": None,
+    "start_step": 0,
+    "gradient_checkpointing": False,
+    "lora": None,
+    "moe": None,
+}
 
 
 @dataclass(frozen=True)
@@ -57,11 +68,11 @@ class ForwardPlan:
         if self.token_budget < 1:
             raise UserError(f"`token_budget` is {self.token_budget}; give 1 or more, 4096 say")
 
-    def micro_batches(self, rows: Responses, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
+    def micro_batches(self, rows: Scorable, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
         """Row numbers of each micro-batch, as many on every rank of the role; there may be empty ones."""
         return self.split(rows, self.agree(len(self.split(rows, prompts=prompts))), prompts)
 
-    def split(self, rows: Responses | Pairs, at_least: int = 1, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
+    def split(self, rows: Scorable | Pairs, at_least: int = 1, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
         """Row numbers of each micro-batch of this rank alone, at least so many; there may be empty ones.
 
         Args:
@@ -72,7 +83,7 @@ class ForwardPlan:
         cut = packed_micro_batches if self.packing else padded_micro_batches
         return cut(self._costs(rows, prompts), self.token_budget, at_least)
 
-    def _costs(self, rows: Responses | Pairs, prompts: Sequence[Ragged] = ()) -> Tensor:
+    def _costs(self, rows: Scorable | Pairs, prompts: Sequence[Ragged] = ()) -> Tensor:
         """`[B]`, the tokens that each row takes in a forward pass; a pair is two rows of one, padded to the longer.
 
         With other prompts it is the longest of the row's passes.
@@ -85,7 +96,7 @@ class ForwardPlan:
         chosen, rejected = token_counts(rows.chosen), token_counts(rows.rejected)
         return chosen + rejected if self.packing else 2 * torch.maximum(chosen, rejected)
 
-    def model_input(self, rows: Responses) -> ModelInput:
+    def model_input(self, rows: Scorable) -> ModelInput:
         """What one forward pass over all of `rows` reads."""
         return pack(rows) if self.packing else pad(rows)
 
@@ -98,14 +109,19 @@ class ModelHandle(ABC):
     Args:
         model: A folder in Hugging Face form, a Hugging Face name, or `tiny`.
         trainable: Whether it is trained; a frozen model has no optimizer and no gradients.
-        optimizer: How it is trained; `Optimizer()` where a trainable model is given none.
+        optimizer: How it is trained; `default_optimizer` where a trainable model is given none.
         epochs: How often each step goes over its rows.
         samples_per_update: Rows of one optimizer update over all ranks; all rows of the step where None.
         start_step: The first step that trains it, counted from 0; before, its train nodes are left out.
         gradient_checkpointing: Trade time for memory in the backward pass.
         lora: Train adapters of these settings, and an output layer of one label, instead of all weights.
         loss_aggregation: How its losses per token become one number; None for as the module's.
+
+    Attributes:
+        default_optimizer: Of a trainable model that is given none.
     """
+
+    default_optimizer: ClassVar[Optimizer] = Optimizer()
 
     def __init__(
         self,
@@ -125,13 +141,17 @@ class ModelHandle(ABC):
             raise UserError(f"`samples_per_update` is {samples_per_update}; give 1 or more, or null for all rows")
         if start_step < 0:
             raise UserError(f"`start_step` is {start_step}; give the first step that trains, 0 or more")
+        if loss_aggregation not in (None, *get_args(Aggregation)):
+            raise UserError(
+                f"`loss_aggregation` is {loss_aggregation!r}; give one of {', '.join(get_args(Aggregation))}"
+            )
         if optimizer is not None and not trainable:
             raise UserError(f"`optimizer` is given for {model!r}, which is frozen; set `trainable` or leave it out")
         if lora is not None and not trainable:
             raise UserError(f"`lora` is given for {model!r}, which is frozen; set `trainable` or leave it out")
         self.model = model
         self.trainable = trainable
-        self.optimizer = optimizer or (Optimizer() if trainable else None)
+        self.optimizer = optimizer or (self.default_optimizer if trainable else None)
         self.epochs = epochs
         self.samples_per_update = samples_per_update
         self.start_step = start_step
@@ -181,6 +201,20 @@ class ModelHandle(ABC):
         """Train no longer; called before the weights are loaded."""
         self.trainable, self.optimizer = False, None
 
+    def only_scores(self) -> None:
+        """Freeze a model that an algorithm was given to score with; called in `configure_models`.
+
+        Raises:
+            UserError: Settings of training are given, and the model is not trained.
+        """
+        given = [name for name, default in OF_TRAINING.items() if getattr(self, name, default) != default]
+        if self.optimizer not in (None, self.default_optimizer):
+            given.insert(0, "optimizer")
+        if given:
+            found = f"`{given[0]}` is given for {self.model!r}, which this algorithm does not train; leave it out"
+            raise UserError(found, of=self)
+        self.freeze()
+
     @contextmanager
     def training(self) -> Iterator[None]:
         """Within it, scores carry gradients, and the rows given are one micro-batch: one forward pass."""
@@ -193,6 +227,11 @@ class ModelHandle(ABC):
         finally:
             self._training = False
             self._forward.eval()
+
+    @property
+    def several_updates(self) -> bool:
+        """Whether a step may make several updates."""
+        return self.epochs > 1 or self.samples_per_update is not None
 
     @property
     def replays_routing(self) -> bool:
@@ -209,7 +248,7 @@ class ModelHandle(ABC):
     @abstractmethod
     def _read(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool) -> PackedModel: ...
 
-    def _scores(self, rows: Responses, *arguments: object) -> tuple[Tensor, ...]:
+    def _scores(self, rows: Scorable, *arguments: object) -> tuple[Tensor, ...]:
         """What the model says of each response token of `rows`, `[B, T]` each, 0 where padded.
 
         Args:
@@ -222,7 +261,7 @@ class ModelHandle(ABC):
 
     def _by_micro_batch(
         self,
-        rows: Responses,
+        rows: Scorable,
         score: Callable[[Tensor | None], tuple[Tensor, ...]],
         prompts: Sequence[Ragged] = (),
     ) -> tuple[Tensor, ...]:
@@ -242,14 +281,14 @@ class ModelHandle(ABC):
         order = on_device(torch.cat(parts).argsort(), rows.response_ids.device)
         return tuple(torch.cat(values)[order] for values in zip(*scores, strict=True))
 
-    def _score_once(self, rows: Responses, *arguments: object, beside: Tensor | None = None) -> tuple[Tensor, ...]:
+    def _score_once(self, rows: Scorable, *arguments: object, beside: Tensor | None = None) -> tuple[Tensor, ...]:
         """One forward pass, `[B, T, ...]` each."""
         read, values = self._forward_once(rows, *arguments, beside=beside)
         home = rows.response_ids.device
         return tuple(read.unpack(value).to(home) for value in values)
 
     def _forward_once(
-        self, rows: Responses, *arguments: object, beside: Tensor | None = None
+        self, rows: Scorable, *arguments: object, beside: Tensor | None = None
     ) -> tuple[ModelInput, tuple[Tensor, ...]]:
         """One forward pass: what it read of the line, and the values of the whole line, `[R, ...]` each.
 

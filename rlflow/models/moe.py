@@ -42,7 +42,7 @@ class MoE:
 
     @property
     def watches(self) -> bool:
-        """Whether forward passes are told, or asked, which experts they use."""
+        """Whether the experts of forward passes are given, or recorded."""
         return self.routing_replay or self.router_aux_loss_coef > 0
 
 

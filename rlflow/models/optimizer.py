@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from rlflow.dotted_path import object_at
 from rlflow.errors import UserError
 
 # Far beyond what trains: more is a slip of the pen, and ends in weights that are infinite.
 MOST = {"lr": 1e3, "eps": 1e3, "weight_decay": 1e3, "warmup_steps": 1e9, "gradient_clipping": 1e9}
+LEAST_EPS = 1e-30  # of what float32 tells from 0
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Optimizer:
         weight_decay: Decoupled from the gradient in AdamW, added to it in SGD.
         warmup_steps: Updates over which the learning rate rises from 0.
         schedule: How the learning rate goes on after the warm-up, until the last update.
+        by: What these two count: updates, or steps of the run in place of them, which are known where rows are not.
         gradient_clipping: Longest gradient over all parameters; 0 for no limit.
         arguments: More arguments of the class: `{momentum: 0.9}`. One given by path gets these and `lr`.
     """
@@ -41,6 +43,7 @@ class Optimizer:
     weight_decay: float = 0.0
     warmup_steps: int = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    by: Literal["updates", "steps"] = "updates"
     gradient_clipping: float = 1.0
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -51,6 +54,11 @@ class Optimizer:
             if getattr(self, name) > MOST[name]:
                 none = ", or 0 for no limit" if name == "gradient_clipping" else ""
                 raise UserError(f"`optimizer.{name}` is {getattr(self, name)}; give at most {MOST[name]:g}{none}")
+        if self.name == "adamw" and self.eps < LEAST_EPS:
+            raise UserError(
+                f"`optimizer.eps` is {self.eps}, and where a gradient is 0 the step is 0 / eps; give {LEAST_EPS:g} or"
+                " more"
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"`optimizer.betas` is {self.betas}; give two numbers from 0 to below 1")
         if self.name not in ("adamw", "sgd"):
@@ -70,14 +78,12 @@ class Optimizer:
     def kind(self) -> type[torch.optim.Optimizer]:
         """The class that `name` names."""
         path = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}.get(self.name, self.name)
-        module, _, name = path.rpartition(".")
-        try:
-            found = getattr(import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
+        if "." not in path:
             raise UserError(
-                f"`optimizer.name` is {self.name!r}, and there is no such class ({error}); give `adamw`, `sgd` or the"
-                " path of one, such as `torch.optim.Adam`"
-            ) from error
+                f"`optimizer.name` is {self.name!r}; give `adamw`, `sgd` or the path of a class such as"
+                " `torch.optim.Adam`"
+            )
+        found = object_at(path, f"`optimizer.name` is {self.name!r}")
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
             raise UserError(f"`optimizer.name` is {self.name!r}, which is no torch.optim.Optimizer; name one")
         return found

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -206,7 +207,7 @@ class PackedModel(nn.Module):
         Args:
             numel: Elements of a whole parameter.
         """
-        kinds = set(self.model._no_split_modules or ())  # by which transformers too tells what stays together
+        kinds = set(self.model._no_split_modules or ())  # by which transformers too knows what stays together
         layers = [{*module.parameters()} for module in self.modules() if type(module).__name__ in kinds]
         others = {*self.parameters()}.difference(*layers)
         return max(sum(map(numel, each)) for each in [*layers, *({parameter} for parameter in others)])
@@ -272,6 +273,11 @@ def read(
         )
     except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         raise UserError(f"`model` {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    except UnpicklingError as error:  # transformers reads files of pickles with `weights_only`
+        raise UserError(
+            f"`model` {str(path)!r} cannot be loaded: its weights are no safetensors, and unpickling them would do more"
+            " than read tensors; take the model in safetensors"
+        ) from error
     model, report = loaded
     if report["mismatched_keys"]:
         name, found, needed = min(report["mismatched_keys"])

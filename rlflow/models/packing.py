@@ -22,7 +22,7 @@ from rlflow.values.host_copy import bring_over, on_device, on_host, rows_at
 from rlflow.values.ragged import Ragged
 
 
-class Responses(Protocol):
+class Scorable(Protocol):
     """What can be scored: a `Batch`, a `Rollout`, or anything that has these three."""
 
     @property
@@ -38,18 +38,18 @@ class Responses(Protocol):
         """`[B]` int64, response tokens of each row."""
 
 
-def take(rows: Responses, index: Tensor) -> TokenRows:
+def take(rows: Scorable, index: Tensor) -> TokenRows:
     """The rows at `index` `[b]` int64, in that order."""
-    told = experts_of(rows)
-    experts = None if told is None else told.take(index)
+    chosen = experts_of(rows)
+    experts = None if chosen is None else chosen.take(index)
     rows_there = rows.prompt_ids.take(index), rows_at(rows.response_ids, index), rows_at(rows.lengths, index)
     return TokenRows(*rows_there, experts)
 
 
-def experts_of(rows: Responses) -> Ragged | None:
+def experts_of(rows: Scorable) -> Ragged | None:
     """The experts that came with the rows; None where none did."""
-    told = getattr(rows, "experts", None)
-    return told if isinstance(told, Ragged) and told.values.dim() == 3 else None
+    routed = getattr(rows, "experts", None)
+    return routed if isinstance(routed, Ragged) and routed.values.dim() == 3 else None
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,11 @@ class Peers:
 ALONE = Peers()
 
 
-def on_cpu(rows: Responses) -> TokenRows:
+def on_cpu(rows: Scorable) -> TokenRows:
     """The same rows, counted and laid out where that is cheap; brought over from a device once, in one transfer."""
     prompts = rows.prompt_ids
     bring_over([prompts.values, prompts.lengths, rows.response_ids, rows.lengths])
-    here = Ragged(on_host(prompts.values), on_host(prompts.lengths))
+    here = prompts.on_host()
     return TokenRows(here, on_host(rows.response_ids), on_host(rows.lengths))
 
 
@@ -169,7 +169,7 @@ def no_rows() -> TokenRows:
     return TokenRows(Ragged.from_lists([]), torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
 
 
-def whole(rows: Responses) -> TokenRows:
+def whole(rows: Scorable) -> TokenRows:
     """Each row as a prompt before one token that nobody reads, so that the row's own end is what is scored."""
     here = on_cpu(rows)
     pieces = [here.prompt_ids.values[:0]]
@@ -181,18 +181,18 @@ def whole(rows: Responses) -> TokenRows:
     return there
 
 
-def response_mask(rows: Responses) -> Tensor:
+def response_mask(rows: Scorable) -> Tensor:
     """`[B, T]` bool on the CPU, True where a response token stands."""
     return torch.arange(rows.response_ids.shape[1]) < on_host(rows.lengths)[:, None]
 
 
-def token_counts(rows: Responses) -> Tensor:
+def token_counts(rows: Scorable) -> Tensor:
     """`[B]` int64, on the CPU: the tokens of each row that the model has to read."""
     prompts, responses = on_host(rows.prompt_ids.lengths), on_host(rows.lengths)
     return (prompts + responses - 1) * (responses > 0)
 
 
-def pack(rows: Responses) -> ModelInput:
+def pack(rows: Scorable) -> ModelInput:
     """All rows in one line; a single dummy token where there is nothing to score.
 
     Args:
@@ -201,10 +201,10 @@ def pack(rows: Responses) -> ModelInput:
     Raises:
         UserError: A row has a response and no prompt.
     """
-    told = experts_of(rows)
+    routed = experts_of(rows)
     rows = on_cpu(rows)
     counts = token_counts(rows)
-    assert told is None or torch.equal(on_host(told.lengths), counts), "experts of each token that is read"
+    assert routed is None or torch.equal(on_host(routed.lengths), counts), "experts of each token that is read"
     prompts = rows.prompt_ids.lengths
     if bool(((prompts == 0) & (rows.lengths > 0)).any()):
         row = int(((prompts == 0) & (rows.lengths > 0)).nonzero()[0])
@@ -235,11 +235,11 @@ def pack(rows: Responses) -> ModelInput:
         targets=rows.response_ids[mask],
         mask=mask,
         useful_tokens=total,
-        experts=told.values if told is not None and total else None,
+        experts=routed.values if routed is not None and total else None,
     )
 
 
-def pad(rows: Responses) -> ModelInput:
+def pad(rows: Scorable) -> ModelInput:
     """As `pack`, one sequence a line and right-padded. Causal attention keeps the padding out of what is scored."""
     packed = pack(rows)
     assert packed.cu_seqlens is not None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlflow.models.handle import ModelHandle
-from rlflow.models.packing import Responses, no_rows, whole
+from rlflow.models.packing import Scorable, no_rows, whole
 from rlflow.models.scalar import ScalarModel
 from rlflow.values.cuts import PerSample
 
@@ -20,7 +20,7 @@ class RewardModel(ModelHandle):
     causal language model, and starts with an output layer of zeros. Constructing it loads nothing.
     """
 
-    def scores(self, rows: Responses) -> PerSample:
+    def scores(self, rows: Scorable) -> PerSample:
         """The score of each row, read at its last response token; at the prompt's last where there is no response.
 
         Args:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlflow.models.packed import PackedModel
 from rlflow.models.weight_files import INDEX, shard_name
 from rlflow.storage.disk import Disk
-from rlflow.storage.tensors import Entry
+from rlflow.storage.tensors import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Unit:
     """
 
     names: tuple[str, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[StoredTensor, ...]
     shard: int
 
     @property
@@ -48,7 +48,7 @@ def divided(model: PackedModel, empty: dict[str, Tensor], shards: int) -> list[U
         shards: Files at most.
     """
     whole = _entries(model, empty)
-    units: list[tuple[tuple[str, ...], tuple[Entry, ...]]]
+    units: list[tuple[tuple[str, ...], tuple[StoredTensor, ...]]]
     try:
         units = [((name,), _entries(model, {name: tensor})) for name, tensor in empty.items()]
     except (KeyError, RuntimeError, ValueError):  # transformers lacks the other weights
@@ -116,5 +116,5 @@ def write_index(folder: Path, units: Iterable[Unit], count: int) -> None:
     (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _entries(model: PackedModel, state_dict: dict[str, Tensor]) -> tuple[Entry, ...]:
-    return tuple(Entry.of(name, tensor) for name, tensor in model.in_files(state_dict).items())
+def _entries(model: PackedModel, state_dict: dict[str, Tensor]) -> tuple[StoredTensor, ...]:
+    return tuple(StoredTensor.of(name, tensor) for name, tensor in model.in_files(state_dict).items())

@@ -12,12 +12,17 @@ from typing import Any
 import torch
 
 from rlflow.errors import UserError
+from rlflow.process.hub import offline_unless_reached
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+CHAT_TEMPLATE = (  # each character is a token, so it says little
+    "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %}{% set f = tool.function %}"
+    " {{ f.name }}({{ f.parameters.properties | join(', ') }}){% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{{ '<|im_end|>' }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -36,7 +41,7 @@ def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
     if model == "tiny":
         return write_tiny_model(scratch / "tiny")
     folder = Path(model)
-    if folder.exists():
+    if _exists(folder):
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             raise UserError(
                 f"{said_by} is {model!r}, which holds an adapter and no model; write the model of both by"
@@ -48,11 +53,19 @@ def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
             )
         return folder
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
+        offline_unless_reached()
         return folder
     raise UserError(
-        f"{said_by} is {model!r}, which is neither a folder nor a Hugging Face name; "
+        f"{said_by} is {model!r:.200}, which is neither a folder nor a Hugging Face name; "
         "give an existing folder, organisation/name, or `tiny`"
     )
+
+
+def _exists(folder: Path) -> bool:
+    try:
+        return folder.exists()
+    except (OSError, ValueError):  # no name that a folder can have
+        return False
 
 
 def write_tiny_model(

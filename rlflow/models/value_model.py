@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from rlflow.models.handle import ModelHandle
-from rlflow.models.packing import Responses, no_rows, whole
+from rlflow.models.optimizer import Optimizer
+from rlflow.models.packing import Scorable, no_rows, whole
 from rlflow.models.scalar import ScalarModel
 from rlflow.values.cuts import PerSample, PerToken
 
@@ -20,7 +21,9 @@ class ValueModel(ModelHandle):
     has no such output layer, it starts with one of zeros, so that all values are 0 at first.
     """
 
-    def values(self, rows: Responses) -> PerToken:
+    default_optimizer = Optimizer(lr=1e-5)  # what is learned from zeros takes longer steps than what is tuned
+
+    def values(self, rows: Scorable) -> PerToken:
         """The value before each response token: at the token before it, where its logprob comes from too.
 
         Args:
@@ -32,7 +35,7 @@ class ValueModel(ModelHandle):
         (values,) = self._scores(rows)
         return values
 
-    def final_values(self, rows: Responses) -> PerSample:
+    def final_values(self, rows: Scorable) -> PerSample:
         """The value after the last response token, `[B]`: what a response that was cut short might still get.
 
         Without a response it is the value after the prompt.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError, one_line
-from rlflow.models.part import Part
+from rlflow.models.tensor_range import TensorRange
 
 INDEX = "model.safetensors.index.json"
 CHUNK_BYTES = 32 * 2**20  # read at once, at most, or one row of a tensor
@@ -59,7 +59,7 @@ class WeightFiles:
             values: Tensor = tensor[...]
         return values
 
-    def read(self, name: str, part: Part) -> None:
+    def read(self, name: str, part: TensorRange) -> None:
         """Read the range of a tensor that a part is into it, in the part's dtype, by no more than a chunk at once."""
         shape = self.shape(name)
         start, end = part.start, part.start + part.values.numel()

@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rlflow.errors import UserError
 from rlflow.values.cuts import Cut, Home, PerSample, PerToken
 from rlflow.values.host_copy import is_on_host, on_host, remember
 from rlflow.values.path import RowPath
+from rlflow.values.protocols import computed_from
 from rlflow.values.ragged import Ragged
 
 
@@ -44,8 +46,41 @@ class TokenRows:
         return cls(prompt_ids, padded, response_ids.lengths)
 
 
+class _Placed:
+    """Rows that know their place among those of a step."""
+
+    path: RowPath | None
+
+    @property
+    @computed_from("path")
+    def group(self) -> PerSample:
+        """`[B]` int64, alike where rows have one parent; of prompts their own id."""
+        return self._path.group
+
+    @property
+    @computed_from("path")
+    def index(self) -> PerSample:
+        """`[B]` int64, the number of each row among those of its parent; of prompts their id."""
+        return self._path.index
+
+    @computed_from("path")
+    def group_of(self, level: str) -> Tensor:
+        """`[B]` int64, alike where rows descend from one row of `level`: `batch`, or the node that made the rows.
+
+        Raises:
+            UserError: There is no such level above these rows.
+        """
+        return self._path.group_of(level)
+
+    @property
+    def _path(self) -> RowPath:
+        if self.path is None:
+            raise UserError("these rows have no `path`, so it is not known which belong together; take a step's rows")
+        return self.path
+
+
 @dataclass(frozen=True)
-class Batch:
+class Batch(_Placed):
     """Rows of the dataset. Without a response column `T` is 0 and the mask is empty.
 
     Attributes:
@@ -70,9 +105,24 @@ class Batch:
         return self.prompt_ids.lengths + self.lengths
 
 
+class _Responses(Protocol):
+    """What of samples is a pair's."""
+
+    @property
+    def prompt_ids(self) -> Ragged: ...
+    @property
+    def response_ids(self) -> Tensor: ...
+    @property
+    def lengths(self) -> Tensor: ...
+    @property
+    def rows(self) -> list[dict[str, Any]]: ...
+    @property
+    def path(self) -> RowPath | None: ...
+
+
 @dataclass(frozen=True)
-class Pairs:
-    """Rows of the dataset that have two responses each, of which the chosen one was preferred.
+class Pairs(_Placed):
+    """Prompts that have two responses each, of which the chosen one was preferred: a dataset's, or made of samples.
 
     A response ends with the end-of-sequence token. A model that scores both reads the prompt twice.
 
@@ -89,6 +139,24 @@ class Pairs:
     rejected_ids: Ragged
     rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
     path: RowPath | None = None
+
+    @classmethod
+    def of(cls, chosen: _Responses, rejected: _Responses) -> Pairs:
+        """Row by row a response that was preferred and one that was not, to one prompt; paths are those of `chosen`.
+
+        Args:
+            chosen: `B` samples.
+            rejected: As many, which answer the same prompts.
+
+        Raises:
+            UserError: There are more of one than of the other.
+        """
+        if len(chosen.lengths) != len(rejected.lengths):
+            raise UserError(
+                f"`Pairs.of` got {len(chosen.lengths)} chosen and {len(rejected.lengths)} rejected responses; give one"
+                " of each for a pair"
+            )
+        return cls(chosen.prompt_ids, _unpadded(chosen), _unpadded(rejected), chosen.rows, chosen.path)
 
     @property
     def chosen(self) -> TokenRows:
@@ -111,6 +179,16 @@ class Pairs:
     def tokens(self) -> Tensor:
         """`[B]` int64, what a model reads of each pair."""
         return 2 * self.prompt_ids.lengths + self.chosen_ids.lengths + self.rejected_ids.lengths
+
+
+def _unpadded(rows: _Responses) -> Ragged:
+    """The responses without padding."""
+    ids, lengths = rows.response_ids, rows.lengths
+    values = ids[torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]]
+    if is_on_host(ids) and is_on_host(lengths):
+        on_cpu = on_host(ids)
+        remember(values, on_cpu[torch.arange(ids.shape[1]) < on_host(lengths)[:, None]])
+    return Ragged(values, lengths)
 
 
 def _padded(values: Tensor, lengths: list[int]) -> Tensor:

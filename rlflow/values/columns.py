@@ -50,10 +50,15 @@ def columns(annotation: Any) -> tuple[Column, ...]:
     """
     if annotation is NoneType:
         return ()
-    if dataclasses.is_dataclass(annotation) and annotation is not Ragged:
-        hints = get_type_hints(annotation, include_extras=True)
-        return tuple(_column(field.name, hints[field.name]) for field in dataclasses.fields(annotation))
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation) and annotation is not Ragged:
+        return _columns_of(annotation)
     return (_column("", annotation),)
+
+
+@functools.cache  # asked for at every cut, exchange and join of rows
+def _columns_of(annotation: type) -> tuple[Column, ...]:
+    hints = get_type_hints(annotation, include_extras=True)
+    return tuple(_column(field.name, hints[field.name]) for field in dataclasses.fields(annotation))
 
 
 def _column(name: str, annotation: Any) -> Column:

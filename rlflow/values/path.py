@@ -51,7 +51,7 @@ class RowPath:
 
     @property
     def group(self) -> Tensor:
-        """`[B]` int64, alike where rows have one parent; of samples of prompts the prompt's id."""
+        """`[B]` int64, alike where rows have one parent, on all ranks; of samples of prompts the prompt's id."""
         return self._group(max(1, self.depth - 1))
 
     def group_of(self, level: str) -> Tensor:
@@ -84,15 +84,17 @@ class RowPath:
             )
         return RowPath(joined([self.numbers, other.numbers]), self.levels)
 
-    def children(self, counts: Tensor, name: str) -> RowPath:
-        """Paths of so many rows below each of these, in consecutive rows, numbered from 0.
+    def children(self, counts: Tensor, name: str, first: Tensor | None = None) -> RowPath:
+        """Paths of so many rows below each of these, in consecutive rows.
 
         Args:
             counts: `[B]` int64.
             name: Of the rows.
+            first: `[B]` int64, the number of each row's first child; 0 where None.
         """
         parents = on_host(self.numbers).repeat_interleave(counts, dim=0)
-        starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+        starts = counts.cumsum(0) - counts
+        starts = (starts if first is None else starts - first).repeat_interleave(counts)
         own = torch.arange(len(parents)) - starts
         return RowPath(torch.cat([parents, own[:, None]], dim=1), (*self.levels, name))
 
@@ -106,10 +108,36 @@ class RowPath:
         numbers = on_host(self.numbers)
         if depth == 1:
             return self._of(numbers[:, 0])
-        return self._of(-1 - torch.unique(numbers[:, :depth], dim=0, return_inverse=True)[1])  # no prompt's id
+        return self._of(-1 - _packed(numbers[:, :depth], self.levels))  # no prompt's id
 
     def _of(self, on_cpu: Tensor) -> Tensor:
         return on_device(on_cpu.contiguous(), self.numbers.device)
+
+
+def _packed(numbers: Tensor, levels: tuple[str, ...]) -> Tensor:
+    """`[B]` int64, paths `[B, depth]` as one number each: alike on all ranks, and in the order of the paths.
+
+    Each number of a child has 63 / (depth + 1) bits, and a prompt's id twice as many.
+
+    Raises:
+        UserError: A number needs more bits than it has.
+    """
+    depth = numbers.shape[1]
+    bits = 63 // (depth + 1)
+    packed = numbers[:, 0]
+    for level, number in zip(levels[1:depth], numbers[:, 1:].unbind(dim=1), strict=True):
+        if bool((number >= 1 << bits).any()):
+            raise UserError(
+                f"a row has child {int(number.max())} among those of `{level}`, and groups of rows {depth} levels deep"
+                f" are numbered for {1 << bits} children of a row at most; make fewer, or fewer levels"
+            )
+        packed = (packed << bits) | number
+    if bool((numbers[:, 0] >= 1 << (63 - bits * (depth - 1))).any()):
+        raise UserError(
+            f"the prompt of id {int(numbers[:, 0].max())} has rows {depth} levels deep, whose groups are numbered for"
+            f" ids below {1 << (63 - bits * (depth - 1))}; make fewer levels"
+        )
+    return packed
 
 
 def index_among(parents: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from torch import Tensor
+
 from rlflow.values.cuts import PerSample, PerToken
 from rlflow.values.ragged import Ragged
 
@@ -60,6 +62,18 @@ class Sampled(MaskedTokens, Protocol):
         """`[B]` int64, of the policy that generated the sample."""
 
 
+class Continued(Masked, Protocol):
+    """Which tokens a row has from the row that it continues, for what treats these in another way."""
+
+    @property
+    def inherited(self) -> PerSample:
+        """`[B]` int64, how many of the first tokens came with the row that is continued."""
+
+    @property
+    def inherited_mask(self) -> PerToken:
+        """`[B, T]` bool, True on these tokens."""
+
+
 class Grouped(Protocol):
     """Whose samples they are, for what compares the samples of a prompt."""
 
@@ -84,7 +98,7 @@ class Sourced(Protocol):
 
 
 class Written(Sourced, Protocol):
-    """Responses as text, beside the dataset's rows: what a reward scores."""
+    """Responses as text, beside the dataset's rows: what a reward scores, and what samples show."""
 
     @property
     def texts(self) -> list[str]:
@@ -98,8 +112,59 @@ class Written(Sourced, Protocol):
     def lengths(self) -> PerSample:
         """`[B]` int64, response tokens of each row."""
 
+    @property
+    def policy_lengths(self) -> PerSample:
+        """`[B]` int64, how many of them the policy wrote, and not an environment."""
 
-READ_BY_NODES = (Tokens, Masked, MaskedTokens, Sampled, Grouped, Sourced, Written)
+    @property
+    def turns(self) -> PerSample:
+        """`[B]` int64, how many turns of the policy each row has."""
+
+    @property
+    def returns(self) -> Tensor:
+        """`[B, K]`, the reward of each turn of a conversation; K is 0 where there are none."""
+
+    @property
+    def messages(self) -> list[list[dict[str, Any]]]:
+        """Of `B` conversations, all that was said, see `Rollout`; empty where a response is one turn."""
+
+    @property
+    def ended(self) -> PerSample:
+        """`[B]` int64, why a conversation is over, see `Rollout`."""
+
+    @property
+    def index(self) -> PerSample:
+        """`[B]` int64, the number of each sample among those of its parent."""
+
+    def group_of(self, level: str) -> PerSample:
+        """`[B]` int64, alike for all rows below one row of `level`, such as `batch`."""
+
+
+class Turns(Masked, Protocol):
+    """The turns of conversations with an environment."""
+
+    @property
+    def turn(self) -> PerToken:
+        """`[B, T]` int64, in which turn of the policy each token was written; -1 where the policy did not write it."""
+
+    @property
+    def turns(self) -> PerSample:
+        """`[B]` int64, how many turns of the policy each row has."""
+
+    @property
+    def returns(self) -> Tensor:
+        """`[B, K]`, the reward of each turn, 0 beyond a row's own."""
+
+    @property
+    def ended(self) -> PerSample:
+        """`[B]` int64, why a conversation is over: done 0, turns 1, tokens 2, failed 3."""
+
+    @property
+    def seat(self) -> PerSample:
+        """`[B]` int64, whose view of a conversation a row is, among the environment's `seats`."""
+
+
+READ_BY_NODES = (Tokens, Masked, MaskedTokens, Sampled, Continued, Turns, Grouped, Sourced, Written)
 
 
 def computed_from(*fields: str) -> Callable[[Method], Method]:

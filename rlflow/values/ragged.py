@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlflow.values.host_copy import is_on_host, joined, on_host, remember, rows_at
+from rlflow.values.host_copy import is_on_host, joined, on_device, on_host, remember, rows_at
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ class Ragged:
         """Views of the rows, in order."""
         return torch.split(self.values, on_host(self.lengths).tolist())
 
+    def on_host(self) -> Ragged:
+        """The rows on the CPU, not to be changed; brought over at most once."""
+        return Ragged(on_host(self.values), on_host(self.lengths))
+
     def take(self, index: Tensor) -> Ragged:
         """The rows at `index` `[K]` int64, in that order."""
         lengths, order = on_host(self.lengths).tolist(), on_host(index).tolist()
@@ -42,6 +46,12 @@ class Ragged:
     def followed_by(self, other: Ragged) -> Ragged:
         """The rows of both, these first."""
         return Ragged(joined([self.values, other.values]), joined([self.lengths, other.lengths]))
+
+    def shortened(self, by: Tensor) -> Ragged:
+        """Each row without its last entries, so many `[B]` int64 as `by` says; rows that have none stay so."""
+        lengths = (on_host(self.lengths) - on_host(by)).clamp(min=0)
+        rows = [row[:length] for row, length in zip(self.rows(), lengths.tolist(), strict=True)]
+        return Ragged(torch.cat([self.values[:0], *rows]), on_device(lengths, self.lengths.device))
 
     def each_followed_by(self, other: Ragged) -> Ragged:
         """Each row with that of `other` behind it, such as prompts with what is added to them."""

@@ -6,16 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from rlflow.errors import UserError
+from rlflow.values.absent import Absent
 from rlflow.values.batch import Batch
 from rlflow.values.columns import join_rows, take_rows
 from rlflow.values.cuts import Cut, Home, PerSample, PerToken
-from rlflow.values.host_copy import on_device
+from rlflow.values.ending import Ending
+from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.path import RowPath
 from rlflow.values.protocols import computed_from
 from rlflow.values.ragged import Ragged
@@ -31,15 +34,30 @@ class Rollout:
         loss_mask: `[B, T]` bool, True on generated tokens, the end-of-sequence token included.
         lengths: `[B]` int64, generated tokens of each row.
         logprobs: `[B, T]` float32, the engine's, of the policy version that generated each token, after temperature.
-        finished: `[B]` bool, False where the response was cut at the longest allowed length.
+        finished: `[B]` bool, False where the response was cut at the longest allowed length; of a conversation
+            where tokens ran out, and not where turns or calls did, or where it failed.
         path: Who each sample is: the id of its prompt, then its number among the prompt's samples.
         version: `[B]` int64, of the policy that generated the sample; of its oldest token where several did.
         versions: `[B, T]` int32, of the policy that generated each token.
+        inherited: `[B]` int64, how many of the first tokens came with the row that this one continues; 0 where it
+            answers a prompt. `inherited_mask` has them as `[B, T]`.
         experts: The experts that the engine chose for each token that it read, `[sum, layers, k]` uint8 (int16 beyond
             256 experts): of a row its prompt and its response but for the last token, likeliest first. Without entries
             where no model replays them.
-        texts: The decoded responses, special tokens left out.
+        segments: Of a conversation, how many tokens each turn of the policy and each answer to it has, by turns,
+            `[sum]` int64; without entries where a response is one turn.
+        turn_rewards: Of a conversation, what its environment gave for each turn, `[sum]`; likewise.
+        ended: `[B]` int64, why a conversation is over, see `rlflow.values.ending.Ending`; of a response that is
+            one turn `DONE` where it is finished, and `TOKENS` where it was cut.
+        seat: `[B]` int64, whose view of a conversation a row is, as a number among the environment's `seats`; 0 where
+            it has none.
+        texts: The decoded responses, special tokens left out; of a conversation what the policy said last.
+        messages: Of a conversation, all that was said, the prompt's messages among it: each with `role` and `content`,
+            those of the policy's turns with their `reward` and `tool_calls`, what was said after the last turn with
+            `unread`, and the last one with `ended`, who ended it and why. Empty where a response is one turn.
         rows: The dataset's row of each sample.
+        progress: Of a conversation, where `trainer.partial_rollout` may cut it off, what it takes to continue it beside
+            the other columns, see `rlflow.rollout.conversation_rows`; empty elsewhere.
     """
 
     prompt_ids: Ragged
@@ -51,9 +69,16 @@ class Rollout:
     path: RowPath
     version: PerSample
     versions: PerToken
+    inherited: PerSample
     experts: Ragged
+    segments: Ragged
+    turn_rewards: Ragged
+    ended: PerSample
+    seat: PerSample
     texts: Annotated[list[str], Cut.JSON, Home]
+    messages: Annotated[list[list[dict[str, Any]]], Cut.JSON, Home]
     rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
+    progress: Annotated[list[dict[str, Any]], Cut.JSON, Home]
 
     @property
     @computed_from("path")
@@ -76,28 +101,125 @@ class Rollout:
         """
         return self.path.group_of(level)
 
+    @property
+    @computed_from("inherited", "loss_mask")
+    def inherited_mask(self) -> PerToken:
+        """`[B, T]` bool, True on tokens that came with the row that is continued.
+
+        In the loss mask of what a node returns such a token is True in one row alone, the first of those that have it
+        there, so that it is trained once.
+        """
+        places = torch.arange(self.loss_mask.shape[1], device=self.inherited.device)
+        mask: Tensor = places < self.inherited[:, None]
+        return mask
+
+    @property
+    @computed_from("segments")
+    def turns(self) -> PerSample:
+        """`[B]` int64, how many turns of the policy each row has."""
+        lengths = self.segments.lengths
+        return on_device(((on_host(lengths) + 1) // 2).clamp(min=1), lengths.device)
+
+    @property
+    @computed_from("segments", "lengths")
+    def policy_lengths(self) -> PerSample:
+        """`[B]` int64, how many tokens of each row the policy wrote; `lengths` where no environment wrote any."""
+        if not len(self.segments.values):
+            return self.lengths
+        others = [int(each[1::2].sum()) for each in self.segments.on_host().rows()]
+        return on_device(on_host(self.lengths) - torch.tensor(others), self.lengths.device)
+
+    @property
+    @computed_from("segments", "loss_mask", "lengths")
+    def turn(self) -> PerToken:
+        """`[B, T]` int64, in which turn of the policy each token was written; -1 where the policy did not write it."""
+        lengths, width = on_host(self.lengths), self.loss_mask.shape[1]
+        turn = torch.full((len(lengths), width), -1, dtype=torch.int64)
+        for row, segments in enumerate(each.tolist() for each in self.segments.on_host().rows()):
+            at = 0
+            for number, tokens in enumerate(segments or [int(lengths[row])]):
+                if number % 2 == 0:
+                    turn[row, at : at + tokens] = number // 2
+                at += tokens
+        return on_device(turn, self.loss_mask.device)
+
+    @property
+    @computed_from("turn_rewards")
+    def returns(self) -> Tensor:
+        """`[B, K]`, the reward of each turn, 0 beyond a row's own; K is 0 where no row is a conversation."""
+        counts = on_host(self.turn_rewards.lengths)
+        places = torch.arange(max(counts.tolist(), default=0))
+        returns = self.turn_rewards.values.new_zeros(len(counts), len(places))
+        returns[on_device(places < counts[:, None], returns.device)] = self.turn_rewards.values
+        return returns
+
     def take(self, rows: Tensor) -> Rollout:
         """The rows at `rows` `[K]` int64, in that order."""
         taken: Rollout = take_rows(self, type(self), rows)
         return taken
+
+    def cut(self, at: Tensor) -> Rollout:
+        """The first tokens of each response, to be continued from there by `generate`; shorter ones stay whole.
+
+        A response that loses tokens is no longer finished, but cut. The texts are left out: they are those of whole
+        responses.
+
+        Args:
+            at: `[B]` int64, how many tokens each response keeps at most, 0 or more.
+
+        Raises:
+            UserError: They are conversations, which end where an environment answers.
+        """
+        if len(self.segments.values):
+            raise UserError(
+                "conversations cannot be cut by tokens, for an environment knows where they are; give turns"
+            )
+        device, before = self.response_ids.device, on_host(self.lengths)
+        lengths = torch.minimum(on_host(at).clamp(min=0), before)
+        lost = lengths < before  # [B]
+        kept = torch.arange(self.response_ids.shape[1]) < lengths[:, None]  # [B, T]
+
+        def shortened(column: Tensor) -> Tensor:
+            if column.is_floating_point():
+                return column.masked_fill(on_device(~kept, device), 0)
+            return on_device(on_host(column).masked_fill(~kept, 0), device)
+
+        texts: Any = Absent("texts", "`cut` shortened the responses; generate from them, and read the texts of that")
+        return replace(
+            self,
+            response_ids=shortened(self.response_ids),
+            loss_mask=shortened(self.loss_mask),
+            lengths=on_device(lengths, device),
+            logprobs=shortened(self.logprobs),
+            finished=on_device(on_host(self.finished) & ~lost, device),
+            versions=shortened(self.versions),
+            inherited=on_device(torch.minimum(on_host(self.inherited), lengths), device),
+            experts=self.experts.shortened(before - lengths),
+            ended=on_device(on_host(self.ended).masked_fill(lost, Ending.TOKENS), device),
+            texts=texts,
+        )
 
     def concat(self, *others: Rollout) -> Rollout:
         """These rows, then those of the others; as wide as the widest."""
         joined: Rollout = join_rows([self, *others], type(self))
         return joined
 
-    def as_prompts(self, render: Callable[[str, dict[str, Any]], Sequence[int]]) -> Batch:
+    def as_prompts(self, render: Callable[[str, dict[str, Any]], Sequence[int] | None]) -> Batch:
         """Prompts made of the responses, one of each row; what answers them are children of these rows.
 
         Args:
             render: Given a response's text and its row of the dataset, the token ids of the prompt; see
-                `RLModule.tokens`.
+                `RLModule.tokens`. None leaves the row out: nothing answers it, and of `Each` it has none.
 
         Raises:
             UserError: The texts did not come along, since the node does not ask for them.
         """
         device = self.response_ids.device
-        written = Ragged.from_lists([render(text, row) for text, row in zip(self.texts, self.rows, strict=True)])
+        rendered = [render(text, row) for text, row in zip(self.texts, self.rows, strict=True)]
+        asked = [i for i, ids in enumerate(rendered) if ids is not None]
+        written = Ragged.from_lists([ids for ids in rendered if ids is not None])
         prompts = Ragged(on_device(written.values, device), on_device(written.lengths, device))
-        none = self.response_ids[:, :0]
-        return Batch(prompts, none, none.bool(), torch.zeros_like(self.lengths), self.rows, self.path)
+        none = self.response_ids[: len(asked), :0]
+        path = self.path if len(asked) == len(rendered) else self.path.take(torch.tensor(asked, dtype=torch.int64))
+        rows = [self.rows[i] for i in asked]
+        return Batch(prompts, none, none.bool(), torch.zeros_like(self.lengths[: len(asked)]), rows, path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from copy import copy
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -18,45 +17,25 @@ from rlflow.dag.methods import marks
 from rlflow.dag.node import ROLLOUT, Mark, names
 from rlflow.dag.problems import Problem
 from rlflow.errors import UserError, did_you_mean
-from rlflow.models.causal_lm import CausalLM
-from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule, handles
 from rlflow.values.cuts import PerSample, PerToken, Scalar
 from rlflow.workflow.callables import found_at, hints_of, typed
 
 RETURNS = {"PerSample": PerSample, "PerToken": PerToken, "Scalar": Scalar}
-MARKS = ("role", "type", "rows", "generates", "uses")
+MARKS = ("role", "type", "generates", "uses")
 
 
 def bind(module: RLModule) -> list[Problem]:
-    """Give a module the models and nodes of its config, after its own `configure_models`.
+    """Give a module the nodes of its config, once it has its models.
 
     Returns:
         What is wrong with single nodes. A node that is wrong stands in the graph as far as it is known, so that others
         do not miss it.
-
-    Raises:
-        UserError: A model has a name or a temperature that cannot be.
     """
-    for role, handle in module.config_models.items():
-        _check_model(module, role, handle)
-        setattr(module, role, copy(handle))  # a run may freeze it
     problems: list[Problem] = []
     for entry in module.config_nodes:
         _put(module, entry, problems)
     return problems
-
-
-def _check_model(module: RLModule, role: str, handle: ModelHandle) -> None:
-    taken = hasattr(type(module), role) or not isinstance(vars(module).get(role), ModelHandle | None)
-    if not role.isidentifier() or role == ROLLOUT or taken:
-        why = f"`{role}` of {type(module).__name__} is something else" if taken else "that is no name for a model"
-        raise UserError(f"`models.{role}` is given, and {why}; give the model another name, such as `actor`")
-    if isinstance(handle, CausalLM) and handle.temperature != module.temperature:
-        raise UserError(
-            f"`models.{role}` has the `temperature` {handle.temperature} and samples are drawn at"
-            f" {module.temperature}, `module.init_args.temperature`, so logprobs would not be theirs; make them equal"
-        )
 
 
 def _put(module: RLModule, entry: Entry, problems: list[Problem]) -> None:
@@ -102,8 +81,7 @@ class _Binding:
         path, keys = self.entry.keys["call"], self.entry.keys
         mark = marks(type(self.module)).get(self.entry.id, Mark())
         if any(key in keys for key in MARKS):
-            role, kind, rows = (keys.get(key) for key in MARKS[:3])
-            mark = Mark(role, kind, rows, names(keys.get("generates")), names(keys.get("uses")))
+            mark = Mark(keys.get("role"), keys.get("type"), names(keys.get("generates")), names(keys.get("uses")))
         function: Callable[..., Any] | None = None
         hints: dict[str, Any] = {}
         try:

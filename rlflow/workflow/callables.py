@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from argparse import ArgumentError
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType, NoneType
 from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentParser
 
-from rlflow.config_errors import ConfigError, complaint
+from rlflow.config.building import built
+from rlflow.config.checking import mistakes_of
+from rlflow.config.errors import ConfigError
+from rlflow.config.merging import Merging
 from rlflow.dag.annotations import choices
+from rlflow.dotted_path import object_at
 from rlflow.errors import UserError, did_you_mean, one_line
 from rlflow.module import RLModule, handles
 
@@ -56,19 +60,19 @@ def typed(name: str, value: Any, annotation: Any) -> Any:
     Raises:
         UserError: It is not of that type.
     """
-    parser = ArgumentParser(exit_on_error=False)
     others = [choice for choice in choices(annotation) if choice is not NoneType]
     if value is not None and len(others) == 1:
         (annotation,) = others  # whose complaints are plainer than a union's
+    keys = (name,)
+    value = Merging({}).value(value, annotation)
+    for mistake in mistakes_of(value, annotation, keys):
+        raise ConfigError(mistake)
+    parser = ArgumentParser(exit_on_error=False)
     try:
         parser.add_argument(f"--{name}", type=annotation)
     except ValueError:  # jsonargparse knows no values of such a type
         return value
-    try:
-        return parser.instantiate(parser.parse_object({name: value}))[name]
-    except (ArgumentError, ValueError) as error:  # the second is what a constructor raised
-        found = complaint(error, parser)
-        raise (found.told_of({name: value}) if isinstance(found, ConfigError) else found) from error
+    return built(parser.parse_object({name: value})[name], annotation, keys, ".".join)
 
 
 def _method(path: str, name: str, cls: type) -> Callable[..., Any]:
@@ -83,25 +87,9 @@ def _method(path: str, name: str, cls: type) -> Callable[..., Any]:
 
 
 def _imported(path: str, module: RLModule) -> Any:
-    """What lies at a dotted path: of the longest part of it that is a module."""
-    names = path.split(".")
-    for length in range(len(names) - 1, 0, -1):
-        name = ".".join(names[:length])
-        try:
-            found: Any = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-                raise UserError(f"calls {path}, and {name} cannot be imported ({one_line(error)}). Mend it") from error
-            continue
-        except Exception as error:  # whatever the user's own module raises
-            reason = f"{type(error).__name__}: {one_line(error)}"
-            raise UserError(f"calls {path}, and {name} cannot be imported ({reason}). Mend it") from error
-        for step in names[length:]:
-            if step not in dir(found):
-                hint = did_you_mean(step, dir(found)) or " Check the path."
-                raise UserError(f"calls {path}, and {name} has no {step}.{hint}")
-            found, name = getattr(found, step), f"{name}.{step}"
-        return found
-    known = [*handles(module), *(file.stem for file in Path.cwd().glob("*.py")), "rlflow"]
-    hint = did_you_mean(names[0], known) or f" The models are {', '.join(handles(module)) or 'none'}."
-    raise UserError(f"calls {path}, and there is neither a model nor a module {names[0]}.{hint}")
+    first = path.partition(".")[0]
+    if first not in sys.modules and find_spec(first) is None:
+        known = [*handles(module), *(file.stem for file in Path.cwd().glob("*.py")), "rlflow"]
+        hint = did_you_mean(first, known) or f" The models are {', '.join(handles(module)) or 'none'}."
+        raise UserError(f"calls {path}, and there is neither a model nor a module {first}.{hint}")
+    return object_at(path, f"calls {path}")

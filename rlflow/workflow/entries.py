@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.constructor import SafeConstructor
 
-from rlflow.config_errors import config_file, options
+from rlflow.config.layers import Appended, Layer, Text
+from rlflow.config.reading import composed, constructed
 from rlflow.dag.entry import Entry, Place
 from rlflow.dag.node import place
 from rlflow.dag.problems import GraphError, Problem
-from rlflow.errors import UserError, did_you_mean, one_line
+from rlflow.errors import UserError, did_you_mean
 
 NODES = "nodes"
 NOTHING = type(None)
@@ -21,7 +20,6 @@ KEYS: Mapping[str, tuple[tuple[type, ...], str]] = {  # of an entry: the types o
     "id": ((str,), "a name"),
     "role": ((str, NOTHING), "the name of a model, `rollout`, or null"),
     "type": ((str, NOTHING), "`train`, `filter` or null"),
-    "rows": ((str, NOTHING), "`samples`, `batch` or null"),
     "generates": ((str, list), "the name of a language model, or a list of them"),
     "uses": ((str, list, NOTHING), "the name of a frozen model, a list of them, or null"),
     "dependencies": ((list, dict), "a list of values, or a mapping of parameters to values"),
@@ -32,7 +30,7 @@ KEYS: Mapping[str, tuple[tuple[type, ...], str]] = {  # of an entry: the types o
 }
 
 
-def read_entries(arguments: Sequence[str]) -> tuple[Entry, ...]:
+def read_entries(layers: Sequence[Layer]) -> tuple[Entry, ...]:
     """What the configs and options of a command line write of nodes, in the order in which ids are first written.
 
     A later config's entry with a `call` stands in the place of an earlier one of its id; one without changes the keys
@@ -43,7 +41,7 @@ def read_entries(arguments: Sequence[str]) -> tuple[Entry, ...]:
     """
     found: dict[str, Entry] = {}
     problems: list[Problem] = []
-    for file, section in _layers(arguments):
+    for file, section in _sections(layers):
         layer: dict[str, Entry] = {}
         for item in _items(section, file, problems):
             entry = _entry(item, file, problems)
@@ -59,54 +57,50 @@ def read_entries(arguments: Sequence[str]) -> tuple[Entry, ...]:
     return tuple(found.values())
 
 
-def as_yaml(entries: Sequence[Entry]) -> str:
-    """The entries in one line, as one config would write them."""
-    written = [{"id": entry.id, **entry.keys} for entry in entries]
-    return yaml.safe_dump(written, default_flow_style=True, sort_keys=False, width=2**31).strip()
+def as_written(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """The entries as one config would write them."""
+    return [{"id": entry.id, **entry.keys} for entry in entries]
 
 
-def _layers(arguments: Sequence[str]) -> Iterator[tuple[str, yaml.Node]]:
+def _sections(layers: Sequence[Layer]) -> Iterator[tuple[str, yaml.Node]]:
     """What each config and option says of nodes, and the name of that config or option."""
-    for name, value in options(arguments):
-        if name == "config":
-            config_file(value)  # or say what is wrong with it
-            root = yaml.compose(Path(value).read_text(encoding="utf-8"), yaml.SafeLoader)
-            entries = root.value if isinstance(root, yaml.MappingNode) else ()
-            yield from ((value, section) for key, section in entries if key.value == NODES)
-        elif name == NODES:
-            yield f"--{name}", _composed(name, value)
-        elif name.startswith(f"{NODES}."):
-            yield f"--{name}", _composed(name, _nested(name, value))
+    for layer in layers:
+        if isinstance(layer.node, yaml.MappingNode):
+            yield from ((layer.source, section) for key, section in layer.node.value if key.value == NODES)
+        elif NODES in layer.tree:
+            yield layer.source, composed(_whole(layer.tree[NODES]), f"`{layer.source}`")
 
 
-def _nested(path: str, value: str) -> str:
-    """A list of the one entry that an option such as `nodes.a.parameters.x` changes."""
-    _, node, *keys = path.split(".")
+def _whole(value: Any) -> str:
+    """An option's text as a list of entries: `nodes.a.parameters.x` changes one of them."""
+    if isinstance(value, Text):
+        return value.text
+    if isinstance(value, Appended):
+        raise UserError(f"`--{NODES}+` adds to a list, and nodes are added as they are; write `--{NODES}`")
+    (node, value), keys = next(iter(value.items())), []
+    while isinstance(value, dict):
+        key, value = next(iter(value.items()))
+        keys.append(key)
+    if isinstance(value, Appended):
+        raise UserError(f"`--{NODES}.{node}+` adds to a list, and that is none; leave `+` out")
+    text = value.text
     for key in reversed(keys[1:]):
-        value = f"{{{key}: {value}}}"
-    return f"[{{id: {node}, {keys[0]}: {value}}}]" if keys else f"[{value}]"
-
-
-def _composed(option: str, text: str) -> yaml.Node:
-    try:
-        found = yaml.compose(text, yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise UserError(f"`--{option}` is not YAML ({one_line(error)}); mend it") from error
-    return found or yaml.ScalarNode("tag:yaml.org,2002:null", "")
+        text = f"{{{key}: {text}}}"
+    return f"[{{id: {node}, {keys[0]}: {text}}}]" if keys else f"[{text}]"
 
 
 def _items(section: yaml.Node, file: str, problems: list[Problem]) -> list[yaml.Node]:
     if isinstance(section, yaml.SequenceNode):
         return list(section.value)
     if section.value not in ("", "null", "~"):
-        text = f"`{NODES}` is {_constructed(section)!r:.80}; write a list, each node as `- id: ...`"
+        text = f"`{NODES}` is {constructed(section, f'`{NODES}`')!r:.80}; write a list, each node as `- id: ...`"
         problems.append(Problem(*_place(section, file), text))
     return []
 
 
 def _entry(item: yaml.Node, file: str, problems: list[Problem]) -> Entry | None:
     """One entry; None where it cannot be told which node it is of."""
-    values = _constructed(item)
+    values = constructed(item, f"an entry of `{NODES}`")
     if not isinstance(values, dict) or not isinstance(values.get("id"), str):
         found = f"an entry of `{NODES}` is {values!r:.80}, without the name of a node"
         problems.append(Problem(*_place(item, file), f"{found}. Write `- id: ...`"))
@@ -124,10 +118,6 @@ def _entry(item: yaml.Node, file: str, problems: list[Problem]) -> Entry | None:
         if not isinstance(value, types) or not of_names:
             problems.append(entry.problem(f"has the `{key}` {value!r:.80}. Give {called}", key))
     return entry
-
-
-def _constructed(node: yaml.Node) -> Any:
-    return SafeConstructor().construct_document(node)
 
 
 def _places(item: yaml.Node, file: str, above: str = "") -> Iterator[tuple[str, Place]]:

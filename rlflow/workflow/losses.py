@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rlflow.functional import Importance, KLEstimator, kl_estimate, ppo_clip_loss, ppo_is_clipped
+from functools import partial
+
+from rlflow.functional import Importance, KLEstimator, kl_estimate, policy_objective, ppo_clip_loss, ppo_is_clipped
 from rlflow.models.causal_lm import CausalLM
 from rlflow.module import RLModule
 from rlflow.values.cuts import PerSample, PerToken
@@ -42,19 +44,10 @@ def policy_loss(
         kl_kind: Its estimator; k3-ratio has the gradient of KL, see `rlflow.functional.kl_estimate`.
         entropy_coef: Weight of the entropy bonus.
     """
-    mask, clips = rollout.loss_mask, (clip_low, clip_high, dual_clip)
+    mask, sampled, clips = rollout.loss_mask, rollout.logprobs, (clip_low, clip_high, dual_clip)
     logprobs, entropy = actor.score(rollout)
     old = logprobs.detach() if old_logprobs is None else old_logprobs
     self.log("actor/clip_fraction", ppo_is_clipped(logprobs, old, advantages, *clips), mask)
     loss = ppo_clip_loss(logprobs, old, advantages, *clips)
-    if importance is not None:
-        loss = loss * importance.weights(old, rollout.logprobs, mask)
-        self.log("actor/importance_dropped", importance.dropped(old, rollout.logprobs, mask), mask)
-    self.log("actor/entropy", entropy.detach(), mask)
-    if entropy_coef != 0:
-        loss = loss - entropy_coef * entropy
-    if ref_logprobs is None:
-        return loss
-    kl = kl_estimate(logprobs, ref_logprobs, kl_kind, old)
-    self.log("actor/kl", kl.detach(), mask)
-    return loss + kl_coef * kl
+    kl = None if ref_logprobs is None else partial(kl_estimate, logprobs, ref_logprobs, kl_kind, old)
+    return policy_objective(loss, entropy, old, sampled, mask, self.log, importance, entropy_coef, kl, kl_coef)

@@ -17,7 +17,6 @@ class Workflow(RLModule):
         reward: What scores a response, for nodes that call `reward_function`.
         group_size: Responses to each prompt, which `generate` samples unless a node says otherwise.
         max_response_length: Tokens after which a response is cut.
-        temperature: Of sampling; that of every `CausalLM` of the config.
         stop_token_ids: Tokens that end a response beside those of the model and its tokenizer.
         mask_truncated: Leave responses that were cut out of losses; they stay in their group's baseline.
         loss_aggregation: How per-token losses become one number.
@@ -27,7 +26,6 @@ class Workflow(RLModule):
     reward: Reward | None = None
     group_size: int = 1
     max_response_length: int = 256
-    temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     mask_truncated: bool = False
     loss_aggregation: Aggregation = "token-mean"

@@ -17,7 +17,7 @@ from rlflow.values.layout import Layout
 _SIZE = torch.int64.itemsize
 
 
-def told(space: RowSpace) -> Tensor:
+def space_to_message(space: RowSpace) -> Tensor:
     """The rows, and where they lie in every layout that cannot be worked out from them, as uint8."""
     known = {space.home[0]: space.home[1]} | space.dealt
     layouts = [[asdict(layout), [len(rows) for rows in dealt.shards]] for layout, dealt in known.items()]
@@ -29,8 +29,8 @@ def told(space: RowSpace) -> Tensor:
     return torch.cat([body[:_SIZE], to_message(header), body[_SIZE:]])
 
 
-def heard(message: Tensor, name: str, *, seed: int, step: int, balance: Balance) -> RowSpace:
-    """The space that `told` wrote, the same as at the teller's.
+def space_from_message(message: Tensor, name: str, *, seed: int, step: int, balance: Balance) -> RowSpace:
+    """The space that `space_to_message` wrote, the same as at the sender's.
 
     Args:
         message: Bytes.

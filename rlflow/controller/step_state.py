@@ -1,4 +1,4 @@
-"""From a step under way to rows and values that can be kept, and back into another step."""
+"""From a step in progress to rows and values that can be kept, and back into another step."""
 
 from __future__ import annotations
 
@@ -60,12 +60,11 @@ class Keeping:
             layout, space = self._layouts[name], self._graph.space_of(name)
             if space in now.spaces:
                 rows = now.buffer.get(name, layout) if self._rank in layout.ranks else None
-                values[name] = KeptValue(self._graph.type_of(name), space, layout, now.lengths_of(name, space), rows)
+                values[name] = KeptValue(self._graph.type_of(name), space, layout, rows)
         return Kept(self._rank, {name: now.spaces[name] for name in self._spaces if name in now.spaces}, values)
 
     def empty(self) -> Kept:
         """All of them, without rows."""
-        none = torch.empty(0, dtype=torch.int64)
         layouts = {name: self._layouts[name] for name in self._spaces}
         spaces = {
             name: RowSpace.of_shards(name, layout, [_no_rows(len(levels))] * layout.shards, above=levels[:-1] or ROOT)
@@ -73,7 +72,7 @@ class Keeping:
             if (levels := self._graph.levels(name))
         }
         values = {
-            name: KeptValue(self._graph.type_of(name), self._graph.space_of(name), self._layouts[name], none, None)
+            name: KeptValue(self._graph.type_of(name), self._graph.space_of(name), self._layouts[name], None)
             for name in self._values
         }
         return Kept(self._rank, spaces, values)
@@ -83,9 +82,7 @@ class Keeping:
         for name, space in kept.spaces.items():
             now.spaces[name] = space.at(seed=self._seed, step=now.step, balance=self._balance)
         for name, value in kept.values.items():
-            if name in self._graph.nodes and self._graph.nodes[name].samples_in_place:
-                now.lengths[name] = value.lengths
-            now.buffer.put(name, value.rows, value.annotation, now.spaces[value.space], value.layout, value.lengths)
+            now.buffer.put(name, value.rows, value.annotation, now.spaces[value.space], value.layout)
 
 
 def _no_rows(depth: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorRange:
     """A contiguous range of a flattened tensor, on the rank that holds it.
 
     Attributes:

@@ -1,0 +1,112 @@
+"""Grades of a frozen language model of the run as rewards: LLM-as-a-judge, arXiv 2306.05685; RLAIF, 2309.00267."""
+
+from dataclasses import dataclass, field
+from inspect import isfunction, signature
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+
+from rlflow import CausalLM, Each, PerSample, RLModule, Rollout, UserError, Written, node
+from rlflow.rewards import Rubric
+
+OnTooLong = Literal["raise", "zero"]
+
+
+@dataclass(eq=False)
+class Judged(RLModule):
+    """Adds the grade that a frozen model of the run gives a response to its reward; a base beside an algorithm:
+
+        @dataclass(eq=False)
+        class JudgedGRPO(Judged, GRPO): ...
+
+    For algorithms whose rewards read `model_scores`. The judge reads the rubric's question in the dataset's chat
+    template, by the actor's tokenizer, and says the likeliest tokens. A verdict without readable grades is worth 0, and
+    counted.
+
+    Args:
+        judge: Grades; it is not trained.
+        rubric: What it is asked, and how its grades are read.
+        judge_length: Tokens of a verdict, at most; no more than `max_response_length`.
+        judge_coef: Weight of the score, which is from 0 to 1.
+        on_too_long: What becomes of a response whose question is longer than `data.max_prompt_length`: `raise` ends the
+            run, `zero` does not ask the judge and gives it 0, counted as `verdict/too_long`.
+    """
+
+    judge: CausalLM = field(kw_only=True)
+    rubric: Rubric = field(default_factory=Rubric, kw_only=True)
+    judge_length: int = field(default=128, kw_only=True)
+    judge_coef: float = field(default=1.0, kw_only=True)
+    on_too_long: OnTooLong = field(default="raise", kw_only=True)
+
+    learns_from_scores: ClassVar[bool] = False  # of the verifier; the judge will do
+
+    def __post_init__(self) -> None:
+        self._check_judged()
+        super().__post_init__()
+        if getattr(self, "reward_model", None) is not None:
+            raise UserError(
+                "`reward_model` and `judge` are set, and what a model says of a response is one number; leave one out"
+            )
+        vars(self).pop("model_scores", None)  # which nobody else gives
+
+    def _check_judged(self) -> None:
+        """Refuse what the judge's grades would not reach, or not in full."""
+        name, longest = type(self).__name__, getattr(self, "max_response_length", None)
+        if hasattr(self, "greedy_model_scores"):
+            raise UserError(
+                f"{name} has greedy responses, which `judge` would not grade; take another algorithm, such as RLOO"
+            )
+        # `outcome` and `scored` are what nodes call
+        methods = (getattr(type(self), each) for each in dir(type(self)) if each not in ("outcome", "scored"))
+        if not any("model_scores" in signature(each).parameters for each in methods if isfunction(each)):
+            raise UserError(f"no node of {name} reads `model_scores`, which `judge` gives; take one that does: GRPO")
+        if longest is not None and self.judge_length > longest:
+            raise UserError(
+                f"`judge_length` is {self.judge_length}, and `max_response_length` {longest}, the most that engines"
+                " write; lower the one or raise the other"
+            )
+        if self.on_too_long not in get_args(OnTooLong):
+            raise UserError(f"`on_too_long` is {self.on_too_long!r}; give one of {', '.join(get_args(OnTooLong))}")
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.judge.only_scores()
+
+    @node(generates="judge")
+    def verdict(self, rollout: Rollout) -> Rollout:
+        asked = rollout.as_prompts(self.asked)
+        rollout = self.judge.generate(asked, temperature=0.0, max_new_tokens=self.judge_length)
+        return rollout
+
+    @node
+    def grades(self, verdict: Written) -> PerSample:
+        shares = [self.rubric.shares(text) for text in verdict.texts]
+        readable = torch.tensor([bool(each) for each in shares], device=verdict.lengths.device)
+        self.log("verdict/readable", readable.float())
+        for criterion in self.rubric.criteria:
+            given = torch.tensor([each.get(criterion, 0.0) for each in shares], device=verdict.lengths.device)
+            self.log(f"verdict/{criterion}", given)
+        scores = [self.rubric.score(each) if each else 0.0 for each in shares]
+        return torch.tensor(scores, dtype=torch.float32, device=verdict.lengths.device)
+
+    @node
+    def model_scores(self, rollout: Written, grades: Each[PerSample]) -> PerSample:
+        self.log("verdict/too_long", (grades.counts == 0).float())
+        return self.judge_coef * grades.mean()
+
+    def asked(self, text: str, row: dict[str, Any]) -> list[int] | None:
+        """The judge's prompt for a response; None where it is not asked.
+
+        Raises:
+            UserError: The prompt is too long, where that ends the run.
+        """
+        question, longest = self.tokens(self.rubric.question(text, row)), self.longest_prompt
+        if longest is None or len(question) <= longest:
+            return question
+        if self.on_too_long == "raise":
+            raise UserError(
+                f"the judge's question about a response is {len(question)} tokens long, and `data.max_prompt_length` is"
+                f" {longest}, for which memory is planned; raise it, shorten `rubric.prompt` or `max_response_length`,"
+                " or set `on_too_long` to zero"
+            )
+        return None

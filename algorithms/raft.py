@@ -1,0 +1,67 @@
+"""Best-of-n distillation as RAFT, arXiv 2304.06767, does it: train on the best of each prompt's responses."""
+
+from dataclasses import dataclass
+
+from rlflow import (
+    Batch,
+    CausalLM,
+    Each,
+    Grouped,
+    Grown,
+    MaskedTokens,
+    PerSample,
+    PerToken,
+    Reward,
+    RLModule,
+    Rollout,
+    UserError,
+    Written,
+    node,
+)
+from rlflow.functional import Aggregation
+
+
+@dataclass(eq=False)
+class RAFT(RLModule):
+    """loss_t = -log pi(y_t | x, y_<t) of the response y that is worth most of `group_size` to x.
+
+    A prompt whose responses are all worth the same is left out: none of them is the best.
+
+    Args:
+        actor: The policy.
+        reward: What scores a response.
+        group_size: Responses to each prompt, of which one is kept.
+        max_response_length: Tokens after which a response is cut.
+        loss_aggregation: How per-token losses become one number.
+    """
+
+    actor: CausalLM
+    reward: Reward
+    group_size: int = 8
+    max_response_length: int = 256
+    loss_aggregation: Aggregation = "token-mean"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.group_size < 2:
+            raise UserError(f"`group_size` is {self.group_size}; the best is chosen of at least 2. Raise it")
+
+    @node(generates="actor")
+    def rollout(self, batch: Batch) -> Rollout:
+        rollout: Rollout = self.actor.generate(batch, n=self.group_size)
+        return rollout
+
+    @node
+    def rewards(self, rollout: Written) -> PerSample:
+        return self.reward_function(rollout)
+
+    @node
+    def best(self, batch: Grouped, rollout: Each[Rollout], rewards: Each[PerSample]) -> Grown[Rollout]:
+        differ = rewards.max() > rewards.min()  # [B] prompts
+        self.log("best/share", differ.float())
+        self.log("best/reward", rewards.max())
+        return rollout.values.take(rewards.argmax()[differ])
+
+    @node(role="actor", type="train")
+    def actor_loss(self, best: MaskedTokens) -> PerToken:
+        return -self.actor.logprobs(best)

@@ -1,0 +1,50 @@
+"""On-policy self-distillation: OPSD, arXiv 2601.18734, with the moving-average teacher of SDFT, arXiv 2601.19897."""
+
+from dataclasses import dataclass
+
+from rlflow import Batch, CausalLM, MaskedTokens, PerToken, Ragged, Reward, RLModule, Rollout, Sourced, node
+from rlflow.functional import Aggregation
+
+
+@dataclass(eq=False)
+class SelfDistillation(RLModule):
+    """loss_t = KL(pi(. | x, y_<t) || teacher(. | hint of x, y_<t)), over the whole vocabulary, on what pi samples.
+
+    The teacher is the policy itself: the moving average of its weights, and it has read a hint. So no gradient goes to
+    it, and no reward is needed where the dataset has solutions.
+
+    Args:
+        actor: The policy.
+        hint: What the teacher reads in place of the prompt, a template of it and columns of the dataset's row.
+        decay: Of the teacher's average, a step; 0 is the policy of the step before.
+        group_size: Responses to each prompt.
+        max_response_length: Tokens after which a response is cut.
+        loss_aggregation: How per-token losses become one number.
+        reward: What scores a response in validation; None for no validation.
+    """
+
+    actor: CausalLM
+    hint: str = "{prompt} The answer is {answer}."
+    decay: float = 0.99
+    group_size: int = 1
+    max_response_length: int = 256
+    loss_aggregation: Aggregation = "token-mean"
+    reward: Reward | None = None
+
+    def configure_models(self) -> None:
+        self.teacher = self.actor.averaged(self.decay)
+
+    @node(generates="actor")
+    def rollout(self, batch: Batch) -> Rollout:
+        rollout: Rollout = self.actor.generate(batch, n=self.group_size)
+        return rollout
+
+    @node
+    def hinted(self, batch: Sourced) -> Ragged:
+        return self.prompts(batch.rows, self.hint)
+
+    @node(role="actor", type="train", uses="teacher")
+    def actor_loss(self, rollout: MaskedTokens, hinted: Ragged) -> PerToken:
+        kl = self.actor.kl(rollout, self.teacher, given=hinted)
+        self.log("actor/teacher_kl", kl.detach(), rollout.loss_mask)
+        return kl

@@ -1,0 +1,114 @@
+"""Self-play of two policies, one of which asks what the other answers: R-Zero, arXiv 2508.05004, with a checker."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from rlflow import (
+    Batch,
+    CausalLM,
+    Each,
+    Grouped,
+    MaskedTokens,
+    PerSample,
+    PerToken,
+    Reward,
+    RLModule,
+    Rollout,
+    UserError,
+    Written,
+    node,
+)
+from rlflow.functional import Aggregation, group_normalized_advantages
+
+
+@dataclass(eq=False)
+class SelfPlay(RLModule):
+    """A question is worth 1 - 2 |p - 1/2|, where p is the share of its answers that are right; an answer its reward.
+
+    Both policies take a step of the policy gradient with group-relative advantages: questions beside others to their
+    prompt, answers beside others to their question. R-Zero takes the solver's majority for the truth; here the reward
+    checks, so a question that nobody can solve, or that is none, is worth nothing.
+
+    Args:
+        solver: Answers, to the dataset's prompts too, in validation.
+        proposer: Asks.
+        reward: What scores an answer, from 0 to 1, by the question in the row's `column`.
+        ask: What the proposer reads, a template of the dataset's prompt and columns of its row.
+        column: Where the question stands in the row, for the reward; dots step into it.
+        questions: Of each prompt.
+        answers: To each question.
+        max_response_length: Tokens after which a question or an answer is cut.
+        loss_aggregation: How per-token losses become one number.
+    """
+
+    solver: CausalLM
+    proposer: CausalLM
+    reward: Reward
+    ask: str = "{prompt}"
+    column: str = "question"
+    questions: int = 4
+    answers: int = 8
+    max_response_length: int = 256
+    loss_aggregation: Aggregation = "token-mean"
+
+    unclipped: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, count in {"questions": self.questions, "answers": self.answers}.items():
+            if count < 2:
+                raise UserError(f"`{name}` is {count}; group-relative advantages need at least 2. Raise it")
+        self.group_size = self.questions * self.answers
+
+    @node(generates="proposer")
+    def question(self, batch: Batch) -> Rollout:
+        prompts = replace(batch, prompt_ids=self.prompts(batch.rows, self.ask))
+        rollout: Rollout = self.proposer.generate(prompts, n=self.questions)
+        return rollout
+
+    @node(generates="solver")
+    def answer(self, question: Rollout) -> Rollout:
+        prompts = question.as_prompts(lambda text, row: self.tokens(text or "?"))
+        posed = [_with(row, self.column, text) for row, text in zip(question.rows, question.texts, strict=True)]
+        rollout: Rollout = self.solver.generate(replace(prompts, rows=posed), n=self.answers)
+        return rollout
+
+    @node
+    def solved(self, answer: Written) -> PerSample:
+        return self.reward_function(answer)
+
+    @node
+    def worth(self, question: Grouped, solved: Each[PerSample]) -> PerSample:
+        worth = 1 - (2 * solved.mean() - 1).abs()
+        self.log("proposer/worth", worth)
+        return worth
+
+    @node
+    def question_advantages(self, question: Grouped, worth: PerSample) -> PerSample:
+        return group_normalized_advantages(worth, question.group)
+
+    @node
+    def answer_advantages(self, answer: Grouped, solved: PerSample) -> PerSample:
+        return group_normalized_advantages(solved, answer.group)
+
+    @node(role="proposer", type="train")
+    def proposer_loss(self, question: MaskedTokens, question_advantages: PerSample) -> PerToken:
+        return -question_advantages[:, None] * self.proposer.logprobs(question)
+
+    @node(role="solver", type="train")
+    def solver_loss(self, answer: MaskedTokens, answer_advantages: PerSample) -> PerToken:
+        return -answer_advantages[:, None] * self.solver.logprobs(answer)
+
+
+def _with(row: dict[str, Any], path: str, text: str) -> dict[str, Any]:
+    """The row with this text in the column of that name, or at the dotted path."""
+    first, _, rest = path.partition(".")
+    if path in row or not rest:
+        return {**row, path: text}
+    within = row.get(first, {})
+    if not isinstance(within, dict):
+        raise UserError(
+            f"`column` steps by `{path}` into `{first}`, which is {within!r:.60} in a row, and no columns; name the"
+            " column that the reward reads the question from"
+        )
+    return {**row, first: _with(within, rest, text)}

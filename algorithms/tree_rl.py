@@ -1,0 +1,81 @@
+"""Responses that branch where the policy is least sure, with advantages by subtree: TreeRL, arXiv 2506.11902."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.nn.functional import pad
+
+from rlflow import Batch, Each, Grouped, Masked, PerSample, PerToken, Rollout, Sampled, UserError, node
+
+from .policy_gradient import PolicyGradient
+
+
+@dataclass(eq=False)
+class TreeRL(PolicyGradient):
+    """A(s) = [V(s) - V(root)] + [V(s) - V(parent of s)],    V(s) = mean V of the children of s, of a leaf its reward.
+
+    The root is a prompt, below it are trunks, and each forks once into `branches` leaves. A trunk that has ended before
+    it forks has fewer leaves, all alike, and counts at the root as much as any other. Tokens before the fork have
+    their trunk's advantage, those behind it the leaf's. TreeRL weighs a step by 1 / sqrt(its leaves), since it trains
+    it once in each of them; here a token that leaves share is trained once, and needs no weight.
+
+    Args:
+        group_size: Leaves of each prompt, on `group_size / branches` trunks.
+        branches: Leaves of each trunk; the trunk itself, to its end, is one of them.
+        trunk_tokens: Tokens after which a trunk forks; None for before the token that was least likely when it was
+            sampled, TreeRL's measure of what the policy is unsure of.
+    """
+
+    group_size: int = 8
+    branches: int = 2
+    trunk_tokens: int | None = None
+
+    compares_group: ClassVar[bool] = True
+    unused: ClassVar[tuple[str, ...]] = ("environment",)  # which would have to go on from where a trunk forks
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.branches < 2:
+            raise UserError(f"`branches` is {self.branches}; a trunk that forks has at least 2 leaves. Raise it")
+        if self.group_size % self.branches:
+            raise UserError(
+                f"`group_size` is {self.group_size} and `branches` is {self.branches}; each trunk has as many leaves,"
+                " so make `group_size` a multiple"
+            )
+
+    @node(generates="actor")
+    def trunk(self, batch: Batch) -> Rollout:
+        rollout: Rollout = self.actor.generate(
+            batch, n=self.group_size // self.branches, max_new_tokens=self.trunk_tokens
+        )
+        return rollout
+
+    @node
+    def fork(self, trunk: Sampled) -> PerSample:
+        if self.trunk_tokens is not None:
+            return trunk.lengths
+        places = torch.arange(trunk.logprobs.shape[1], device=trunk.lengths.device)
+        logprobs = trunk.logprobs.masked_fill(places >= trunk.lengths[:, None], torch.inf)
+        return pad(logprobs, (0, 1), value=torch.inf).argmin(dim=1)
+
+    @node(generates="actor")
+    def rollout(self, trunk: Rollout, fork: PerSample) -> Rollout:
+        whole: Rollout = self.actor.generate(trunk)
+        return whole.concat(self.actor.generate(trunk.cut(fork), n=self.branches - 1))
+
+    @node
+    def value(self, trunk: Grouped, rewards: Each[PerSample]) -> PerSample:
+        return rewards.mean()
+
+    @node
+    def root_value(self, batch: Grouped, value: Each[PerSample]) -> PerSample:
+        return value.mean()
+
+    @node
+    def advantages(
+        self, rollout: Masked, fork: PerSample, rewards: PerSample, value: PerSample, root_value: PerSample
+    ) -> PerToken:
+        places = torch.arange(rollout.loss_mask.shape[1], device=rewards.device)
+        shared = places < fork[:, None]  # [B, T]
+        return torch.where(shared, 2 * (value - root_value)[:, None], (2 * rewards - root_value - value)[:, None])

@@ -1,0 +1,318 @@
+"""`ConversationRunner`: the conversations of a node's rows on this rank, their environments, players and seeds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import starmap
+from typing import Any
+
+import torch
+
+from rlflow.controller.environment_hosts import EnvironmentHosts
+from rlflow.databuffer.transport import Transport
+from rlflow.environments.conversation_format import ConversationFormat
+from rlflow.environments.environment import Environment
+from rlflow.environments.environment_calls import EnvironmentCalls, SharedCalls
+from rlflow.environments.environment_session import EnvironmentSession
+from rlflow.environments.game_session import GameSession
+from rlflow.environments.session import Session
+from rlflow.rollout.children import Children, Earlier
+from rlflow.rollout.conversation import Conversation
+from rlflow.rollout.conversation_loop import ConversationLoop, ConversationSteps, TurnQueue
+from rlflow.rollout.conversation_rows import from_rollout, to_rollout
+from rlflow.rollout.conversation_times import ConversationTimes
+from rlflow.rollout.conversation_turns import Rules, converse
+from rlflow.rollout.engine import RolloutEngine, Sampling
+from rlflow.rollout.game_turns import play_game
+from rlflow.rollout.group_rewards import add_group_rewards
+from rlflow.rollout.responses import Part, require_continued
+from rlflow.values.columns import to_device
+from rlflow.values.ending import Ending
+from rlflow.values.layout import Layout
+from rlflow.values.path import RowPath
+from rlflow.values.rollout import Rollout
+
+BEFORE = -1  # the turn whose seed is the environment's: it draws before the policy's first
+ROUND_S = 5.0  # after which ranks that share an engine are told that no environment has answered yet
+
+
+@dataclass(frozen=True)
+class ConverseCall:
+    """A call of `converse`.
+
+    Attributes:
+        draw: How often prompts were drawn before.
+        node: The node that calls.
+        policy: Whose conversations they are.
+        versions: Of the policies that take turns.
+        layout: Of the node.
+        players: Who plays a seat in the policy's place, by the seat's name: another policy, and its temperature.
+        rows_of: The numbers in the dataset of prompts, by their ids.
+        part: Of conversations that may be cut off, how far they get; None for whole ones.
+    """
+
+    draw: int
+    node: str
+    policy: str
+    versions: Mapping[str, int]
+    layout: Layout
+    players: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    rows_of: Callable[[torch.Tensor], torch.Tensor] = lambda ids: ids
+    part: Part | None = None
+
+
+class ConversationRunner:
+    """Runs the conversations of nodes, and of validation.
+
+    Args:
+        conversation_format: How the model writes them.
+        decode: Token ids to text.
+        dtype: Of log-probabilities and rewards.
+        seed: Of the run.
+        transport: To the ranks that share an engine.
+    """
+
+    def __init__(
+        self,
+        conversation_format: ConversationFormat,
+        decode: Callable[[Sequence[int]], str],
+        dtype: torch.dtype,
+        seed: int,
+        transport: Transport,
+    ) -> None:
+        self._format = conversation_format
+        self._decode = decode
+        self._dtype = dtype
+        self._seed = seed
+        self._transport = transport
+        self._hosts = EnvironmentHosts()
+
+    def run(
+        self,
+        engines: Mapping[str, RolloutEngine],
+        environment: Environment,
+        rows: Sequence[dict[str, Any]],
+        parents: RowPath,
+        n: int,
+        sampling: Sampling,
+        call: ConverseCall,
+        earlier: Earlier | None = None,
+    ) -> tuple[Rollout, list[Conversation], ConversationTimes]:
+        """`n` conversations from each prompt, in consecutive rows; of games a row for each seat of the policy.
+
+        Args:
+            engines: By policy; each holds the weights of its version.
+            environment: What answers.
+            rows: The dataset's rows, `B`.
+            parents: The path of each.
+            n: Conversations from each.
+            sampling: Of a whole conversation; a turn may be shorter, as the environment says.
+            call: The node, and the versions of its policies.
+            earlier: What the node made of each row before; nothing where None.
+        """
+        seats = environment.seats_of(call.policy, {seat: policy for seat, (policy, _) in call.players.items()})
+        children = Children.of(parents, torch.full((len(parents),), n * len(seats)), call.node, earlier)
+        of_all = [rows[i] for i in children.parent.tolist()]
+        places = call.rows_of(parents.root)[children.parent].tolist()
+        at_once = environment.workers or max(1, len(of_all))
+        calls = EnvironmentCalls(environment.calls_at_once, self._shared(call.layout), environment.workers is not None)
+        rules = self._rules(environment, sampling.max_tokens, call)
+        of_dataset = list(zip(places, of_all, strict=True))
+        begun = self._begun(environment, of_dataset, children.path, call.part)
+        results: dict[int, list[Conversation]] = {row: [each] for row, each in begun.items() if each.was_over}
+        open_rows = [row for row in range(0, len(of_all), len(seats)) if row not in results]
+        each = (
+            self._conversation(
+                environment, of_dataset[row], partial(self._seed_of, children, row), rules, call, begun.get(row)
+            )
+            for row in open_rows
+        )
+        times, started = ConversationTimes(), time.perf_counter()
+        queues = self._queues(engines, environment, of_all, sampling, call)
+        try:
+            games = ConversationLoop[list[Conversation]](queues, calls, environment.lockstep).run(
+                starmap(times.timed, enumerate(each)), at_once
+            )
+            results |= zip(open_rows, games, strict=True)
+            conversations = [view for row in sorted(results) for view in results[row]]
+            seed = partial(self._seed_of, children, seat="", turn=BEFORE, draw=call.draw)
+            groups = self._groups(environment, conversations, children, of_dataset, rules, seed)
+            ConversationLoop[None]({}, calls).run(groups, at_once)
+        except BaseException:
+            self._hosts.cancel()
+            raise
+        finally:
+            calls.close()
+        self._hosts.pause()
+        times.idle, times.whole = calls.waited, time.perf_counter() - started
+        version, cut_off = call.versions[call.policy], call.part is not None
+        rollout = to_rollout(conversations, children.path, of_all, version, self._decode, self._dtype, cut_off)
+        return rollout, conversations, times
+
+    def close(self) -> None:
+        """End the processes of environments."""
+        self._hosts.close()
+
+    def _begun(
+        self, environment: Environment, rows: Sequence[tuple[int, dict[str, Any]]], path: RowPath, part: Part | None
+    ) -> dict[int, Conversation]:
+        """The conversations that were cut off, and those beside them that were over, by row."""
+        if part is None or part.begun is None:
+            return {}
+        there: Rollout = to_device(part.begun, torch.device("cpu"))
+        require_continued(there.path, path)
+        begun = {}
+        for row, (place, of_row) in enumerate(rows[: len(there.path)]):
+            definition, idle = environment.definition_of(of_row), environment.host()  # which never starts
+            session = EnvironmentSession(definition, idle, of_row, place=place)
+            begun[row] = from_rollout(there, row, session, self._format.bridge(definition))
+        return begun
+
+    def _conversation(
+        self,
+        environment: Environment,
+        of_dataset: tuple[int, dict[str, Any]],
+        seed_of: Callable[[str, int, int], int],
+        rules: Rules,
+        call: ConverseCall,
+        begun: Conversation | None,
+    ) -> ConversationSteps[list[Conversation]]:
+        """From its beginning or from where it was cut off: the views of the policy itself.
+
+        Args:
+            environment: What answers.
+            of_dataset: Its row, and the number of that.
+            seed_of: The seed of a seat's turn, of a conversation that began at this draw.
+            rules: How it goes.
+            call: The node, and the versions of its policies.
+            begun: As far as it got; None where it begins.
+        """
+        place, row = of_dataset
+        definition = environment.definition_of(row)
+        if definition.seats:
+
+            def seed_now(seat: str, turn: int) -> int:
+                return seed_of(seat, turn, call.draw)
+
+            return (yield from self._game(environment, of_dataset, seed_now, rules, call))
+        bridge, prompt = self._format.bridge(definition), self._format.messages(row)
+        draw = call.draw if begun is None else begun.draw
+        key = seed_of("", BEFORE, draw)
+        anew = begun is not None and begun.state is None and not self._hosts.waits(key)
+        begun = None if anew else begun
+        host = self._hosts.take(environment, key)
+        open_turn = begun.turns - 1 if begun is not None and begun.turn_open else None
+        made = 0 if begun is None else begun.calls
+        session = Session(definition, host, row, environment.max_tool_calls, key, place, made)
+
+        def seed_of_turn(turn: int) -> int:
+            """What follows of an open turn is sampled with other noise than its beginning."""
+            return seed_of("", turn, call.draw if turn == open_turn else draw)
+
+        if begun is not None:
+            begun.session = session
+        conversation = yield from converse(session, bridge, prompt, row, seed_of_turn, rules, begun)
+        conversation.draw, conversation.begun_anew = draw, anew
+        if conversation.ended is None and conversation.state is None:
+            self._hosts.keep(key, host)
+        else:
+            self._hosts.give_back(environment, host)
+        return [conversation]
+
+    def _game(
+        self,
+        environment: Environment,
+        of_dataset: tuple[int, dict[str, Any]],
+        seed_of: Callable[[str, int], int],
+        rules: Rules,
+        call: ConverseCall,
+    ) -> ConversationSteps[list[Conversation]]:
+        (place, row), key = of_dataset, seed_of("", BEFORE)
+        definition = environment.definition_of(row)
+        bridge, prompt = self._format.bridge(definition), self._format.messages(row)
+        policies = {seat: call.players.get(seat, (call.policy, 0.0))[0] for seat in definition.seats}
+        of_seats = {seat: replace(rules, policy=policy) for seat, policy in policies.items()}
+        host = self._hosts.take(environment, key)
+        views = yield from play_game(
+            GameSession(definition, host, row, key, place), bridge, prompt, row, seed_of, of_seats
+        )
+        self._hosts.give_back(environment, host)
+        return [view for seat, view in views.items() if policies[seat] == call.policy]
+
+    def _groups(
+        self,
+        environment: Environment,
+        conversations: Sequence[Conversation],
+        children: Children,
+        rows: Sequence[tuple[int, dict[str, Any]]],
+        rules: Rules,
+        seed_of: Callable[[int], int],
+    ) -> Iterator[ConversationSteps[None]]:
+        """Of each prompt's conversations that are all over, what the environment gives them as a whole."""
+        groups: dict[int, list[int]] = {}
+        for place, parent in enumerate(children.parent.tolist()):
+            if environment.definition_of(rows[place][1]).rewards_groups:
+                groups.setdefault(parent, []).append(place)
+        for places in groups.values():
+            if any(conversations[place].ended is None for place in places):
+                continue
+            group = [conversations[place] for place in places if conversations[place].ended != Ending.FAILED]
+            if group:
+                yield self._group(environment, group, rows[places[0]], rules, seed_of(places[0]))
+
+    def _group(
+        self,
+        environment: Environment,
+        group: Sequence[Conversation],
+        of_dataset: tuple[int, dict[str, Any]],
+        rules: Rules,
+        seed: int,
+    ) -> ConversationSteps[None]:
+        host, (place, row) = self._hosts.take(environment, seed), of_dataset
+        session = EnvironmentSession(environment.definition_of(row), host, row, seed, place)
+        yield from add_group_rewards(session, group, row, rules)
+        self._hosts.give_back(environment, host)
+
+    def _queues(
+        self,
+        engines: Mapping[str, RolloutEngine],
+        environment: Environment,
+        rows: Sequence[dict[str, Any]],
+        sampling: Sampling,
+        call: ConverseCall,
+    ) -> dict[str, TurnQueue]:
+        """The turns of each policy, at its own temperature."""
+        ends = {end: None for row in rows for end in self._format.bridge(environment.definition_of(row)).ends}
+        of_turn = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
+        temperatures = dict(call.players.values()) | {call.policy: sampling.temperature}
+        return {
+            policy: TurnQueue(engine, replace(of_turn, temperature=temperatures[policy]), call.versions[policy])
+            for policy, engine in engines.items()
+        }
+
+    def _seed_of(self, children: Children, row: int, seat: str, turn: int, draw: int) -> int:
+        return children.seed(row, self._seed, draw, turn, seat)
+
+    def _rules(self, environment: Environment, longest: int, call: ConverseCall) -> Rules:
+        return Rules(
+            call.policy,
+            environment.max_turns,
+            self._format.longest_prompt,
+            longest,
+            min(longest, environment.max_turn_length or longest),
+            environment.on_failure,
+            None if call.part is None else call.part.max_tokens,
+        )
+
+    def _shared(self, layout: Layout) -> SharedCalls | None:
+        if layout.copies == 1:
+            return None
+        transport = self._transport
+        peers = layout.peers(layout.shard(transport.rank))
+        limit = transport.timeout
+        seconds = ROUND_S if limit is None else min(ROUND_S, limit.total_seconds() / 4)
+        publishes = layout.publishes(transport.rank)
+        return SharedCalls(publishes, lambda message: transport.gather_bytes(message, peers)[0], seconds)

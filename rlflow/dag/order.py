@@ -1,0 +1,100 @@
+"""The order of execution: by depth, then declaration; what a filter waits for first, training last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from types import MappingProxyType
+
+from rlflow.dag.node import Node
+from rlflow.dag.problems import Problem
+
+
+def block(nodes: Mapping[str, Node]) -> frozenset[str]:
+    """The filter and its ancestors, which repeat until a step is full; empty where there is no filter."""
+    found = {node.id for node in nodes.values() if node.kind == "filter"}
+    todo = sorted(found)
+    while todo:
+        for name in nodes[todo.pop()].needs:
+            if name in nodes and name not in found:
+                found.add(name)
+                todo.append(name)
+    return frozenset(found)
+
+
+def in_order(
+    nodes: Mapping[str, Node], owners: Mapping[str, str] = MappingProxyType({})
+) -> tuple[tuple[Node, ...], list[Problem]]:
+    """The nodes in the order of execution; and the cycles, whose nodes are left out.
+
+    That is by depth, then declaration; a filter and its ancestors before all others, train nodes last. A train node
+    that others come after stands at its depth: after all nodes that use its role, or a moving average of it, and do not
+    come after it, so that these see the weights of the step's start.
+
+    Args:
+        nodes: By name, in the order of declaration.
+        owners: By role that is a moving average: the role that it follows.
+    """
+    needs = {node.id: [name for name in node.needs if name in nodes] for node in nodes.values()}
+    problems = _without_cycles(nodes, needs, "Break the cycle")
+    trained = [nodes[name] for name in needs if nodes[name].kind == "train" and _followed(nodes[name], nodes, needs)]
+    later = {train.id: _descendants(train.id, needs) for train in trained}
+    for train in trained:
+        using = [name for name in needs if _uses(nodes[name], train.role, owners)]
+        needs[train.id] += [name for name in using if name not in later[train.id]]
+    why = "A train node that is read as Trained comes after what uses its role before. Break the cycle"
+    problems += _without_cycles(nodes, needs, why)
+
+    depth: dict[str, int] = {}
+    for name in TopologicalSorter(needs).static_order():
+        depth[name] = 1 + max((depth[needed] for needed in needs.get(name, ())), default=0)
+    first, last = block(nodes), {node.id for node in nodes.values() if node.kind == "train" and node not in trained}
+    order = sorted(needs, key=lambda name: (name in last, name not in first, depth[name]))
+    return tuple(nodes[name] for name in order), problems
+
+
+def _without_cycles(nodes: Mapping[str, Node], needs: dict[str, list[str]], why: str) -> list[Problem]:
+    """Take the nodes of all cycles out of `needs`; what is wrong with them."""
+    problems = []
+    while cycle := _cycle(needs):
+        path = " -> ".join(f"`{name}`" for name in cycle)
+        node = nodes[cycle[0]]
+        problems.append(Problem(node.file, node.line, f"`{node.id}` waits for itself: {path}. {why}"))
+        for name in set(cycle):
+            del needs[name]
+        for name, of in needs.items():
+            needs[name] = [needed for needed in of if needed in needs]
+    return problems
+
+
+def _followed(train: Node, nodes: Mapping[str, Node], needs: Mapping[str, Sequence[str]]) -> bool:
+    return any(train.id in nodes[name].after for name in needs)
+
+
+def _descendants(name: str, needs: Mapping[str, Sequence[str]]) -> set[str]:
+    """What comes after a node, itself included."""
+    found = {name}
+    while more := {other for other, of in needs.items() if other not in found and not found.isdisjoint(of)}:
+        found |= more
+    return found
+
+
+def _uses(node: Node, role: str | None, owners: Mapping[str, str]) -> bool:
+    """Whether a node that does not train calls this model or an average of it.
+
+    What generates may do so with any that is trained.
+    """
+    called = {node.role, *node.uses}
+    called |= {owner for average, owner in owners.items() if average in called}
+    generates = node.kind == "rollout" and (not node.generates or role in node.generates)
+    return node.kind != "train" and (generates or role in called)
+
+
+def _cycle(reads: Mapping[str, Sequence[str]]) -> list[str]:
+    """The nodes of one cycle, each read by the next, the first once more at the end; empty where there is none."""
+    try:
+        TopologicalSorter(reads).prepare()
+    except CycleError as error:
+        cycle: list[str] = error.args[1]
+        return cycle
+    return []

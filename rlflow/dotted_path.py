@@ -1,0 +1,84 @@
+"""What lies at a dotted path that a user wrote: a class, a function, a function of a class."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from rlflow.errors import UserError, did_you_mean, one_line
+
+NOT_FOR_MODELS = ("numpy", "torch")  # libraries that read and write files by their names
+
+
+def object_at(path: str, said: str, known: Iterable[str] = ()) -> Any:
+    """What lies at a path: of the longest part of it that is a module, the rest are attributes.
+
+    Args:
+        path: Such as `my_env.WordGame`.
+        said: How an error begins, the path in it: "`function` is 'my_rewards.brevity'".
+        known: Modules that may be meant where there is none of that name; those beside the config are known.
+
+    Raises:
+        UserError: It is no path, its module is not there or cannot be imported, or has nothing of that name.
+    """
+    names = path.split(".")
+    if len(names) < 2 or not all(each.isidentifier() for each in names):
+        raise UserError(f"{said}, which is no path of a module and a name in it; write module.name")
+    module, rest = _longest_module(names, said, known)
+    found: Any = module
+    where = module.__name__
+    for name in rest:
+        if not hasattr(found, name):
+            hint = did_you_mean(name, dir(found)) or " Check the path"
+            raise UserError(f"{said}, but {where} has no {name}.{hint}")
+        found, where = getattr(found, name), f"{where}.{name}"
+    return found
+
+
+def function_at(path: str, said: str) -> Callable[..., Any]:
+    """The function at a path, which will be called with what a model writes, so none of Python's own.
+
+    Args:
+        path: Such as `my_rewards.brevity`.
+        said: How an error begins, the path in it.
+
+    Raises:
+        UserError: As `object_at`; or it is no function, or one such as `os.system` or `builtins.exec`.
+    """
+    found = object_at(path, said)
+    if not callable(found):
+        raise UserError(f"{said}, which is {found!r:.60} and no function; name one")
+    function = found
+    while isinstance(function, partial):
+        function = function.func
+    library = (getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
+    if library in sys.stdlib_module_names or library in NOT_FOR_MODELS:
+        raise UserError(
+            f"{said}, a function of {library}, and it would be called with what a model writes; name one of your own,"
+            " such as my_module.my_function"
+        )
+    return cast(Callable[..., Any], found)
+
+
+def _longest_module(names: list[str], said: str, known: Iterable[str]) -> tuple[ModuleType, list[str]]:
+    """The module that the first names are, and the names after it."""
+    for length in range(len(names) - 1, 0, -1):
+        name = ".".join(names[:length])
+        try:
+            return import_module(name), names[length:]
+        except UserError:
+            raise
+        except Exception as error:  # whatever the user's own module raises
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is None or not f"{name}.".startswith(f"{missing}."):  # it is there, and something in it fails
+                kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+                raise UserError(
+                    f"{said}, which cannot be imported ({kind}{one_line(error)}); mend its module"
+                ) from error
+    hint = did_you_mean(".".join(names[:-1]), [*known, *(file.stem for file in Path.cwd().glob("*.py"))])
+    raise UserError(f"{said}, but there is no module {names[0]}.{hint or ' Check the path'}")

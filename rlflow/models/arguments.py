@@ -1,0 +1,87 @@
+"""The arguments of an algorithm's constructor: which are models, and what cannot work."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from rlflow.dag.annotations import choices
+from rlflow.errors import UserError
+from rlflow.models.handle import ModelHandle
+
+
+def check_fields(module: object) -> None:
+    """Refuse what fields of a dataclass cannot be.
+
+    Raises:
+        UserError: One is none of the choices of its type, or sets what the part that it is by its type does not have,
+            such as `dual` of a `Clip` given for `Bounds`; or the class sets one of a class above it in its body, where
+            the constructor does not see it.
+    """
+    name, hints = type(module).__name__, _hints(type(module))
+    for field in dataclasses.fields(module) if dataclasses.is_dataclass(module) else ():
+        value = getattr(type(module), field.name, field.default)
+        if field.default is not dataclasses.MISSING and value is not field.default:
+            raise UserError(
+                f"{name} sets `{field.name}` to {value!r:.80} in its body, and its constructor sets it anew; write it"
+                f" as a field, `{field.name}: ... = ...`, and `@dataclass(eq=False)` above {name}"
+            )
+        legal = _choices(hints.get(field.name))
+        if legal and getattr(module, field.name) not in legal:
+            known = ", ".join(map(str, legal))
+            raise UserError(f"`{field.name}` is {getattr(module, field.name)!r}; give one of {known}")
+        _check_part(name, field.name, hints.get(field.name), getattr(module, field.name))
+
+
+def _check_part(owner: str, name: str, wanted: Any, part: Any) -> None:
+    """Refuse a part of a class below the wanted one that sets a field of its own, which nothing would read."""
+    if not (isinstance(wanted, type) and dataclasses.is_dataclass(wanted) and isinstance(part, wanted)):
+        return
+    known = {field.name for field in dataclasses.fields(wanted)}
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if field.name not in known and value != field.default:
+            raise UserError(
+                f"`{name}.{field.name}` is {value}, which {owner} has no use for: its `{name}` is a {wanted.__name__}"
+                f" ({', '.join(sorted(known))}); leave it out"
+            )
+
+
+def check_models(module: object) -> None:
+    """Refuse a constructor's argument that stands where a model belongs and is none.
+
+    Raises:
+        UserError: There is one.
+    """
+    for name, kind in model_parameters(type(module)).items():
+        value = getattr(module, name, None)
+        if isinstance(value, str):
+            raise UserError(f"`{name}` is {value!r}, a name alone; write `{kind.__name__}({value!r})`")
+        if value is not None and not isinstance(value, kind):
+            raise UserError(f"`{name}` is {value!r:.80}, which is no {kind.__name__}; give one")
+
+
+def model_parameters(cls: type) -> dict[str, type[ModelHandle]]:
+    """Which arguments of a constructor are models, by name."""
+    hints = _hints(cls) | _hints(inspect.getattr_static(cls, "__init__"))
+    found = {name: _kind(hints[name]) for name in inspect.signature(cls).parameters if name in hints}
+    return {name: kind for name, kind in found.items() if kind is not None}
+
+
+def _hints(annotated: Any) -> dict[str, Any]:
+    """None where they cannot be read; a dataclass has its own and those of its bases, each from its own file."""
+    try:
+        return get_type_hints(annotated)
+    except (NameError, AttributeError, TypeError, SyntaxError):  # of the user's own code
+        return {}
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """The values that a `Literal` has; none of another type."""
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+def _kind(annotation: Any) -> type[ModelHandle] | None:
+    kinds = (choice for choice in choices(annotation) if isinstance(choice, type) and issubclass(choice, ModelHandle))
+    return next(kinds, None)

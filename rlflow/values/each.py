@@ -1,0 +1,112 @@
+"""How a node reads and makes rows of other levels: all rows below its own, rows that are new, and a training before it.
+
+`B` is the number of rows on this rank, `K` the number of all rows below them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import UserError
+
+T = TypeVar("T")
+
+
+class OwnRows:
+    """Mark of a return type: the value has rows of its own, below those that the node sees."""
+
+
+Grown = Annotated[T, OwnRows]
+
+
+def grown(annotation: Any) -> Any:
+    """`Grown` of a type that is known at run time alone."""
+    return Annotated[annotation, OwnRows]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a node gets that comes after a train node: its role's weights are those after the step's updates."""
+
+
+@dataclass(frozen=True)
+class Each(Generic[T]):
+    """For each row that a node sees, a value of all rows below it.
+
+    Attributes:
+        values: `K` rows: those below the first row in the order of their paths, then those below the second, and so on.
+        counts: `[B]` int64, how many there are below each row; 0 where there is none.
+    """
+
+    values: T
+    counts: Tensor
+
+    @property
+    def parent(self) -> Tensor:
+        """`[K]` int64, which of the `B` rows each one is below."""
+        return torch.arange(len(self.counts), device=self.counts.device).repeat_interleave(self.counts)
+
+    def sum(self) -> Tensor:
+        """`[B]`, of numbers; 0 where a row has none."""
+        x = self._numbers("sum")
+        return self._added(x.double() if x.is_floating_point() else x.long()).to(_dtype(x))
+
+    def mean(self) -> Tensor:
+        """`[B]`, of numbers; 0 where a row has none."""
+        x = self._numbers("mean")
+        return (self._added(x.double()) / self.counts.clamp(min=1)).to(_float(x))
+
+    def max(self) -> Tensor:
+        """`[B]`, the largest number; 0 where a row has none."""
+        return self._extreme("max", "amax")
+
+    def min(self) -> Tensor:
+        """`[B]`, the smallest number; 0 where a row has none."""
+        return self._extreme("min", "amin")
+
+    def argmax(self) -> Tensor:
+        """`[B]` int64, which of `values` has the largest number, the first of several; -1 where a row has none."""
+        return self._first_at(self.max())
+
+    def argmin(self) -> Tensor:
+        """`[B]` int64, which of `values` has the smallest number, the first of several; -1 where a row has none."""
+        return self._first_at(self.min())
+
+    def _numbers(self, asked: str) -> Tensor:
+        x = self.values
+        if not isinstance(x, Tensor) or x.dim() != 1:
+            found = f"shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise UserError(
+                f"`{asked}` is of one number for each row, and these `values` are of {found}; read `Each[PerSample]`,"
+                " or compute with `values` and `counts`"
+            )
+        return x
+
+    def _added(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(self.counts)).index_add(0, self.parent, x)
+
+    def _extreme(self, asked: str, reduction: str) -> Tensor:
+        x = self._numbers(asked)
+        x = x.to(_dtype(x))
+        none = x.new_zeros(len(self.counts))
+        return none.scatter_reduce(0, self.parent, x, reduction, include_self=False)
+
+    def _first_at(self, extreme: Tensor) -> Tensor:
+        assert isinstance(self.values, Tensor)
+        parent, here = self.parent, torch.arange(len(self.values), device=self.counts.device)
+        last = len(self.values)
+        candidates = here.where(self.values.to(extreme.dtype) == extreme[parent], last)
+        first = here.new_full((len(self.counts),), last).scatter_reduce(0, parent, candidates, "amin")
+        return first.where(first < last, -1)
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    return torch.int64 if x.dtype == torch.bool else x.dtype
+
+
+def _float(x: Tensor) -> torch.dtype:
+    return x.dtype if x.is_floating_point() else torch.get_default_dtype()
