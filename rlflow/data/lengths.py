@@ -9,7 +9,7 @@ import sys
 import tempfile
 from array import array
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,7 @@ from rlflow.data.prompts import Encoder, Example, PromptData
 from rlflow.data.sources import Source
 from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.transport import Transport
+from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ PROMPT, RESPONSE, DIGEST = 0, 1, slice(2, 4)  # columns
 def count(source: Source, encode: Encoder, rows: range) -> Tensor:
     """`[R, 4]` int32: tokens of each row's prompt and of its longest response, and a digest of its tokens and columns.
 
+    A prompt with which a conversation begins has the tools in it that the policy may call.
+
     Raises:
         UserError: A row cannot be read.
     """
@@ -41,7 +44,8 @@ def count(source: Source, encode: Encoder, rows: range) -> Tensor:
     for start in range(rows.start, rows.stop, CHUNK):
         chunk = range(start, min(start + CHUNK, rows.stop))
         for row, example in zip(chunk, encode(source, chunk), strict=True):
-            numbers.extend([len(example.prompt_ids), max(len(example.response_ids), len(example.rejected_ids))])
+            prompt = max(len(example.prompt_ids), begins(example.row, encode, source, row))
+            numbers.extend([prompt, max(len(example.response_ids), len(example.rejected_ids))])
             numbers.frombytes(_digest(example, _as_json(example, source, row)))
     return torch.tensor(numbers, dtype=torch.int32).view(-1, 4)
 
@@ -63,8 +67,8 @@ def count_together(source: Source, encode: Encoder, mine: range, transport: Tran
         counted = count(source, encode, mine)
     except UserError as error:
         wrong = str(error)
-    for told in transport.all_gather_ragged(to_message(f".{wrong}".encode())):
-        if (first := from_message(told).decode()[1:]) != "":
+    for answer in transport.all_gather_ragged(to_message(f".{wrong}".encode())):
+        if (first := from_message(answer).decode()[1:]) != "":
             raise UserError(first)
     return torch.cat([each.view(-1, 4) for each in transport.all_gather_ragged(counted.flatten())])
 
@@ -78,15 +82,20 @@ def cache_folder() -> Path | None:
     return Path(named or Path(caches) / "rlflow") / "lengths"
 
 
-def key_of(source: Source, data: PromptData, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A digest of all that the counts depend on: data, tokenizer and template; None where one of them has none."""
+def key_of(
+    source: Source, data: PromptData, tokenizer: PreTrainedTokenizerBase, environment: Environment | None = None
+) -> str | None:
+    """A digest of all that the counts depend on: data, tokenizer, template, tools; None where one of them has none."""
     of_source = source.digest()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if of_source is None or backend is None:
         return None
     of_tokenizer = [backend.to_str(), tokenizer.chat_template, tokenizer.eos_token_id]
     columns = [data.prompt, data.response, data.rejected, data.chat_template, data.system_prompt]
-    facts = [VERSION, of_source, of_tokenizer, columns]
+    facts: list[Any] = [VERSION, of_source, of_tokenizer, columns]
+    if environment is not None:
+        known = {name: [each.schemas, each.required] for name, each in environment.definitions.items()}
+        facts += [known, data.renderer, environment.by]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
@@ -136,6 +145,14 @@ def _digest(example: Example, columns: bytes) -> bytes:
     prompt, response, rejected = example.prompt_ids, example.response_ids, example.rejected_ids
     tokens = array("q", [len(prompt), len(response), len(columns), *prompt, *response, *rejected])
     return hashlib.blake2b(tokens.tobytes() + columns, digest_size=8).digest()
+
+
+def begins(columns: dict[str, Any], encode: Encoder, source: Source, row: int) -> int:
+    """Tokens with which a conversation begins on this row, as of `Encoder.begins`; what is wrong names its place."""
+    try:
+        return encode.begins(columns)
+    except UserError as error:
+        raise UserError(f"{source.where(row)}: {error}") from error
 
 
 def _as_json(example: Example, source: Source, row: int) -> bytes:

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlflow.data.chosen_rows import Choose, ChosenRows, Epoch
-from rlflow.data.lengths import count, count_together, keep_counts, key_of, read_counts
+from rlflow.data.lengths import begins, count, count_together, keep_counts, key_of, read_counts
 from rlflow.data.prompts import Encoder, Example, PromptData
 from rlflow.data.scan import Scan, scan
 from rlflow.data.sources import Source
 from rlflow.databuffer.transport import Transport
-from rlflow.errors import UserError
+from rlflow.environments.environment import Environment
+from rlflow.errors import UserError, about
 from rlflow.values.batch import Batch, Pairs
+from rlflow.values.hashed import hashed
 from rlflow.values.ragged import Ragged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+FIRST_ROWS = 8
 FEW_ROWS = 2048  # that every rank counts at once, and nobody keeps
 
 
@@ -44,6 +46,7 @@ class Loader:
         seed: Of the order.
         limit: Only the first so many rows that are kept.
         ranks: That will scan together; 1 scans at construction.
+        environment: With which conversations of the dataset were held; None without.
 
     Raises:
         UserError: The dataset is empty, a row cannot be read, or a row is too long and `data.overlong` is `error`.
@@ -57,24 +60,30 @@ class Loader:
         seed: int,
         limit: int | None = None,
         ranks: int = 1,
+        environment: Environment | None = None,
     ) -> None:
         self._source = source
         self._data = data
-        self._encode = Encoder(data, tokenizer)
+        self._encode = Encoder(data, tokenizer, environment)
         self._pad = tokenizer.pad_token_id or 0  # never read: a batch carries its lengths
         self._seed = seed
         self._limit = limit
         self._order = lru_cache(maxsize=2)(self._shuffled)
         self._chosen: ChosenRows | None = None
         self._scan: Scan | None = None
-        rows, self._key = len(source), None
+        with about(source):
+            rows = len(source)
+        self._key = None
         if rows > FEW_ROWS:
-            self._key = key_of(source, data, tokenizer)
+            self._key = key_of(source, data, tokenizer, environment)
         counts = None if self._key is None else read_counts(self._key, rows)
         if counts is not None:
             self._use(counts)
         elif ranks == 1 or self._key is None:
             self._use(self._count(keeps=True))
+        elif environment is not None:  # what its `reset` lacks in all rows is known before ranks begin
+            for row in range(min(rows, FIRST_ROWS)):
+                begins(source[row], self._encode, source, row)
 
     @property
     def is_scanned(self) -> bool:
@@ -92,7 +101,8 @@ class Loader:
         return self.scan.kept[: self._limit]
 
     def _use(self, counts: Tensor) -> None:
-        self._scan = scan(self._source, self._data, counts)
+        with about(self._source):
+            self._scan = scan(self._source, self._data, counts)
 
     def _count(self, keeps: bool, transport: Transport | None = None) -> Tensor:
         """Of all rows, alone or together with all ranks."""
@@ -183,6 +193,14 @@ class Loader:
         """The token ids of a text as of a prompt."""
         return self._encode.tokens(text)
 
+    def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """The messages of a row's prompt."""
+        return self._encode.messages(row)
+
+    def written(self, rows: Sequence[dict[str, Any]], template: str) -> list[list[int]]:
+        """The token ids of prompts that a template writes from rows, see `Encoder.written`."""
+        return self._encode.written(rows, template)
+
     def first(self) -> Batch | Pairs:
         """One row, the first that the seed draws."""
         return self._read(self._order(0)[:1])
@@ -200,12 +218,15 @@ class Loader:
         mine = share(self.size, shard, shards)
         return self._read(self._kept[mine.start : mine.stop]), torch.arange(mine.start, mine.stop)
 
+    def rows_of_all(self, ids: Tensor) -> Tensor:
+        """Places in the dataset `[N]` int64, by the ids `[N]` that `all` gave."""
+        return self._kept[ids]
+
     def _shuffled(self, epoch: int) -> Tensor:
         """The kept rows `[size]` in the order of this epoch."""
         if not self._data.shuffle:
             return self._kept
-        key = hashlib.blake2b(f"{self._seed}/{epoch}/order".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
+        generator = torch.Generator().manual_seed(hashed(f"{self._seed}/{epoch}/order", size=7))
         return self._kept[torch.randperm(self.size, generator=generator)]
 
     def _read(self, rows: Tensor) -> Batch | Pairs:
@@ -217,7 +238,7 @@ def scan_together(loaders: Sequence[Loader | None], transport: Transport, keeps:
     """Scan what some rank has not scanned; a collective of all ranks.
 
     Each counts a share of the rows, where all see the same data, tokenizer and template; else each counts its own, and
-    it is told afterwards what differs.
+    what differs is reported afterwards.
 
     Args:
         loaders: As many on every rank; None where there is none.
@@ -250,14 +271,18 @@ def share(count: int, shard: int, shards: int) -> range:
 
 
 def collate(examples: Sequence[Example], pad: int) -> Batch:
-    """The examples as one batch, in their order; every token of a response is trained on."""
+    """The examples as one batch, in their order; every token that the policy wrote is trained on."""
     responses = [torch.tensor(example.response_ids, dtype=torch.int64) for example in examples]
     lengths = torch.tensor([len(response) for response in responses], dtype=torch.int64)
     padded = pad_sequence(responses, batch_first=True, padding_value=pad) if responses else lengths.new_zeros(0, 0)
+    mask = torch.arange(padded.shape[1]) < lengths[:, None]  # [B, T]
+    for row, example in enumerate(examples):
+        if example.written is not None:
+            mask[row, : len(example.written)] &= torch.tensor(example.written)
     return Batch(
         prompt_ids=Ragged.from_lists([example.prompt_ids for example in examples]),
         response_ids=padded,  # [B, T]
-        loss_mask=torch.arange(padded.shape[1]) < lengths[:, None],
+        loss_mask=mask,
         lengths=lengths,
         rows=[example.row for example in examples],
     )

@@ -48,7 +48,7 @@ class Prefetch:
         """What `Loader.batch` gives; then the next draw is begun.
 
         Raises:
-            UserError: As `Loader.batch`, of this draw: what is wrong with the next one is told when it is asked for.
+            UserError: As `Loader.batch`, of this draw: faults of the next one are reported when it is asked for.
         """
         expected, coming = self._next or (None, None)
         self._next = None

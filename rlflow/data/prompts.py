@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from rlflow.data.played import Played
 from rlflow.data.sources import Source
-from rlflow.errors import UserError, did_you_mean, one_line
+from rlflow.data.template import Template, column_of
+from rlflow.environments.conversation_format import Bridges
+from rlflow.environments.definition import Definition, defined
+from rlflow.environments.environment import Environment
+from rlflow.environments.messages import text_of
+from rlflow.environments.special_tokens import MARK, SpecialTokens
+from rlflow.environments.traces import traced
+from rlflow.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,11 +32,18 @@ class PromptData:
         prompt: Column of the prompt: a text, or with `chat_template` also a list of messages. Dots step into a column,
             as in `metadata.expression`.
         response: Column of the response to learn, a text; None where responses are sampled. Beside `rejected`, of the
-            response that was chosen.
+            response that was chosen. With `chat_template` also a whole conversation, a list of messages whose turns of
+            role `assistant` are learned; `prompt` is then not read.
         rejected: Column of the response that was rejected, a text, for algorithms that read `Pairs`; None for others.
         chat_template: Write prompts in the tokenizer's chat template, as the user's message.
         system_prompt: System message before each prompt; needs `chat_template`.
-        max_prompt_length: Longest prompt, in tokens.
+        renderer: What writes conversations with environments in place of the chat template: the name of a renderer of
+            the package `renderers`, such as `qwen3`; a mapping of its `name` and settings; or `auto`, by its table of
+            models. Needs `pip install 'rlflow-llm[renderers]'`.
+        tool_calls: The form in which the model calls tools: `hermes`, `qwen3_coder`, `llama3` or `mistral`; None for
+            that of its chat template.
+        max_prompt_length: Longest prompt, in tokens: of the dataset, to which conversations add the tools; and of those
+            that nodes and environments write.
         max_response_length: Longest response of the dataset, in tokens with the end-of-sequence token; None for any.
         overlong: What becomes of rows that are longer: stop with an error, or drop them before anything is dealt out.
         shuffle: Draw the rows in another order in every epoch.
@@ -43,6 +59,8 @@ class PromptData:
         rejected: str | None = None,
         chat_template: bool = False,
         system_prompt: str | None = None,
+        renderer: str | dict[str, Any] | None = None,
+        tool_calls: str | None = None,
         max_prompt_length: int = 512,
         max_response_length: int | None = None,
         overlong: Literal["error", "drop"] = "error",
@@ -65,6 +83,11 @@ class PromptData:
             raise UserError(
                 "`system_prompt` is set without `chat_template`, which writes it; set `chat_template: true`"
             )
+        if renderer is not None and tool_calls is not None:
+            raise UserError(
+                "`data.renderer` and `data.tool_calls` are set, and a renderer parses calls of tools itself; leave"
+                " `tool_calls` out"
+            )
         self.train = train
         self.validation = validation
         self.prompts_per_step = prompts_per_step
@@ -73,6 +96,8 @@ class PromptData:
         self.rejected = rejected
         self.chat_template = chat_template
         self.system_prompt = system_prompt
+        self.renderer = renderer
+        self.tool_calls = tool_calls
         self.max_prompt_length = max_prompt_length
         self.max_response_length = max_response_length
         self.overlong = overlong
@@ -81,12 +106,17 @@ class PromptData:
 
 @dataclass(frozen=True)
 class Example:
-    """One row in tokens; a response ends with the end-of-sequence token, and is empty without its column."""
+    """One row in tokens; a response ends with the end-of-sequence token, and is empty without its column.
+
+    Attributes:
+        written: Of a response that is a conversation, which of its tokens the policy wrote; None where it wrote all.
+    """
 
     row: dict[str, Any]
     prompt_ids: list[int]
     response_ids: list[int]
     rejected_ids: list[int]
+    written: list[bool] | None = None
 
 
 class Encoder:
@@ -97,12 +127,16 @@ class Encoder:
     Args:
         data: The columns and the template.
         tokenizer: Of the model.
+        environment: With which conversations of the dataset were held, or will be from its prompts; the policy reads of
+            its tools. None without.
 
     Raises:
         UserError: The tokenizer lacks the chat template or end-of-sequence token that `data` needs.
     """
 
-    def __init__(self, data: PromptData, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, data: PromptData, tokenizer: PreTrainedTokenizerBase, environment: Environment | None = None
+    ) -> None:
         if data.chat_template and tokenizer.chat_template is None:
             raise UserError("`data.chat_template` is true but the model's tokenizer has no template; set it to false")
         if data.response is not None and tokenizer.eos_token_id is None:
@@ -112,6 +146,12 @@ class Encoder:
             )
         self._data = data
         self._tokenizer = tokenizer
+        self._begins = environment is not None and data.response is None
+        self._definition_of = partial(_toolless, defined(None)) if environment is None else environment.definition_of
+        self._special = SpecialTokens(tokenizer)
+        self._bridges = Bridges(tokenizer, data.renderer, data.tool_calls)
+        for definition in environment.definitions.values() if environment is not None and self._begins else ():
+            self._bridges.of(definition)
 
     def __call__(self, source: Source, rows: Sequence[int]) -> list[Example]:
         """The given rows of `source`, in that order.
@@ -124,9 +164,13 @@ class Encoder:
             return []
         values = source.read(rows)
         places = [source.where(row) for row in rows]
+        if self._holds_conversations(values):
+            if isinstance(source, Played):
+                for value in values:
+                    source.require_form(self._bridges.of(self._definition_of(value)).form)
+            return [self._conversation(value, place) for value, place in zip(values, places, strict=True)]
         prompts = [self._prompt(value, place) for value, place in zip(values, places, strict=True)]
-        # A template writes its own special tokens; before a plain prompt stand those that the tokenizer puts there.
-        prompt_ids = self._tokenizer(prompts, add_special_tokens=not self._data.chat_template)["input_ids"]
+        prompt_ids = self._prompt_ids(prompts)
         for ids, place in zip(prompt_ids, places, strict=True):
             if not ids:
                 raise UserError(f"{place}: the prompt is empty, so nothing can follow it; remove the row")
@@ -143,13 +187,69 @@ class Encoder:
             UserError: It is empty.
         """
         prompt = self._chat(text, "a prompt that a node made") if self._data.chat_template else text
-        ids: list[int] = self._tokenizer(prompt, add_special_tokens=not self._data.chat_template)["input_ids"]
+        (ids,) = self._prompt_ids([prompt])
         if not ids:
             raise UserError("a prompt that a node made is empty, so nothing can follow it; write something into it")
         return ids
 
-    def _prompt(self, row: dict[str, Any], place: str) -> str:
-        prompt = _column(row, self._data.prompt, place)
+    def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """The messages of a row's prompt, the system's among them; a text is one of the user.
+
+        Raises:
+            UserError: The row lacks the column, or it holds neither a text nor messages.
+        """
+        return self._messages(column_of(row, self._data.prompt, "a row"), "a row")
+
+    def begins(self, row: dict[str, Any]) -> int:
+        """Tokens with which a conversation begins that has this row's prompt, the tools among them; 0 if none does.
+
+        What the environment adds in `reset` is not known before it is asked.
+
+        Raises:
+            UserError: The model's family cannot write the messages, the row names no environment, or it lacks a column
+                that the environment's `reset` takes.
+        """
+        if not self._begins:
+            return 0
+        self._definition_of(row).given(row)
+        said = [{**each, "content": text_of(each["content"], "the prompt")} for each in self.messages(row)]
+        return len(self._bridges.of(self._definition_of(row)).begin(said))
+
+    def written(self, rows: Sequence[dict[str, Any]], template: str) -> list[list[int]]:
+        """The token ids of prompts that a template writes from rows, in the chat template if the dataset's are.
+
+        Where a prompt is a list of messages, `{prompt}` is what its last one of the user says, which it replaces.
+
+        Raises:
+            UserError: The template cannot be read, a row lacks one of its columns, or a prompt is longer than prompts
+                may be.
+        """
+        write = Template(template)
+        places = [f"row {number} of those that a node writes prompts from" for number in range(len(rows))]
+        prompts = [self._prompt(row, place, write) for row, place in zip(rows, places, strict=True)]
+        if not prompts:
+            return []
+        ids = self._prompt_ids(prompts)
+        for of_row, place in zip(ids, places, strict=True):
+            if not of_row:
+                raise UserError(f"{place}: the prompt is empty, so nothing can follow it; write something into it")
+            if len(of_row) > self._data.max_prompt_length:
+                raise UserError(
+                    f"{place}: the prompt has {len(of_row)} tokens, and `data.max_prompt_length` is"
+                    f" {self._data.max_prompt_length}, for which memory is planned; raise it, or write less"
+                )
+        return ids
+
+    def _prompt_ids(self, prompts: list[str]) -> list[list[int]]:
+        """Of texts that a chat template wrote, with its own special tokens; else with those of the tokenizer."""
+        chat = self._data.chat_template
+        ids: list[list[int]] = self._tokenizer(prompts, add_special_tokens=not chat)["input_ids"]
+        return [self._special.ids(text) if chat and MARK in text else of for text, of in zip(prompts, ids, strict=True)]
+
+    def _prompt(self, row: dict[str, Any], place: str, template: Template | None = None) -> str:
+        prompt = column_of(row, self._data.prompt, place)
+        if template is not None:
+            prompt = self._rewritten(prompt, template, row, place)
         if self._data.chat_template:
             return self._chat(prompt, place)
         if isinstance(prompt, list):
@@ -158,29 +258,66 @@ class Encoder:
             )
         return _text(prompt, self._data.prompt, place)
 
+    def _rewritten(self, prompt: Any, template: Template, row: dict[str, Any], place: str) -> Any:
+        """A prompt as the template writes it; of messages, what the user says last."""
+        column = partial(column_of, row, place=place)
+        if not isinstance(prompt, list):
+            return template.written(_text(prompt, self._data.prompt, place), column)
+        by_user = [number for number, message in enumerate(prompt) if message.get("role") == "user"]
+        if not by_user:
+            raise UserError(f"{place}: no message of the prompt is the user's, into which a template writes; add one")
+        last = by_user[-1]
+        said = template.written(_text(prompt[last].get("content"), self._data.prompt, place), column)
+        return [*prompt[:last], {**prompt[last], "content": said}, *prompt[last + 1 :]]
+
     def _chat(self, prompt: Any, place: str) -> str:
         from jinja2 import TemplateError
 
+        try:
+            chat = self._tokenizer.apply_chat_template(
+                self._special.marked(self._messages(prompt, place)), add_generation_prompt=True, tokenize=False
+            )
+        except (TemplateError, ValueError) as error:  # such as a template that knows no system role, or no message
+            raise UserError(f"{place}: the model's chat template refuses the messages ({one_line(error)})") from error
+        return cast(str, chat)
+
+    def _messages(self, prompt: Any, place: str) -> list[dict[str, Any]]:
         messages = prompt
         if not isinstance(prompt, list):
             messages = [{"role": "user", "content": _text(prompt, self._data.prompt, place)}]
-        if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages):
+        if not all(map(_is_message, messages)):
             raise UserError(
                 f"{place}: column `{self._data.prompt}` is {prompt!r:.60}, not messages with role and content;"
                 " mend or remove the row"
             )
         if self._data.system_prompt is not None:
-            messages = [{"role": "system", "content": self._data.system_prompt}, *messages]
-        try:
-            chat = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:  # such as a template that knows no system role
-            raise UserError(f"{place}: the model's chat template refuses the messages ({one_line(error)})") from error
-        return cast(str, chat)
+            return [{"role": "system", "content": self._data.system_prompt}, *messages]
+        return list(messages)
+
+    def _holds_conversations(self, rows: list[dict[str, Any]]) -> bool:
+        column = self._data.response
+        return column is not None and self._data.rejected is None and isinstance(rows[0].get(column), list)
+
+    def _conversation(self, row: dict[str, Any], place: str) -> Example:
+        """A row whose response is a whole conversation."""
+        assert self._data.response is not None
+        messages, where = column_of(row, self._data.response, place), f"{place}: column `{self._data.response}`"
+        if not isinstance(messages, list):
+            raise UserError(f"{where} is {messages!r:.60}, and in other rows a list of messages; make them alike")
+        if not self._data.chat_template:
+            raise UserError(f"{where} is a list of messages; set `data.chat_template: true`")
+        bridge = self._bridges.of(self._definition_of(row))
+        trace = traced(self._messages(messages, place), bridge, self._ids, where)
+        return Example(row, trace.prompt, trace.tokens, [], trace.written)
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def _response_ids(self, column: str | None, rows: list[dict[str, Any]], places: list[str]) -> list[list[int]]:
         if column is None:
             return [[] for _ in rows]
-        texts = [_text(_column(row, column, place), column, place) for row, place in zip(rows, places, strict=True)]
+        texts = [_text(column_of(row, column, place), column, place) for row, place in zip(rows, places, strict=True)]
         ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [[*response, self._tokenizer.eos_token_id] for response in ids]
 
@@ -194,17 +331,16 @@ class Encoder:
                 )
 
 
-def _column(row: dict[str, Any], path: str, place: str) -> Any:
-    """The column of that name, or the value at the dotted path."""
-    if path in row:
-        return row[path]
-    value: Any = row
-    for step in path.split("."):
-        if not isinstance(value, dict) or step not in value:
-            found = ", ".join(row)
-            raise UserError(f"{place} has no column `{path}`; columns found: {found}.{did_you_mean(path, row)}")
-        value = value[step]
-    return value
+def _toolless(definition: Definition, row: dict[str, Any]) -> Definition:
+    return definition
+
+
+def _is_message(message: Any) -> bool:
+    """With a role and a content, which is null beside calls of tools alone."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+        return False
+    content = message["content"]
+    return isinstance(content, str | list) or (content is None and bool(message.get("tool_calls")))
 
 
 def _text(value: Any, column: str, place: str) -> str:

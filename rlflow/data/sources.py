@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
+import os
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
@@ -17,10 +17,12 @@ from functools import cached_property
 from itertools import accumulate, groupby
 from pathlib import Path
 from threading import Lock
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from rlflow.errors import UserError, did_you_mean, one_line
+from rlflow.process.hub import offline_unless_reached
 
+MOST_LETTERS = 1000  # of a path
 HELD_BYTES = 256 * 2**20  # of a Parquet dataset's row groups, as Arrow; one is held however large it is
 
 
@@ -52,7 +54,7 @@ class Source(ABC):
 
 
 class JSONL(Source):
-    """One JSON object on each line. The file is mapped, not read: a row costs its own line. Blank lines are no rows.
+    """One JSON object on each line; blank lines are no rows. A row costs its own line, not the file.
 
     Args:
         path: The file.
@@ -69,12 +71,15 @@ class JSONL(Source):
         return len(self._lines[0])
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        start = self._lines[0][row]
-        end = self._content.find(b"\n", start)
-        line = self._content[start : end if end >= 0 else None]
+        starts, _, lengths = self._lines
+        line = os.pread(self._file.fileno(), lengths[row], starts[row])
+        if len(line) < lengths[row]:
+            raise UserError(f"{self.where(row)} is gone: the file got shorter while the run read it; start again")
         try:
             value = json.loads(line)
-        except ValueError as error:  # JSONDecodeError, and UnicodeDecodeError where the line is not UTF-8
+            if b"\\ud" in line or b"\\uD" in line:  # half a character, perhaps
+                json.dumps(value, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:  # UnicodeDecodeError too, where the line is not UTF-8
             raise UserError(
                 f"{self.where(row)} is not JSON ({one_line(error)}): {_start(line)}; mend or remove the line"
             ) from error
@@ -92,24 +97,22 @@ class JSONL(Source):
         return digest_of_files(_existing(self.path), [_existing(self.path)])
 
     @cached_property
-    def _content(self) -> mmap.mmap:
-        with _existing(self.path).open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    def _file(self) -> BinaryIO:
+        return _existing(self.path).open("rb")
 
     @cached_property
-    def _lines(self) -> tuple[array[int], array[int]]:
-        """The byte offset and the line number (from 1) of each row."""
-        offsets, numbers = array("q"), array("q")
-        if _existing(self.path).stat().st_size == 0:  # nothing can be mapped
-            return offsets, numbers
-        self._content.seek(0)
+    def _lines(self) -> tuple[array[int], array[int], array[int]]:
+        """The byte offset, the line number (from 1) and the bytes of each row."""
+        offsets, numbers, lengths = array("q"), array("q"), array("q")
+        self._file.seek(0)
         offset = 0
-        for number, line in enumerate(iter(self._content.readline, b""), start=1):
+        for number, line in enumerate(self._file, start=1):
             if line.strip():
                 offsets.append(offset)
                 numbers.append(number)
+                lengths.append(len(line.removesuffix(b"\n")))
             offset += len(line)
-        return offsets, numbers
+        return offsets, numbers, lengths
 
 
 class Parquet(Source):
@@ -134,12 +137,20 @@ class Parquet(Source):
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """The given rows in that order; each row group is read once, however its rows are mixed with others."""
+        import pyarrow
+
         found: dict[int, dict[str, Any]] = {}
         groups = self._groups
         for group, of_group in groupby(sorted(set(rows)), key=groups.group_of):
-            table, first = groups.read(group), groups.start(group)
-            for row in of_group:
-                found[row] = table.slice(row - first, 1).to_pylist()[0]
+            first = groups.start(group)
+            try:
+                table = groups.read(group)
+                for row in of_group:
+                    found[row] = table.slice(row - first, 1).to_pylist()[0]
+            except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+                raise UserError(
+                    f"rows {first} and on of {self.path} cannot be read ({one_line(error)}); write the file anew"
+                ) from error
         return [found[row] for row in rows]
 
     def digest(self) -> str | None:
@@ -154,7 +165,7 @@ class Parquet(Source):
         path = _existing(self.path, folder=True)
         try:
             return _RowGroups(path)
-        except pyarrow.ArrowInvalid as error:
+        except (pyarrow.ArrowException, OSError) as error:
             raise UserError(f"{self.path} is not Parquet ({one_line(error)}); check `path`") from error
 
 
@@ -232,23 +243,35 @@ class HuggingFace(Source):
     def _dataset(self) -> Any:
         import datasets
 
+        if not self.path or len(self.path) > MOST_LETTERS:
+            raise UserError(f"`path` is {self.path!r:.200}, and no dataset has such a name; check it")
         if (Path(self.path) / "dataset_info.json").exists():  # one split that `save_to_disk` wrote
-            return datasets.load_from_disk(self.path)
+            return self._saved()
         if (Path(self.path) / "dataset_dict.json").exists():
-            splits = datasets.load_from_disk(self.path)
+            splits = self._saved()
             if self.split not in splits:
                 raise UserError(
                     f"{self.path} has no split {self.split!r}; it has {', '.join(splits)}."
                     f"{did_you_mean(self.split, splits)} Set `split`"
                 )
             return splits[self.split]
+        offline_unless_reached()
         try:
             return datasets.load_dataset(self.path, self.subset, split=self.split, trust_remote_code=False)
-        except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:  # unknown name, subset, split, host
+        except (datasets.exceptions.DatasetsError, ValueError, OSError, RuntimeError) as error:  # unknown name, host
             raise UserError(
                 f"{self.name} with subset {self.subset} cannot be loaded ({one_line(error)});"
                 " check `path`, `subset` and `split`"
             ) from error
+
+    def _saved(self) -> Any:
+        import datasets
+        import pyarrow
+
+        try:
+            return datasets.load_from_disk(self.path)
+        except (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError) as error:  # torn files of it
+            raise UserError(f"{self.path} cannot be loaded ({one_line(error)}); save the dataset anew") from error
 
 
 def digest_of_files(folder: Path, files: Sequence[Path]) -> str:
@@ -264,8 +287,12 @@ def digest_of_files(folder: Path, files: Sequence[Path]) -> str:
 
 def _existing(path: str, folder: bool = False) -> Path:
     found = Path(path)
-    if not (found.exists() if folder else found.is_file()):
-        raise UserError(f"no file {path} in {Path.cwd()}; check `path`")
+    try:
+        is_there = found.is_file() or (folder and found.is_dir())
+    except (OSError, ValueError):  # no name that a file can have
+        is_there = False
+    if not is_there:
+        raise UserError(f"`path` is {path!r:.200}, and there is no such file in {Path.cwd()}; check it")
     return found
 
 

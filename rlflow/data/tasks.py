@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, cast
 
 from rlflow.data.sources import Source
+from rlflow.data.template import Template, column_of
 from rlflow.errors import UserError, did_you_mean, one_line, require
 
 MOST_ANSWERS_DRAWN = 100  # of other problems, until one is wrong for this one
@@ -126,6 +127,40 @@ class ReasoningGymPairs(ReasoningGym):
                     f" {MOST_ANSWERS_DRAWN} answers of other problems; choose another `task`, or widen `config`"
                 )
             problem["rejected"] = wrong
+        return problems
+
+
+class ReasoningGymHints(ReasoningGym):
+    """The problems of `ReasoningGym`, half of them with a hint, to teach a model what one is: for `prompt: prompt`.
+
+    Which ones is drawn by the seed. See `ReasoningGym` for the other arguments.
+
+    Args:
+        column: Of the prompt without a hint; dots step into it, as in `data.prompt`.
+        hint: What is written in its place, a template as of `RLModule.prompts`.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        size: int = 10_000,
+        seed: int = 0,
+        split: Literal["train", "validation"] = "train",
+        validation_size: int = 200,
+        config: dict[str, Any] | None = None,
+        column: str = "question",
+        hint: str = "{prompt} {answer}",
+    ) -> None:
+        super().__init__(task, size, seed, split, validation_size, config)
+        self.column = column
+        self.hint = hint
+
+    def _draw(self) -> list[dict[str, Any]]:
+        problems, draws, hint = super()._draw(), random.Random(f"{self.seed}/hints"), Template(self.hint)
+        for number, problem in enumerate(problems):
+            of_row = partial(column_of, problem, place=f"{self.name}, problem {number}")
+            plain = of_row(self.column)
+            problem["prompt"] = hint.written(plain, of_row) if draws.random() < 0.5 else plain
         return problems
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
-from rlflow.errors import UserError, did_you_mean, one_line
+from rlflow.dotted_path import function_at
+from rlflow.errors import UserError
 from rlflow.rewards.reward import OnError, SampleReward
+from rlflow.worker import Limits, WorkerPool
 
 
 class CallableReward(SampleReward):
@@ -17,16 +19,37 @@ class CallableReward(SampleReward):
         function: Dotted path such as `my_rewards.brevity`, or the function itself. Of a dict each part is logged, and
             nodes read it by `self.reward_parts`; inside a `WeightedSum` the sum alone is a part.
         on_error: `raise` or `zero`; see `SampleReward`.
+        seconds: What a sample may take. The function then runs in a process of its own that can be killed, and can
+            neither hang the run nor end it; None for in the rank's own process, which is faster and has no limit.
+        workers: How many such processes a rank has.
+        memory_mb: What each of them may take of memory; needs `seconds`.
     """
 
     def __init__(
         self,
         function: str | Callable[[str, dict[str, Any]], float | Mapping[str, float]],
         on_error: OnError = "raise",
+        seconds: float | None = None,
+        workers: int = 1,
+        memory_mb: int = 4096,
     ) -> None:
-        super().__init__(on_error)
+        super().__init__(on_error, at_once=workers)
         self.function = function
-        self._call = imported(function) if isinstance(function, str) else function
+        if seconds is None:
+            if workers != 1:
+                raise UserError(
+                    f"`workers` is {workers} without `seconds`, and only what has a limit runs in one; set it"
+                )
+            self._call = _function(function) if isinstance(function, str) else function
+        elif isinstance(function, str):
+            _function(function)
+            pool = WorkerPool(Limits(seconds=seconds, memory_mb=memory_mb), workers)
+            self._call = partial(pool.function, function)
+        else:
+            raise UserError(
+                f"`seconds` is {seconds:g}, and `function` is {function!r:.60}, which no other process can import; give"
+                " its dotted path"
+            )
 
     def score_sample(self, text: str, row: dict[str, Any]) -> float | Mapping[str, float]:
         return self._call(text, row)
@@ -35,24 +58,5 @@ class CallableReward(SampleReward):
         return f"reward `{self.function if isinstance(self.function, str) else self.function.__name__}`"
 
 
-def imported(path: str) -> Callable[[str, dict[str, Any]], float]:
-    """The function at a dotted path.
-
-    Raises:
-        UserError: There is no such module, or it has no such function.
-    """
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise UserError(f"`function` {path!r} names no module; write it as module.function")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UserError(
-            f"`function` {path!r} cannot be imported ({one_line(error)}); check the path and its folder"
-        ) from error
-    function = vars(module).get(name)
-    if not callable(function):
-        raise UserError(
-            f"`function` {path!r}: {module_name} has no function {name!r}.{did_you_mean(name, vars(module))}"
-        )
-    return cast(Callable[[str, dict[str, Any]], float], function)
+def _function(path: str) -> Callable[[str, dict[str, Any]], float]:
+    return function_at(path, f"`function` is {path!r}")

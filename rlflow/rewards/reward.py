@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from rlflow.errors import UserError, did_you_mean, one_line
+from rlflow.loggers.log_lines import line_log
 
 OnError = Literal["raise", "zero"]
 TAKEN = ("mean", "errors", "outcome", "overlong", "model")  # what is logged of a reward beside its parts
 LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
 
-log = logging.getLogger(__name__)
+log = line_log(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,11 @@ class Scores:
     total: list[float]
     parts: dict[str, list[float]] = field(default_factory=dict)
     errors: int = 0
+
+    def plus(self, name: str, part: list[float]) -> Scores:
+        """These scores and a further part, which is added to the total."""
+        total = [ours + more for ours, more in zip(self.total, part, strict=True)]
+        return replace(self, total=total, parts={**self.parts, name: part})
 
 
 class Reward(ABC):
@@ -80,15 +87,19 @@ def scored(reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]])
 
 
 class SampleReward(Reward):
-    """A reward that looks at one sample at a time; there is no time limit on a sample.
+    """A reward that looks at one sample at a time. It has no time limit on a sample, but where a subclass gives one.
 
     Args:
         on_error: What a sample gets whose scorer raises or returns no finite number: `raise` stops the run and names
             the sample, `zero` scores it 0 and counts it.
+        at_once: Samples that are scored side by side, in threads; for what waits for others.
     """
 
-    def __init__(self, on_error: OnError = "raise") -> None:
+    def __init__(self, on_error: OnError = "raise", at_once: int = 1) -> None:
+        if at_once < 1:
+            raise UserError(f"`at_once` is {at_once}; score 1 sample at a time or more")
         self.on_error = on_error
+        self.at_once = at_once
 
     @abstractmethod
     def score_sample(self, text: str, row: dict[str, Any]) -> float | Mapping[str, float]:
@@ -96,9 +107,9 @@ class SampleReward(Reward):
 
     def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
         scores, failures = list[_Score | None](), []
-        for i, (text, row) in enumerate(zip(texts, rows, strict=True)):
+        for i, (text, row, score_of) in enumerate(zip(texts, rows, self._begun(texts, rows), strict=True)):
             try:
-                scores.append(_Score.of(self.score_sample(text, row)))
+                scores.append(_Score.of(score_of()))
             except UserError:
                 raise  # the row or the configuration is at fault, not the response
             except Exception as error:
@@ -113,6 +124,20 @@ class SampleReward(Reward):
         names = self._names(scores, texts, rows)
         parts = {name: [0.0 if score is None else score.parts[name] for score in scores] for name in names}
         return Scores([0.0 if score is None else score.total for score in scores], parts, errors=len(failures))
+
+    def _begun(
+        self, texts: Sequence[str], rows: Sequence[dict[str, Any]]
+    ) -> Iterator[Callable[[], float | Mapping[str, float]]]:
+        """What gives each sample's score, or raises; with threads, as soon as it is there."""
+        if self.at_once == 1:
+            yield from (partial(self.score_sample, text, row) for text, row in zip(texts, rows, strict=True))
+            return
+        with ThreadPoolExecutor(self.at_once) as threads:
+            begun = [threads.submit(self.score_sample, text, row) for text, row in zip(texts, rows, strict=True)]
+            try:
+                yield from (future.result for future in begun)
+            finally:
+                threads.shutdown(cancel_futures=True)
 
     def _names(
         self, scores: Sequence[_Score | None], texts: Sequence[str], rows: Sequence[dict[str, Any]]
@@ -154,18 +179,23 @@ class _Score:
 
 
 def column(row: dict[str, Any], name: str) -> Any:
-    """The row's column.
+    """The row's column; dots step into it, as in `metadata.expression`.
 
     Raises:
         UserError: The row has no such column.
     """
-    if name not in row:
-        found = ", ".join(row)
-        raise UserError(
-            f"the reward reads column `{name}`, which the dataset's row lacks; columns found: {found}."
-            f"{did_you_mean(name, row)}"
-        )
-    return row[name]
+    if name in row:
+        return row[name]
+    value: Any = row
+    for step in name.split("."):
+        if not isinstance(value, dict) or step not in value:
+            found = ", ".join(row)
+            raise UserError(
+                f"the reward reads column `{name}`, which the dataset's row lacks; columns found: {found}."
+                f"{did_you_mean(name, row)}"
+            )
+        value = value[step]
+    return value
 
 
 def _number(score: Any) -> float:

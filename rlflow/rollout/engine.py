@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -14,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
-from rlflow.rollout.manifest import Manifest, Piece, WeightSyncError
+from rlflow.rollout.manifest import Piece
+from rlflow.rollout.request import Turn
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -30,17 +29,23 @@ class Sampling:
         max_tokens: The longest response.
         temperature: Divides the logits; 0 takes the likeliest token.
         stop_token_ids: A response ends with the first of these, which belongs to it.
+        limits: The longest response to each prompt, of which `max_tokens` is the largest; None where all have that.
     """
 
     max_tokens: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    limits: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise UserError(f"`max_tokens` is {self.max_tokens}; a response has at least one token. Set 1 or more.")
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"`temperature` is {self.temperature}; logits are divided by it. Set 0 (greedy) or more.")
+
+    def limits_of(self, prompts: int) -> tuple[int, ...]:
+        """The longest response to each of so many prompts."""
+        return (self.max_tokens,) * prompts if self.limits is None else self.limits
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Completion:
     Attributes:
         token_ids: The generated tokens, the stop token included.
         logprobs: Of each of them, after temperature; of temperature 1 where sampling was greedy.
-        finished: Ended by a stop token, not by the longest allowed length.
+        finished: Ending by a stop token, not by the longest allowed length.
         experts: `[prompt + response - 1, layers, k]` uint8 or int16, which experts each token went to, where the engine
             was asked to tell.
     """
@@ -93,6 +98,27 @@ class EngineMemory:
     share: float = 0.0
     cache: float | None = None
     asleep: Literal["nothing", "weights", "weights and cache"] = "nothing"
+
+
+@dataclass(frozen=True)
+class EnginePlace:
+    """Where an engine is set up, and in what numbers it computes.
+
+    Attributes:
+        dtype: Of weights and computation.
+        device: Of this rank.
+        rank: In the process group that is there already, if one is.
+        world_size: Of that group, or 1.
+        local_rank: Rank on this machine.
+        seed: Of the run. What is sampled depends on the seeds given to `generate`, not on this one.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    seed: int = 0
 
 
 class RolloutEngine(ABC):
@@ -200,30 +226,17 @@ class RolloutEngine(ABC):
         Args:
             on_cpu: Whether it runs on the CPU.
         """
-        return ("lower `data.prompts_per_step` or `max_response_length`, so that fewer tokens are generated at once",)
+        return (
+            "lower `data.prompts_per_step` or `module.max_response_length`, so that fewer tokens are generated at once",
+        )
 
     @abstractmethod
-    def setup(
-        self,
-        model_path: str,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: int,
-        world_size: int,
-        local_rank: int,
-        seed: int,
-    ) -> None:
+    def setup(self, model_path: str, place: EnginePlace) -> None:
         """Build the engine; all ranks that share it call this at once. It holds no policy version yet.
 
         Args:
             model_path: Folder or Hugging Face name.
-            dtype: Of weights and computation.
-            device: Of this rank.
-            rank: In the process group that is there already, if one is.
-            world_size: Of that group, or 1.
-            local_rank: Rank on this machine.
-            seed: Of the run. What is sampled depends on the seeds given to `generate`, not on this one.
+            place: This rank, and the run.
 
         Raises:
             UserError: The engine cannot run this model, dtype or number of ranks.
@@ -261,6 +274,29 @@ class RolloutEngine(ABC):
             UserError: A prompt and the longest response do not fit into the engine's context.
         """
 
+    def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
+        """Begin new turns beside those in progress, compute on, and give those that have ended, by number.
+
+        One step of an engine that batches continuously; any other computes the new turns to their ends, as here.
+
+        Args:
+            new: By a number that no turn in progress has.
+            sampling: Shared by all; of the lengths, each turn's own counts.
+            version: The policy version that must generate.
+
+        Raises:
+            WeightSyncError, UserError: As of `generate`.
+        """
+        if not new:
+            return {}
+        limits = tuple(turn.longest for turn in new.values())
+        of_each = replace(sampling, max_tokens=max(limits), limits=limits)
+        prompts, seeds = [turn.prompt for turn in new.values()], [turn.seed for turn in new.values()]
+        return dict(zip(new, self.generate(prompts, seeds, of_each, version), strict=True))
+
+    def abort(self) -> None:  # noqa: B027 - nothing is in progress between the steps of most
+        """Give up the turns in progress."""
+
     @abstractmethod
     def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
         """Take over the weights of `version`, then read every tensor back and compare it with what was sent.
@@ -289,78 +325,3 @@ class RolloutEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the engine. A process group that was there before it stays."""
-
-
-class EngineHere(RolloutEngine):
-    """An engine in this process: what all of them check before they generate and after they load."""
-
-    _to_hold_more: str = "take a model of longer context"  # for a message
-
-    # Of the engine that `setup` built
-    _pieces: Sequence[Piece]
-    _dtype: torch.dtype
-    _context: int | None  # tokens of the longest prompt and response together; None without a limit
-
-    def check_context(self, prompt: int, response: int) -> None:
-        if self._context is not None and prompt + response > self._context:
-            raise UserError(
-                f"a prompt of {prompt} tokens and a response of up to {response} exceed the engine's context of"
-                f" {self._context} tokens; lower `data.max_prompt_length` or `max_response_length`, or"
-                f" {self._to_hold_more}"
-            )
-
-    def pieces(self) -> Sequence[Piece]:
-        return self._pieces
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
-    ) -> list[Completion]:
-        if version != self.policy_version:
-            held = f"version {self.policy_version}" if self.policy_version != NO_VERSION else "no version"
-            raise WeightSyncError(
-                f"policy version {version} shall generate and the engine holds {held}; sync the weights first"
-            )
-        self.check_context(max(map(len, prompts), default=0), sampling.max_tokens)
-        return self._generate(prompts, seeds, sampling) if prompts else []
-
-    def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
-        start = time.perf_counter()
-        self.policy_version = NO_VERSION  # what a sync leaves behind that fails midway is no version
-        manifest = Manifest(self._pieces, self._dtype)
-        self._load(manifest.watch(buckets))
-        manifest.check(self._held())
-        self.policy_version = version
-        return SyncReport(version, manifest.tensors, manifest.nbytes, time.perf_counter() - start)
-
-    @abstractmethod
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> list[Completion]: ...
-
-    @abstractmethod
-    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Load full tensors of the engine's dtype, and forget all that was computed with older ones."""
-
-    @abstractmethod
-    def _held(self) -> Iterator[tuple[Piece, Tensor]]:
-        """Each piece as the engine now computes with it."""
-
-
-def sampling_seed(
-    run_seed: int, draw: int, node: str, parent: Sequence[int], child: int, call: int = 0, turn: int = 0
-) -> int:
-    """The seed of one response, 63 bits: the same whatever the ranks, and other for every other argument.
-
-    Args:
-        run_seed: Of the run.
-        draw: How often prompts were drawn before.
-        node: The node that samples.
-        parent: The path of the row that is answered or continued; of a prompt its id.
-        child: The number of the response among those to it.
-        call: How often this parent was generated from before, in this node and draw; a number of the row's, not of the
-            rank's calls.
-        turn: Of the response, from 0.
-    """
-    where = node + (f"#{call}" if call else "") + (f"@{turn}" if turn else "")
-    key = f"{run_seed}/{draw}/{'.'.join(map(str, parent))}/{child}/{where}"
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1

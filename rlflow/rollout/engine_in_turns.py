@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from rlflow.rollout.engine import NO_VERSION, Completion, RolloutEngine, Sampling, SyncReport
+from rlflow.rollout.engine import NO_VERSION, Completion, EnginePlace, RolloutEngine, Sampling, SyncReport
 from rlflow.rollout.manifest import WeightSyncError
+from rlflow.rollout.request import Turn
 
 
 class EngineInTurns(RolloutEngine):
@@ -30,17 +30,7 @@ class EngineInTurns(RolloutEngine):
         self._turns = turns
         turns[policy] = self
 
-    def setup(
-        self,
-        model_path: str,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: int,
-        world_size: int,
-        local_rank: int,
-        seed: int,
-    ) -> None:
+    def setup(self, model_path: str, place: EnginePlace) -> None:
         raise AssertionError("a shared engine is set up by itself")
 
     def close(self) -> None:
@@ -55,12 +45,15 @@ class EngineInTurns(RolloutEngine):
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
     ) -> list[Completion]:
-        if version != self.policy_version:
-            raise WeightSyncError(
-                f"version {version} of `{self._policy}` shall generate and the engine that it shares holds"
-                f" {self._held()}; sync the weights of `{self._policy}` first"
-            )
+        self._check(version)
         return self._engine.generate(prompts, seeds, sampling, version)
+
+    def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
+        self._check(version)
+        return self._engine.step(new, sampling, version)
+
+    def abort(self) -> None:
+        self._engine.abort()
 
     def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
         for other in self._turns.values():  # what a sync leaves behind that fails midway is no version of anyone
@@ -78,6 +71,13 @@ class EngineInTurns(RolloutEngine):
 
     def wake_up(self) -> None:
         self._engine.wake_up()
+
+    def _check(self, version: int) -> None:
+        if version != self.policy_version:
+            raise WeightSyncError(
+                f"version {version} of `{self._policy}` shall generate and the engine that it shares holds"
+                f" {self._held()}; sync the weights of `{self._policy}` first"
+            )
 
     def _held(self) -> str:
         held = {policy: of.policy_version for policy, of in self._turns.items() if of.policy_version != NO_VERSION}

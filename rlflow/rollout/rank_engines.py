@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.transport import Transport
+from rlflow.errors import about
 from rlflow.rollout.assignment import Engines
 from rlflow.rollout.beside import EngineBeside, free_address
 from rlflow.rollout.engine import RolloutEngine
-from rlflow.rollout.turns import EngineInTurns
+from rlflow.rollout.engine_in_turns import EngineInTurns
 from rlflow.values.layout import Layout
 
 
@@ -37,7 +38,8 @@ class RankEngines:
             UserError: They do not fit; names the settings.
         """
         for engine in self.own.values():
-            engine.check_context(prompt, response)
+            with about(engine):
+                engine.check_context(prompt, response)
 
     def close(self) -> None:
         """Free every engine."""
@@ -94,6 +96,6 @@ def _beside_rank(engine: RolloutEngine, layout: Layout, transport: Transport) ->
     """The engine in a process of its own, which its peers' meet."""
     peers = layout.peers(layout.shard(transport.rank))
     address = to_message(free_address().encode()) if transport.rank == peers[0] else None
-    heard = transport.broadcast_bytes(address, peers[0], peers)
+    received = transport.broadcast_bytes(address, peers[0], peers)
     index = peers.index(transport.rank)
-    return EngineBeside(engine, index=index, size=len(peers), address=from_message(heard).decode())
+    return EngineBeside(engine, index=index, size=len(peers), address=from_message(received).decode())

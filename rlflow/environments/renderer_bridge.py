@@ -1,0 +1,199 @@
+"""`RendererBridge`: turns written and read by a renderer of the package `renderers`, made for the model's family.
+
+A renderer writes messages as tokens without a chat template, goes on after the tokens that were sampled, and parses
+calls of tools from tokens. So a family can train whose template writes earlier turns anew, such as thinking models.
+The package: github.com/PrimeIntellect-ai/renderers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlflow.environments.bridge import Bridge, ParsedTurn
+from rlflow.environments.messages import Message, message
+from rlflow.environments.special_tokens import MarkedTokenizer, SpecialTokens
+from rlflow.environments.tool_calls import ToolCall
+from rlflow.errors import UserError, did_you_mean, importable, one_line, require
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RendererName = str | Mapping[str, Any]  # and settings
+
+PROBLEMS = {
+    "invalid_json": "this tool call is not JSON",
+    "unclosed_block": "this tool call has no end",
+    "missing_name": "this tool call names no tool",
+    "malformed_structure": "this tool call cannot be read",
+}
+HARMONY = "gpt-oss"
+HARMONY_VOCABULARY = "TIKTOKEN_ENCODINGS_BASE"  # where openai_harmony finds its vocabulary; else it downloads it
+
+
+class RendererBridge(Bridge):
+    """Writes and reads turns by a renderer. The network is never asked.
+
+    Args:
+        tokenizer: Of the model.
+        renderer: The renderer's name, such as `qwen3`; or a mapping of its `name` and settings. `auto` is what the
+            package's table has for the model's name.
+        schemas: Of the tools that the policy is told of.
+        answer: The role in which the environment answers turns, which is tried.
+
+    Raises:
+        UserError: The package is not installed, it has no such renderer, the tokenizer is not of this family, or the
+            renderer writes earlier turns anew when a message of this role comes.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        renderer: RendererName,
+        schemas: Sequence[Mapping[str, Any]] = (),
+        answer: str = "user",
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._tools: list[Any] | None = [dict(schema) for schema in schemas] or None
+        self._said = SpecialTokens(tokenizer)
+        self._name, self._renderer = _made(MarkedTokenizer(tokenizer, self._said), renderer)
+        # openai_harmony has a vocabulary of its own, and writes texts as text.
+        self._marked = list if self._name == HARMONY else self._said.marked
+        self._special = re.compile("|".join(re.escape(token) for token in tokenizer.all_special_tokens))
+        self._prompt = self.begin([message("user", "?")])
+        self.ends = tuple(self._renderer.get_stop_token_ids())
+        self._check_goes_on(answer)
+
+    def begin(self, messages: Sequence[Message]) -> list[int]:
+        try:
+            said = self._marked(messages)
+            ids: list[int] = self._renderer.render_ids(said, tools=self._tools, add_generation_prompt=True)
+        except (ValueError, TypeError, AssertionError, KeyError) as error:
+            raise UserError(f"the renderer `{self._name}` cannot write the messages ({one_line(error)})") from error
+        return ids
+
+    def after(self, new: Sequence[Message], spoken: Sequence[int], before: Sequence[int] = ()) -> list[int]:
+        ids = self._bridged(before, spoken, new)
+        if ids is None:
+            # What was sampled cannot be told apart, such as a turn that ended inside a thought. It stays; what follows
+            # it is what would follow another turn that ended, or was cut, like it.
+            ended = bool(spoken) and spoken[-1] in self.ends
+            ids = self._bridged(self._prompt, [*self._word, *spoken[-1:]] if ended else self._word, new)
+        if ids is None:
+            raise UserError(
+                f"the renderer `{self._name}` cannot go on with messages of role"
+                f" {' and '.join(dict.fromkeys(each['role'] for each in new)) or 'none'}; an environment answers with"
+                " messages of the user or of tools"
+            )
+        return ids
+
+    def read(self, spoken: Sequence[int], before: Sequence[int] = ()) -> ParsedTurn:
+        whole = str(self._tokenizer.decode(list(spoken), skip_special_tokens=True))
+        try:
+            parsed = self._renderer.parse_response(list(spoken), tools=self._tools, prompt_ids=list(before) or None)
+        except (RecursionError, ValueError, TypeError, KeyError, AttributeError) as error:
+            # A policy may sample anything, and not every parser awaits it.
+            problem = f"this tool call cannot be read: {type(error).__name__}"
+            return ParsedTurn(whole, (ToolCall("", {}, problem),), whole)
+        text = self._special.sub("", parsed.content)  # which a policy may sample anywhere
+        return ParsedTurn(text, tuple(_call(each) for each in parsed.tool_calls), whole)
+
+    def _check_goes_on(self, role: str) -> None:
+        """Find the token that closes a turn which was cut, and try one that ended.
+
+        Raises:
+            UserError: The renderer does not go on after a turn.
+        """
+        named = {"name": self._tools[0]["function"]["name"]} if self._tools and role == "tool" else {}
+        new = [message(role, "?", **named)]
+        closed = None
+        for text in ("a", "</think>a"):  # the second where the prompt begins a thought, which a turn has to end
+            self._word = [int(each) for each in self._tokenizer.encode(text, add_special_tokens=False)]
+            if self._bridged(self._prompt, [*self._word, self.ends[0]], new) is not None:
+                closed = self._bridged(self._prompt, self._word, new)
+                break
+        if closed is None:
+            raise UserError(
+                f"the renderer `{self._name}` writes earlier turns anew when a message of role {role} comes, so the"
+                " policy would read other tokens than it sampled; "
+                + (
+                    "name the renderer of the model's family, or leave `data.renderer` out"
+                    if self._name == "default"
+                    else "set `thinking_retention: all` beside its `name`, which leaves thoughts where they are"
+                )
+            )
+        first = next(each for each in closed if each in self.ends)
+        self.ends = (first, *(each for each in self.ends if each != first))
+
+    def _bridged(self, before: Sequence[int], spoken: Sequence[int], new: Sequence[Message]) -> list[int] | None:
+        """What follows the turn; None where the renderer cannot go on after these tokens as they are."""
+        bridged = self._renderer.bridge_to_next_turn(list(before), list(spoken), self._marked(new), tools=self._tools)
+        known = [*before, *spoken]
+        if bridged is None or bridged.token_ids[: len(known)] != known:
+            return None
+        return list(bridged.token_ids[len(known) :])
+
+
+def _made(tokenizer: Any, named: RendererName) -> tuple[str, Any]:
+    """The name of a renderer, and the renderer."""
+    require("renderers", "`data.renderer`", "renderers")
+    with importable("renderers", "`data.renderer`"):
+        from renderers import config_from_name, create_renderer
+        from renderers.base import MODEL_RENDERER_MAP
+
+    given = {"name": named} if isinstance(named, str) else dict(named)
+    name = given.pop("name", None)
+    if name == "auto":
+        name = MODEL_RENDERER_MAP.get(tokenizer.name_or_path)
+        if name is None:
+            raise UserError(
+                f"`data.renderer` is auto, and renderers' table has no model {tokenizer.name_or_path!r}; name the"
+                " renderer of its family, such as qwen3"
+            )
+    try:
+        settings: Any = type(config_from_name(str(name)))
+    except ValueError as error:  # which lists those that there are
+        raise UserError(f"`data.renderer` is {named!r}: {one_line(error)}; name one of these") from error
+    fields = settings.model_fields
+    if name != "default" and (unknown := [field for field in given if field not in fields]):
+        raise UserError(
+            f"`data.renderer` has `{unknown[0]}`, and the renderer `{name}` takes {', '.join(fields)}."
+            f"{did_you_mean(unknown[0], fields)}"
+        )
+    if name == HARMONY and not os.environ.get(HARMONY_VOCABULARY):
+        raise UserError(
+            f"the renderer `gpt-oss` reads OpenAI's vocabulary from the folder that {HARMONY_VOCABULARY} names, and"
+            " would download it without; put o200k_base.tiktoken into a folder and set the variable"
+        )
+    try:
+        return str(name), create_renderer(tokenizer, settings(**given))
+    except AssertionError as error:  # the tokenizer lacks a token of the family
+        raise UserError(
+            f"the renderer `{name}` does not fit the model's tokenizer ({one_line(error)}); name that of its family"
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"`data.renderer` is {named!r}, which the renderer `{name}` does not take ({one_line(error)}); mend its"
+            " settings"
+        ) from error
+
+
+def _call(parsed: Any) -> ToolCall:
+    """A call as the renderer parsed it."""
+    name = parsed.name if isinstance(parsed.name, str) else ""
+    if problem := PROBLEMS.get(str(parsed.status), ""):
+        return ToolCall(name, {}, problem)
+    arguments = parsed.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return ToolCall(name, {}, PROBLEMS["invalid_json"])
+    if not name:
+        return ToolCall("", {}, PROBLEMS["missing_name"])
+    if not isinstance(arguments or {}, dict):
+        return ToolCall(name, {}, "the arguments of a tool call are an object of names and values")
+    return ToolCall(name, arguments or {}, id=parsed.id or "")

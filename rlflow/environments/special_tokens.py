@@ -1,0 +1,143 @@
+"""`SpecialTokens`: those that somebody spells in what they say are tokenised as text, and not as the tokens.
+
+Else an environment, or a user, who says `<|im_end|>` would end its turn there, and could speak in another role.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from rlflow.environments.messages import Message
+from rlflow.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import AddedToken, PreTrainedTokenizerBase
+
+MARK = "\ufdd0"  # no character: Unicode keeps this code point for uses like this one
+MARKS = re.compile(f"{MARK}({MARK}?)")  # one stands in a spelling, two stand for one that was said
+
+
+class SpecialTokens:
+    """Tells special tokens that a template writes from those that are spelled in messages.
+
+    Messages are marked before a template writes them, and its text is tokenised as `ids` says.
+
+    Args:
+        tokenizer: Of the model.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: dict[str, AddedToken | None] = dict.fromkeys(map(str, tokenizer.all_special_tokens))
+        self._tokens |= {str(token): token for token in tokenizer.added_tokens_decoder.values() if token.special}
+        longest_first = sorted(self._tokens, key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    @cached_property
+    def ids_of_all(self) -> frozenset[int]:
+        """Their ids, those among them that the tokenizer gives no part in a text."""
+        return frozenset(self._id(token) for token in self._tokens)
+
+    def marked(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages with a mark in each spelling, whose text `ids` reads. Turns of the policy stay as they are."""
+        return [self._marked(each) for each in messages]
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of what a template wrote.
+
+        Raises:
+            UserError: A special token is spelled in a message, and this tokenizer cannot write it as text.
+        """
+        if MARK not in text:
+            return self._whole(text)
+        parts = list(self._parts(text))
+        # What stands around spellings has to become the same tokens as ever.
+        plain = [(token, self._spelled.sub(MARK, part)) for token, part in parts]
+        if self._of_parts(plain) != self._whole("".join(token or part for token, part in plain)):
+            said = "\n".join(part for _, part in parts)
+            spelled = next(iter(self._spelled.findall(said)), MARK)
+            raise UserError(
+                f"a message spells the special token {spelled}, and the model's tokenizer cannot write it as text;"
+                " take it out of the data or of what the environment says"
+            )
+        return self._of_parts(parts)
+
+    def _marked(self, each: Message) -> Message:
+        if each["role"] == "assistant":
+            return each
+        return {key: value if key == "role" else self._with_marks(value) for key, value in each.items()}
+
+    def _with_marks(self, text: Any) -> Any:
+        if isinstance(text, list):  # of parts
+            return [{**each, "text": self._with_marks(each["text"])} if "text" in each else each for each in text]
+        if not isinstance(text, str):
+            return text
+        return self._spelled.sub(lambda match: MARK.join(match.group()), text.replace(MARK, MARK * 2))
+
+    def _parts(self, text: str) -> Iterator[tuple[str, str]]:
+        """Special tokens of the template, each with no text; and, with no token, the texts between them, unmarked."""
+        place = 0
+        for match in self._spelled.finditer(text):
+            yield "", MARKS.sub(r"\1", text[place : match.start()])
+            yield match.group(), ""
+            place = match.end()
+        yield "", MARKS.sub(r"\1", text[place:])
+
+    def _of_parts(self, parts: Sequence[tuple[str, str]]) -> list[int]:
+        ids: list[int] = []
+        for number, (token, part) in enumerate(parts):
+            if token:
+                ids.append(self._id(token))
+                continue
+            before = self._tokens.get(parts[number - 1][0]) if number else None
+            after = self._tokens.get(parts[number + 1][0]) if number + 1 < len(parts) else None
+            part = part.lstrip() if before is not None and before.rstrip else part
+            part = part.rstrip() if after is not None and after.lstrip else part
+            ids += self._splitting(part, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return ids
+
+    def _whole(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _id(self, token: str) -> int:
+        found = self._tokenizer.convert_tokens_to_ids(token)
+        assert isinstance(found, int), token
+        return found
+
+    @cached_property
+    def _splitting(self) -> Any:
+        """A tokenizer of its own: how special tokens are read is a state of it, which another thread may need."""
+        return deepcopy(self._tokenizer)
+
+
+class MarkedTokenizer:
+    """A tokenizer as renderers of the package `renderers` use it, that reads marked messages.
+
+    Args:
+        tokenizer: Of the model; all that is not of texts is its.
+        special: Of it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: SpecialTokens) -> None:
+        self._tokenizer = tokenizer
+        self._special = special
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, **how: Any) -> list[int]:
+        """Token ids."""
+        ids: list[int] = self._special.ids(text) if MARK in text else self._tokenizer.encode(text, **how)
+        return ids
+
+    def __call__(self, text: str, **how: Any) -> Any:
+        """Token ids and where they stand in the text; of a marked text nowhere, which renderers need for no token."""
+        if MARK not in text:
+            return self._tokenizer(text, **how)
+        ids = self._special.ids(text)
+        return {"input_ids": ids, "offset_mapping": [(0, 0)] * len(ids)}

@@ -1,0 +1,229 @@
+"""`TemplateBridge`: the tokens of the next turn by the chat template, without tokenising the earlier ones again.
+
+A policy's tokens stay what it sampled. What the environment says is written by the chat template, and only what the
+template adds to the conversation so far is tokenised. This is right where a template is stable: adding messages changes
+nothing of what stood before. Templates that are not are refused before the run, with the first token that differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlflow.environments.bridge import Bridge, ParsedTurn
+from rlflow.environments.messages import Message, message
+from rlflow.environments.special_tokens import SpecialTokens
+from rlflow.environments.tool_calls import TOOL_FORMS, ToolCall, ToolForm
+from rlflow.errors import UserError, did_you_mean, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SPOKEN = "\u2603answer\u2603"  # in place of what a policy said, where a template is asked what comes after it
+CALL_ID = "000000000"  # of a call that has none, for templates that write ids; Mistral's take nine characters
+
+
+class TemplateBridge(Bridge):
+    """Writes turns by a tokenizer's own chat template.
+
+    Args:
+        tokenizer: With a chat template.
+        schemas: Of the tools that the template tells the policy of. With some, only tools answer a turn.
+        tool_calls: The form in which the policy calls tools, by its name in `TOOL_FORMS`; None for the form in which
+            the template writes calls, or tells the policy to.
+
+    Raises:
+        UserError: There is no template, it is not stable, or the form is not known.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        schemas: Sequence[Mapping[str, Any]] = (),
+        tool_calls: str | None = None,
+    ) -> None:
+        if tokenizer.chat_template is None:
+            raise UserError(
+                "the model's tokenizer has no chat template, which writes the turns of an environment; set one, or"
+                " `data.renderer`"
+            )
+        self._tokenizer = tokenizer
+        self._special = SpecialTokens(tokenizer)
+        self._schemas = [dict(schema) for schema in schemas]
+        self._tools: list[Any] | None = self._schemas or None
+        if self._tools and not self._tells_of_tools():
+            raise UserError(
+                f"the model's chat template does not tell the policy of tools, so it cannot call"
+                f" `{self._tools[0]['function']['name']}`; take a model whose template does, or an environment that"
+                " answers messages"
+            )
+        self.ends = tuple(dict.fromkeys([self._turn_end(), *self._call_end()]))
+        self.form = _named(tool_calls) if tool_calls is not None else self._form_of_template()
+        self._check_stable()
+
+    def begin(self, messages: Sequence[Message]) -> list[int]:
+        return self._special.ids(self._written(self._special.marked(messages), generate=True))
+
+    def end_of(self, text: str) -> int:
+        calls = self.form is not None and bool(self.form.calls(text, self._schemas))
+        return self.ends[-1] if calls else self.end
+
+    def after(self, new: Sequence[Message], spoken: Sequence[int], before: Sequence[int] = ()) -> list[int]:
+        if len(self.ends) > 1 and all(each["role"] == "tool" for each in new):
+            ended = bool(spoken) and spoken[-1] in self.ends
+            return [*([] if ended else self.ends[-1:]), *self._after_calls(self._special.marked(new))]
+        known = [message("user", "?"), message("assistant", SPOKEN)]
+        text = self._written([*known, *self._special.marked(new)], generate=True)
+        ids = self._special.ids(text[text.index(SPOKEN) + len(SPOKEN) :])
+        ended = bool(spoken) and spoken[-1] == self.end
+        return ids[1:] if ended else ids  # they begin with the end of the turn
+
+    def _after_calls(self, answers: Sequence[Message]) -> list[int]:
+        """What follows the end of a turn that called tools, which the template ends in another way than other turns.
+
+        Each answer is written after a call of its own, from which the template takes the tool's name.
+        """
+        text = ""
+        for number, each in enumerate(answers, start=1):
+            name = each.get("name") or self._schemas[0]["function"]["name"]
+            known = [message("user", "?"), _calling(ToolCall(name, {}))]
+            before = self._written(known)
+            text += self._written([*known, each], generate=number == len(answers)).removeprefix(before)
+        return self._special.ids(text)
+
+    def read(self, spoken: Sequence[int], before: Sequence[int] = ()) -> ParsedTurn:
+        text = self._text(spoken)
+        if self.form is None:
+            return ParsedTurn(text, whole=text)
+        marked = self._tokenizer.convert_tokens_to_ids(self.form.mark) in self._special.ids_of_all
+        marked_text = self._text([each for each in spoken if each not in self.ends], special=True) if marked else text
+        return ParsedTurn(text, tuple(self.form.calls(marked_text, self._schemas)), text)
+
+    def _form_of_template(self) -> ToolForm | None:
+        """The form in which a call that the template writes is read back; else one that it speaks of."""
+        if self._tools is None:
+            return None
+        call = ToolCall(self._tools[0]["function"]["name"], {"text": "a b"})
+        written = self._written_call(call)
+        told = self._written([message("user", "?")])
+        for form in TOOL_FORMS.values():
+            if [(each.name, each.arguments) for each in form.calls(written, ())] == [(call.name, call.arguments)]:
+                return form
+        for form in sorted(TOOL_FORMS.values(), key=lambda form: form.mark == "<tool_call>"):  # which stands in two
+            if form.mark in told:
+                return form
+        raise UserError(
+            "the model's chat template calls tools in a form that is not known; name it by `data.tool_calls`, one of"
+            f" {', '.join(TOOL_FORMS)}, or set `data.renderer`"
+        )
+
+    def _written_call(self, call: ToolCall) -> str:
+        """What the policy says in a turn that calls a tool, as the template writes it; empty where it writes none."""
+        asked = [message("user", "?")]
+        try:
+            before, text = self._written(asked, generate=True), self._written([*asked, _calling(call)])
+        except UserError:
+            return ""
+        return text.removeprefix(before).partition(self._text([self.end], special=True))[0]
+
+    def _tells_of_tools(self) -> bool:
+        messages = [message("user", "?")]
+        try:
+            return self._written(messages) != self._written(messages, tools=False)
+        except UserError:
+            return False
+
+    def _turn_end(self) -> int:
+        text = self._written([message("user", "?"), message("assistant", SPOKEN)])
+        rest = self._ids(text[text.index(SPOKEN) + len(SPOKEN) :]) if SPOKEN in text else []
+        if not rest:
+            raise UserError(
+                "the model's chat template writes nothing after a turn of the policy, so no turn has an end"
+            )
+        if rest[0] not in self._special.ids_of_all:
+            token = self._tokenizer.convert_ids_to_tokens(rest[0])
+            raise UserError(
+                f"the model's chat template ends a turn of the policy with {token!r}, which is no special token, so it"
+                " cannot be told from what the policy says; take a template that ends turns with one"
+            )
+        return rest[0]
+
+    def _call_end(self) -> list[int]:
+        """The token that ends a turn which calls a tool, where the template writes such turns."""
+        if self._tools is None:
+            return []
+        asked = [message("user", "?")]
+        try:
+            before = self._written(asked, generate=True)
+            text = self._written([*asked, _calling(ToolCall(self._tools[0]["function"]["name"], {}))])
+        except UserError:
+            return []
+        ids = [each for each in self._ids(text.removeprefix(before)) if each in self._special.ids_of_all]
+        return [] if self._turn_end() in ids else ids[-1:]
+
+    def _check_stable(self) -> None:
+        """A conversation of every kind of message that may come, and each of its beginnings."""
+        for thought in ("", "<think>\ns\n</think>\n\n"):
+            self._check_stable_after(thought + SPOKEN)
+
+    def _check_stable_after(self, spoken: str) -> None:
+        answer, turn = message("user", "and?"), message("assistant", spoken)
+        if self._tools:
+            answer = message("tool", "4")
+            turn = {**_calling(ToolCall(self._tools[0]["function"]["name"], {})), "content": spoken}
+        whole = [message("system", "s"), message("user", "?"), turn]
+        for _ in range(2):
+            before, after = self._written(whole), self._written([*whole, answer])
+            if not after.startswith(before):
+                raise UserError(self._differing(before, after))
+            whole = [*whole, answer, turn]
+
+    def _differing(self, before: str, after: str) -> str:
+        """What is wrong with a template, with the first token that differs."""
+        old, new = self._ids(before), self._ids(after)
+        at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+        was, now = (self._text(ids[at:], special=True)[:30] for ids in (old, new))
+        return (
+            f"the model's chat template writes earlier turns anew when a message comes: from token {at} on, {was!r}"
+            f" becomes {now!r}, so the policy would read other tokens than it sampled; take a template that leaves"
+            " earlier turns, or set `data.renderer` to the model's family"
+        )
+
+    def _written(self, messages: Sequence[Message], generate: bool = False, tools: bool = True) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [{"tool_call_id": CALL_ID, **each} if each["role"] == "tool" else each for each in messages],
+                tools=self._tools if tools else None,
+                add_generation_prompt=generate,
+                tokenize=False,
+            )
+        except TemplateError as error:
+            raise UserError(f"the model's chat template refuses the messages ({one_line(error)})") from error
+        assert isinstance(text, str)
+        return text
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _text(self, ids: Sequence[int], special: bool = False) -> str:
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
+        assert isinstance(text, str)
+        return text
+
+
+def _named(name: str) -> ToolForm:
+    if name not in TOOL_FORMS:
+        raise UserError(
+            f"`data.tool_calls` is {name!r}; give one of {', '.join(TOOL_FORMS)}, or null for what the model's chat"
+            f" template writes.{did_you_mean(name, TOOL_FORMS)}"
+        )
+    return TOOL_FORMS[name]
+
+
+def _calling(call: ToolCall) -> Message:
+    """A turn that calls a tool, as chat templates take it."""
+    function = {"name": call.name, "arguments": dict(call.arguments)}
+    return message("assistant", "", tool_calls=[{"id": CALL_ID, "type": "function", "function": function}])

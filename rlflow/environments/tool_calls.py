@@ -1,0 +1,196 @@
+"""Calls of tools in what a policy says, in the forms of several families of models.
+
+    hermes       <tool_call>{"name": "guess", "arguments": {"word": "a"}}</tool_call>
+    qwen3_coder  <tool_call><function=guess><parameter=word>a</parameter></function></tool_call>
+    llama3       {"name": "guess", "parameters": {"word": "a"}}, perhaps after <|python_tag|>
+    mistral      [TOOL_CALLS][{"name": "guess", "arguments": {"word": "a"}}], or [TOOL_CALLS]guess[ARGS]{"word": "a"}
+    harmony      <|channel|>commentary to=functions.guess <|constrain|>json<|message|>{"word": "a"}<|call|>
+
+The first is that of Hermes, Qwen2.5 and Qwen3. All are those of the families' chat templates.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlflow.environments import harmony
+
+_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.S)
+_CODER = re.compile(r"(?:<tool_call>\s*)?<function=(.*?)(?:</function>|$)|<tool_call>(?!\s*<function=)", re.S)
+_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.S)
+_MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
+_MISTRAL_CALL = re.compile(r"([^\[{\s]+)(?:\[CALL_ID\]([^\[]*))?(?:\[ARGS\])?\s*(.*)", re.S)
+_JSON = json.JSONDecoder()
+
+Schemas = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call.
+
+    Attributes:
+        name: Of the tool; empty where the call cannot be read.
+        arguments: By name.
+        problem: Why the call cannot be read, in words for the policy; empty where it can.
+        id: By which the policy names the call, where its family does; else empty.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    problem: str = ""
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class ToolForm:
+    """How a family writes calls.
+
+    Attributes:
+        mark: With which a call begins, or may; a special token in the families that have it.
+        calls: The calls in a turn, in their order. Given its text, in which the mark is not left out, and the schemas
+            of the tools."""
+
+    mark: str
+    calls: Callable[[str, Schemas], list[ToolCall]]
+
+
+def _hermes(text: str, schemas: Schemas) -> list[ToolCall]:
+    return [_from_json(match.group(1), "arguments") for match in _HERMES.finditer(text)]
+
+
+def _qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall]:
+    return [_from_xml(match.group(1), schemas) for match in _CODER.finditer(text)]
+
+
+def _llama3(text: str, schemas: Schemas) -> list[ToolCall]:
+    """A call is all that the turn says; several are divided by `;`. An object without a name is an answer."""
+    marked, text = "<|python_tag|>" in text, text.rpartition("<|python_tag|>")[2].strip()
+    if not marked and not re.match(r'\{\s*"name"', text):
+        return []
+    calls = []
+    while text:
+        try:
+            _, end = _JSON.raw_decode(text)
+        except (ValueError, RecursionError):
+            end = len(text)
+        calls.append(_from_json(text[:end], "parameters"))
+        text = text[end:].lstrip("; \n")
+    return calls
+
+
+def _mistral(text: str, schemas: Schemas) -> list[ToolCall]:
+    calls = []
+    for part in text.split("[TOOL_CALLS]")[1:]:
+        part = part.strip()
+        calls += _mistral_list(part) if part.startswith(("[", "{")) or not part else [_mistral_named(part)]
+    return calls
+
+
+def _harmony(text: str, schemas: Schemas) -> list[ToolCall]:
+    return [
+        ToolCall(name, {}, problem) if problem else _from_arguments(name, arguments)
+        for name, arguments, problem in harmony.calls_in(text)
+    ]
+
+
+TOOL_FORMS = {
+    "hermes": ToolForm("<tool_call>", _hermes),
+    "qwen3_coder": ToolForm("<function=", _qwen3_coder),
+    "llama3": ToolForm("<|python_tag|>", _llama3),
+    "mistral": ToolForm("[TOOL_CALLS]", _mistral),
+    "harmony": ToolForm(harmony.MARK, _harmony),
+}
+
+
+def _from_json(text: str, arguments: str) -> ToolCall:
+    """The call in an object of a name and `arguments`, as the family calls them."""
+    try:
+        call = json.loads(text)
+    except RecursionError:
+        return ToolCall("", {}, "this tool call is nested too deeply")
+    except ValueError as error:
+        return ToolCall("", {}, f"this tool call is not JSON: {error}")
+    return _from_object(call, arguments)
+
+
+def _from_object(call: Any, arguments: str) -> ToolCall:
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolCall("", {}, f"a tool call is an object with `name` and `{arguments}`")
+    given = call.get(arguments, {})
+    if not isinstance(given, dict):
+        return ToolCall(call["name"], {}, f"`{arguments}` of a tool call is an object of names and values")
+    return ToolCall(call["name"], given)
+
+
+def _from_arguments(name: str, arguments: str) -> ToolCall:
+    """The call of a tool with the object of its arguments, as JSON."""
+    try:
+        given = json.loads(arguments)
+    except RecursionError:
+        return ToolCall(name, {}, "this tool call is nested too deeply")
+    except ValueError as error:
+        return ToolCall(name, {}, f"the arguments of this call of {name} are not JSON: {error}")
+    return _from_object({"name": name, "arguments": given}, "arguments")
+
+
+def _from_xml(text: str | None, schemas: Schemas) -> ToolCall:
+    """The call in what stands between `<function=` and its end. A value is of its parameter's type, else a text."""
+    name, closed, rest = (text or "").partition(">")
+    if not closed or not name.strip():
+        return ToolCall("", {}, "a tool call is <function=NAME><parameter=NAME>VALUE</parameter></function>")
+    arguments: dict[str, Any] = {}
+    for match in _PARAMETER.finditer(rest):
+        parameter, value = match.group(1).strip(), match.group(2)
+        kinds = _kinds(schemas, name.strip(), parameter)
+        try:
+            arguments[parameter] = value if "string" in kinds else json.loads(value)
+        except (ValueError, RecursionError):
+            return ToolCall(name.strip(), {}, f"`{parameter}` of this tool call is no {' or '.join(sorted(kinds))}")
+    return ToolCall(name.strip(), arguments)
+
+
+def _kinds(schemas: Schemas, tool: str, parameter: str) -> set[str]:
+    """The JSON types of a parameter; a text where nothing is said of it."""
+    for schema in schemas:
+        function = schema["function"]
+        if function["name"] == tool:
+            said = function.get("parameters", {}).get("properties", {}).get(parameter, {})
+            kinds = [each.get("type") for each in said.get("anyOf", ())] or said.get("type") or "string"
+            return {kinds} if isinstance(kinds, str) else {str(kind) for kind in kinds}
+    return {"string"}
+
+
+def _mistral_list(text: str) -> list[ToolCall]:
+    """Calls as a list of objects."""
+    try:
+        found, _ = _JSON.raw_decode(text)
+    except RecursionError:
+        return [ToolCall("", {}, "this tool call is nested too deeply")]
+    except ValueError as error:
+        return [ToolCall("", {}, f"this tool call is not JSON: {error}")]
+    calls = found if isinstance(found, list) else [found]
+    return [_identified(_from_object(call, "arguments"), call) for call in calls]
+
+
+def _mistral_named(text: str) -> ToolCall:
+    """A call as a name with its arguments behind."""
+    match = _MISTRAL_CALL.match(text)
+    if match is None:
+        return ToolCall("", {}, "a tool call is [TOOL_CALLS]NAME[ARGS]{}")
+    name, given, arguments = match.groups()
+    try:
+        found, _ = _JSON.raw_decode(arguments)
+    except (ValueError, RecursionError):
+        return ToolCall(name, {}, f"the arguments of this call of {name} are not JSON")
+    return _identified(_from_object({"name": name, "arguments": found}, "arguments"), {"id": given})
+
+
+def _identified(call: ToolCall, given: Any) -> ToolCall:
+    """With the id of the object that it was read from, if the family's template takes it."""
+    found = given.get("id") if isinstance(given, dict) else None
+    return replace(call, id=found) if isinstance(found, str) and _MISTRAL_ID.fullmatch(found) else call

@@ -1,0 +1,103 @@
+"""Whether the program in a response passes its tests, run where it can do no harm."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from rlflow.errors import UserError
+from rlflow.rewards.reward import OnError, SampleReward, column
+from rlflow.worker import Limits, Sandbox
+
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.S | re.I)
+# The program and the tests come by the standard input; that all of them ran is known by a word at the end.
+_HARNESS = """
+import json, sys
+given = json.loads(sys.stdin.read())
+names = {"__name__": "__main__"}
+program, tests, word = (given.pop(part) for part in ("program", "tests", "word"))
+exec(compile(program, "program", "exec"), names)
+exec(compile(tests, "tests", "exec"), names)
+print("\\n" + word)
+"""
+
+
+class CodeTests(SampleReward):
+    """The share of a row's tests that the Python program in a response passes.
+
+    The program is the last block of code in the response, between lines of three backticks; without one the score is 0.
+    A program that a policy has written to please this score may find ways to: tests in Python see what it wants them to
+    see, such as objects that equal all others. Prefer pairs of input and output, which it never sees together.
+
+    Args:
+        tests: Column of the tests: Python that runs after the program and raises where it is wrong, all one test; or a
+            list of `{"input": ..., "output": ...}` of programs that read their standard input and print, compared
+            without the whitespace at the ends of lines.
+        seconds: What a test may take.
+        memory_mb: What each process of a program may take of memory.
+        at_once: Programs that run side by side on each rank.
+        all_or_nothing: Score 1 where all tests pass, and else 0.
+        on_error: `raise` or `zero`; see `SampleReward`. A program that is wrong, slow or too large is no error.
+
+    Raises:
+        UserError: This system cannot isolate a program, see `Sandbox`.
+    """
+
+    def __init__(
+        self,
+        tests: str = "tests",
+        seconds: float = 5.0,
+        memory_mb: int = 1024,
+        at_once: int = 1,
+        all_or_nothing: bool = False,
+        on_error: OnError = "raise",
+    ) -> None:
+        super().__init__(on_error, at_once)
+        self.tests = tests
+        self.all_or_nothing = all_or_nothing
+        self._sandbox = Sandbox(Limits(seconds=seconds, memory_mb=memory_mb))
+
+    def score_sample(self, text: str, row: dict[str, Any]) -> float:
+        tests = column(row, self.tests)
+        if not isinstance(tests, str) and not _are_pairs(tests):
+            raise UserError(
+                f"column `{self.tests}` is {tests!r:.60}; {self} takes a text of Python, or a list of mappings with"
+                " `input` and `output`"
+            )
+        program = program_in(text)
+        if program is None:
+            return 0.0
+        if isinstance(tests, str):
+            return float(self._passes(program, tests))
+        passed = [self._prints(program, str(test["input"]), str(test["output"])) for test in tests]
+        return float(all(passed)) if self.all_or_nothing else sum(passed) / len(passed)
+
+    def _passes(self, program: str, tests: str) -> bool:
+        word = secrets.token_hex(16)
+        ran = self._sandbox.run(_HARNESS, json.dumps({"program": program, "tests": tests, "word": word}))
+        return ran.succeeded and ran.last.rstrip().endswith(f"\n{word}")
+
+    def _prints(self, program: str, given: str, wanted: str) -> bool:
+        ran = self._sandbox.run(program, given, keep_kb=2 + len(wanted.encode()) // 512)  # twice as long, and more
+        return ran.succeeded and _lines(ran.output) == _lines(wanted)
+
+
+def program_in(text: str) -> str | None:
+    """The last block of code in a text; None without one."""
+    blocks = _BLOCK.findall(text)
+    return blocks[-1] if blocks else None
+
+
+def _are_pairs(tests: Any) -> bool:
+    return (
+        isinstance(tests, list)
+        and len(tests) > 0
+        and all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in tests)
+    )
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,140 @@
+"""What a worker's process runs. It is started by its path and imports the standard library alone.
+
+Requests and answers are lines of JSON on two pipes of their own, so that what the code prints is not in their way:
+
+    {"import": "my_env"}                                         {"value": null}
+    {"seed": 17}                                                 {"value": null}    of `random` and NumPy
+    {"draws": null}                                              {"value": ...}     their states, null as just seeded
+    {"set_draws": ...}                                           {"value": null}
+    {"make": "my_env.WordGame", "given": {}}                     {"value": null}    an object is kept
+    {"call": "guess", "given": {"word": "house"}}                {"value": ...}     a method of the object kept
+    {"read": "reward"}                                           {"value": ...}     an attribute of it, null for none
+    {"function": "my_rewards.brevity", "args": ["...", {}]}      {"value": ...}
+    {"call": "guess", "given": {...}, "text": true}              {"value": "..."}   as text, before it is JSON
+    what raises                                                  {"raised": "ValueError", "text": "...", "where": "..."}
+
+Where text is asked for, what raises does not say where: the text is what it would be without a worker.
+"""
+
+import asyncio
+import ctypes
+import importlib
+import inspect
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Awaitable
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+SEEDED: list[Any] = []  # the states of random numbers just after they were seeded
+
+
+def main(settings: dict[str, Any]) -> None:
+    """Answer requests until there are none."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != settings["parent"]:  # it was gone before
+        os._exit(1)
+    sys.path[:0] = settings["path"]
+    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: settings["file_bytes"]}
+    if settings["memory_bytes"] is not None:
+        limits[resource.RLIMIT_AS] = settings["memory_bytes"]
+    for kind, most in limits.items():
+        resource.setrlimit(kind, (most, most))
+    for pipe in (settings["requests"], settings["answers"]):
+        os.set_inheritable(pipe, False)
+    requests = os.fdopen(settings["requests"], encoding="utf-8")
+    answers = os.fdopen(settings["answers"], "w", encoding="utf-8")
+    kept = None
+    with asyncio.Runner() as runner:
+        for line in requests:
+            request = json.loads(line)
+            try:
+                value = _answer(request, kept)
+                if inspect.isawaitable(value):
+                    value = runner.run(_awaited(value))
+                if "make" in request:
+                    kept, value = value, None
+                if "text" in request:
+                    value = str(value)
+                answer = json.dumps({"value": value}, default=_fields)
+            except BaseException as error:  # `exit()` is an error of the code too
+                answer = json.dumps(_raised(error) | ({"where": ""} if "text" in request else {}))
+            answers.write(answer + "\n")
+            answers.flush()
+
+
+def _answer(request: dict[str, Any], kept: Any) -> Any:
+    args, given = request.get("args", ()), request.get("given", {})
+    if "import" in request:
+        importlib.import_module(request["import"])
+        return None
+    if "seed" in request:
+        random.seed(request["seed"])
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(request["seed"] % 2**32)
+        SEEDED[:] = _draws()
+        return None
+    if "draws" in request:
+        states = _draws()
+        return None if states == SEEDED else states
+    if "set_draws" in request:
+        _set_draws(*request["set_draws"])
+        return None
+    if "make" in request:
+        return _named(request["make"])(*args, **given)
+    if "function" in request:
+        return _named(request["function"])(*args, **given)
+    if "read" in request:
+        return getattr(kept, request["read"], None)
+    return getattr(kept, request["call"])(*args, **given)
+
+
+def _draws() -> list[Any]:
+    """The states of `random`, and of NumPy's legacy generator where it is imported, as JSON."""
+    version, numbers, gauss = random.getstate()
+    of_numpy = None
+    if numpy := sys.modules.get("numpy"):
+        kind, array, *rest = numpy.random.get_state()
+        of_numpy = [kind, array.tolist(), *rest]
+    return [[version, list(numbers), gauss], of_numpy]
+
+
+def _set_draws(of_random: list[Any], of_numpy: list[Any] | None) -> None:
+    version, numbers, gauss = of_random
+    random.setstate((version, tuple(numbers), gauss))
+    if of_numpy is not None:
+        importlib.import_module("numpy").random.set_state(tuple(of_numpy))
+
+
+def _named(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Of an object such as a dataclass, its attributes."""
+    if not hasattr(value, "__dict__"):
+        raise TypeError(f"{type(value).__name__} cannot be given as JSON")
+    fields: dict[str, Any] = vars(value)
+    return fields
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _raised(error: BaseException) -> dict[str, str]:
+    frames = traceback.extract_tb(error.__traceback__)
+    last = next((frame for frame in reversed(frames) if frame.filename != __file__), None)
+    where = f"{os.path.basename(last.filename)}:{last.lineno}" if last is not None else ""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return {"raised": type(error).__name__, "text": text, "where": where}
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

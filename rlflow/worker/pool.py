@@ -1,0 +1,47 @@
+"""Workers that take calls side by side."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from typing import Any
+
+from rlflow.worker.limits import Limits
+from rlflow.worker.worker import Worker
+
+
+class WorkerPool:
+    """Some workers, of which each call takes a free one, or waits for it. Threads may call it side by side.
+
+    A copy has workers of its own.
+
+    Args:
+        limits: What a call may take.
+        workers: How many processes.
+    """
+
+    def __init__(self, limits: Limits, workers: int) -> None:
+        self._made = limits, workers
+        self._workers = [Worker(limits) for _ in range(workers)]
+        self._free: SimpleQueue[Worker] = SimpleQueue()
+        for worker in self._workers:
+            self._free.put(worker)
+
+    def function(self, path: str, /, *args: Any, **given: Any) -> Any:
+        """What the function at `path` returns.
+
+        Raises:
+            WorkerError: It gave no value.
+        """
+        worker = self._free.get()
+        try:
+            return worker.function(path, *args, **given)
+        finally:
+            self._free.put(worker)
+
+    def close(self) -> None:
+        """Kill all processes; a later call starts new ones."""
+        for worker in self._workers:
+            worker.close()
+
+    def __reduce__(self) -> tuple[type[WorkerPool], tuple[Limits, int]]:
+        return WorkerPool, self._made

@@ -1,0 +1,181 @@
+"""`Sandbox`, where a program that nobody has read runs: no network, no files of others, no other processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import IO
+from uuid import uuid4
+
+from rlflow.errors import UserError
+from rlflow.worker.limits import MB, Limits
+from rlflow.worker.worker import ended, kill_all, marked
+
+ISOLATE = Path(__file__).with_name("isolate.py")
+DISK_MB = 64  # of what it may write, all in memory
+PROCESSES = 64  # that a user who is not root may have in it
+LAST = 4 << 10  # bytes
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of a program.
+
+    Attributes:
+        output: What it printed, as far as it is kept: its beginning.
+        last: The last 4 kB of that.
+        errors: The last 4 kB of what it wrote to its standard error.
+        code: Its exit code; 128 and more where a signal ended it.
+        timed_out: Whether it took longer than it may.
+        seconds: That it took.
+    """
+
+    output: str
+    last: str
+    errors: str
+    code: int
+    timed_out: bool
+    seconds: float
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it came to its end in time, with code 0."""
+        return self.code == 0 and not self.timed_out
+
+
+class Sandbox:
+    """Runs Python programs, each in namespaces of its own.
+
+    On Linux, where a user may make namespaces. A program reads the files of Python and of installed packages, and
+    writes into memory, up to 64 MB. Its processes, 64 at most where the run is not root's, have a limit of memory each;
+    what they hold together, in files that lie in memory and no folder too, ends with the program's time alone.
+
+    Args:
+        limits: Of one program; its time counts from its start, and as much of the processor.
+
+    Raises:
+        UserError: This system cannot isolate a program.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        if problem := why_not():
+            raise UserError(
+                f"code cannot be isolated here ({problem}), and running what a model writes without that would be"
+                " careless; allow user namespaces (user.max_user_namespaces, and unprivileged_userns_clone or"
+                " AppArmor's setting of it where there is one), or score in another way"
+            )
+        self._limits = limits
+
+    def run(self, program: str, given: str = "", keep_kb: int | None = None) -> Ran:
+        """Run a program.
+
+        Args:
+            program: Its text, of Python.
+            given: What it reads from its standard input.
+            keep_kb: What is kept of its output; as the limits say where None.
+        """
+        return _run(program, given, self._limits, keep_kb or self._limits.output_kb)
+
+
+@cache
+def why_not() -> str:
+    """Why this system cannot isolate a program; empty where it can."""
+    if sys.platform != "linux":
+        return f"namespaces are Linux's, and this is {sys.platform}"
+    ran = _run("print('isolated')", "", Limits(seconds=30), 1)
+    return "" if ran.succeeded and ran.output == "isolated\n" else " ".join(ran.errors.split()) or f"code {ran.code}"
+
+
+def _run(program: str, given: str, limits: Limits, keep_kb: int) -> Ran:
+    mark = uuid4().hex
+    memory = {} if limits.memory_mb is None else {"RLIMIT_AS": limits.memory_mb * MB}
+    seconds = math.ceil(limits.seconds) + 1
+    settings = {
+        "parent": os.getpid(),
+        "readable": sorted({"/usr", "/lib", "/lib64", "/bin", sys.prefix, sys.base_prefix, *_shared_libraries()}),
+        "disk_bytes": DISK_MB * MB,
+        "limits": {
+            "RLIMIT_CPU": seconds,
+            "RLIMIT_FSIZE": limits.file_mb * MB,
+            "RLIMIT_NPROC": PROCESSES,
+            **memory,
+        },
+    }
+    text = os.memfd_create("program")  # of any length, as no argument is
+    os.write(text, program.encode("utf-8", "replace"))
+    os.lseek(text, 0, os.SEEK_SET)
+    boot = f"import os; exec(compile(os.fdopen({text}, encoding='utf-8').read(), 'program', 'exec'))"
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-I", str(ISOLATE), json.dumps(settings), sys.executable, "-I", "-u", "-c", boot],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=(text,),
+        start_new_session=True,
+        env={**marked(mark), "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},  # no secrets of this process
+    )
+    os.close(text)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    output, errors = _Kept(keep_kb << 10), _Kept(0)
+    threads = [
+        threading.Thread(target=_write, args=(process.stdin, given.encode("utf-8", "replace")), daemon=True),
+        threading.Thread(target=_read, args=(process.stdout, output), daemon=True),
+        threading.Thread(target=_read, args=(process.stderr, errors), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    timed_out = not ended(process, limits.seconds)
+    took = time.monotonic() - began
+    kill_all(process.pid, mark)
+    code = process.wait()
+    for thread in threads:
+        thread.join()
+    code = 128 + 9 if timed_out else code
+    return Ran(_text(output.first), _text(output.last), _text(errors.last), code, timed_out, took)
+
+
+class _Kept:
+    """The beginning and the end of what was read."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.first, self.last = bytearray(), bytearray()
+
+    def add(self, part: bytes) -> None:
+        self.first += part[: self._most - len(self.first)]
+        self.last += part
+        del self.last[:-LAST]
+
+
+def _text(part: bytearray) -> str:
+    return part.decode(errors="replace")
+
+
+def _write(pipe: IO[bytes], given: bytes) -> None:
+    try:
+        with pipe:
+            pipe.write(given)
+    except OSError:  # it has ended, or does not read
+        pass
+
+
+def _read(pipe: IO[bytes], kept: _Kept) -> None:
+    with pipe:
+        while part := os.read(pipe.fileno(), 1 << 16):
+            kept.add(part)
+
+
+def _shared_libraries() -> list[str]:
+    """Files of the dynamic linker that lie elsewhere."""
+    return [path for path in ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/alternatives") if os.path.exists(path)]
