@@ -1,8 +1,9 @@
 """Checkpoints that a run continues from to the bit: safetensors by parameter name, and JSON. No pickle.
 
     checkpoint/step-00000020/
-      state.json                      step, policy version, what the run was started with, callbacks, module; the
-                                      format's number; size, SHA-256 and rank of every file
+      state.json                      step, policy version, what the run was started with, callbacks, module, norms
+                                      and gaps that later steps are compared with; the format's number; size, SHA-256
+                                      and rank of every file; its own digest
       actor.json                      updates done, what the role's state belongs to, each parameter's shape and ranges
       actor-00000-of-00002.safetensors    rank 0's ranges of `<Hugging Face name>/weight`, `.../exp_avg`, ...
       actor-00001-of-00002.safetensors
@@ -10,21 +11,39 @@
       surplus*, under-way*, step-*    groups beyond a step's, cut off, and generated ahead, see `.kept_rows`
 
 Every rank of a role writes the ranges of flattened tensors that it holds, and any ranks at any ZeRO stage read theirs.
-What is drawn (rows, mini-batches, samples) is a function of (seed, step, draw), so no generator's state is kept.
+What rlflow draws (rows, mini-batches, samples) is a function of (seed, step, draw). The process-wide generators, which
+a user's code may draw from, are kept by rank in `logged-*`, beside what a rank logged of steps in progress.
 """
 
-from rlflow.checkpoint.manifest import FORMAT, STATE, Progress, changed_files, find, read_progress
+from rlflow.checkpoint.manifest import (
+    AUTO,
+    FORMAT,
+    LAST,
+    STATE,
+    Progress,
+    changed_files,
+    find,
+    lacks,
+    newest_first,
+    read_progress,
+)
 from rlflow.checkpoint.reading import restore
+from rlflow.checkpoint.retention import Retention
 from rlflow.checkpoint.writing import complete, draft_of, read_logged, read_module_tensors, write_share
 
 __all__ = [
+    "AUTO",
     "FORMAT",
+    "LAST",
     "STATE",
     "Progress",
+    "Retention",
     "changed_files",
     "complete",
     "draft_of",
     "find",
+    "lacks",
+    "newest_first",
     "read_logged",
     "read_module_tensors",
     "read_progress",

@@ -1,10 +1,10 @@
-"""Rows and values that a checkpoint keeps, as safetensors and JSON: surplus groups, responses and steps under way.
+"""Rows and values that a checkpoint keeps, as safetensors and JSON: surplus groups, cut-off responses, steps.
 
     surplus.json                        the rows of each space, and where they and the values lie
     surplus-00000-of-00002.safetensors  rank 0's rows of tensors: `<value>/<column>`
     surplus-00000-of-00002.json         its texts and dataset rows, and the kind of device that held each tensor
 
-What is under way is written alike: responses as `under-way` in place of `surplus`, a step as `step-00000007`.
+These are written alike: responses as `under-way` in place of `surplus`, a step as `step-00000007`.
 
 Read by as many ranks as wrote it, everything is as it was; read by others, groups are dealt anew.
 """
@@ -12,7 +12,7 @@ Read by as many ranks as wrote it, everything is as it was; read by others, grou
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,22 @@ def flight_name(step: int) -> str:
 
 def write_kept(folder: Path, name: str, kept: Kept, world_size: int) -> list[str]:
     """Write this rank's part of what is called `name`; called by all ranks that have one. The names of its files."""
+    written = write_rows(folder, name, kept, world_size)
+    if kept.rank == min(rank for space in kept.spaces.values() for rank in space.home[0].ranks):
+        (folder / f"{name}.json").write_text(json.dumps(described(kept, world_size)))
+        written.append(f"{name}.json")
+    return written
+
+
+def described(kept: Kept, world_size: int) -> dict[str, Any]:
+    """What `<name>.json` says, the same on all ranks: the rows of each space, and where they and the values lie."""
+    spaces = {of: _space_to_json(space, kept.layouts(of)) for of, space in kept.spaces.items()}
+    values = {of: {"space": value.space, "layout": asdict(value.layout)} for of, value in kept.values.items()}
+    return {"ranks": world_size, "spaces": spaces, "values": values}
+
+
+def write_rows(folder: Path, name: str, kept: Kept, world_size: int) -> list[str]:
+    """Write the rows of this rank, without what describes them; the names of the files."""
     tensors: dict[str, Tensor] = {}
     lists: dict[str, list[Any]] = {}
     for value_name, value in kept.values.items():
@@ -64,16 +80,7 @@ def write_kept(folder: Path, name: str, kept: Kept, world_size: int) -> list[str
     save_file({key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()}, f"{path}.safetensors")
     devices = {key: tensor.device.type for key, tensor in tensors.items()}
     Path(f"{path}.json").write_text(json.dumps({"lists": lists, "devices": devices}))
-    written = [f"{path.name}.safetensors", f"{path.name}.json"]
-    if kept.rank == min(rank for space in kept.spaces.values() for rank in space.home[0].ranks):
-        spaces = {of: _space_to_json(space, kept.layouts(of)) for of, space in kept.spaces.items()}
-        values = {
-            of: {"space": value.space, "layout": asdict(value.layout), "lengths": value.lengths.tolist()}
-            for of, value in kept.values.items()
-        }
-        (folder / f"{name}.json").write_text(json.dumps({"ranks": world_size, "spaces": spaces, "values": values}))
-        written.append(f"{name}.json")
-    return written
+    return [f"{path.name}.safetensors", f"{path.name}.json"]
 
 
 def read_kept(folder: Path, name: str, like: Kept, device: torch.device) -> Kept | None:
@@ -96,6 +103,11 @@ def read_kept(folder: Path, name: str, like: Kept, device: torch.device) -> Kept
             f"{folder} has groups waiting for a later step, with the values {', '.join(stored['values']) or 'none'};"
             f" this run keeps {', '.join(like.values) or 'none'}. Continue with the same algorithm and `placement`"
         )
+    return read_rows(folder, name, stored, like, device)
+
+
+def read_rows(folder: Path, name: str, stored: dict[str, Any], like: Kept, device: torch.device) -> Kept:
+    """The rows of what `described` says, in the layouts of this run; see `read_kept`."""
     dealt = {name: _dealt(space) for name, space in stored["spaces"].items()}
     same = all(list(dealt[name]) == like.layouts(name) for name in like.spaces)
     spaces = {
@@ -107,7 +119,6 @@ def read_kept(folder: Path, name: str, like: Kept, device: torch.device) -> Kept
     for value_name, value in like.values.items():
         of = stored["values"][value_name]
         before = _layout(of["layout"])
-        value = replace(value, lengths=torch.tensor(of["lengths"], dtype=torch.int64))
         if like.rank not in value.layout.ranks:
             rows = None
         elif same:
@@ -123,6 +134,23 @@ def read_kept(folder: Path, name: str, like: Kept, device: torch.device) -> Kept
             rows = with_path(rows, value.annotation, space.paths(space.held(value.layout, like.rank)), device)
         values[value_name] = replace(value, rows=rows)
     return Kept(like.rank, spaces, values).trimmed()
+
+
+def of_ranks(stored: dict[str, Any], ranks: Collection[int]) -> dict[str, Any]:
+    """What `described` says, of the rows alone that these ranks hold; each space lies in one layout."""
+    spaces, layouts = {}, {}
+    for name, space in stored["spaces"].items():
+        ((stored_layout, shards),) = space["dealt"]
+        before = _layout(stored_layout)
+        firsts = {before.shard(rank): rank for rank in sorted(ranks, reverse=True) if rank in before.ranks}
+        held = sorted(row for shard in firsts for row in shards[shard])
+        place = {row: new for new, row in enumerate(held)}
+        now = replace(before, ranks=tuple(firsts[shard] for shard in sorted(firsts)), shards=len(firsts))
+        dealt = [asdict(now), [[place[row] for row in shards[shard]] for shard in sorted(firsts)]]
+        arrays = {key: [rows[row] for row in held] for key, rows in space.items() if key != "dealt"}
+        spaces[name], layouts[name] = {**arrays, "dealt": [dealt]}, asdict(now)
+    values = {name: {**value, "layout": layouts[value["space"]]} for name, value in stored["values"].items()}
+    return {**stored, "spaces": spaces, "values": values}
 
 
 def _columns(name: str, value: KeptValue) -> Iterator[tuple[str, Any]]:

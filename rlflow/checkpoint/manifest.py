@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import UserError
+from rlflow.errors import UserError, did_you_mean
 from rlflow.storage.tensors import sha256
 
-FORMAT = 7
+FORMAT = 9
+LAST = "last"
+AUTO = "auto"  # `last` if there is one
 STATE = "state.json"
 NAME = re.compile(r"step-\d{8}")
 
@@ -32,6 +35,9 @@ class Progress:
         callbacks: The callbacks' states, by `Callback.state_key`.
         chosen: The rows of epochs that the module chose, see `rlflow.data.chosen_rows`; None where it does not choose.
         prompts_per_step: Prompts of one draw, which the chosen rows are cut by; None in a checkpoint without it.
+        config: As resolved, without secrets; None for a run without one.
+        history: What updates and gaps of later steps are compared with: `updates` by role, `gaps` by policy.
+        monitored: The value of the metric that decides which checkpoints stay, by its name; none where none decides.
     """
 
     step: int
@@ -44,10 +50,13 @@ class Progress:
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     chosen: list[dict[str, Any]] | None = None
     prompts_per_step: int | None = None
+    config: dict[str, Any] | None = None
+    history: dict[str, dict[str, Any]] = field(default_factory=dict)
+    monitored: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Written:
+class StoredFile:
     """A file of a checkpoint.
 
     Attributes:
@@ -61,42 +70,30 @@ class Written:
     rank: int
 
 
-def write_manifest(folder: Path, progress: Progress, files: Mapping[str, Written]) -> None:
-    """Write it into a checkpoint that is complete but for it."""
+def write_manifest(folder: Path, progress: Progress, files: Mapping[str, StoredFile]) -> None:
+    """Write it into a checkpoint that is complete but for it, with a digest of itself."""
     stored = {"format": FORMAT, **asdict(progress), "files": {name: asdict(files[name]) for name in sorted(files)}}
-    (folder / STATE).write_text(json.dumps(stored, indent=2) + "\n")
+    (folder / STATE).write_text(json.dumps({"sha256": _digest(stored), **stored}, indent=2) + "\n")
 
 
-def find(path: str, run_dir: Path) -> Path:
-    """The checkpoint that `trainer.ckpt_path` names: `last` of the run's own folder, or a checkpoint's folder.
-
-    Raises:
-        UserError: There is none.
-    """
-    if path == "last":
-        named = sorted(found for found in (run_dir / "checkpoint").glob("step-*") if NAME.fullmatch(found.name))
-        complete = next((found for found in reversed(named) if lacks(found) is None), None)
-        if complete is None:
-            of_last = f" that is complete ({named[-1].name} has {lacks(named[-1])})" if named else ""
-            raise UserError(
-                f"`trainer.ckpt_path` is `last`, but {run_dir} has no checkpoint{of_last}; leave it out to start anew"
-            )
-        return complete
-    folder = Path(path)
-    what = lacks(folder)
-    if what is not None:
-        raise UserError(f"`trainer.ckpt_path` is {path!r}, which has {what}; give a checkpoint's folder, or `last`")
-    return folder
+def newest_first(run_dir: Path) -> list[Path]:
+    """The run's checkpoints, damaged ones too; drafts are none."""
+    return sorted(found for found in (run_dir / "checkpoint").glob("step-*") if NAME.fullmatch(found.name))[::-1]
 
 
 def lacks(folder: Path) -> str | None:
-    """What of a checkpoint is not there, or not as long as it was; None if all is."""
+    """What of a checkpoint is not there, not as long as it was, or not what was written; None for nothing.
+
+    Of its files sizes are compared, and see `changed_files`.
+    """
+    if not (folder / STATE).is_file():
+        return f"no {STATE}"
     try:
-        stored = json.loads((folder / STATE).read_text())
+        stored = _read(folder)
         files = stored["files"] if stored["format"] == FORMAT else {}  # of another format, `read_progress` says so
         sizes = {name: written["size"] for name, written in files.items()}
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"no {STATE}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"a {STATE} that is not what was written"
     for name, size in sizes.items():
         file = folder / name
         if not file.is_file():
@@ -104,6 +101,62 @@ def lacks(folder: Path) -> str | None:
         if file.stat().st_size != size:
             return f"{file.stat().st_size:,} of the {size:,} bytes of {name}"
     return None
+
+
+def find(
+    path: str,
+    run_dir: Path,
+    damage: Callable[[Path], str | None] = lacks,
+    report: Callable[[str], object] = lambda line: None,
+    listed: Callable[[Path], list[Path]] = newest_first,
+) -> Path | None:
+    """The checkpoint that `trainer.ckpt_path` names: `last` of the run's own folder that is whole, or a given folder.
+
+    Args:
+        path: As it was written.
+        run_dir: Of the run.
+        damage: What a checkpoint has in place of what was written, if anything.
+        report: Given a line for each that is damaged, and passed over for an older one.
+        listed: The checkpoints of a run.
+
+    Returns:
+        Its folder; None where `auto` finds none, which is otherwise `last`.
+
+    Raises:
+        UserError: There is none, or the one that is named is damaged.
+    """
+    if path not in (LAST, AUTO):
+        folder = Path(path)
+        what = damage(folder)
+        if what is not None:
+            raise UserError(
+                f"`trainer.ckpt_path` is {path!r}, which has {what}; give a checkpoint's folder, `{LAST}` or `{AUTO}`."
+                f"{did_you_mean(path, (LAST, AUTO))}"
+            )
+        return folder
+    passed: list[tuple[Path, str]] = []
+    for folder in listed(run_dir):
+        what = damage(folder)
+        if what is None:
+            for newer, why in passed:
+                report(f"{newer} has {why}, so it is passed over for {folder.name}")
+            return folder
+        passed.append((folder, what))
+    if path == AUTO:
+        for newer, why in passed:
+            report(f"{newer} has {why}, and there is no other, so the run begins anew")
+        return None
+    damaged = "; ".join(f"{of.name} has {why}" for of, why in passed)
+    whole = f" that is whole ({damaged})" if passed else ""
+    raise UserError(
+        f"`trainer.ckpt_path` is `last`, but {run_dir} has no checkpoint{whole}; leave it out to start anew"
+    )
+
+
+def monitored_value(folder: Path, monitor: str | None) -> float | None:
+    """The value that a checkpoint which lacks nothing has of a metric; None for none."""
+    value = _read(folder).get("monitored", {}).get(monitor)
+    return None if value is None else float(value)
 
 
 def read_progress(folder: Path, seed: int, data: str) -> Progress:
@@ -117,7 +170,7 @@ def read_progress(folder: Path, seed: int, data: str) -> Progress:
     Raises:
         UserError: It cannot be continued by this run: another format, seed or dataset.
     """
-    stored = json.loads((folder / STATE).read_text())
+    stored = _read(folder)
     if (version := stored.pop("format")) != FORMAT:
         raise UserError(
             f"{folder} has the checkpoint format {version}; this version of rlflow reads format {FORMAT}: continue it"
@@ -140,7 +193,7 @@ def changed_files(folder: Path, rank: int, world_size: int) -> list[str]:
         rank: This one.
         world_size: The ranks that divide the files among them, by size; each file is read by one.
     """
-    files: dict[str, dict[str, Any]] = json.loads((folder / STATE).read_text())["files"]
+    files: dict[str, dict[str, Any]] = _read(folder).get("files", {})
     to_read = [0] * world_size  # bytes by rank
     changed = []
     for name, written in sorted(files.items(), key=lambda file: -file[1]["size"]):
@@ -149,3 +202,20 @@ def changed_files(folder: Path, rank: int, world_size: int) -> list[str]:
         if reader == rank and sha256(folder / name) != written["sha256"]:
             changed.append(name)
     return sorted(changed)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """The manifest; of an older format, which has no digest of itself, whatever is there.
+
+    Raises:
+        ValueError: It is not what was written.
+    """
+    stored: dict[str, Any] = json.loads((folder / STATE).read_text())
+    written = stored.pop("sha256", None)
+    if _digest(stored) != written and (written is not None or stored["format"] == FORMAT):
+        raise ValueError("its digest is another")
+    return stored
+
+
+def _digest(stored: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()

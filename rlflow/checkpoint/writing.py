@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlflow.checkpoint.kept_rows import write_kept
-from rlflow.checkpoint.manifest import NAME, Progress, Written, lacks, write_manifest
+from rlflow.checkpoint.manifest import NAME, Progress, StoredFile, lacks, monitored_value, write_manifest
 from rlflow.checkpoint.reading import Range, RoleIndex, StoredParameter, index_name
+from rlflow.checkpoint.retention import Retention
 from rlflow.databuffer.kept import Kept
-from rlflow.models.part import Part
+from rlflow.models.tensor_range import TensorRange
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import Draft, Record, not_written, of_rank
-from rlflow.storage.tensors import Entry, write_tensors
+from rlflow.storage.tensors import StoredTensor, write_tensors
 
 MODULE = "module-state"  # in the names of files of the module's tensors; no role is called so
 
@@ -39,7 +40,7 @@ class Saved(Protocol):
 
     def leads(self, name: str) -> bool: ...
 
-    def state_parts(self, name: str) -> Iterable[tuple[str, torch.Size, dict[str, Part]]]: ...
+    def state_parts(self, name: str) -> Iterable[tuple[str, torch.Size, dict[str, TensorRange]]]: ...
 
     def untrained_record(self, name: str) -> dict[str, Any]: ...
 
@@ -48,7 +49,7 @@ class Saved(Protocol):
     def loss_scale(self, name: str) -> Recorded | None: ...
 
 
-class Share:
+class RoleShare:
     """What one rank writes of a role.
 
     Args:
@@ -59,7 +60,7 @@ class Share:
 
     def __init__(self, strategy: Saved, role: str, disk: Disk) -> None:
         self._strategy, self.role = strategy, role
-        self._entries: list[Entry] = []
+        self._entries: list[StoredTensor] = []
         self._copies: list[Tensor] | None = [] if disk.asynchronous else None
         shapes: dict[str, Sequence[int]] = {}
         ranges: dict[str, tuple[int, int]] = {}
@@ -70,7 +71,7 @@ class Share:
             if length:
                 ranges[parameter] = start, length
             for key, values in _named(parameter, parts):
-                self._entries.append(Entry.of(key, values))
+                self._entries.append(StoredTensor.of(key, values))
                 if self._copies is not None:
                     self._copies.append(disk.copy(f"{role}/{key}", values))
         self.more: dict[str, Any] = {"ranges": ranges}
@@ -99,7 +100,7 @@ def _file_of(role: str, rank: int, world_size: int) -> str:
     return f"{of_rank(role, rank, world_size)}.safetensors"
 
 
-def _named(parameter: str, parts: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]:
+def _named(parameter: str, parts: Mapping[str, TensorRange]) -> Iterator[tuple[str, Tensor]]:
     for kind, part in parts.items():
         if part.values.numel():
             yield f"{parameter}/{kind}", part.values
@@ -130,8 +131,8 @@ def write_share(
         roles: All trained roles, those that live on other ranks too.
         nodes: The machine's name of every rank of the job.
         rank: This one.
-        kept: Rows of later steps by the name to write them under: a filter's surplus, and steps that are under way.
-        logged: What this rank logged of steps that are under way, JSON-able.
+        kept: Rows of later steps by the name to write them under: a filter's surplus, and steps in progress.
+        logged: What this rank logged of steps in progress, and its random generators' states; JSON-able.
         module_tensors: Those of the module's state that this rank writes, by name.
     """
     digests: dict[str, str] = {}
@@ -149,7 +150,7 @@ def write_share(
             digests |= dict.fromkeys(write_kept(draft.path, kept_as, rows, len(nodes)), "")
     except (OSError, SafetensorError) as error:
         failed.append(error)
-    shares = [Share(strategy, role, disk) for role in roles if strategy.holds(role)]
+    shares = [RoleShare(strategy, role, disk) for role in roles if strategy.holds(role)]
 
     def write() -> None:
         if failed:
@@ -180,12 +181,13 @@ def complete(
     progress: Progress,
     nodes: Mapping[int, str],
     timeout_s: float,
-    keep: int,
+    retention: Retention,
 ) -> None:
     """Let `disk` wait for all ranks' files, and give the checkpoint its name; by one rank.
 
     It gets its name when it is complete, so a run that is killed meanwhile leaves the ones before. Checkpoints of later
-    steps, which a run left that was continued from before them, are removed, and all but the last `keep`.
+    steps, which a run left that was continued from before them, are removed first: else a run that is killed between
+    would go on from one of those. Then those that need not stay are removed.
 
     Args:
         draft: That all write.
@@ -194,27 +196,33 @@ def complete(
         progress: Where the run stands.
         nodes: The machine's name of every rank of the job.
         timeout_s: Seconds that others may take longer than this rank.
-        keep: Checkpoints, this one included.
+        retention: Which stay.
     """
 
-    def finish(_: BaseException | None) -> None:
+    def finish(error: BaseException | None) -> None:
+        if error is not None:  # of this rank, which reports it
+            draft.discard()
+            return
         try:
             records = draft.collect(nodes, nodes, timeout_s)
             files = {
-                name: Written(size, digest, record.rank)
+                name: StoredFile(size, digest, record.rank)
                 for record in records
                 for name, (digest, size) in record.files.items()
             }
             for role in roles:
                 index_of(role, records, len(nodes)).write(draft.path / index_name(role))
                 ((digest, size),) = draft.file_records({index_name(role): ""}).values()
-                files[index_name(role)] = Written(size, digest, 0)
+                files[index_name(role)] = StoredFile(size, digest, 0)
             write_manifest(draft.path, progress, files)
+            for later in draft.target.parent.glob("step-*"):
+                if NAME.fullmatch(later.name) and later.name > draft.target.name:
+                    shutil.rmtree(later)
             draft.complete()
         except BaseException:
             draft.discard()
             raise
-        _remove_others(draft.target, keep)
+        _remove_others(draft.target, retention)
 
     disk.report(finish)
 
@@ -235,10 +243,12 @@ def index_of(role: str, records: Iterable[Record], world_size: int) -> RoleIndex
     return RoleIndex(lead["updates"], lead["untrained"], tuple(lead["kinds"]), parameters, lead["loss_scale"])
 
 
-def _remove_others(newest: Path, keep: int) -> None:
+def _remove_others(newest: Path, retention: Retention) -> None:
+    """Of a step's folder: those of the last run's steps that need not stay, and what runs left that were killed."""
     folder = newest.parent
     earlier = sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.name <= newest.name)
-    stays = [path for path in earlier if lacks(path) is None][-keep:]
+    whole = [path for path in earlier if lacks(path) is None]
+    stays = retention.staying({path: monitored_value(path, retention.monitor) for path in whole})
     for other in folder.glob("step-*"):
         if other not in stays:
             shutil.rmtree(other)

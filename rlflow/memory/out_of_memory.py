@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from rlflow.errors import UserError, one_line
+from rlflow.errors import UserError, named, one_line
 from rlflow.models.handle import ModelHandle
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.storage.space import in_bytes
@@ -73,7 +73,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def to_train(strategy: TrainingStrategy, handle: ModelHandle) -> list[str]:
     """What lowers the memory of a trained role."""
     on_cpu = strategy.root_device.type == "cpu"
-    recomputed = [] if handle.gradient_checkpointing else ["set `gradient_checkpointing`"]
+    recomputed = [] if handle.gradient_checkpointing else [named("set `gradient_checkpointing`", handle)]
     offloads = strategy.can_offload and strategy.stage and not on_cpu and not strategy.offload_optimizer
     offloaded = ["set `strategy.init_args.offload_optimizer`"] if offloads else []
     return [_smaller_batches(strategy), *recomputed, *_divided(strategy), *_shared_gpu(strategy), *offloaded]
@@ -86,7 +86,11 @@ def to_score(strategy: TrainingStrategy) -> list[str]:
 
 def to_generate(strategy: TrainingStrategy, engine: RolloutEngine | None) -> list[str]:
     """What lowers the memory of an engine; nothing where there is none."""
-    return [] if engine is None else list(engine.memory_settings(strategy.root_device.type == "cpu"))
+    return (
+        []
+        if engine is None
+        else [named(each, engine) for each in engine.memory_settings(strategy.root_device.type == "cpu")]
+    )
 
 
 def to_load(strategy: TrainingStrategy) -> list[str]:
@@ -98,7 +102,7 @@ def to_load(strategy: TrainingStrategy) -> list[str]:
 
 def to_hold_rows() -> list[str]:
     """What lowers the memory of the step's values."""
-    return ["lower `data.prompts_per_step` or `group_size`", "make less of them at once in a node of your own"]
+    return ["lower `data.prompts_per_step` or `module.group_size`", "make less of them at once in a node of your own"]
 
 
 def _smaller_batches(strategy: TrainingStrategy) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -22,9 +23,10 @@ from rlflow.values.cuts import Cut
 from rlflow.values.layout import Layout
 
 # Bytes of an entry; of columns that are not listed, those of float32.
-WIDTHS = {"response_ids": 8, "loss_mask": 1, "lengths": 8, "finished": 1, "group": 8, "version": 8, "versions": 4}
+WIDTHS = {"response_ids": 8, "loss_mask": 1, "lengths": 8, "finished": 1, "version": 8, "versions": 4}
+WIDTHS |= {"inherited": 8, "ended": 8, "seat": 8}
 FLOAT_BYTES, TOKEN_BYTES = 4, 8
-EXPERTS = "experts"  # of a `Rollout`
+SELDOM = ("experts", "segments", "turn_rewards")  # of a `Rollout`: filled where experts are replayed, or turns taken
 AVERAGE_BYTES = 4  # of a number of a moving average, at least
 ROW_BYTES = 256  # of a dataset's row as JSON; an assumption
 
@@ -186,8 +188,32 @@ class Workload:
         return self.roles[name] if name in self.roles else self.policies[name]
 
     def rows(self, space: str) -> int:
-        """Of a row space in the step."""
-        return self.prompts if space == BATCH else self.prompts * self.group_size
+        """Of a row space in the step, as far as a graph tells.
+
+        `group_size` for each prompt where a train node needs them; else, as of responses that only a baseline is made
+        of, one for each row above; where rows are made without generating, as many as the most that they are made of.
+        """
+        if space == BATCH:
+            return self.prompts
+        node = self.graph.nodes[space]
+        if node.grows:
+            return max(self.rows(self.graph.space_of(value)) for value in node.reads)
+        return self.prompts * self.group_size if space in self._trained_rows else self.rows(node.inside)
+
+    @cached_property
+    def _trained_rows(self) -> frozenset[str]:
+        """The row spaces that train nodes stand in, those above them, and those that they are made of."""
+        todo = [node.inside for node in self.graph.order if node.kind == "train"]
+        found: set[str] = set()
+        while todo:
+            space = todo.pop()
+            if space == BATCH or space in found:
+                continue
+            node = self.graph.nodes[space]
+            made_of = [self.graph.space_of(value) for value in node.reads] if node.grows else []
+            found.add(space)
+            todo += [node.inside, *made_of]
+        return frozenset(found)
 
     @property
     def tokens(self) -> float:
@@ -197,7 +223,7 @@ class Workload:
 
     def row_tokens(self, node: Node) -> float:
         """That a model reads of a row in `node`."""
-        paired = any(self.graph.type_of(value) is Pairs for value in node.reads if value == BATCH)
+        paired = any(self.graph.type_of(value) is Pairs for value in node.reads)
         return self.lengths.total * (2 if paired else 1)
 
     def value_bytes(self, value: str, padded: bool = False, fields: Collection[str] | None = None) -> float:
@@ -213,9 +239,7 @@ class Workload:
         total = 0.0
         for column in columns(self.graph.type_of(value)):
             width = WIDTHS.get(column.name, FLOAT_BYTES)
-            if column.name == EXPERTS:  # it has entries only where experts are replayed, which is not counted
-                continue
-            if not column.sent(fields):
+            if column.name in SELDOM or not column.sent(fields):
                 continue
             if column.cut is Cut.JSON:
                 total += ROW_BYTES

@@ -12,7 +12,7 @@ SHORTEST_S = 0.05  # a phase that takes less is not shown
 
 
 @dataclass(frozen=True)
-class Phase:
+class StartupPhase:
     """What a process did from `start` to `end`, seconds of `time.perf_counter`."""
 
     name: str
@@ -34,16 +34,16 @@ class Startup:
 
     def __init__(self, began: float) -> None:
         self._at = self._began = began
-        self._phases: list[Phase] = []
+        self._phases: list[StartupPhase] = []
 
     def passed(self, name: str) -> None:
         """What was done since the phase before was `name`."""
         now = time.perf_counter()
-        self._phases.append(Phase(name, self._at, now))
+        self._phases.append(StartupPhase(name, self._at, now))
         self._at = now
 
     @property
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[StartupPhase, ...]:
         """In order."""
         return tuple(self._phases)
 

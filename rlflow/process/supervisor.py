@@ -1,8 +1,9 @@
 """The process that waits for a command: its exit code is 0 only if the command came to its end.
 
-A reward, a callback or a library may end its process by `os._exit(0)`, and nothing in that process can act afterwards.
-So a run of `rlflow fit` is a child, forked before anything is loaded, and its parent waits. Signals that another
-process sends to the parent are passed on; those of the terminal reach both.
+A reward, a callback or a library may end its process by `os._exit(0)`, and nothing in that process can act afterwards;
+one that is stopped, or held by code in C, cannot act either. So a run of `rlflow fit` is a child, forked before
+anything is loaded, and its parent waits, and watches the ranks of this machine. Signals that another process sends to
+the parent are passed on; those of the terminal reach both. What the run started and left running ends with it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ import os
 import resource
 import signal
 import sys
+import time
 import warnings
 from typing import NoReturn
 
+import psutil
+
 from rlflow.process import status
-from rlflow.process.status import Status
+from rlflow.process.missing import missing, of_silence
+from rlflow.process.scratch import Scratch
+from rlflow.process.status import CODE, LIMIT, Board
 
 PASSED_ON = {
     signal.SIGINT,
@@ -27,51 +33,158 @@ PASSED_ON = {
     signal.SIGUSR2,
 }
 ASKED_FOR = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE}  # whoever sent it knows
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+POLL_S = 1.0
+GRACE_S = 4.0  # how long ranks may still take to end in their own words, after a collective has failed
+SLACK_S = 10.0  # beyond `timeout_s`, in which the ranks that wait find out by themselves
+UNKNOWN_S = 1800.0  # the limit where no other rank waits, or none is known yet
+LEAVING_S = 5.0  # how long what the run started may outlive it
 
 
 def supervise() -> None:
     """Return in a child process; this one waits for it, ends as it does, and never returns. On Linux only.
 
     The child's exit code, or the signal that killed it, is passed on. If it ends before `status.end` was called, one
-    line says so, and the exit code is 1 where it would be 0. The child dies with its parent.
+    line says so, and the exit code is 1 where it would be 0. A rank of this machine whose interpreter has not run for
+    its `timeout_s` (half an hour where no other rank waits) ends the run with a line that names it and with code 1. The
+    child dies with its parent.
     """
-    if sys.platform != "linux" or status.PARENT_VARIABLE in os.environ:  # rank 0 waits for the ranks that it starts
+    if status.PARENT_VARIABLE in os.environ:  # of a rank that rank 0 started, which waits for it
+        status.beat()
+        if status.SUPERVISED_VARIABLE in os.environ:
+            _die_with(int(os.environ[status.PARENT_VARIABLE]))
         return
-    shared = Status.shared()
-    parent = os.getpid()
+    if sys.platform != "linux":
+        return
+    board = Board.make()
+    status.use(board)
+    parent, scratch = os.getpid(), Scratch()
     sys.stdout.flush()
     sys.stderr.flush()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may have had it ignored: then nothing tells of a child
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON | {signal.SIGCHLD})
     with warnings.catch_warnings():
         # Python warns where there are threads: those of numpy's BLAS, which prepares itself for a fork.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child:
-        _wait_for(child, shared)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before
-        os._exit(1)
+        _Supervisor(child, board, scratch).wait()
+    _die_with(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    status.use(shared)
+    status.use(board)
+    status.beat()
     os.environ[status.SUPERVISED_VARIABLE] = "1"
 
 
-def _wait_for(child: int, shared: Status) -> NoReturn:
-    while True:
-        received = signal.sigwaitinfo(PASSED_ON | {signal.SIGCHLD})
-        if received.si_signo == signal.SIGCHLD:
-            pid, waited = os.waitpid(child, os.WNOHANG)
-            if pid:
-                break
-        elif received.si_code <= 0:  # of a process; the kernel's are the terminal's, which the child got too
-            os.kill(child, received.si_signo)
-    code = os.waitstatus_to_exitcode(waited)
-    if not shared.ended and -code not in ASKED_FOR:
-        print(f"rlflow: error: rank {shared.rank} {shared.ending(code)}", file=sys.stderr, flush=True)
-    if code < 0:
-        _die_of(signal.Signals(-code))
-    os._exit(code or (0 if shared.ended else 1))
+def _die_with(parent: int) -> None:
+    """Of this process's parent: its death ends this process, whatever it is doing."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before
+        os._exit(1)
+
+
+class _Supervisor:
+    """Waits for a child, and ends it when a rank of this machine is missing."""
+
+    def __init__(self, child: int, board: Board, scratch: Scratch) -> None:
+        self._child = child
+        self._scratch = scratch
+        self._board = board
+        self._shared = status.mine()
+        self._silent: dict[int, tuple[float, float]] = {}  # by process: its last beat, and seconds since, as seen here
+        self._missing: str | None = None
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent becomes a child of this process
+
+    def wait(self) -> NoReturn:
+        """Until the child has ended; then end as it did."""
+        code, looked = None, time.monotonic()
+        while code is None:
+            received = signal.sigtimedwait(PASSED_ON | {signal.SIGCHLD}, POLL_S)
+            if received is not None and received.si_signo == signal.SIGCHLD:
+                code = self._reaped()
+            elif received is not None and received.si_code <= 0:  # of a process, the kernel's are the terminal's
+                os.kill(self._child, received.si_signo)
+            now = time.monotonic()
+            if self._missing is None and now - looked >= POLL_S:
+                self._missing = self._looked(min(now - looked, 2 * POLL_S))  # it may have been stopped itself
+                looked = now
+                if self._missing is not None:
+                    self._kill()
+        self._end_the_rest()
+        self._scratch.remove()
+        self._end(code)
+
+    def _looked(self, seconds: float) -> str | None:
+        """What is wrong with a rank, after so many more seconds."""
+        begun = [each for each in self._board.begun() if not each.ended]
+        for each in begun:
+            beat, silent = self._silent.get(each.process, (0.0, 0.0))
+            now = each.get(status.BEAT)
+            self._silent[each.process] = now, silent + seconds if now == beat else 0.0
+        for each in begun:
+            limit = each.get(LIMIT)
+            if self._silent[each.process][1] > (limit + SLACK_S if limit else UNKNOWN_S):
+                return of_silence(each)
+        return missing(begun) if any(each.failed_s > GRACE_S for each in begun) else None
+
+    def _reaped(self) -> int | None:
+        """Of children that have ended, the exit code of the one that is waited for, if it is among them."""
+        code = None
+        while True:
+            try:
+                process, waited = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return code
+            if process == 0:
+                return code
+            if process == self._child:
+                code = os.waitstatus_to_exitcode(waited)
+
+    def _kill(self) -> None:
+        """All ranks of this machine."""
+        processes = {each.process for each in self._board.begun()}
+        for child in psutil.Process().children(recursive=True):
+            if child.pid in processes or child.pid == self._child:
+                _sent(child, signal.SIGKILL)
+
+    def _end_the_rest(self) -> None:
+        """What the run started and did not end: children of rewards, ranks that hang."""
+        deadline = time.monotonic() + LEAVING_S
+        asked = False
+        while left := psutil.Process().children(recursive=True):
+            remains = deadline - time.monotonic()
+            if remains < -LEAVING_S:  # the kernel holds it
+                return
+            if remains < 0 or (not asked and remains < LEAVING_S / 2):
+                for child in left:
+                    _sent(child, signal.SIGKILL if asked else signal.SIGTERM)
+                asked = True
+            self._reaped()
+            time.sleep(0.02)
+
+    def _end(self, code: int) -> NoReturn:
+        shared = self._shared
+        if self._missing is not None:
+            _say(f"{self._missing}; ended the run")
+            os._exit(1)
+        if not shared.ended and -code not in ASKED_FOR:
+            _say(f"{shared.named} {shared.ending(code)}")
+        if code < 0:
+            _die_of(signal.Signals(-code))
+        os._exit(code or (int(shared.get(CODE)) if shared.ended else 1))
+
+
+def _sent(child: psutil.Process, what: signal.Signals) -> None:
+    try:
+        child.send_signal(what)
+    except psutil.NoSuchProcess:
+        return
+
+
+def _say(line: str) -> None:
+    print(f"rlflow: error: {line}", file=sys.stderr, flush=True)
 
 
 def _die_of(what: signal.Signals) -> None:

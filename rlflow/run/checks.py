@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlflow.callbacks.callback import Callback
+from rlflow.callbacks.early_stopping import EarlyStopping
+from rlflow.controller.generating import require_no_seats
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import rank_ranges
 from rlflow.data.prompts import PromptData
-from rlflow.errors import UserError
+from rlflow.errors import UserError, about, setting
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.context import cached_bytes, check_positions, positions
 from rlflow.models.handle import ModelHandle
 from rlflow.models.moe import check_moe
-from rlflow.module import RLModule
-from rlflow.run.prepared import Prepared
+from rlflow.module import RLModule, environments, handles
+from rlflow.run.prepared_run import Prepared
 from rlflow.run.pretrained import load_config
 from rlflow.settings import Settings
 from rlflow.values.batch import Pairs
@@ -39,6 +43,21 @@ def check_sides(module: RLModule, graph: Graph, data: PromptData) -> None:
             f"`data.rejected` is {data.rejected!r}, and {name} reads `batch` as Batch, whose rows have one response;"
             " leave it out, or take an algorithm of pairs, such as DPO"
         )
+
+
+def check_monitors(settings: Settings, callbacks: Iterable[Callback], data: PromptData) -> None:
+    """Refuse to wait for a metric of validation where nothing is validated; other names are known after a step.
+
+    Raises:
+        UserError: One is of validation, and there is none.
+    """
+    monitors = {"`trainer.monitor`": settings.monitor}
+    for callback in callbacks:
+        if isinstance(callback, EarlyStopping):
+            monitors[f"{setting(callback, 'monitor', 'monitor')} of EarlyStopping"] = callback.monitor
+    for who, name in monitors.items():
+        if name is not None and name.startswith("val/") and data.validation is None:
+            raise UserError(f"{who} is {name!r}, and `data.validation` is not set, so nothing is validated; set it")
 
 
 def nothing_to_validate(module: RLModule, follows: str | None) -> str:
@@ -106,6 +125,37 @@ def check_experts(
         )
 
 
+def check_environments(prepared: Prepared) -> None:
+    """Check that what answers policies can be heard: its tools have schemas, and the model's template writes turns.
+
+    Raises:
+        UserError: It cannot, or steps are such that conversations cannot be.
+    """
+    found = environments(prepared.module)
+    for name in ("renderer", "tool_calls"):
+        if not found and getattr(prepared.data, name) is not None:
+            raise UserError(
+                f"`data.{name}` is set, and {type(prepared.module).__name__} has no environment, whose turns it is for;"
+                " leave it out"
+            )
+    if len(found) > 1 and prepared.scores_validation:
+        raise UserError(
+            f"`data.validation` is set and {type(prepared.module).__name__} has several environments,"
+            f" {' and '.join(found)}, so it is not known which one validates; leave it out"
+        )
+    replays = [role for role, handle in handles(prepared.module).items() if handle.replays_routing]
+    for name, environment in found.items():
+        if replays:
+            raise UserError(
+                f"`moe.routing_replay` is set for `{replays[0]}` and `module.{name}` is set; the experts of a"
+                " conversation, whose turns are generated one by one, are not kept. Leave out `routing_replay`"
+            )
+        if prepared.settings.partial_rollout is not None:
+            require_no_seats(f"`module.{name}` is an environment", environment)
+        for definition in environment.definitions.values():
+            prepared.bridges.of(definition)
+
+
 def check_rows(prepared: Prepared) -> None:
     """Check what the scanned rows decide: that there are enough, and that models and engines take the longest.
 
@@ -113,6 +163,7 @@ def check_rows(prepared: Prepared) -> None:
         UserError: Something of this cannot work.
     """
     module, strategy = prepared.module, prepared.strategy
+    check_environments(prepared)
     prepared.train.require_enough()
     prompt, response = prepared.longest_prompt, module.max_response_length
     longest_row = max(loader.scan.longest_row for loader in prepared.loaders if loader is not None)
@@ -124,10 +175,21 @@ def check_rows(prepared: Prepared) -> None:
             check_positions(config, prompt + response, role, of)
     for policy, engine in prepared.engines.own.items() if prepared.generates else ():
         config = load_config(prepared.policies[policy])
-        engine.check_lengths(
-            prompt,
-            response,
-            positions=positions(config),
-            token_bytes=cached_bytes(config, strategy.dtype, engine.tensor_parallel_size),
-            on_cpu=strategy.root_device.type == "cpu",
-        )
+        with about(engine):
+            engine.check_lengths(
+                prompt,
+                response,
+                positions=positions(config),
+                token_bytes=cached_bytes(config, strategy.dtype, engine.tensor_parallel_size),
+                on_cpu=strategy.root_device.type == "cpu",
+            )
+
+
+def check_apart(models: Mapping[str, Path], folder: Path) -> None:
+    """Refuse to start from a model that lies where the run's results go: they would move it away."""
+    for role, path in models.items():
+        if path.resolve().is_relative_to(folder.resolve()):
+            raise UserError(
+                f"`trainer.run_dir` is {str(folder)!r}, and `{role}` starts from {str(path)!r} in it;"
+                " give this run a folder of its own"
+            )

@@ -5,14 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
+from rlflow.checkpoint import AUTO
 from rlflow.controller import Controller
+from rlflow.controller.bad_updates import BadUpdates
+from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.observers import Observers
 from rlflow.controller.program import Program
+from rlflow.controller.training import StepGivenUp
 from rlflow.data.prefetch import Prefetch
+from rlflow.errors import Preempted
 from rlflow.loggers.console import Console
 from rlflow.loggers.curves import draw_curves
 from rlflow.loggers.logger import Logger
@@ -20,18 +25,20 @@ from rlflow.loggers.trace import SAVE, Trace
 from rlflow.memory.out_of_memory import memory_watched, to_hold_rows
 from rlflow.metrics import Metrics
 from rlflow.module import chooses_prompts
-from rlflow.process import startup
+from rlflow.process import preemption, startup
 from rlflow.process.freed_memory import keep_freed_memory, return_freed_memory
 from rlflow.process.status import AT_FIRST, report
 from rlflow.run.folder import RunFolder
 from rlflow.run.memory_table import memory_table
 from rlflow.run.policies import PolicyBuilder
-from rlflow.run.prepared import Prepared
+from rlflow.run.prepared_run import Prepared
 from rlflow.run.recording import Recording
 from rlflow.run.resume import Resume
 from rlflow.run.saving import Saving
+from rlflow.run.schedules import check_made, counted
 from rlflow.run.setup import Joined, join
-from rlflow.run.size_table import size_table, updates_of_run
+from rlflow.run.size_table import size_table
+from rlflow.run.standing import Standing
 from rlflow.run.summary import closing_lines, compared
 from rlflow.run.validation import measure
 from rlflow.run_state import RunState
@@ -53,14 +60,26 @@ def fit(
         state: That callbacks see.
         resolved_config: YAML; None for a run without a config.
     """
-    settings, strategy = prepared.settings, prepared.strategy
+    strategy = prepared.strategy
     report(strategy.global_rank, AT_FIRST)
     if strategy.root_device.type == "cpu":
         return_freed_memory() if strategy.divides_weights else keep_freed_memory()
     joined = join(prepared, resolved_config)
-    resume = Resume.of(joined)
-    resume.require_unchanged()
-    folder = joined.open_folder(resume.goes_on)
+    with joined.locked_folder() as lock:
+        resume = Resume.of(joined)
+        return _fit(joined, joined.open_folder(lock, resume.goes_on), resume, callbacks, loggers, state)
+
+
+def _fit(
+    joined: Joined,
+    folder: RunFolder,
+    resume: Resume,
+    callbacks: Callbacks,
+    loggers: Sequence[Logger],
+    state: RunState,
+) -> dict[str, Any]:
+    """As `fit`, in the run's folder."""
+    prepared, settings, strategy = joined.prepared, joined.prepared.settings, joined.prepared.strategy
     rank = joined.transport.rank
     with ExitStack() as stack:
         log = folder.logs / f"rank{rank}.log"
@@ -73,9 +92,11 @@ def fit(
         draws = prepared.steps if prepared.plan.fill is None else None
         prompts = stack.enter_context(Prefetch(prepared.train, draws))
         metrics = Metrics()
+        if joined.context.conversations is not None:
+            stack.callback(joined.context.conversations.close)
         saving = Saving(joined, folder, metrics, callbacks, resume)
         try:
-            controller = _build(joined, saving, metrics, callbacks, trace, prompts, console)
+            controller = _build(joined, saving, metrics, callbacks, trace, prompts, console, folder)
             for line in resume.restore(controller, metrics, callbacks):
                 console.say(line)
             saving.begin()
@@ -83,6 +104,9 @@ def fit(
         except BaseException as error:
             saving.abandon()
             callbacks.call(Callback.on_exception, error)
+            if isinstance(error, Preempted) and error.agreed:
+                joined.engines.close()
+                strategy.barrier()
             raise
     joined.engines.close()
     strategy.barrier()  # rank 0, which ends last, serves the store by which the others say goodbye
@@ -138,9 +162,11 @@ class Fit:
             startup.passed("validation")
         self._recording.begin(after)
         done = resume.done
+        preemption.begin(settings.grace_s)
         while done < steps and not state.should_stop:
-            metrics = self._controller.step(done)
+            metrics = self._step(done)
             done += 1
+            check_made(self._prepared, self._controller.tried, done)
             self._stand_at(done)
             state.metrics |= metrics
             self._callbacks.call(Callback.on_step_end, done, metrics)
@@ -151,11 +177,14 @@ class Fit:
                 after = self._validate(done)
                 metrics |= after
             self._recording.step(done, metrics, records=validates or done % settings.log_every_n_steps == 0)
-            if self._saving.is_due(done, ends=state.should_stop or done == steps):
-                self._save(done)
+            self._saving.monitor(state.metrics)
+            if self._saving.is_due(done, metrics["time/elapsed"], state.should_stop or done == steps):
+                self._save(self._saving.standing(done, self._controller))
+            if self._controller.asked and done < steps and not state.should_stop:
+                self._end(self._saving.standing(done, self._controller), self._controller.asked)
         self._controller.close()
         self._saving.wait()
-        saved = settings.save_every_n_steps is not None and done > resume.done  # with the last checkpoint
+        saved = settings.saves_checkpoints and done > resume.done  # with the last checkpoint
         if not saved and not settings.fast_dev_run:
             self._saving.save_models(done)
         self._callbacks.call(Callback.on_fit_end)
@@ -170,12 +199,40 @@ class Fit:
         self._state.step = done
         self._state.epoch = max(0, draws - 1) // self._prepared.train.steps_per_epoch
 
-    def _save(self, done: int) -> None:
-        """Callbacks and validation have seen the `done` steps, and keep what they saw."""
+    def _step(self, done: int) -> dict[str, float]:
+        """The metrics of the step after `done`; if it is given up, the run ends as it stood before."""
+        before = [self._saving.standing(done, self._controller)] if done and preemption.is_handled() else []
+        try:
+            return self._controller.step(done, before.clear)
+        except StepGivenUp as given_up:
+            self._end(next(iter(before), None), given_up.number)
+
+    def _end(self, standing: Standing | None, asked: int) -> NoReturn:
+        """A rank was asked to end by a signal; all of them do, with what is not saved yet saved.
+
+        Args:
+            standing: Of this rank, with weights and optimizers as they were then; None before the first step.
+            asked: The signal's number.
+        """
+        preemption.agree(asked)
+        what = "nothing was saved; start it again"
+        if standing is not None and not self._settings.fast_dev_run:
+            if self._saving.saved != standing.done:
+                self._save(standing, with_models=False)
+            self._saving.wait()
+            how = "the same command" if self._settings.ckpt_path == AUTO else "`--trainer.ckpt_path last`"
+            what = f"{self._saving.folder_of(standing.done)} is saved; continue with {how}"
+        ended = Preempted(asked, what, agreed=True)
+        preemption.saved(str(ended))
+        raise ended
+
+    def _save(self, standing: Standing, with_models: bool = True) -> None:
+        """Callbacks and validation have seen the steps that are done, and keep what they saw."""
+        done = standing.done
         rank, doing, started = self._joined.transport.rank, f"saving after step {done}", time.perf_counter()
         report(rank, doing)
         with memory_watched(doing, to_hold_rows, self._prepared.strategy):
-            self._saving.save(done, self._controller)
+            self._saving.save(standing, self._controller, with_models)
         self._trace.span("save checkpoint", SAVE, started, time.perf_counter(), step=done)
         report(rank, f"step {done}")
 
@@ -202,6 +259,7 @@ def _build(
     trace: Trace,
     prompts: Prefetch,
     console: Console,
+    folder: RunFolder,
 ) -> Controller:
     """Load models and engine, and give them to a controller; on the terminal, what the run comes to."""
     prepared = joined.prepared
@@ -211,7 +269,9 @@ def _build(
     startup.passed("ranks")
     trained = prepared.graph.trained_roles()
     for role in prepared.paths:
-        joined.load(role, updates_of_run(module, role, prepared.data, prepared.steps) if role in trained else None)
+        per_step = prepared.data.prompts_per_step
+        updates = counted(module, prepared.graph, role, per_step, prepared.steps) if role in trained else None
+        joined.load(role, updates)
     saving.require_space()
     startup.passed("models")
     joined.set_up_engines()
@@ -226,9 +286,11 @@ def _build(
         settings.seed,
         settings.balance,
         settings.partial_rollout,
+        BadUpdates(settings.run_dir, joined.transport.rank, settings.skip_spikes, settings.max_skipped),
     )
     policies = PolicyBuilder(joined).policies(callbacks)
-    observers = Observers(metrics, trace, callbacks)
+    inputs = NodeInputs(None if settings.fast_dev_run else folder.inputs, settings.keep_inputs, settings.keep_inputs_of)
+    observers = Observers(metrics, trace, callbacks, inputs)
     return Controller(program, policies, strategy, prompts, joined.context, joined.transport, observers)
 
 

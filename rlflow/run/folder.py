@@ -5,19 +5,50 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from rlflow.errors import UserError, one_line
 from rlflow.process.status import SUPERVISED_VARIABLE
+from rlflow.run.folder_lock import LOCK
 
 
 def seconds_since_process_start() -> float:
     """Wall-clock seconds since this process began, or the one that it was forked from; its imports included."""
     began = psutil.Process(os.getppid() if SUPERVISED_VARIABLE in os.environ else os.getpid())
     return time.time() - began.create_time()
+
+
+def require_folder(path: Path) -> None:
+    """Make the folder that a run's results go into, above its own, which is tried.
+
+    Args:
+        path: The run's.
+
+    Raises:
+        UserError: It cannot be made or written, or something that is no folder lies there.
+    """
+    said = f"`trainer.run_dir` is {str(path)!r:.80}"
+    try:
+        if path.parts[0].startswith("~"):
+            raise UserError(f"{said}, and `{path.parts[0]}` means a home in a shell alone; write the whole path")
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{said}, where a file lies; name a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
+            raise UserError(f"{said}, which cannot be written; name a folder that can be")
+        with suppress(FileExistsError):  # another rank makes it too
+            path.mkdir()
+            path.rmdir()
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else one_line(error)
+        raise UserError(f"{said}, which cannot be made ({reason}); name a folder that can be written") from error
 
 
 @dataclass(frozen=True)
@@ -33,7 +64,7 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         """An empty folder at `path`; what lay there before is kept as `<path>-1`, `-2`, ..."""
-        if path.exists() and any(path.iterdir()):
+        if path.exists() and any(each.name != LOCK for each in path.iterdir()):
             number = 1
             while (kept := path.with_name(f"{path.name}-{number}")).exists():
                 number += 1
@@ -45,6 +76,11 @@ class RunFolder:
     def config(self) -> Path:
         """The resolved configuration."""
         return self.path / "config.yaml"
+
+    @property
+    def inputs(self) -> Path:
+        """What nodes read in some steps, see `rlflow.controller.inputs`."""
+        return self.path / "inputs"
 
     @property
     def model(self) -> Path:

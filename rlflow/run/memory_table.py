@@ -1,4 +1,4 @@
-"""What a run takes of its devices' memory, told before its first step."""
+"""What a run takes of its devices' memory, printed before its first step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlflow.memory.estimate import memories, memory_lines, require_room_for_engi
 from rlflow.memory.workload import Lengths, Workload, engine_here, loaded_role
 from rlflow.models.sizes import size_of
 from rlflow.module import handles
-from rlflow.run.prepared import Prepared
+from rlflow.run.prepared_run import Prepared
 from rlflow.storage.space import in_bytes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,8 +36,20 @@ class ModuleState:
         self._before = json.loads(json.dumps(rest))  # a copy, as a checkpoint gives it back
         self._tensors_before = {name: digest(tensor) for name, tensor in tensors.items()}
 
-    def taken(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Each entry as the ranks have it that changed it: those that run the node that it belongs to.
+    def here(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Copies of what this rank has: what is JSON-able, and the tensors."""
+        rest, tensors = without_tensors(self._module.state_dict())
+        memories = self._module.memories()
+        if self._rank != 0:  # what is remembered of prompts is the same on all ranks, and may be long
+            rest = {name: state for name, state in rest.items() if name not in memories}
+        return {name: x if name in memories else copy.deepcopy(x) for name, x in rest.items()}, tensors
+
+    def taken(self, here: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Each entry as the ranks have it that changed it: those that run the node that it belongs to; by all ranks.
+
+        Args:
+            here: What is JSON-able of this rank's, see `here`.
+            tensors: Likewise.
 
         Returns:
             What is JSON-able, of all ranks; and the tensors that this rank is to write.
@@ -44,11 +57,8 @@ class ModuleState:
         Raises:
             UserError: Ranks changed a tensor to different ones.
         """
-        here, tensors = without_tensors(self._module.state_dict())
-        if self._rank != 0:  # what is remembered of prompts is the same on all ranks, and may be long
-            here = {name: state for name, state in here.items() if name not in self._module.memories()}
         digests = {name: digest(tensor) for name, tensor in tensors.items()}
-        every: list[dict[str, Any]] = self._gather({"rest": here, "tensors": digests})
+        every: list[dict[str, Any]] = self._gather({"rest": dict(here), "tensors": digests})
         states: list[dict[str, Any]] = [of["rest"] for of in every]
         names = dict.fromkeys(name for state in states for name in state)
         of_ranks = {name: [state[name] for state in states if name in state] for name in names}
@@ -58,7 +68,7 @@ class ModuleState:
         }
         return state, self._to_write(tensors, [of["tensors"] for of in every])
 
-    def _to_write(self, tensors: dict[str, Tensor], digests: list[dict[str, str]]) -> dict[str, Tensor]:
+    def _to_write(self, tensors: Mapping[str, Tensor], digests: list[dict[str, str]]) -> dict[str, Tensor]:
         """The tensors of which this rank is the first that changed them, or where none did, the first that has them."""
         written = {}
         for name in dict.fromkeys(name for of_rank in digests for name in of_rank):

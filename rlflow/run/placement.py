@@ -87,7 +87,7 @@ def layouts(
         result[name] = _of_engine(written, places.get(written, Place()), machines, tensor_parallel_sizes[policy])
     for role, handle in found.items():
         samples_per_update = handle.samples_per_update if role in trained else first
-        of = _owner(role, found)
+        of = owner_of(role, found)
         if of not in places and of == role:
             of = next((node.role for node in graph.order if role in node.uses and node.role in found), of)
         ranks = _ranks(of, places.get(of, Place()), machines)
@@ -128,7 +128,7 @@ def _place(written: Placed) -> Place:
     return Place(written)
 
 
-def _owner(role: str, found: Mapping[str, ModelHandle]) -> str:
+def owner_of(role: str, found: Mapping[str, ModelHandle]) -> str:
     """The role whose weights `role` is a view or an average of; itself if it has its own."""
     handle = found[role]
     if not isinstance(handle, WithoutAdapters | Averaged):
@@ -226,8 +226,8 @@ def _refuse_torn_engines(name: str, placed: Mapping[str, Layout], graph: Graph) 
             if 0 < len(inside) < len(group):
                 raise UserError(
                     f"`placement` tears a rollout engine apart: {rank_ranges(group)} share one"
-                    f" (`tensor_parallel_size` {engine.copies}), and of these only {rank_ranges(tuple(inside))} hold"
-                    f" `{role}`; place `{role}` on all of them or on none"
+                    f" (`rollout.init_args.tensor_parallel_size` {engine.copies}), and of these only"
+                    f" {rank_ranges(tuple(inside))} hold `{role}`; place `{role}` on all of them or on none"
                 )
 
 

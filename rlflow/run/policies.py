@@ -9,18 +9,17 @@ from functools import partial
 from torch import Tensor
 
 from rlflow.callbacks.hooks import Callbacks
-from rlflow.controller.gap import LogprobGap, default_gap_limit
+from rlflow.controller.gap import LogprobGap
 from rlflow.controller.policies import Policies, Policy
 from rlflow.controller.probe import Probe
 from rlflow.controller.syncing import WeightSync
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import BATCH
 from rlflow.dag.tasks import SyncWeights
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.stored_weights import stored_weights
 from rlflow.module import handles
 from rlflow.rollout.engine import RolloutEngine
-from rlflow.run.prepared import Prepared
+from rlflow.run.prepared_run import Prepared
 from rlflow.run.setup import Joined
 from rlflow.values.rollout import Rollout
 
@@ -61,7 +60,10 @@ class PolicyBuilder:
         if not trained or not task.source:
             path = self.prepared.policies[task.policy]
             files = partial(stored_weights, path, strategy.dtype, bucket_bytes)
-        return WeightSync(task, strategy, engine, transport, bucket_bytes, files)
+        engines = self.prepared.engines
+        alone = engines.owner(task.policy) == task.policy and engines.users(task.policy) == (task.policy,)
+        keeps = not task.source and alone
+        return WeightSync(task, strategy, engine, transport, bucket_bytes, files, keeps)
 
     def _policy(self, task: SyncWeights) -> Policy:
         name, graph = task.policy, self.prepared.graph
@@ -71,29 +73,22 @@ class PolicyBuilder:
         handle = handles(self.prepared.module)[name]
         assert isinstance(handle, CausalLM)
         several = len(self.prepared.policies) > 1
-        made_by = rows_of(name, graph)
-        gap = LogprobGap(self._gap_limit, name if several else "", made_by if several else None)
+        made_by = frozenset(node.id for node in graph.order if node.generates == (name,))
+        limit, dtype = self.prepared.settings.logprob_gap_limit, self.prepared.strategy.dtype
+        kind = type(self.prepared.engines[name]).__name__
+        gap = LogprobGap(limit, dtype, name if several else "", made_by if several else None, kind)
         handle.watch = gap.observe
         updates = sum(node.kind == "train" and node.role == name for node in graph.order)
-        probe = self._probe(task, handle, engine, gap) if self._needs_probe(name, made_by) else None
+        probe = self._probe(task, handle, engine, gap) if self._needs_probe(name) else None
         return Policy(name, engine, sync, updates, handle.start_step, gap, probe)
 
-    @property
-    def _gap_limit(self) -> float:
-        limit = self.prepared.settings.logprob_gap_limit
-        return default_gap_limit(self.prepared.strategy.dtype) if limit is None else limit
-
-    def _needs_probe(self, name: str, made_by: frozenset[str]) -> bool:
+    def _needs_probe(self, name: str) -> bool:
         """Where steps overlap, or responses go on from older ones, few rows or none are of the trainer's own version.
 
-        Nor are they where the policy's model never scores what it alone generated. So a few are made to be compared.
+        Nor are they where its model does not score them before it changes. So a few are made to be compared.
         """
-        plan, graph = self.prepared.plan, self.prepared.graph
-        if plan.max_staleness or plan.cuts_off:
-            return True
-        scored = (value for node in graph.order if node.role == name for value in node.reads)
-        read = {graph.space_of(value) for value in scored if graph.type_of(value) is Rollout}
-        return bool(graph.policies()) and read.isdisjoint(made_by)
+        plan = self.prepared.plan
+        return bool(plan.max_staleness) or plan.cuts_off or not scores_its_rows(name, self.prepared.graph)
 
     def _probe(self, task: SyncWeights, handle: CausalLM, engine: RolloutEngine | None, gap: LogprobGap) -> Probe:
         some = self.prepared.train.first()
@@ -103,7 +98,20 @@ class PolicyBuilder:
         return Probe(task, handle, engine, transport, gap, prompts, temperature, longest, seed)
 
 
-def rows_of(policy: str, graph: Graph) -> frozenset[str]:
-    """The rows that this policy alone generates: spaces of their own, and the prompts' where it keeps these."""
-    alone = [node for node in graph.order if node.generates == (policy,)]
-    return frozenset({node.id for node in alone} | {BATCH for node in alone if node.samples_in_place})
+def scores_its_rows(policy: str, graph: Graph) -> bool:
+    """Whether a policy's model scores rows that it alone generated with each of a step's weights, before they change.
+
+    Args:
+        policy: Its name, which is its model's role.
+        graph: Of the module.
+    """
+    generated: dict[int, set[str]] = {}  # by how often the role was trained in the step before
+    scored: dict[int, set[str]] = {}
+    for node in graph.order:
+        trained = graph.trained_before(node)[policy]
+        if policy in node.generates:
+            generated.setdefault(trained, set()).update({node.id} if node.generates == (policy,) else ())
+        if node.role == policy:
+            rollouts = (value for value in node.reads if graph.type_of(value) is Rollout)
+            scored.setdefault(trained, set()).update(graph.space_of(value) for value in rollouts)
+    return all(rows & scored.get(trained, set()) for trained, rows in generated.items())

@@ -5,32 +5,38 @@ Fit, validation, `rlflow graph` and `rlflow simulate` have their graph, layouts 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import engine_of
 from rlflow.dag.planner import plan
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import PromptData
-from rlflow.errors import UserError
+from rlflow.environments.conversation_format import Bridges
+from rlflow.errors import UserError, about, setting
 from rlflow.models.architecture import check_architecture
 from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
 from rlflow.models.lora import require_peft
 from rlflow.models.tiny import resolve_model
-from rlflow.module import RLModule, chooses_prompts, handles, has_validation_step
+from rlflow.module import RLModule, chooses_prompts, environments, handles, has_validation_step
 from rlflow.process.status import refusing_exits
 from rlflow.rollout.assignment import EngineSettings
 from rlflow.run import checks
-from rlflow.run.placement import followed_role, layouts
-from rlflow.run.prepared import Planned, Prepared
+from rlflow.run.placement import followed_role, layouts, owner_of
+from rlflow.run.prepared_run import Planned, Prepared
 from rlflow.run.pretrained import load_config, load_tokenizer, require_same_vocabulary, stop_tokens
+from rlflow.run.schedules import check_schedules
 from rlflow.settings import Settings
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.layout import Layout
 from rlflow.workflow.binding import bind
+from rlflow.workflow.models import configure
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def read_graph(module: RLModule) -> Graph:
@@ -41,13 +47,13 @@ def read_graph(module: RLModule) -> Graph:
     """
     for name in ("group_size", "max_response_length", "max_draws"):
         if (size := getattr(module, name)) < 1:
-            raise UserError(f"`{name}` is {size}; give 1 or more")
-    if not 0 < module.temperature < math.inf:
-        raise UserError(f"`temperature` is {module.temperature}; it divides the logits, so give more than 0")
-    module.configure_models()
-    told = bind(module)
+            raise UserError(f"`{name}` is {size}; give 1 or more", of=module)
+    configure(module)
+    problems = bind(module)
     models = handles(module)
-    return Graph.read(module, models, told, [name for name, of in models.items() if isinstance(of, CausalLM)])
+    policies = [name for name, of in models.items() if isinstance(of, CausalLM)]
+    owners = {name: owner_of(name, models) for name, of in models.items() if isinstance(of, Averaged)}
+    return Graph.read(module, models, problems, policies, owners)
 
 
 def plan_run(module: RLModule, settings: Settings, engines: EngineSettings) -> Planned:
@@ -104,7 +110,7 @@ def _require_together(graph: Graph, placed: Mapping[str, Layout], max_staleness:
         raise UserError(
             f"`trainer.max_staleness` is {max_staleness}, and `placement` has {' and '.join(engines.values())} generate"
             " on ranks of their own, so a checkpoint could not keep a step that is generated ahead; place their engines"
-            " on the same ranks, or set `max_staleness` to 0"
+            " on the same ranks, or set `trainer.max_staleness` to 0"
         )
 
 
@@ -137,39 +143,36 @@ def prepare(
     """
     made = plan_run(module, settings, engines)
     graph, placed, lead = made.graph, made.layouts, made.lead
+    if unknown := [name for name in settings.keep_inputs_of if name not in graph.nodes]:
+        raise UserError(f"`trainer.keep_inputs_of` names {unknown[0]!r}, and the nodes are {', '.join(graph.nodes)}")
     names = _generating_policies(graph, made.follows)
     checks.check_sides(module, graph, data)
-    paths = {
-        role: resolve_model(handles(module)[role].model, scratch, _said_by(module, role))
-        for role in _loaded(module, graph)
-    }
+    paths = {role: model_path(module, role, scratch) for role in _loaded(module, graph)}
     for role, path in paths.items():
-        config, handle = load_config(path), handles(module)[role]
-        check_architecture(config, _said_by(module, role), isinstance(handle, CausalLM))
+        handle, config = handles(module)[role], _model_config(module, role, path)
         if placed[role].copies > 1:
             check_sequence_parallel(config, placed[role].copies, role, strategy.packing)
         whole = strategy.packing and placed[role].copies == 1
         checks.check_experts(handle, role, config, names, settings.cuts_off, whole)
-    policies = {
-        name: paths.get(name) or resolve_model(handles(module)[name].model, scratch, _said_by(module, name))
-        for name in names
-    }
-    for name, path in policies.items():
-        check_architecture(load_config(path), _said_by(module, name), True)
-    made.engines.check_shared(
-        {name: load_config(path) for name, path in policies.items()}, {name: placed[engine_of(name)] for name in names}
-    )
+    policies = {name: paths.get(name) or model_path(module, name, scratch) for name in names}
+    configs = {name: _model_config(module, name, path) for name, path in policies.items()}
+    made.engines.check_shared(configs, {name: placed[engine_of(name)] for name in names})
+    check_schedules(module, graph, data.prompts_per_step)
     tokenizer = load_tokenizer(paths[lead])
     require_same_vocabulary(policies | paths, lead, tokenizer)
     checks.require_end(made.plan, settings, chooses_prompts(module))
     ranks, seed = settings.machines.world_size, settings.seed
     held_out = None if settings.limit_val_batches is None else settings.limit_val_batches * data.prompts_per_step
-    scores_validation = data.validation is not None and made.follows is not None and module.reward is not None
+    is_scored = module.reward is not None or bool(environments(module))
+    scores_validation = data.validation is not None and made.follows is not None and is_scored
     if data.validation is not None and not scores_validation and not has_validation_step(module):
         raise UserError(checks.nothing_to_validate(module, made.follows))
     if data.validation is not None and has_validation_step(module):
         checks.require_one_place(module, paths, placed, lead)
-    validation = None if data.validation is None else Loader(data.validation, data, tokenizer, seed, held_out, ranks)
+    found = list(environments(module).values())
+    environment = found[0] if len(found) == 1 else None
+    read = data, tokenizer, seed
+    validation = None if data.validation is None else Loader(data.validation, *read, held_out, ranks, environment)
     return Prepared(
         graph=graph,
         plan=made.plan,
@@ -183,18 +186,43 @@ def prepare(
         paths=paths,
         policies=policies,
         tokenizer=tokenizer,
+        bridges=Bridges(tokenizer, data.renderer, data.tool_calls),
         stop_token_ids=stop_tokens(paths[lead], tokenizer, module.stop_token_ids),
-        train=Loader(data.train, data, tokenizer, seed, ranks=ranks),
+        train=Loader(data.train, *read, ranks=ranks, environment=environment),
         validation=validation,
         generates=any(node.kind == "rollout" for node in graph.order) or scores_validation,
         scores_validation=scores_validation,
     )
 
 
+def model_path(module: RLModule, role: str, scratch: Path) -> Path:
+    """Where a role's weights and tokenizer are: a folder, or a Hugging Face name.
+
+    Args:
+        module: With its models configured.
+        role: Of the model.
+        scratch: Folder for the embedded model.
+
+    Raises:
+        UserError: The role's `model` is none.
+    """
+    handle = handles(module)[role]
+    with about(handle):
+        return resolve_model(handle.model, scratch, _said_by(module, role))
+
+
+def _model_config(module: RLModule, role: str, path: Path) -> PretrainedConfig:
+    """The configuration of a role's model, which can be trained or scored here."""
+    handle = handles(module)[role]
+    with about(handle):
+        config = load_config(path)
+        check_architecture(config, _said_by(module, role), isinstance(handle, CausalLM))
+    return config
+
+
 def _said_by(module: RLModule, role: str) -> str:
-    """The setting that names a role's model, such as `critic_path`."""
-    model = handles(module)[role].model
-    return next((f"`{name}`" for name, value in vars(module).items() if value == model), f"the model of `{role}`")
+    """The setting that names a role's model, at its place in the config; `critic.model` of a handle that has none."""
+    return setting(handles(module)[role], "model", f"{role}.model")
 
 
 def _loaded(module: RLModule, graph: Graph) -> list[str]:

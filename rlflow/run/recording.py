@@ -15,7 +15,7 @@ from rlflow.process import startup
 from rlflow.run.folder import RunFolder
 from rlflow.run.resume import Resume
 from rlflow.run.setup import Joined
-from rlflow.run.summary import by_summary_name, told
+from rlflow.run.summary import by_summary_name, on_terminal
 
 
 class Recording:
@@ -60,7 +60,7 @@ class Recording:
         """Record the validation before the first step, if there was one; called by all ranks."""
         self._write(validation, self._done_before)
         if validation:
-            shown = told(by_summary_name(validation)).items()
+            shown = on_terminal(by_summary_name(validation)).items()
             values = (f"{'greedy' if name == 'greedy_accuracy' else name} {value:.3f}" for name, value in shown)
             self._console.say(f"before training: {', '.join(values)}")
         self._console.say(startup.end().line())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rlflow import checkpoint
@@ -13,10 +14,12 @@ from rlflow.controller import Controller
 from rlflow.errors import UserError
 from rlflow.metrics import Metrics
 from rlflow.module import chooses_prompts
+from rlflow.run import random_states
+from rlflow.run.all_ranks import gather
+from rlflow.run.changed_settings import changed_settings
 from rlflow.run.module_state import restore_module
-from rlflow.run.prepared import Prepared
+from rlflow.run.prepared_run import Prepared
 from rlflow.run.setup import Joined
-from rlflow.run.together import attempt, gather
 
 
 @dataclass(frozen=True)
@@ -27,28 +30,37 @@ class Resume:
         joined: This rank.
         checkpoint: That the run goes on from; None for a new run.
         progress: Where that one stood; None likewise.
+        lines: What the user should know of finding it.
     """
 
     joined: Joined
     checkpoint: Path | None
     progress: Progress | None
+    lines: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, joined: Joined) -> Resume:
-        """What `trainer.ckpt_path` asks for.
+        """What `trainer.ckpt_path` asks for, read once by the ranks together; called by all, before roles are loaded.
 
         Raises:
-            UserError: The checkpoint that is named is not there, or of another run.
+            UserError: The checkpoint that is named is not there, damaged, or of another run.
         """
         prepared, settings = joined.prepared, joined.prepared.settings
         if settings.ckpt_path is None:
             return cls(joined, None, None)
-        folder = checkpoint.find(settings.ckpt_path, settings.run_dir)
+        lines: list[str] = []
+        folder = checkpoint.find(
+            settings.ckpt_path, settings.run_dir, partial(_damage, joined), lines.append, partial(_listed, joined)
+        )
+        if folder is None:
+            return cls(joined, None, None, tuple(lines))
         progress = checkpoint.read_progress(folder, settings.seed, prepared.train.scan.digest)
         _require_same_choice(prepared, folder, progress)
         _require_flights(prepared, folder, progress.step)
         _require_parts(prepared, folder)
-        return cls(joined, folder, progress)
+        if progress.config is not None and joined.config is not None:
+            lines += changed_settings(progress.config, joined.config, folder.name)
+        return cls(joined, folder, progress, tuple(lines))
 
     @property
     def done(self) -> int:
@@ -59,26 +71,7 @@ class Resume:
     def goes_on(self) -> bool:
         """Whether the run goes on in the folder that its checkpoint lies in."""
         folder = self.joined.prepared.settings.run_dir
-        return self.checkpoint is not None and self.checkpoint.is_relative_to(folder)
-
-    def require_unchanged(self) -> None:
-        """Read the checkpoint, each file on one rank; called by all, before roles are loaded.
-
-        Raises:
-            UserError: A file is not what was written.
-        """
-        if self.checkpoint is None:
-            return
-        found, here, transport = self.checkpoint, list[str](), self.joined.transport
-        rank, world_size = transport.rank, transport.world_size
-        folder = self.joined.prepared.settings.run_dir
-        attempt(transport, folder, lambda: here.extend(checkpoint.changed_files(found, rank, world_size)))
-        changed = sorted(name for names in gather(transport, here) for name in names)
-        if changed:
-            raise UserError(
-                f"{found / changed[0]} is not what was written: its SHA-256 differs from that in"
-                f" {checkpoint.STATE}; give `trainer.ckpt_path` another checkpoint's folder"
-            )
+        return self.checkpoint is not None and self.checkpoint.resolve().is_relative_to(folder.resolve())
 
     def restore(self, controller: Controller, metrics: Metrics, callbacks: Callbacks) -> list[str]:
         """Go on where the checkpoint was taken, if there is one; called by all ranks once their roles are loaded.
@@ -87,7 +80,7 @@ class Resume:
             What the user should know of it, a line each.
         """
         if self.checkpoint is None or self.progress is None:
-            return []
+            return [*self.lines]
         joined, prepared, folder, progress = self.joined, self.joined.prepared, self.checkpoint, self.progress
         device, transport = prepared.strategy.root_device, joined.transport
         checkpoint.restore(folder, prepared.strategy, prepared.stateful)
@@ -96,11 +89,37 @@ class Resume:
             prepared.train.chosen.load_state_dict(progress.chosen or [])
         lines = callbacks.load_state_dict(progress.callbacks)
         controller.restore(self.done, progress.draws, lambda name, like: read_kept(folder, name, like, device))
+        controller.restore_history(progress.history)
         for logged in checkpoint.read_logged(folder, transport.rank, transport.world_size):
             metrics.log_again(logged.get("metrics", ()))
             joined.samples.keep_again(logged.get("samples", []))
-            joined.context.remember_again(logged.get("remembered", ()))
-        return [*lines, f"continues {folder} after step {self.done}"]
+            joined.context.memories.restore(logged.get("remembered", ()))
+            if logged["random"]["of"] == [transport.rank, transport.world_size]:  # of other ranks' nobody goes on
+                random_states.restore(logged["random"]["states"], device)
+        return [*self.lines, *lines, f"continues {folder} after step {self.done}"]
+
+
+def _listed(joined: Joined, run_dir: Path) -> list[Path]:
+    """The run's checkpoints as rank 0 sees them; a network file system may show others what was there before."""
+    names = gather(joined.transport, [str(folder) for folder in checkpoint.newest_first(run_dir)])[0]
+    return list(map(Path, names))
+
+
+def _damage(joined: Joined, folder: Path) -> str | None:
+    """What a checkpoint has in place of what was written, the same on all ranks: each file is read by one of them."""
+    transport = joined.transport
+
+    def look() -> str | None:
+        if (what := checkpoint.lacks(folder)) is not None:
+            return what
+        changed = checkpoint.changed_files(folder, transport.rank, transport.world_size)
+        return f"another SHA-256 of {changed[0]} than {checkpoint.STATE} says" if changed else None
+
+    try:
+        here = look()
+    except OSError as error:
+        here = f"{Path(error.filename or folder).name}, which cannot be read ({error.strerror})"
+    return next((what for what in gather(transport, here) if what is not None), None)
 
 
 def _require_same_choice(prepared: Prepared, folder: Path, progress: Progress) -> None:
@@ -143,6 +162,6 @@ def _require_parts(prepared: Prepared, folder: Path) -> None:
         if is_lost:
             raise UserError(
                 f"{folder} has {what}, which would be lost, since `trainer.partial_rollout` is null or another"
-                " algorithm is trained; continue with the algorithm that wrote it, and set `partial_rollout` as it"
+                " algorithm is trained; continue with the algorithm that wrote it, and set that as it"
                 " was, or to the longest response to let all end in one step"
             )

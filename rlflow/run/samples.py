@@ -7,12 +7,15 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from rlflow.dag.node import BATCH
 from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.rewards.reward import Scores
+from rlflow.values.ending import Ending
 from rlflow.values.host_copy import on_host
 from rlflow.values.protocols import Written
-from rlflow.values.ragged import Ragged
 
 SAMPLES_PER_STEP = 4
 
@@ -24,25 +27,50 @@ class Samples:
         transport: To the other ranks; has formed the group of `group`.
         speaker: The rank that keeps samples.
         decode: Token ids to text.
+        decode_with_special: The same with special tokens, for what a policy reads.
+        rows_of: Places in the dataset of prompts, by their ids.
     """
 
-    def __init__(self, transport: Transport, speaker: int, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        speaker: int,
+        decode: Callable[[Sequence[int]], str],
+        decode_with_special: Callable[[Sequence[int]], str],
+        rows_of: Callable[[Tensor], Tensor],
+    ) -> None:
         self.group = tuple(sorted({0, speaker}))
         self._transport = transport
         self._speaker = speaker
         self._decode = decode
+        self._decode_with_special = decode_with_special
+        self._rows_of = rows_of
         self._steps: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
 
     def keep(self, step: int, rollout: Written, scores: Scores) -> None:
         """Keep some of these, on the rank that does."""
         if self._transport.rank != self._speaker:
             return
-        samples, prompts = self._steps[step], rollout.prompt_ids
-        rows = Ragged(on_host(prompts.values), on_host(prompts.lengths)).rows()
-        for i, prompt in enumerate(rows[: SAMPLES_PER_STEP - len(samples)]):
-            parts = {name: part[i] for name, part in scores.parts.items()}
-            reward = {"reward": scores.total[i], "parts": parts}
-            samples.append({"prompt": self._decode(prompt.tolist()), "response": rollout.texts[i], **reward})
+        samples, prompts = self._steps[step], rollout.prompt_ids.on_host().rows()
+        of_parents, turns, ended = (on_host(x).tolist() for x in (rollout.index, rollout.turns, rollout.ended))
+        failed_first = sorted(range(len(prompts)), key=lambda i: ended[i] != Ending.FAILED)
+        kept = failed_first[: SAMPLES_PER_STEP - len(samples)]
+        places = dict(zip(kept, self._rows_of(on_host(rollout.group_of(BATCH))[kept]).tolist(), strict=True))
+        for i in kept:
+            samples.append(
+                {
+                    "row": places[i],
+                    "sample": of_parents[i],
+                    "prompt": self._decode(prompts[i].tolist()),
+                    "response": rollout.texts[i],
+                    "reward": scores.total[i],
+                    "parts": {name: part[i] for name, part in scores.parts.items()},
+                    "turns": turns[i],
+                    "ended": Ending(ended[i]).name.lower(),
+                    "messages": rollout.messages[i],
+                }
+                | ({"read": self._decode_with_special(prompts[i].tolist())} if rollout.messages[i] else {})
+            )
 
     def take(self, step: int) -> list[dict[str, Any]]:
         """What was kept of a step, on rank 0; all ranks call it."""
@@ -51,12 +79,12 @@ class Samples:
             return samples
         speaks = self._transport.rank == self._speaker
         message = to_message(json.dumps(samples).encode()) if speaks else None
-        heard = self._transport.broadcast_bytes(message, self._speaker, self.group)
-        read: list[dict[str, Any]] = json.loads(from_message(heard))
+        received = self._transport.broadcast_bytes(message, self._speaker, self.group)
+        read: list[dict[str, Any]] = json.loads(from_message(received))
         return read
 
     def of_later_steps(self) -> list[tuple[int, list[dict[str, Any]]]]:
-        """What was kept of steps that are under way, by step, JSON-able."""
+        """What was kept of steps in progress, by step, JSON-able."""
         return list(self._steps.items())
 
     def keep_again(self, later_steps: Sequence[tuple[int, list[dict[str, Any]]]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,20 @@ from rlflow.callbacks.hooks import Callbacks
 from rlflow.checkpoint import Progress
 from rlflow.controller import Controller
 from rlflow.dag.tasks import Load
-from rlflow.errors import UserError
+from rlflow.errors import UserError, did_you_mean
 from rlflow.metrics import Metrics
+from rlflow.run.all_ranks import attempt, gather
 from rlflow.run.folder import RunFolder
 from rlflow.run.module_state import ModuleState
 from rlflow.run.resume import Resume
 from rlflow.run.setup import Joined
-from rlflow.run.together import attempt, gather
+from rlflow.run.standing import Standing
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import Draft, Record, not_written
 from rlflow.storage.space import bytes_in, in_bytes, require_space
 
 DEFAULT_TIMEOUT_S = 600.0  # of a strategy without one
+VALIDATION = "val"  # how names of its metrics begin
 ELSEWHERE = "or give `trainer.run_dir` on another"
 CONTINUE = "and continue with `--trainer.ckpt_path last`: what was saved before is still there"
 
@@ -41,12 +43,15 @@ class Saving:
 
     Attributes:
         before: Validation before the first step of all.
+        saved: After how many steps the last checkpoint in the run's folder was begun; None where there is none.
     """
 
     def __init__(
         self, joined: Joined, folder: RunFolder, metrics: Metrics, callbacks: Callbacks, resume: Resume
     ) -> None:
         self._joined = joined
+        self._monitored = {} if resume.progress is None else resume.progress.monitored
+        self._saved_at = 0.0  # seconds of this run
         self._prepared = joined.prepared
         self._settings = joined.prepared.settings
         self._module = joined.prepared.module
@@ -62,55 +67,102 @@ class Saving:
         self._nodes: dict[int, str] = {}  # of each rank
         self._sizes: dict[str, tuple[int, int]] = {}  # of each role's model and state
         self._state = ModuleState(self._module, self._transport.rank, partial(gather, self._transport))
+        self.saved = resume.done if resume.goes_on else None
         self.before: dict[str, float] = {} if resume.progress is None else resume.progress.before
 
     def begin(self) -> None:
         """The module is as the first step of this run finds it."""
         self._state.begin()
 
-    def is_due(self, done: int, ends: bool) -> bool:
-        """Whether a checkpoint is to be written after `done` steps; `ends`: with which the run ends."""
-        every = self._settings.save_every_n_steps
-        return every is not None and not self._settings.fast_dev_run and (ends or done % every == 0)
+    def is_due(self, done: int, elapsed: float, ends: bool) -> bool:
+        """Whether a checkpoint is to be written; the same on all ranks.
 
-    def save(self, done: int, controller: Controller) -> None:
-        """Write models and a checkpoint after `done` steps; called by all ranks.
+        Args:
+            done: Steps.
+            elapsed: Seconds of this run, the same on all ranks.
+            ends: The run ends with this step.
+        """
+        steps, seconds = self._settings.save_every_n_steps, self._settings.save_every_seconds
+        if not self._settings.saves_checkpoints or self._settings.fast_dev_run:
+            return False
+        by_steps = steps is not None and done % steps == 0
+        by_time = seconds is not None and elapsed - self._saved_at >= seconds
+        if by_time:
+            self._saved_at = elapsed
+        return ends or by_steps or by_time
+
+    def monitor(self, metrics: Mapping[str, float]) -> None:
+        """Note the metric that decides which checkpoints stay.
+
+        Args:
+            metrics: Of the last step and the last validation.
+
+        Raises:
+            UserError: The run does not log it.
+        """
+        name = self._settings.monitor
+        if name is None:
+            return
+        if name in metrics:
+            self._monitored = {name: metrics[name]}
+        elif name not in self._monitored and not (self._done and name.startswith(VALIDATION)):
+            raise UserError(
+                f"`trainer.monitor` is {name!r}, which this run does not log.{did_you_mean(name, metrics)} Logged:"
+                f" {', '.join(sorted(metrics))}"
+            )
+
+    def standing(self, done: int, controller: Controller) -> Standing:
+        """Where this rank stands after `done` steps; asks no other rank."""
+        return Standing.of(done, controller, self._joined, self._metrics, self._callbacks, self._state)
+
+    def save(self, standing: Standing, controller: Controller, with_models: bool = True) -> None:
+        """Write models and a checkpoint; called by all ranks.
+
+        Args:
+            standing: Of this rank; weights and optimizers are as they were then.
+            controller: Of this rank.
+            with_models: Whether models are written too; a checkpoint has all that a run needs to go on.
 
         Raises:
             UserError: A weight, or what the optimizer keeps of it, is not finite; nothing was written.
         """
         self.wait()
+        done = standing.done
         self._require_finite(done, states=True)
-        module, tensors = self._state.taken()
+        module, tensors = self._state.taken(standing.module, standing.tensors)
         progress = Progress(
             step=done,
             version=controller.policies.version_after(self._prepared.follows, done),
             seed=self._settings.seed,
             data=self._prepared.train.scan.digest,
-            draws=controller.draws,
+            draws=standing.draws,
             before=self.before,
             module=module,
-            callbacks=self._callbacks.state_dict(),
-            chosen=self._chosen_rows(),
+            callbacks={key: dict(state) for key, state in standing.callbacks.items()},
+            chosen=self._chosen_rows(standing.chosen),
             prompts_per_step=self._prepared.train.prompts_per_step,
+            history=self._history(standing.history),
+            config=None if self._joined.config is None else dict(self._joined.config),
+            monitored=self._monitored,
         )
-        later = self._metrics.of_later_steps(done - 1)
-        logged = {"metrics": later, "samples": self._joined.samples.of_later_steps()} if later else {}
-        if remembered := controller.context.of_later_steps(done - 1):
-            logged |= {"remembered": remembered}
         draft = checkpoint.draft_of(self._folder.checkpoint, done)
-        models = self._open(draft)
+        models = self._open(draft, with_models)
         self._write_models(models)
-        kept, rank = controller.kept(done), self._transport.rank
+        rank, kept, logged = self._transport.rank, standing.kept, standing.logged
         checkpoint.write_share(
             draft, self._disk, self._strategy, self._prepared.stateful, self._nodes, rank, kept, logged, tensors
         )
         self._complete_models(models)
         if rank == 0:
-            keep, timeout_s = self._settings.keep_checkpoints, self._timeout_s
-            checkpoint.complete(draft, self._disk, self._prepared.stateful, progress, self._nodes, timeout_s, keep)
+            roles, timeout_s = self._prepared.stateful, self._timeout_s
+            checkpoint.complete(draft, self._disk, roles, progress, self._nodes, timeout_s, self._retention)
+        self.saved = done
         if not self._settings.async_save:
             self.wait()
+
+    def folder_of(self, done: int) -> Path:
+        """Where the checkpoint after `done` steps lies."""
+        return checkpoint.draft_of(self._folder.checkpoint, done).target
 
     def save_models(self, done: int) -> None:
         """Write every trained role in Hugging Face form, as it is after `done` steps; called by all ranks.
@@ -148,14 +200,14 @@ class Saving:
             UserError: It has not, or a checkpoint cannot hold what an optimizer keeps.
         """
         settings, folder = self._settings, self._folder
-        every = settings.save_every_n_steps
         if settings.fast_dev_run:
             return
+        every = settings.save_every_n_steps if settings.save_every_seconds is None else 1
         self._sizes = self._sizes_of_roles()
         model, state = (sum(size) for size in zip(*self._sizes.values(), strict=True))
         saves = 0 if every is None else -(-(self._prepared.steps - self._done) // every)
         # A new one is written before an old one is removed.
-        models, checkpoints = min(2, max(1, saves)), min(settings.keep_checkpoints + 1, saves)
+        models, checkpoints = min(2, max(1, saves)), self._retention.most(saves)
         what = f"{models} x {in_bytes(model)} of models"
         if checkpoints:
             what += f" and {checkpoints} x {in_bytes(state)} of checkpoints at once"
@@ -169,6 +221,11 @@ class Saving:
         self._attempt(look)
 
     @property
+    def _retention(self) -> checkpoint.Retention:
+        of = self._settings
+        return checkpoint.Retention(of.save_last, of.save_top_k, of.monitor, of.mode)
+
+    @property
     def _timeout_s(self) -> float:
         timeout = self._strategy.timeout
         return DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
@@ -177,10 +234,10 @@ class Saving:
         return self._folder.model if role == self._prepared.lead else self._folder.model_of(role)
 
     def _sizes_of_roles(self) -> dict[str, tuple[int, int]]:
-        """Bytes of each role's model and of its state in a checkpoint, which its first rank tells."""
+        """Bytes of each role's model and of its state in a checkpoint, which its first rank sends."""
         led = [role for role in self._prepared.stateful if self._strategy.leads(role)]
         sizes: dict[str, tuple[int, int]] = {}
-        with_states = self._settings.save_every_n_steps is not None
+        with_states = self._settings.saves_checkpoints
 
         def measure() -> None:
             for role in led:
@@ -190,15 +247,16 @@ class Saving:
         self._attempt(measure)
         return {role: size for here in gather(self._transport, sizes) for role, size in here.items()}
 
-    def _open(self, draft: Draft | None = None) -> dict[str, Draft]:
+    def _open(self, draft: Draft | None = None, with_models: bool = True) -> dict[str, Draft]:
         """Begin to write, if there is room: the models of all roles, and the checkpoint if there is one."""
-        models = {role: Draft(self._target(role)) for role in self._roles}
+        models = {role: Draft(self._target(role)) for role in self._roles if with_models}
 
         def open_all() -> None:
             if self._transport.rank == 0:
-                needed = sum(model + (0 if draft is None else state) for model, state in self._sizes.values())
-                what = f"the {'models' if draft is None else 'models and the checkpoint'} of this run need"
-                require_space(self._folder.path, needed, what, CONTINUE)
+                of_models, of_states = (sum(each) for each in zip(*self._sizes.values(), strict=True))
+                needed = bool(models) * of_models + (draft is not None) * of_states
+                what = " and the ".join(["models"] * bool(models) + ["checkpoint"] * (draft is not None))
+                require_space(self._folder.path, needed, f"the {what} of this run need", CONTINUE)
                 for each in [*models.values(), *([] if draft is None else [draft])]:
                     each.open()
 
@@ -227,7 +285,10 @@ class Saving:
     def _complete_models(self, models: dict[str, Draft]) -> None:
         """Let the disk give them their names when all ranks' shares are there."""
 
-        def complete(draft: Draft, ranks: tuple[int, ...], _: BaseException | None) -> None:
+        def complete(draft: Draft, ranks: tuple[int, ...], error: BaseException | None) -> None:
+            if error is not None:  # of this rank, which reports it
+                draft.discard()
+                return
             try:
                 draft.collect(ranks, self._nodes, self._timeout_s)
                 draft.complete()
@@ -259,13 +320,18 @@ class Saving:
                     name, kind = found
                     raise UserError(_not_finite(role, name, kind, done))
 
-    def _chosen_rows(self) -> list[dict[str, Any]] | None:
+    def _history(self, here: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Of all ranks: each role's updates as the ranks that hold it know them."""
+        held = {role: of for role, of in here["updates"].items() if self._strategy.holds(role)}
+        updates = {role: of for of_rank in gather(self._transport, held) for role, of in of_rank.items()}
+        return {"updates": updates, "gaps": dict(here["gaps"])}
+
+    def _chosen_rows(self, here: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
         """Of epochs, as the first rank that loads prompts has them; None where the module does not choose."""
-        chosen = self._prepared.train.chosen
-        if chosen is None:
+        if here is None:
             return None
         loads = next(task.ranks[0] for task in self._prepared.plan.every() if isinstance(task, Load))
-        of_ranks = gather(self._transport, chosen.state_dict() if self._transport.rank == loads else None)
+        of_ranks = gather(self._transport, here if self._transport.rank == loads else None)
         rows: list[dict[str, Any]] = of_ranks[loads]
         return rows
 

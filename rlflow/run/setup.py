@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,14 +14,19 @@ from rlflow.controller.context import NodeContext
 from rlflow.controller.probe import probing_group
 from rlflow.controller.syncing import sending_group
 from rlflow.databuffer.transport import Transport
+from rlflow.environments.conversation_format import ConversationFormat
+from rlflow.errors import about
 from rlflow.loggers.secrets import without_secrets
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_load
+from rlflow.models.file_digest import model_files
 from rlflow.module import handles
-from rlflow.rollout.engine import RolloutEngine
-from rlflow.rollout.engines import RankEngines, engines_of_rank
-from rlflow.run.agreement import agree, facts
+from rlflow.rollout.engine import EnginePlace, RolloutEngine
+from rlflow.rollout.rank_engines import RankEngines, engines_of_rank
+from rlflow.run.all_ranks import attempt
+from rlflow.run.consistency import agree, facts
 from rlflow.run.folder import RunFolder
-from rlflow.run.prepared import Prepared
+from rlflow.run.folder_lock import FolderLock, require_own
+from rlflow.run.prepared_run import Prepared
 from rlflow.run.samples import Samples
 
 
@@ -49,14 +55,44 @@ class Joined:
         """Whether this is rank 0, which writes and speaks."""
         return self.transport.rank == 0
 
-    def open_folder(self, goes_on: bool = False) -> RunFolder:
-        """The run's folder, in which nothing lies unless the run `goes_on` in it; called by all ranks."""
+    @contextmanager
+    def locked_folder(self) -> Iterator[FolderLock]:
+        """Within, no other run has the run's folder, which rank 0 locks; called by all ranks.
+
+        Raises:
+            UserError: Another run has it, or it is no run's.
+        """
+        folder = self.prepared.settings.run_dir
+        lock = FolderLock(folder)
+
+        def take() -> None:
+            if self.is_first:
+                require_own(folder)
+                lock.take()
+
+        attempt(self.transport, folder, take)
+        try:
+            yield lock
+        finally:
+            lock.release()
+
+    def open_folder(self, lock: FolderLock, goes_on: bool = False) -> RunFolder:
+        """The run's folder, in which nothing lies unless the run `goes_on` in it; called by all ranks.
+
+        Args:
+            lock: That is held on it.
+            goes_on: Whether the run goes on in what lies there.
+        """
         folder = RunFolder(self.prepared.settings.run_dir)
-        if self.is_first and not goes_on:
-            folder = RunFolder.open(folder.path)
-            if self.config is not None:
-                folder.config.write_text(yaml.safe_dump(dict(self.config), sort_keys=False))
-        self.prepared.strategy.barrier()
+
+        def make() -> None:
+            if self.is_first and not goes_on:
+                RunFolder.open(folder.path)
+                lock.take()
+                if self.config is not None:
+                    folder.config.write_text(yaml.safe_dump(dict(self.config), sort_keys=False))
+
+        attempt(self.transport, folder.path, make)
         return folder
 
     def load(self, role: str, updates: int | None = None) -> None:
@@ -68,8 +104,9 @@ class Joined:
         """
         strategy = self.prepared.strategy
         if strategy.holds(role):
-            with memory_watched(f"loading `{role}`", partial(to_load, strategy), strategy):
-                strategy.setup_role(role, handles(self.prepared.module)[role], self.prepared.paths[role], updates)
+            handle = handles(self.prepared.module)[role]
+            with memory_watched(f"loading `{role}`", partial(to_load, strategy), strategy), about(handle):
+                strategy.setup_role(role, handle, self.prepared.paths[role], updates)
 
     @property
     def validating(self) -> RolloutEngine | None:
@@ -80,19 +117,19 @@ class Joined:
     def set_up_engines(self) -> None:
         """Build this rank's engines. Where there are several, each sleeps before the next takes its memory."""
         prepared, strategy, engines = self.prepared, self.prepared.strategy, self.engines.own
+        place = EnginePlace(
+            strategy.dtype,
+            strategy.root_device,
+            self.transport.rank,
+            self.transport.world_size,
+            strategy.local_rank,
+            prepared.settings.seed,
+        )
         for policy, engine in engines.items():
             of = f" of `{policy}`" if len(engines) > 1 else ""
             remedies = partial(to_generate, strategy, engine)
-            with memory_watched(f"setting up the rollout engine{of}", remedies, strategy):
-                engine.setup(
-                    str(prepared.policies[policy]),
-                    dtype=strategy.dtype,
-                    device=strategy.root_device,
-                    rank=self.transport.rank,
-                    world_size=self.transport.world_size,
-                    local_rank=strategy.local_rank,
-                    seed=prepared.settings.seed,
-                )
+            with memory_watched(f"setting up the rollout engine{of}", remedies, strategy), about(engine):
+                engine.setup(str(prepared.policies[policy]), place)
                 if len(engines) > 1:
                     engine.sleep()
         self.engines.check_context(prepared.longest_prompt, prepared.module.max_response_length)
@@ -113,7 +150,13 @@ def join(prepared: Prepared, resolved_config: str | None) -> Joined:
     transport = Transport(strategy.root_device, strategy.timeout)
     config = None if resolved_config is None else without_secrets(yaml.safe_load(resolved_config))
     _agree(prepared, transport, config)
-    samples = Samples(transport, prepared.generating.ranks[0], prepared.decode)
+    samples = Samples(
+        transport,
+        prepared.generating.ranks[0],
+        prepared.decode,
+        prepared.decode_with_special,
+        prepared.train.rows_of,
+    )
     groups = [*prepared.plan.groups(), *(layout.ranks for layout in prepared.layouts.values())]
     groups += [samples.group]
     placed = prepared.engine_layouts()
@@ -134,8 +177,14 @@ def join(prepared: Prepared, resolved_config: str | None) -> Joined:
         stop_token_ids=prepared.stop_token_ids,
         decode=prepared.decode,
         encode=prepared.train.tokens,
+        written=prepared.train.written,
         on_scores=samples.keep,
         rows_of=prepared.train.rows_of,
+        conversation_format=ConversationFormat(
+            prepared.bridges, prepared.train.messages, prepared.data.max_prompt_length
+        ),
+        writers={node.id: node.generates for node in prepared.graph.order},
+        longest_prompt=prepared.data.max_prompt_length,
     )
     prepared.module.attach(context)
     return Joined(prepared, transport, samples, engines, context, config)
@@ -150,7 +199,8 @@ def _agree(prepared: Prepared, transport: Transport, config: Mapping[str, Any] |
     data = {"training": prepared.train, "validation": prepared.validation}
     digests = {f"{kind} data {of.scan.source}": of.scan.digest[:12] for kind, of in data.items() if of is not None}
     written = None if config is None else yaml.safe_dump(dict(config), sort_keys=False)
-    agree(transport, facts(prepared.module, written, str(prepared.plan), **numbers, **digests))
+    models = {role: model_files(path) for role, path in (prepared.policies | prepared.paths).items()}
+    agree(transport, facts(prepared.module, written, str(prepared.plan), models, **numbers, **digests))
 
 
 def _seed(seed: int) -> None:

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from rlflow.dag.tasks import rank_ranges
-from rlflow.data.prompts import PromptData
-from rlflow.module import RLModule, handles
-from rlflow.run.prepared import Prepared
+from rlflow.module import handles
+from rlflow.run.prepared_run import Prepared
+from rlflow.run.schedules import updates_per_step
 from rlflow.values.layout import Layout
-
-
-def updates_per_step(module: RLModule, role: str, prompts_per_step: int) -> int:
-    """Optimizer steps of a trained role in one step of the run."""
-    handle = handles(module)[role]
-    samples = prompts_per_step * module.group_size
-    return handle.epochs * math.ceil(samples / (handle.samples_per_update or samples))
-
-
-def updates_of_run(module: RLModule, role: str, data: PromptData, steps: int) -> int:
-    """Optimizer steps of a trained role in a run of so many steps; those before its `start_step` make none."""
-    trained = max(0, steps - handles(module)[role].start_step)
-    return trained * updates_per_step(module, role, data.prompts_per_step)
 
 
 def size_table(prepared: Prepared) -> list[str]:
@@ -38,11 +23,12 @@ def size_table(prepared: Prepared) -> list[str]:
         f"{_where(rollout, world_size)}",
     ]
     for role in sorted(prepared.graph.trained_roles()):
-        updates = updates_per_step(module, role, prompts)
+        updates = updates_per_step(module, prepared.graph, role, prompts)
         of, layout = handles(module)[role].samples_per_update or samples, prepared.layouts[role]
         start = handles(module)[role].start_step
+        count = "some" if updates is None else updates
         lines.append(
-            f"{role}: {updates} update(s) per step of {of} samples, about {of / layout.shards:g} per rank"
+            f"{role}: {count} update(s) per step of {of} samples, about {of / layout.shards:g} per rank"
             f"{_where(layout, world_size)}, in micro-batches of at most {token_budget} tokens"
             f"{f', from step {start + 1} on' if start else ''}"
         )
@@ -60,7 +46,8 @@ def size_table(prepared: Prepared) -> list[str]:
 def unclipped(prepared: Prepared) -> list[str]:
     """A warning, where a loss that nothing holds near the policy that sampled meets samples of older weights."""
     module, prompts_per_step = prepared.module, prepared.data.prompts_per_step
-    updates = max(updates_per_step(module, role, prompts_per_step) for role in prepared.graph.trained_roles())
+    graph = prepared.graph
+    updates = max(updates_per_step(module, graph, role, prompts_per_step) or 2 for role in graph.trained_roles())
     staleness, ignores = prepared.plan.max_staleness, module.ignores_sampler
     stale = {
         f"`trainer.max_staleness` is {staleness}": ignores and staleness > 0,

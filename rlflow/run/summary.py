@@ -18,15 +18,15 @@ def compared(before: dict[str, float], after: dict[str, float]) -> dict[str, flo
     return {f"{name}_{end}": of[name] for name in ends["after"] for end, of in ends.items() if name in of}
 
 
-def told(summarized: dict[str, float]) -> dict[str, float]:
-    """What the terminal tells of a validation: not how long responses were, nor what else comes of scoring them."""
+def on_terminal(summarized: dict[str, float]) -> dict[str, float]:
+    """What the terminal shows of a validation: not how long responses were, nor what else comes of scoring them."""
     scored = {"reward", "length", "truncated", "greedy_reward", "greedy_length", "greedy_truncated"}
     return {name: value for name, value in summarized.items() if name not in scored and not name.startswith("pass@")}
 
 
 def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> list[str]:
     before, after = (
-        told({name.removesuffix(end): value for name, value in summary.items() if name.endswith(end)})
+        on_terminal({name.removesuffix(end): value for name, value in summary.items() if name.endswith(end)})
         for end in ("_before", "_after")
     )
     ends = {name: (before[name], after[name]) for name in after if name in before}

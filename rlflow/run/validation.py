@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,12 @@ from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller import validation
 from rlflow.loggers.console import Console
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_score
+from rlflow.models.causal_lm import CausalLM
 from rlflow.module import handles, has_validation_step
 from rlflow.process import startup
 from rlflow.process.status import report
 from rlflow.run.policies import PolicyBuilder
-from rlflow.run.prepared import Prepared
+from rlflow.run.prepared_run import Prepared
 from rlflow.run.setup import Joined, join
 from rlflow.run_state import RunState
 from rlflow.values.layout import Layout
@@ -35,8 +37,12 @@ def validate(prepared: Prepared, callbacks: Callbacks, state: RunState, resolved
     """
     joined, module, loader = join(prepared, resolved_config), prepared.module, prepared.validation
     assert loader is not None
-    folder = joined.open_folder()
-    with Console(folder.logs / f"rank{joined.transport.rank}.log", prepared.steps, shows=joined.is_first):
+    with ExitStack() as stack:
+        folder = joined.open_folder(stack.enter_context(joined.locked_folder()))
+        log = folder.logs / f"rank{joined.transport.rank}.log"
+        stack.enter_context(Console(log, prepared.steps, shows=joined.is_first))
+        if joined.context.conversations is not None:
+            stack.callback(joined.context.conversations.close)
         for role in prepared.paths if has_validation_step(module) else [prepared.lead]:
             if prepared.strategy.holds(role):
                 handles(module)[role].freeze()
@@ -70,6 +76,8 @@ def measure(joined: Joined, version: int) -> dict[str, float]:
     assert loader is not None
     metrics = {}
     if prepared.scores_validation:
+        policy = handles(module)[prepared.follows or ""]
+        assert isinstance(policy, CausalLM)
         with memory_watched("validation, generating", partial(to_generate, strategy, joined.validating), strategy):
             metrics = validation.validate(
                 module,
@@ -78,10 +86,12 @@ def measure(joined: Joined, version: int) -> dict[str, float]:
                 joined.transport,
                 prepared.generating,
                 samples=prepared.settings.val_samples,
+                temperature=policy.temperature,
                 seed=prepared.settings.seed,
                 version=version,
                 stop_token_ids=prepared.stop_token_ids,
                 decode=prepared.decode,
+                conversations=joined.context.conversations,
             )
     if has_validation_step(module):
         lead = prepared.layouts[prepared.lead]

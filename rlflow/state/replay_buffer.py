@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
-
 import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
 from rlflow.values.batch import TokenRows
 from rlflow.values.columns import to_device
+from rlflow.values.hashed import hashed
 from rlflow.values.host_copy import on_host
 from rlflow.values.ragged import Ragged
 
@@ -50,7 +49,7 @@ class ReplayBuffer:
                 " each prompt"
             )
         self._prompts, self._responses = (
-            self._last(old.followed_by(Ragged(on_host(new.values), on_host(new.lengths))))
+            self._last(old.followed_by(new.on_host()))
             for old, new in ((self._prompts, prompts), (self._responses, responses))
         )
 
@@ -69,7 +68,9 @@ class ReplayBuffer:
         """
         if not len(self):
             raise UserError("a ReplayBuffer was sampled before rows were added; look at `len` of it first, or add some")
-        chosen = torch.tensor([_drawn(seed, key) % len(self) for key in on_host(keys).tolist()], dtype=torch.int64)
+        chosen = torch.tensor(
+            [hashed(f"{seed}/{key}") % len(self) for key in on_host(keys).tolist()], dtype=torch.int64
+        )
         rows = TokenRows.padded(self._prompts.take(chosen), self._responses.take(chosen))
         moved: TokenRows = to_device(rows, keys.device)
         return moved
@@ -90,7 +91,3 @@ class ReplayBuffer:
 
     def _last(self, rows: Ragged) -> Ragged:
         return rows.take(torch.arange(max(0, len(rows) - self.capacity), len(rows)))
-
-
-def _drawn(seed: int, key: int) -> int:
-    return int.from_bytes(blake2b(f"{seed}/{key}".encode(), digest_size=8).digest(), "big")

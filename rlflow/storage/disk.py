@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from rlflow.storage.tensors import Entry, write_tensors
+from rlflow.storage.tensors import StoredTensor, write_tensors
 
 ON_THE_WAY = 2  # tensors that wait to be written, where the run waits for them anyway
 
@@ -75,7 +75,7 @@ class Disk:
         """As `do`, in any case, with the error of a job before."""
         self._start((job, True))
 
-    def write(self, path: Path, entries: Sequence[Entry]) -> Stream:
+    def write(self, path: Path, entries: Sequence[StoredTensor]) -> Stream:
         """Write a file by `write_tensors`; its tensors are then put into the stream, each a copy."""
         stream = Stream(0 if self.asynchronous else ON_THE_WAY)
 

@@ -73,11 +73,20 @@ class Draft:
         return records
 
     def add(self, record: Record) -> None:
-        """Say what this rank wrote; nothing of it is written after."""
+        """Say what this rank wrote; nothing of it is written after. An empty file says that it had no room to.
+
+        Raises:
+            OSError: It could not be written.
+        """
         target = self._record(record.rank)
         unnamed = target.with_suffix(".part")
-        unnamed.write_text(json.dumps(asdict(record)))
-        unnamed.rename(target)
+        try:
+            unnamed.write_text(json.dumps(asdict(record)))
+            unnamed.rename(target)
+        except OSError:
+            unnamed.unlink(missing_ok=True)
+            target.touch()
+            raise
 
     def collect(self, ranks: Iterable[int], nodes: Mapping[int, str], timeout_s: float) -> list[Record]:
         """What all of them wrote; by one rank.
@@ -95,7 +104,7 @@ class Draft:
         while True:
             present = {entry.name for entry in os.scandir(self.path)}
             for rank in [rank for rank in missing if self._record(rank).name in present]:
-                found[rank] = self._read(rank)
+                found[rank] = self._read(rank, nodes[rank])
                 missing.remove(rank)
                 if (error := found[rank].error) is not None:
                     raise UserError(error)
@@ -123,7 +132,8 @@ class Draft:
         if self.target.exists():
             self.target.rename(before)
         self.path.rename(self.target)
-        sync(self.target.parent)
+        for folder in (self.target.parent, self.target.parent.parent):  # the first of a run made the upper one's entry
+            sync(folder)
         shutil.rmtree(before, ignore_errors=True)
 
     def discard(self) -> None:
@@ -134,8 +144,11 @@ class Draft:
     def _before(self) -> Path:
         return self.target.with_name(f"{self.target.name}.before")
 
-    def _read(self, rank: int) -> Record:
-        fields = json.loads(self._record(rank).read_text())
+    def _read(self, rank: int, node: str) -> Record:
+        text = self._record(rank).read_text()
+        if not text:
+            return Record(rank, error=not_written(OSError(errno.ENOSPC, "", self.path), self.target, rank, node))
+        fields = json.loads(text)
         files = {name: (digest, size) for name, (digest, size) in fields["files"].items()}
         return Record(**{**fields, "files": files})
 

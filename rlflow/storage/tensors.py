@@ -31,7 +31,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """One tensor of a file.
 
     Attributes:
@@ -45,7 +45,7 @@ class Entry:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, key: str, tensor: Tensor) -> Entry:
+    def of(cls, key: str, tensor: Tensor) -> StoredTensor:
         """What a tensor is under this name."""
         return cls(key, tuple(tensor.shape), tensor.dtype)
 
@@ -56,7 +56,7 @@ class Entry:
 
 
 def write_tensors(
-    path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
+    path: Path, entries: Sequence[StoredTensor], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:
     """Write a safetensors file, and wait until it is on the disk.
 
@@ -96,7 +96,7 @@ def write_tensors(
 
         write(memoryview(len(text).to_bytes(8, "little") + text))
         for entry, tensor in zip(entries, tensors, strict=True):
-            assert Entry.of(entry.key, tensor) == entry, (entry, tensor.shape, tensor.dtype)
+            assert StoredTensor.of(entry.key, tensor) == entry, (entry, tensor.shape, tensor.dtype)
             values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
             for start in range(0, values.numel(), BLOCK):
                 write(values[start : start + BLOCK].numpy().data)

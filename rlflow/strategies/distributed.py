@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import torch
-from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.utilities.distributed import _init_dist_connection
 from torch import nn
 
-from rlflow.databuffer.process_groups import connect_when_used
-from rlflow.errors import UserError
+from rlflow.errors import UserError, about
 from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.packed import PackedModel
 from rlflow.strategies.groups import Groups
-from rlflow.strategies.launcher import RankLauncher
+from rlflow.strategies.processes import ManyProcesses
 from rlflow.strategies.sequence import divided_attention, peers_of
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.layout import Layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LONGEST_S = 1e9
 
 
-class DistributedStrategy(TrainingStrategy, DDPStrategy):
-    """Ranks that each have rows of their own. Fabric starts them and says which rank this is; no more of it is used.
+class DistributedStrategy(TrainingStrategy):
+    """Ranks that each have rows of their own. A subclass says what of a role is divided over its ranks."""
 
-    A subclass says what of a role is divided over its ranks.
-    """
+    processes: ManyProcesses
 
     def _configure_ranks(
         self,
@@ -48,19 +42,20 @@ class DistributedStrategy(TrainingStrategy, DDPStrategy):
                 f"`precision` is {precision!r}; {type(self).__name__} trains in fp32, bf16 or fp16 (fp64:"
                 " SingleProcess)."
             )
-        if timeout_s <= 0:
-            raise UserError(f"`timeout_s` is {timeout_s}; it is a number of seconds above 0.")
-        self._configure(DTYPES[precision], token_budget, packing, float32_head)
+        if not 1 <= timeout_s <= LONGEST_S:
+            raise UserError(f"`timeout_s` is {timeout_s}; give a number of seconds from 1 to {LONGEST_S:g}.")
         self.timeout = timedelta(seconds=timeout_s)
+        processes = ManyProcesses(self.timeout, self._before_joining)
+        self._configure(processes, DTYPES[precision], token_budget, packing, float32_head)
         self._groups = Groups(self.timeout, within)
-        DDPStrategy.__init__(self)
 
     def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
         """See `TrainingStrategy.check_roles`."""
         for name in handles.keys() & layouts.keys():
             optimizer = handles[name].optimizer
             if self.stage and optimizer is not None:
-                optimizer.check_divides()
+                with about(optimizer):
+                    optimizer.check_divides()
 
     def form_groups(self, layouts: Mapping[str, Layout]) -> None:
         """See `TrainingStrategy.form_groups`."""
@@ -75,35 +70,8 @@ class DistributedStrategy(TrainingStrategy, DDPStrategy):
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
         return int(largest)
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks; on a GPU it is named, for the process group is bound to none."""
-        torch.distributed.barrier(device_ids=self._determine_ddp_device_ids())
-
-    def _setup_distributed(self) -> None:
-        for announcer in ("lightning.fabric", "lightning.pytorch"):  # of every rank, on the terminal
-            logging.getLogger(announcer).setLevel(logging.WARNING)
-        # Without a `device_id`, unlike Fabric: bound to a device, torch would split each further group from that of all
-        # ranks while it is formed, at once and by NCCL, thousands of them in a large job.
-        self._set_world_ranks()
-        assert self.cluster_environment is not None
-        backend = "gloo"
-        if self.root_device.type == "cuda":
-            backend = "cpu:gloo,cuda:nccl"
-            connect_when_used()
-        _init_dist_connection(self.cluster_environment, backend, timeout=self.timeout)
-        self._process_group_backend = backend
-        # DeepSpeed and vLLM read them, however the ranks were started.
-        os.environ |= {
-            "MASTER_ADDR": self.cluster_environment.main_address,
-            "MASTER_PORT": str(self.cluster_environment.main_port),
-            "RANK": str(self.global_rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-        }
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+    def _before_joining(self) -> None:
+        """Called in each rank before it joins the process group, when its device is known."""
 
     def _forward_plan(self, name: str) -> ForwardPlan:
         plan = super()._forward_plan(name)

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from rlflow.errors import UserError
 from rlflow.models.handle import ModelHandle
 from rlflow.models.packed import PackedModel
-from rlflow.models.part import Part
+from rlflow.models.tensor_range import TensorRange
 from rlflow.strategies.distributed import DistributedStrategy, replace_parameters
-from rlflow.strategies.strategy import Role, clip_and_step
+from rlflow.strategies.roles import Role
+from rlflow.strategies.update import clip_and_step
 from rlflow.values.layout import Layout
 
 
@@ -79,7 +80,7 @@ class FSDPStrategy(DistributedStrategy):
         """See `TrainingStrategy.divided_over`."""
         return len(layout.ranks) if self.within is None else min(self.within, len(layout.ranks))
 
-    def backward(self, name: str, loss: Tensor, last: bool) -> None:  # type: ignore[override]
+    def backward(self, name: str, loss: Tensor, last: bool) -> None:
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
         # Each micro-batch's is summed over the ranks that divide it, so that none ever holds more than its rows; over
         # their copies it is summed once.
@@ -108,8 +109,8 @@ class FSDPStrategy(DistributedStrategy):
         self._divide(name, role.model)
         return role.model
 
-    def _update(self, name: str, role: Role) -> float:
-        return clip_and_step(role)
+    def _update(self, name: str, role: Role, most: float) -> float:
+        return clip_and_step(role, most)
 
     def _whole(self, parameter: nn.Parameter) -> Tensor:
         return _full(parameter.detach().to(self.dtype))
@@ -120,13 +121,13 @@ class FSDPStrategy(DistributedStrategy):
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
         return _full(super()._gradient(parameter))
 
-    def _part_of(self, parameter: Tensor) -> Part:
+    def _part_of(self, parameter: Tensor) -> TensorRange:
         assert isinstance(parameter, DTensor)
         mesh, (rows, *width) = parameter.device_mesh, parameter.shape
         # Of n rows and r ranks the first ranks have ceil(n / r) each, and the last what is left, which may be nothing.
         first = min(-(-rows // mesh.size(-1)) * mesh.get_local_rank("shard"), rows)
         held: Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
-        return Part(first * math.prod(width), held.view(-1))
+        return TensorRange(first * math.prod(width), held.view(-1))
 
     def _copies(self, name: str) -> tuple[int, int]:
         layout = self.layout(name)
@@ -146,7 +147,7 @@ class FSDPStrategy(DistributedStrategy):
 
 def _units(model: PackedModel) -> Iterator[nn.Module]:
     """What is gathered at once, the parts before the whole: each layer, embedding and output layer, then the rest."""
-    layers = set(model.model._no_split_modules or ())  # by which transformers too tells what stays together
+    layers = set(model.model._no_split_modules or ())  # by which transformers too knows what stays together
     yield from [module for module in model.modules() if type(module).__name__ in layers]
     embedding, output = model.model.get_input_embeddings(), model.model.get_output_embeddings()
     if output is not None and output.weight is not embedding.weight:  # tied, they are one parameter of the rest

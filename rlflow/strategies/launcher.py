@@ -5,10 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import shutil
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -18,25 +17,30 @@ from typing import Any
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
-from rlflow.errors import UserError
-from rlflow.process import status
+from rlflow.errors import Preempted, UserError
+from rlflow.loggers.secrets import arguments_without_secrets
+from rlflow.process import preemption, status
 from rlflow.process.environment import place_kept
-from rlflow.process.status import FOLDER_VARIABLE, PARENT_VARIABLE, SUPERVISED_VARIABLE, Status
+from rlflow.process.handed_arguments import handed
+from rlflow.process.missing import missing
+from rlflow.process.status import BOARD_VARIABLE, PARENT_VARIABLE, SUPERVISED_VARIABLE, Answered
+from rlflow.strategies.collective_errors import of_a_collective
 
 POLL_S = 0.2
 GRACE_S = 2.0  # how long rank 0 may still take to fail in its own words after another rank has died
+MISSING_S = 10.0  # how long a rank whose collective failed waits for whoever knows which other rank was missing
 END_S = 60.0  # how long the other ranks may outlive a rank 0 that is done
-TOLD = 2  # the exit code of a rank that has said on the terminal what its user can mend
+REPORTED = 2  # the exit code of a rank that has said on the terminal what its user can mend
 
 
 class RankLauncher(_SubprocessScriptLauncher):
     """Runs this script once more for every further rank of this machine, unless torchrun or Slurm started them.
 
     Use it as `fabric.launch(function)`. A rank that dies ends the others within 5 seconds: one line on the terminal
-    names it and what it was doing, unless it has told of a `UserError` itself, and the exit code is its own (1 if that
-    is 0, or a signal killed it). A rank that exits with code 0 before `function` has returned in it has died too. What
-    `function` raises in rank 0 is rank 0's to report; the others are killed. Ranks of other machines learn of a death
-    by their collectives failing.
+    names it and what it was doing, unless it has reported a `UserError` itself, and the exit code is its own (1 if that
+    is 0, or a signal killed it). A rank that exits with code 0 before `function` has returned in it has died too. Where
+    a collective fails, the line names the rank of this machine that did not join it. What `function` raises in rank 0
+    is rank 0's to report; the others are killed. Ranks of other machines learn of a death by their collectives failing.
     """
 
     @property
@@ -54,27 +58,27 @@ class RankLauncher(_SubprocessScriptLauncher):
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _set_num_threads_if_needed(num_processes=self.num_processes)
         terminal = os.dup(2)  # where the user looks, whatever the ranks redirect later
+        status.beat()
         if environment.creates_processes_externally:
             status.report(environment.global_rank(), status.AT_FIRST)
             if PARENT_VARIABLE not in os.environ:
-                return _to_its_end(function, *args, **kwargs)
+                return _alone(function, *args, **kwargs)
             _follow(int(os.environ.pop(PARENT_VARIABLE)), environment.local_rank(), terminal)
             try:
                 return _to_its_end(function, *args, **kwargs)
-            except Exception:
-                time.sleep(GRACE_S)  # rank 0 finds most of them too: it tells them once, and ends this process
+            except Exception as error:
+                # Rank 0 finds most of them too: it reports them once, and ends this process.
+                time.sleep(MISSING_S if _of_a_collective(error) else GRACE_S)
                 raise
 
         if self.num_processes > 1:
             require_command(self.num_processes)
-        folder = Path(tempfile.mkdtemp(prefix="rlflow-ranks-"))
-        os.environ |= {PARENT_VARIABLE: str(os.getpid()), FOLDER_VARIABLE: str(folder)}
-        self._call_children_scripts()
-        del os.environ[PARENT_VARIABLE], os.environ[FOLDER_VARIABLE]
+        os.environ |= {PARENT_VARIABLE: str(os.getpid()), BOARD_VARIABLE: str(status.board().path)}
+        with handed(arguments_without_secrets(sys.argv[1:])):
+            self._call_children_scripts()
+        del os.environ[PARENT_VARIABLE], os.environ[BOARD_VARIABLE]
         first = environment.node_rank() * self.num_processes
-        watch = _Watch(
-            {first + 1 + index: process for index, process in enumerate(self.procs)}, first, terminal, folder
-        )
+        watch = _Watch({first + 1 + index: process for index, process in enumerate(self.procs)}, first, terminal)
         return watch.over(function, *args, **kwargs)
 
 
@@ -99,15 +103,31 @@ def _to_its_end(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def _alone(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In a rank that torchrun or Slurm started: nobody here sees the others."""
+    try:
+        return _to_its_end(function, *args, **kwargs)
+    except Exception as error:
+        if _of_a_collective(error):
+            error.add_note(f"{status.mine().named} waited for another rank, which is gone or did not join it in time")
+        raise
+
+
+def _of_a_collective(error: Exception) -> bool:
+    """As `of_a_collective`; then this process's status says so."""
+    found = of_a_collective(error)
+    if found:
+        status.failed()
+    return found
+
+
 class _Watch(threading.Thread):
     """Waits in rank 0's process for another rank to die."""
 
-    def __init__(
-        self, ranks: dict[int, subprocess.Popen[bytes]], own_rank: int, terminal: int, status_folder: Path
-    ) -> None:
+    def __init__(self, ranks: dict[int, subprocess.Popen[bytes]], own_rank: int, terminal: int) -> None:
         super().__init__(daemon=True, name="rank-watch")
-        self._folder = status_folder
-        self._statuses = {rank: Status.in_file(status_folder / str(rank - own_rank)) for rank in ranks}
+        self._board = status.board()
+        self._statuses = {rank: self._board[rank - own_rank] for rank in ranks}
         self._ranks = ranks
         self._own_rank = own_rank
         self._terminal = terminal
@@ -121,11 +141,15 @@ class _Watch(threading.Thread):
         except Exception as error:
             # Collectives fail here a moment after the rank that broke them, whose name is the better message.
             dead = None if isinstance(error, UserError) else self._await_death(GRACE_S / 2)
+            absent = missing(self._board.begun()) if dead is None and _of_a_collective(error) else None
             self._end_all()
-            if dead is None:
+            if dead is not None:
+                self._report(dead)
+                raise Answered(self._exit_code(dead)) from error
+            if absent is None:
                 raise
-            self._report(dead)
-            raise SystemExit(self._exit_code(dead)) from error
+            _say(self._terminal, f"{absent}; ended the other ranks")
+            raise Answered(1) from error
         except BaseException:
             self._end_all()
             raise
@@ -144,6 +168,8 @@ class _Watch(threading.Thread):
         return next((rank for rank, process in self._ranks.items() if self._has_died(rank, process.poll())), None)
 
     def _has_died(self, rank: int, code: int | None) -> bool:
+        if code == preemption.EXIT_CODE and preemption.received():  # as all ranks do, rank 0 at last
+            return False
         return code is not None and (code != 0 or not self._statuses[rank].ended)
 
     def _await_death(self, seconds: float) -> int | None:
@@ -156,7 +182,6 @@ class _Watch(threading.Thread):
         self._over.set()
         for process in self._ranks.values():
             process.kill()  # SIGTERM would not reach a rank that hangs in a collective
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait_for_all(self) -> None:
         deadline = time.monotonic() + END_S
@@ -166,7 +191,6 @@ class _Watch(threading.Thread):
             except subprocess.TimeoutExpired:
                 _say(self._terminal, f"rank {rank} has not ended {END_S:.0f} s after rank {self._own_rank}; killed it")
                 process.kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
         dead = self._dead()
         if dead is not None and not self._over.is_set():
             self._report(dead)
@@ -176,10 +200,14 @@ class _Watch(threading.Thread):
         return max(1, self._ranks[rank].returncode)
 
     def _report(self, rank: int) -> None:
-        status.end()  # of this process, whose exit code follows from what is said here
         code, last = self._ranks[rank].returncode, self._statuses[rank]
-        if code != TOLD or not last.ended:
-            _say(self._terminal, f"rank {rank} {last.ending(code)}; ended the other ranks")
+        if code == preemption.EXIT_CODE and last.ended:
+            _say(self._terminal, f"rlflow: rank {rank} was asked to end by a signal; {Preempted.GO_ON_FROM_BEFORE}")
+        elif code != REPORTED or not last.ended:
+            absent = missing(self._board.begun()) if last.failed_s else None
+            said = absent or f"rank {rank} on {socket.gethostname()} {last.ending(code)}"
+            _say(self._terminal, f"{said}; ended the other ranks")
+        status.end(self._exit_code(rank))  # of this process, whose exit code follows from what is said here
 
 
 def _follow(parent: int, local_rank: int, terminal: int) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from torch import Tensor
 
 from rlflow.errors import UserError
-from rlflow.strategies.strategy import Role, TrainingStrategy, clip_and_step
+from rlflow.strategies.processes import OneProcess
+from rlflow.strategies.roles import Role
+from rlflow.strategies.strategy import TrainingStrategy
+from rlflow.strategies.update import clip_and_step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-class SingleProcess(TrainingStrategy, SingleDeviceStrategy):
+class SingleProcess(TrainingStrategy):
     """Trains in this process without DeepSpeed; needs `trainer.devices: 1`.
 
     Args:
@@ -32,7 +34,6 @@ class SingleProcess(TrainingStrategy, SingleDeviceStrategy):
         packing: bool = True,
         float32_head: bool = False,
     ) -> None:
-        SingleDeviceStrategy.__init__(self)
         given: str = precision
         if given == "fp16":
             raise UserError(
@@ -41,28 +42,14 @@ class SingleProcess(TrainingStrategy, SingleDeviceStrategy):
             )
         if precision not in DTYPES:
             raise UserError(f"`precision` is {precision!r}; it is one of {', '.join(DTYPES)}.")
-        self._configure(DTYPES[precision], token_budget, packing, float32_head)
+        self._configure(OneProcess(), DTYPES[precision], token_budget, packing, float32_head)
 
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """None before Fabric has chosen: it sets the devices of strategies that have this property."""
-        return None
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device]) -> None:
-        if len(devices) != 1:
-            raise UserError(
-                f"`trainer.devices` is {len(devices)}; SingleProcess runs 1. For more use `strategy: deepspeed` or"
-                " `strategy: fsdp`."
-            )
-        self._root_device = devices[0]
-
-    def backward(self, name: str, loss: Tensor, last: bool) -> None:  # type: ignore[override]
+    def backward(self, name: str, loss: Tensor, last: bool) -> None:
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
         loss.backward()
 
     def _wrap(self, name: str, role: Role) -> torch.nn.Module:
         return role.model
 
-    def _update(self, name: str, role: Role) -> float:
-        return clip_and_step(role)
+    def _update(self, name: str, role: Role, most: float) -> float:
+        return clip_and_step(role, most)

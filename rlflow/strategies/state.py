@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlflow.models.part import Part
+from rlflow.models.tensor_range import TensorRange
 
 WEIGHT = "weight"
 
@@ -31,8 +31,8 @@ class StoredState(Protocol):
         """`[length]`: a range of the flattened tensor, on the CPU."""
 
 
-def share_of(part: Part, place: int, count: int) -> Part:
+def share_of(part: TensorRange, place: int, count: int) -> TensorRange:
     """The share of one of `count` ranks that hold the same part: ranges as even as can be."""
     length = part.values.numel()
     first, end = place * length // count, (place + 1) * length // count
-    return Part(part.start + first, part.values[first:end])
+    return TensorRange(part.start + first, part.values[first:end])

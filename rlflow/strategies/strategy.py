@@ -4,90 +4,41 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from lightning.fabric.strategies.strategy import Strategy
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import Averaged, WithoutAdapters
-from rlflow.models.filling import Filling
+from rlflow.models.filling import WeightFilling
 from rlflow.models.handle import ForwardPlan, ModelHandle
-from rlflow.models.lora import Weight, digest_of
-from rlflow.models.optimizer import Optimizer
+from rlflow.models.lora import digest_of
 from rlflow.models.packed import PackedModel
-from rlflow.models.part import Part
-from rlflow.models.shards import divided, write_index, write_shard
-from rlflow.models.weight_files import shard_name
-from rlflow.storage.disk import Disk
-from rlflow.strategies.average import Average, averaged_parts, begun, move
+from rlflow.strategies.held_weights import SAVE_BUCKET_BYTES
 from rlflow.strategies.loss_scale import LossScale
-from rlflow.strategies.state import WEIGHT, StoredState, share_of
+from rlflow.strategies.processes import ManyProcesses, OneProcess
+from rlflow.strategies.roles import Role
+from rlflow.strategies.training_state import TrainingState
+from rlflow.strategies.update import is_taken, scheduled
 from rlflow.values.layout import Layout
 
-SAVE_BUCKET_BYTES = 64 * 2**20
-FLOAT32_BYTES = 4
 
-
-@dataclass
-class Role:
-    """A loaded model and what trains it.
-
-    Attributes:
-        handle: What the algorithm calls.
-        model: The weights, under DeepSpeed too.
-        optimizer: Steps them; None for a frozen role.
-        updates: How many updates the whole run makes; None where nobody knows.
-        done: How many of them were made; skipped ones do not count.
-        loss_scale: Of the losses of a trained role whose gradients are in float16; else None.
-        average: Of a role that is another's moving average; `done` counts its moves then.
-    """
-
-    handle: ModelHandle
-    model: PackedModel
-    optimizer: torch.optim.Optimizer | None
-    updates: int | None
-    done: int = 0
-    loss_scale: LossScale | None = None
-    average: Average | None = None
-
-    @property
-    def scaled_by(self) -> float:
-        """The factor on the role's losses, and on its gradients until they are applied."""
-        return 1.0 if self.loss_scale is None else self.loss_scale.factor
-
-    @property
-    def settings(self) -> Optimizer:
-        """How the role is trained; it is a trained one."""
-        assert self.handle.optimizer is not None, self.handle.model
-        return self.handle.optimizer
-
-
-class TrainingStrategy(Strategy):
-    """A Fabric strategy that holds the roles of this rank by name.
+class TrainingStrategy(TrainingState):
+    """Trains the roles of this rank; `Fabric(strategy=...)` is given its `processes`.
 
     A subclass says how a role is wrapped (`_wrap`), how gradients come about (`backward`) and how they are applied
     (`_update`); one that `divides_weights` also what a rank holds of each (`_materialize`, `_part_of`). A method that
     takes a role's name is called by all ranks of the role and by no others, in the same order. A role is on all ranks,
-    each with rows of its own, unless `form_groups` was told otherwise.
+    each with rows of its own, unless `form_groups` says otherwise.
     """
 
-    dtype: torch.dtype
     token_budget: int
     packing: bool
     float32_head: bool
     timeout: timedelta | None = None  # of collectives
     stage: int | None = None  # of ZeRO, or the one that divides as much; sums in float32; None where nothing is divided
-    holds_masters: bool = False  # trained weights are float32, rounded for forward passes; ZeRO has a copy beside
     can_offload: bool = False  # whether `offload_optimizer` is a setting
     offload_optimizer: bool = False  # to the CPU's memory
     divides_weights: bool = False  # no rank ever holds a whole model
@@ -95,13 +46,18 @@ class TrainingStrategy(Strategy):
     bucket_elements: int = 0  # gradients that are reduced at once, at most, from ZeRO 1 on
     live_elements: int | None = None  # weights that are whole at a time, at most, at ZeRO 3; None for a layer's
     partition_within: int | None = None  # ranks that divide weights once more among them, at ZeRO 3
-    world_size: int
-    global_rank: int
-    local_rank: int
 
-    def _configure(self, dtype: torch.dtype, token_budget: int, packing: bool, float32_head: bool = False) -> None:
+    def _configure(
+        self,
+        processes: OneProcess | ManyProcesses,
+        dtype: torch.dtype,
+        token_budget: int,
+        packing: bool,
+        float32_head: bool = False,
+    ) -> None:
         if token_budget < 1:
             raise UserError(f"`token_budget` is {token_budget}; a micro-batch holds at least 1 token.")
+        self.processes = processes
         self.dtype = dtype
         self.token_budget = token_budget
         self.packing = packing
@@ -119,30 +75,6 @@ class TrainingStrategy(Strategy):
         Raises:
             UserError: Something cannot.
         """
-
-    def form_groups(self, layouts: Mapping[str, Layout]) -> None:
-        """Say where roles live; called once, before any role is set up, by all ranks of the job alike.
-
-        Args:
-            layouts: By role. The ranks that hold a shard's copies divide its sequences among them.
-        """
-        self._layouts = dict(layouts)
-
-    def layout(self, name: str) -> Layout:
-        """Where the role lives, loaded or not."""
-        return self._layouts.get(name, Layout(tuple(range(self.world_size)), self.world_size))
-
-    def divided_over(self, layout: Layout) -> int:
-        """Over how many of a role's ranks it is divided; the others have copies."""
-        return len(layout.ranks)
-
-    def holds(self, name: str) -> bool:
-        """Whether the role lives on this rank too."""
-        return self.global_rank in self.layout(name).ranks
-
-    def leads(self, name: str) -> bool:
-        """Whether this is the role's first rank, which writes its files."""
-        return self.global_rank == self.layout(name).ranks[0]
 
     def setup_role(self, name: str, handle: ModelHandle, path: Path, updates: int | None = None) -> None:
         """Load a model, wrap it, give it an optimizer if it is trained, and attach it to its handle.
@@ -169,7 +101,7 @@ class TrainingStrategy(Strategy):
             )
         model = handle.load(path, self.dtype, self.root_device, empty=self.divides_weights)
         if self.divides_weights:
-            filling = Filling(model)
+            filling = WeightFilling(model)
             self._materialize(name, model)
             filling.fill(self._part_of, self.root_device)
         trained = [weight.parameter for weight in model.trained()]
@@ -187,278 +119,32 @@ class TrainingStrategy(Strategy):
         if isinstance(handle, Averaged) and handle.owner.trainable:
             role.average = self._average_of(role, handle)
 
-    def _average_of(self, role: Role, handle: Averaged) -> Average:
-        """An average that has not moved: the weights that the owner starts from."""
-        owner = next(name for name, other in self._roles.items() if other.handle is handle.owner)
-        trained = self._roles[owner].model.trained()
-        own = {weight.name: weight.parameter for weight in role.model.weights()}
-        average = Average(owner, handle.decay, {weight.name: own[weight.name] for weight in trained})
-        if self.dtype.itemsize < FLOAT32_BYTES and not self.holds_masters:
-            for weight in trained:
-                wide = self._state_parts_of(owner, weight.parameter, [])[WEIGHT]
-                average.parts[weight.name] = begun(wide, self._part_of(own[weight.name]))
-        return average
-
-    def move_average(self, name: str) -> None:
-        """Move a role that is another's average by one step; called by all its ranks."""
-        role = self._roles[name]
-        average = role.average
-        assert average is not None, name
-        for weight in self._roles[average.owner].model.trained():
-            part = average.parts.get(weight.name)
-            if part is None:  # the model's own weights are wide enough
-                move(self._part_of(average.weights[weight.name]), self._part_of(weight.parameter), average.decay)
-            else:
-                move(part, self._state_parts_of(average.owner, weight.parameter, [])[WEIGHT], average.decay)
-        self._renew_average(name)
-        role.done += 1
-
-    def _renew_average(self, name: str) -> None:
-        """Let forward passes read the average where they read copies of it; called by all ranks of the role."""
-        average = self._roles[name].average
-        assert average is not None, name
-        for key, part in average.parts.items():
-            self._part_of(average.weights[key]).values.copy_(part.values)
-
-    @abstractmethod
-    def backward(self, name: str, loss: Tensor, last: bool) -> None:  # type: ignore[override]
-        """Add a micro-batch's gradient to the role's.
-
-        Args:
-            name: A trained role.
-            loss: This shard's share of the global loss: already divided by what the whole update divides by, so that
-                the losses of all shards and micro-batches add up to the loss of the update. 0-dim. The ranks that
-                hold copies of a shard all give the same.
-            last: Whether this is the update's last micro-batch.
-        """
-
-    def step(self, name: str) -> float:
+    def step(self, name: str, most: float = math.inf) -> float:
         """Clip, update the weights, move the learning rate, forget the gradients.
 
+        Args:
+            name: The role.
+            most: The largest norm of a gradient that is taken.
+
         Returns:
-            The norm of the whole gradient before clipping, the same on every rank of the role. If it is not finite,
-            no rank has changed anything.
+            The norm of the whole gradient before clipping, the same on every rank of the role. If it is not finite or
+            above `most`, no rank has changed anything.
         """
         role = self._roles[name]
         assert role.optimizer is not None, name
         for group in role.optimizer.param_groups:
             group["lr"] = self.learning_rate(name)
-        norm = self._update(name, role)
-        if math.isfinite(norm):
+        norm = self._update(name, role, most)
+        if is_taken(norm, most):
             role.done += 1
         if role.loss_scale is not None:
             role.loss_scale.update(math.isfinite(norm))
         return norm
 
-    def loss_scale(self, name: str) -> LossScale | None:
-        """Of the role, where its gradients are in float16."""
-        return self._roles[name].loss_scale
-
     def learning_rate(self, name: str) -> float:
         """The learning rate of the role's next update."""
         role = self._roles[name]
-        return scheduled(role.settings, role.done, role.updates)
-
-    def agree(self, name: str, count: int) -> int:
-        """The largest `count` over the ranks of the role, such as their numbers of micro-batches."""
-        return count
-
-    def weights(self, name: str, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """The role's weights as its forward uses them, full, by Hugging Face name, in buckets.
-
-        Tied weights come once, adapters merged into theirs. A bucket's tensors are views that hold until the next
-        bucket is asked for, or new ones. Every rank of the role iterates to the end.
-
-        Args:
-            name: The role.
-            bucket_bytes: A bucket holds at most this, or one larger tensor.
-        """
-        yield from self._full(self._roles[name].model.weights(), bucket_bytes)
-
-    def gradients(self, name: str) -> dict[str, Tensor]:
-        """The full gradient of every trained weight by name, after the last `backward` and before `step`."""
-        role = self._roles[name]
-        found = {weight.name: self._gradient(weight.parameter) for weight in role.model.trained()}
-        if role.loss_scale is None:
-            return found
-        return {key: gradient.float() / role.scaled_by for key, gradient in found.items()}
-
-    def save(self, name: str, folder: Path, disk: Disk) -> tuple[Path, ...]:
-        """Write the role's model in Hugging Face form, of a model with adapters only these, in peft's.
-
-        Every rank of the role calls it. Weights are gathered bucket by bucket, and each rank writes its share of them
-        to a file of its own; the role's first rank writes the rest, and adapters.
-
-        Args:
-            name: The role.
-            folder: Where to write; it is there.
-            disk: Writes. All is there when its `wait` returns on every rank.
-
-        Returns:
-            This rank's file of weights, if it has one.
-        """
-        model, ranks = self._roles[name].model, self.layout(name).ranks
-        weights = model.saved()
-        buckets = self._full(weights, SAVE_BUCKET_BYTES)
-        if model.lora is not None:
-            state: dict[str, Tensor] = {}
-            for bucket in buckets:
-                if self.leads(name):
-                    state |= {key: weight.to("cpu", copy=True) for key, weight in bucket}
-            if self.leads(name):
-                disk.do(partial(model.save_adapter, folder, state))
-            return ()
-        units = divided(model, {weight.name: self._empty_whole(weight.parameter) for weight in weights}, len(ranks))
-        shards, number = 1 + max(unit.shard for unit in units), ranks.index(self.global_rank)
-        written = write_shard(folder / shard_name(number, shards), model, units, number, buckets, disk)
-        if self.leads(name):
-            disk.do(partial(model.save_config, folder))
-            if shards > 1:
-                disk.do(partial(write_index, folder, units, shards))
-        return written
-
-    def model_bytes(self, name: str) -> int:
-        """Of what `save` writes."""
-        return sum(self._empty_whole(weight.parameter).nbytes for weight in self._roles[name].model.saved())
-
-    def state_bytes(self, name: str) -> int:
-        """Of `state_parts`, of all ranks together; also of a role that is an average.
-
-        Raises:
-            UserError: What the role's optimizer keeps cannot be in a checkpoint.
-        """
-        average = self._roles[name].average
-        trained = [weight.parameter for weight in self._roles[name].model.trained()]
-        width = max(FLOAT32_BYTES, self.dtype.itemsize)
-        if average is not None:
-            return sum(self._full_shape(parameter).numel() for parameter in average.weights.values()) * width
-        kinds = 1 + _kinds_kept(self._roles[name], self.root_device)
-        return sum(self._full_shape(parameter).numel() for parameter in trained) * width * kinds
-
-    def first_not_finite(self, name: str, states: bool) -> tuple[str, str] | None:
-        """The first tensor with an infinite or NaN entry: whose it is, and `weight` or such as `exp_avg`; None if none.
-
-        Every rank of the role calls it, looks at what it holds itself, and learns the same.
-
-        Args:
-            name: A trained role.
-            states: Look at all of `state_parts` too, and not only at what `save` would write.
-        """
-        finite: dict[tuple[str, str], Tensor] = {}  # 0-dim, looked at once
-        for weight in self._roles[name].model.saved():
-            parts = [self._part_of(parameter) for parameter in weight.parameters]
-            finite[weight.name, WEIGHT] = torch.stack([self._is_finite(part.values) for part in parts]).all()
-        for key, _, kept in self.state_parts(name) if states else ():
-            for kind, part in kept.items():
-                here = self._is_finite(part.values)
-                finite[key, kind] = here & finite[key, kind] if (key, kind) in finite else here
-        of_all = torch.stack(list(finite.values())).tolist()
-        first = of_all.index(False) if False in of_all else len(of_all)
-        place = len(of_all) - self.agree(name, len(of_all) - first)
-        return None if place == len(of_all) else list(finite)[place]
-
-    def _is_finite(self, tensor: Tensor) -> Tensor:
-        """0-dim, on this rank's device, wherever an optimizer keeps its states."""
-        if not tensor.numel():
-            return torch.tensor(True, device=self.root_device)
-        # NaN is both the least and the largest, and one pass finds both: much faster than `isfinite` of every entry.
-        return torch.stack(tensor.detach().aminmax()).isfinite().all().to(self.root_device)
-
-    def updates_done(self, name: str) -> int:
-        """Updates that the role has made."""
-        return self._roles[name].done
-
-    def state_parts(self, name: str) -> Iterator[tuple[str, torch.Size, dict[str, Part]]]:
-        """Each trained parameter by name: its full shape, and this rank's part of its float32 weight and of the rest.
-
-        The rest is what the optimizer keeps of it, such as `exp_avg`. Nothing is gathered. The parts of the role's
-        ranks together are each element once; views, to be copied before the next update.
-        """
-        place, count = self._copies(name)
-        if (average := self._roles[name].average) is not None:
-            for key, part in averaged_parts(average, self._part_of):
-                yield key, self._full_shape(average.weights[key]), {WEIGHT: share_of(part, place, count)}
-            return
-        kinds = _kept_by(self._roles[name])
-        for weight in self._roles[name].model.trained():
-            held = self._state_parts_of(name, weight.parameter, kinds)
-            shares = {kind: share_of(part, place, count) for kind, part in held.items()}
-            yield weight.name, self._full_shape(weight.parameter), shares
-
-    def untrained_record(self, name: str) -> dict[str, Any]:
-        """What the state belongs to and does not hold, to be compared when training goes on."""
-        return self._roles[name].model.untrained_record()
-
-    def load_state_parts(
-        self, name: str, stored: StoredState, updates_done: int, loss_scale: tuple[float, int] | None = None
-    ) -> None:
-        """Go on from a state that `state_parts` gave, on any number of ranks and by any strategy.
-
-        Every rank of the role calls it, and reads only the ranges that it holds.
-
-        Args:
-            name: A trained role.
-            stored: By Hugging Face name.
-            updates_done: When it was taken.
-            loss_scale: `LossScale.record` when it was taken, of a role in float16; another role has no use for it.
-
-        Raises:
-            UserError: It is of another model, or the optimizer keeps other things than those stored.
-        """
-        role = self._roles[name]
-        if (average := role.average) is not None:
-            stored.require({key: self._full_shape(own) for key, own in average.weights.items()}, [WEIGHT])
-            for key, part in averaged_parts(average, self._part_of):
-                part.values.copy_(stored.read(key, WEIGHT, part.start, part.values.numel()))
-            self._renew_average(name)
-            role.done = updates_done
-            return
-        trained = role.model.trained()
-        self._make_optimizer_state(name, role)
-        kinds = _kept_by(role)
-        stored.require({weight.name: self._full_shape(weight.parameter) for weight in trained}, [WEIGHT, *kinds])
-        for weight in trained:
-            self._set_state_parts(name, weight.parameter, kinds, partial(stored.read, weight.name))
-        self._renew_copies(name)
-        assert role.optimizer is not None
-        for state in role.optimizer.state.values():
-            if "step" in state:
-                state["step"].fill_(updates_done)
-        role.done = updates_done
-        if role.loss_scale is not None and loss_scale is not None:
-            role.loss_scale = LossScale(*loss_scale)
-
-    def _make_optimizer_state(self, name: str, role: Role) -> None:
-        """An update of length 0: optimizers make their state, and DeepSpeed its maps of it, at the first one."""
-        assert role.optimizer is not None
-        with role.handle.training():
-            loss = role.handle.score_nothing()
-        self.backward(name, loss, last=True)
-        for group in role.optimizer.param_groups:
-            group["lr"] = 0.0
-        self._update(name, role)
-
-    def _state_parts_of(self, name: str, parameter: torch.nn.Parameter, kinds: list[str]) -> dict[str, Part]:
-        """All that this rank holds of a parameter's float32 `weight`, and of the `kinds` that the optimizer keeps."""
-        optimizer = self._roles[name].optimizer
-        assert optimizer is not None
-        held: dict[str, Tensor] = {WEIGHT: parameter} | {kind: optimizer.state[parameter][kind] for kind in kinds}
-        return {kind: self._part_of(tensor) for kind, tensor in held.items()}
-
-    @torch.no_grad()
-    def _set_state_parts(
-        self, name: str, parameter: torch.nn.Parameter, kinds: list[str], read: Callable[[str, int, int], Tensor]
-    ) -> None:
-        """Read, by `read(kind, start, length)`, what `_state_parts_of` gives."""
-        for kind, part in self._state_parts_of(name, parameter, kinds).items():
-            part.values.copy_(read(kind, part.start, part.values.numel()))
-
-    def _renew_copies(self, name: str) -> None:
-        """Let forward passes read the weights that were set, where these are copies of them; called by all ranks."""
-
-    def _copies(self, name: str) -> tuple[int, int]:
-        """This rank's place among those that hold the same parts of the role's state, and how many they are."""
-        return 0, 1
+        return scheduled(role.settings, role.step if role.settings.by == "steps" else role.done, role.updates)
 
     def _materialize(self, name: str, model: PackedModel) -> None:
         """Give each parameter, which is on the device `meta`, memory for this rank's part of it.
@@ -472,108 +158,5 @@ class TrainingStrategy(Strategy):
     def _wrap(self, name: str, role: Role) -> torch.nn.Module:
         """What the handle calls for a forward pass."""
 
-    @abstractmethod
-    def _update(self, name: str, role: Role) -> float:
-        """Apply the gradients; `step` says what of them is returned."""
-
     def _forward_plan(self, name: str) -> ForwardPlan:
         return ForwardPlan(self.token_budget, self.packing)
-
-    def _full(self, weights: list[Weight], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """The values of `weights`, gathered bucket by bucket."""
-        for bucket in self._buckets(weights, bucket_bytes):
-            with self._gathered([parameter for weight in bucket for parameter in weight.parameters]):
-                yield [(weight.name, weight.value(self._whole)) for weight in bucket]
-
-    def _buckets(self, weights: list[Weight], limit: int) -> Iterator[list[Weight]]:
-        bucket: list[Weight] = []
-        filled = 0
-        for weight in weights:
-            size = self._empty_whole(weight.parameter).nbytes
-            if bucket and filled + size > limit:
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append(weight)
-            filled += size
-        if bucket:
-            yield bucket
-
-    def _gathered(self, parameters: list[torch.nn.Parameter]) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def _whole(self, parameter: torch.nn.Parameter) -> Tensor:
-        """The full tensor that the forward computes with, of a gathered parameter."""
-        return parameter.detach()
-
-    def _empty_whole(self, parameter: torch.nn.Parameter) -> Tensor:
-        """On the device `meta`, a tensor of the shape and dtype of `_whole`."""
-        return torch.empty(self._full_shape(parameter), dtype=parameter.dtype, device="meta")
-
-    def _full_shape(self, parameter: torch.nn.Parameter) -> torch.Size:
-        return parameter.shape
-
-    def _part_of(self, parameter: Tensor) -> Part:
-        """What this rank holds of a parameter that forward passes read, or of a tensor that lies as it does."""
-        return Part(0, parameter.detach().view(-1))
-
-    def _gradient(self, parameter: torch.nn.Parameter) -> Tensor:
-        assert parameter.grad is not None
-        return parameter.grad
-
-
-def _kept_by(role: Role) -> list[str]:
-    """What the optimizer keeps of each weight, tensors of its shape, such as `exp_avg`; nothing before an update."""
-    assert role.optimizer is not None
-    kept: dict[str, object] = next(iter(role.optimizer.state.values()), {})
-    return sorted(kind for kind, value in kept.items() if isinstance(value, Tensor) and value.dim() > 0)
-
-
-def _kinds_kept(role: Role, device: torch.device) -> int:
-    """How many tensors of a weight's shape the optimizer keeps; before its first update, as it does of a small one."""
-    if kinds := _kept_by(role):
-        return len(kinds)
-    weight = torch.nn.Parameter(torch.zeros(2, 2, device=device))
-    weight.grad = torch.zeros_like(weight)
-    optimizer = role.settings.kind([weight], **role.settings.keywords)
-    optimizer.step()
-    kept = {kind: value for kind, value in optimizer.state[weight].items() if kind != "step" and value is not None}
-    for kind, value in kept.items():
-        if not isinstance(value, Tensor) or value.shape != weight.shape:
-            raise UserError(
-                f"`optimizer.name` is {role.settings.name!r}, which keeps `{kind}` of a weight in another shape than"
-                " its own, and a checkpoint cannot hold that; take another, or set `trainer.save_every_n_steps` to null"
-            )
-    return len(kept)
-
-
-def scheduled(settings: Optimizer, done: int, updates: int | None) -> float:
-    """The learning rate after `done` updates: a linear warm-up, then constant, or falling to 0 after `updates`."""
-    if done < settings.warmup_steps:
-        return settings.lr * (done + 1) / settings.warmup_steps
-    if settings.schedule == "constant":
-        return settings.lr
-    assert updates is not None
-    progress = (done - settings.warmup_steps) / max(1, updates - settings.warmup_steps)
-    left = max(0.0, 1.0 - progress)
-    return settings.lr * (left if settings.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * left)))
-
-
-def clip_and_step(role: Role) -> float:
-    """One update of a role whose gradients lie in `.grad`, full or divided; skipped if their norm is not finite."""
-    assert role.optimizer is not None
-    parameters = [parameter for parameter in role.model.parameters() if parameter.grad is not None]
-    if role.loss_scale is not None:
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad.div_(role.scaled_by)
-    norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    total = norm.item()
-    limit = role.settings.gradient_clipping
-    if math.isfinite(total):
-        if 0.0 < limit < total:
-            clip_grads_with_norm_(parameters, limit, norm)
-        role.optimizer.step()
-    role.optimizer.zero_grad()
-    return total

@@ -1,31 +1,30 @@
-"""DeepSpeed ZeRO 0 to 3 on CUDA and on the CPU, one engine per trained role. The one file that imports deepspeed."""
+"""DeepSpeed ZeRO 0 to 3 on CUDA and on the CPU, one engine per trained role."""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from rlflow.errors import UserError, importable, require
+from rlflow.errors import UserError, require
 from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
-from rlflow.models.part import Part
+from rlflow.models.tensor_range import TensorRange
+from rlflow.strategies.deepspeed.config import configuration
+from rlflow.strategies.deepspeed.norm import norm_at_most
+from rlflow.strategies.deepspeed.process import join, turn_to
 from rlflow.strategies.distributed import DistributedStrategy, replace_parameters
-from rlflow.strategies.groups import RoleGroups
-from rlflow.strategies.loss_scale import FIRST
+from rlflow.strategies.roles import Role
 from rlflow.strategies.state import WEIGHT
-from rlflow.strategies.strategy import Role, clip_and_step
+from rlflow.strategies.update import clip_and_step
 from rlflow.values.layout import Layout
 
 BUCKET_ELEMENTS = 50_000_000  # 200 MB in float32: enough for a network, and no burden where a layer is larger
-PERSISTENT_ELEMENTS = 10_000  # ZeRO-3 keeps smaller parameters whole on every rank: norms and biases
 
 
 class DeepSpeedStrategy(DistributedStrategy):
@@ -122,7 +121,7 @@ class DeepSpeedStrategy(DistributedStrategy):
                     f" {within} at a time; give a number that divides its ranks of each node, or null"
                 )
 
-    def backward(self, name: str, loss: Tensor, last: bool) -> None:  # type: ignore[override]
+    def backward(self, name: str, loss: Tensor, last: bool) -> None:
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
         engine = self._engine(name)
         self._say_scale(name)
@@ -131,29 +130,27 @@ class DeepSpeedStrategy(DistributedStrategy):
         engine.backward(loss * len(self.layout(name).ranks), scale_wrt_gas=False)
 
     def _say_scale(self, name: str) -> None:
-        """Tell DeepSpeed, which would have one of its own, by what it scales a loss and divides gradients."""
+        """Give DeepSpeed, which would have one of its own, by what it scales a loss and divides gradients."""
         role = self._roles[name]
         if role.loss_scale is not None:
             self._engine(name).optimizer.loss_scaler.cur_scale = role.scaled_by
 
-    def setup_environment(self) -> None:
-        """Join the process group."""
+    def _before_joining(self) -> None:
         if self.root_device.type == "cuda" and self.root_device.index != self.local_rank:
             raise UserError(
                 f"`trainer.devices` gives GPU {self.root_device.index} to local rank {self.local_rank}, and DeepSpeed "
                 "takes GPUs from 0 on. Choose them with the environment variable CUDA_VISIBLE_DEVICES."
             )
         os.environ["DS_ACCELERATOR"] = self.root_device.type  # DeepSpeed reads it when it is imported, once for all
-        super().setup_environment()
 
     def _materialize(self, name: str, model: PackedModel) -> None:
         """See `TrainingStrategy._materialize`: DeepSpeed divides one parameter after another."""
         import deepspeed
 
-        self._join()
+        join(self.root_device, self.dtype, self.processes.process_group_backend)
         self._refuse_across_nodes(name)
         groups = self._groups.of(self.layout(name))
-        _turn_to(groups)
+        turn_to(groups)
         settings = {"data_parallel_group": groups.all, "mpu": groups, "zero_param_parallel_group": groups.within}
         divider = deepspeed.zero.Init(config_dict_or_path=self._config(name, model, None), **settings)
 
@@ -174,9 +171,9 @@ class DeepSpeedStrategy(DistributedStrategy):
             return role.model
         import deepspeed
 
-        self._join()
+        join(self.root_device, self.dtype, self.processes.process_group_backend)
         groups = self._groups.of(self.layout(name))
-        _turn_to(groups)
+        turn_to(groups)
         engine: torch.nn.Module
         engine, *_ = deepspeed.initialize(
             config=self._config(name, role.model, role.handle.optimizer),
@@ -185,48 +182,28 @@ class DeepSpeedStrategy(DistributedStrategy):
             mpu=groups,
             dist_init_required=False,
         )
-        engine.register_forward_pre_hook(lambda *_: _turn_to(groups))
+        engine.register_forward_pre_hook(lambda *_: turn_to(groups))
         self._engines[name] = engine
         return engine
 
-    def _join(self) -> None:
-        """Give DeepSpeed the process group that is there.
-
-        Raises:
-            UserError: This process has used DeepSpeed on another kind of device before.
-        """
-        with importable("deepspeed", "DeepSpeedStrategy"):
-            import deepspeed
-
-        deepspeed.utils.logging.logger.setLevel(logging.WARNING)
-        if (used := deepspeed.get_accelerator().device_name()) != self.root_device.type:
-            raise UserError(
-                f"the run is on the device {self.root_device}, and DeepSpeed was imported for `{used}` in this process,"
-                " which it cannot change; start a new process"
-            )
-        if self.dtype == torch.float16 and not deepspeed.get_accelerator().is_fp16_supported():
-            raise UserError(
-                f"`precision` is 'fp16', in which DeepSpeed does not train on this machine's {self.root_device.type};"
-                " set `strategy: fsdp`, or `precision: bf16`"
-            )
-        # It is for inference alone, and would be compiled first: a minute, or without end where a compile was killed.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed(self._process_group_backend)
-        _keep_within_role()
+    def _config(self, name: str, model: PackedModel, optimizer: Optimizer | None) -> dict[str, Any]:
+        layer = model.largest_layer(lambda parameter: self._full_shape(parameter).numel())
+        return configuration(self, layer, len(self.layout(name).ranks), self.root_device.type == "cuda", optimizer)
 
     def _engine(self, name: str) -> Any:
         """The role's engine, about to be used."""
-        _turn_to(self._engines[name].mpu)
+        turn_to(self._engines[name].mpu)
         return self._engines[name]
 
-    def _update(self, name: str, role: Role) -> float:
+    def _update(self, name: str, role: Role, most: float) -> float:
         engine = self._engine(name)
-        if engine.optimizer is role.optimizer:  # float32 at stage 0: DeepSpeed wraps nothing and tells no norm
-            return clip_and_step(role)
-        engine.step()
+        if engine.optimizer is role.optimizer:  # float32 at stage 0: DeepSpeed wraps nothing and has no norm
+            return clip_and_step(role, most)
+        with norm_at_most(engine.optimizer, most) as found:
+            engine.step()
         norm = engine.get_global_grad_norm()
         assert norm is not None
-        return float(norm)
+        return found.get("norm", float(norm))
 
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> AbstractContextManager[None]:
         if self.stage < 3:
@@ -240,7 +217,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)  # before it is divided it has none
         return shape
 
-    def _part_of(self, parameter: Tensor) -> Part:
+    def _part_of(self, parameter: Tensor) -> TensorRange:
         if self.stage < 3:
             return super()._part_of(parameter)
         return _own_part(parameter, parameter.ds_tensor)  # type: ignore[attr-defined]
@@ -274,7 +251,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             for parameter in self._roles[name].model.parameters():
                 parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
 
-    def _state_parts_of(self, name: str, parameter: torch.nn.Parameter, kinds: list[str]) -> dict[str, Part]:
+    def _state_parts_of(self, name: str, parameter: torch.nn.Parameter, kinds: list[str]) -> dict[str, TensorRange]:
         if self.stage == 0:
             pairs = self._masters(name)
             master = next((master for weight, master in pairs if weight is parameter), parameter)
@@ -288,10 +265,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         # DeepSpeed's functions for this stage gather, so its map from weights to its flat masters is read.
         fragment = parameter._hp_mapping  # type: ignore[attr-defined]
         if fragment is None:  # all of it is on other ranks
-            return {kind: Part(0, torch.empty(0)) for kind in (WEIGHT, *kinds)}
+            return {kind: TensorRange(0, torch.empty(0)) for kind in (WEIGHT, *kinds)}
         start = fragment.lp_fragment_address.start
-        return {WEIGHT: Part(start, fragment.hp_fragment)} | {
-            kind: Part(start, fragment.get_optim_state_fragment(kind)) for kind in kinds
+        return {WEIGHT: TensorRange(start, fragment.hp_fragment)} | {
+            kind: TensorRange(start, fragment.get_optim_state_fragment(kind)) for kind in kinds
         }
 
     def _set_state_parts(
@@ -334,92 +311,18 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def _refuse_across_nodes(self, name: str) -> None:
         within, layout = self.partition_within, self.layout(name)
-        nodes = [{rank // self.num_processes for rank in part} for part in self._groups.divided_within(layout)]
+        per_node = self.processes.num_processes
+        nodes = [{rank // per_node for rank in part} for part in self._groups.divided_within(layout)]
         if any(len(node) > 1 for node in nodes):
             raise UserError(
-                f"`partition_within` is {within}, and `{name}` lives on {len(layout.ranks)} ranks, {self.num_processes}"
+                f"`partition_within` is {within}, and `{name}` lives on {len(layout.ranks)} ranks, {per_node}"
                 f" to a node, which cannot be taken {within} at a time within nodes; give a number that divides its"
                 " ranks of each node, or null"
             )
 
-    def _config(self, name: str, model: PackedModel, optimizer: Optimizer | None) -> dict[str, Any]:
-        """DeepSpeed's configuration of one role; what it would do on its own (clip at 1.0, print, time) is off."""
-        layer = model.largest_layer(lambda parameter: self._full_shape(parameter).numel())
-        bucket = -2 * (-min(self.bucket_elements, layer) // 2)  # its buffers are allocated in full; even, for NCCL
-        live = layer if self.live_elements is None else self.live_elements
-        zero: dict[str, Any] = {
-            "stage": self.stage,
-            "memory_efficient_linear": False,  # it would replace torch's function in the whole process, for good
-            "overlap_comm": self.overlap_comm,
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket,
-            "sub_group_size": bucket,  # stepped at once, with temporary copies of this size
-            "stage3_prefetch_bucket_size": bucket,
-            "stage3_max_live_parameters": live,
-            "stage3_max_reuse_distance": live,
-            "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
-        }
-        if self.offload_optimizer:
-            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.root_device.type == "cuda"}
-        if self.offload_parameters:
-            zero["offload_param"] = {"device": "cpu", "pin_memory": self.root_device.type == "cuda"}
-        if self.partition_within is not None and len(self.layout(name).ranks) > self.partition_within:
-            zero["zero_hpz_partition_size"] = self.partition_within
-        return {
-            "train_micro_batch_size_per_gpu": 1,  # asked for, used for nothing
-            "gradient_accumulation_steps": 1,  # the boundary is set by hand in `backward`
-            "gradient_clipping": 0.0 if optimizer is None else optimizer.gradient_clipping,
-            "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "bf16": {"enabled": self.dtype == torch.bfloat16},
-            "fp16": {"enabled": self.dtype == torch.float16, "loss_scale": FIRST},  # set anew for each update
-            "data_types": {"grad_accum_dtype": "fp32" if self.stage else None},
-            "communication_data_type": "fp32",
-            "steps_per_print": None,
-            "wall_clock_breakdown": False,
-            "timers": {"throughput": {"enabled": False}},
-        }
 
-
-def _own_part(parameter: Any, padded: Tensor) -> Part:
+def _own_part(parameter: Any, padded: Tensor) -> TensorRange:
     """This rank's part of a tensor as ZeRO-3 divides it, without the padding that makes all equally long."""
     start = padded.numel() * torch.distributed.get_rank(parameter.ds_process_group)
     length = min(padded.numel(), max(0, parameter.ds_numel - start))
-    return Part(min(start, parameter.ds_numel), padded.detach()[:length])
-
-
-def _turn_to(groups: RoleGroups) -> None:
-    """Make DeepSpeed speak to the ranks of one role: it has single places for them, whatever the engine."""
-    from deepspeed.utils import groups as current
-
-    current.mpu = groups
-    current._ZERO_PARAM_INTRA_PARALLEL_GROUP = groups.within
-
-
-@cache
-def _keep_within_role() -> None:
-    """Where DeepSpeed speaks to all ranks of the job, which do not all hold the role, let it speak to the role's.
-
-    ZeRO-3 does so twice: it waits for all ranks while it divides weights, and it compares with global rank 0 in what
-    order a forward pass reads them.
-    """
-    from deepspeed import comm
-    from deepspeed.runtime.zero import partitioned_param_coordinator
-    from deepspeed.utils import groups
-
-    everybody = comm.barrier
-
-    def barrier(group: Any = None, **settings: Any) -> Any:
-        return everybody(group or groups.mpu.all, **settings)
-
-    def refuse_unlike(numbers: list[int]) -> None:
-        # Ranks count the weights of all their roles, so only the differences are alike.
-        digest = hash(tuple(number - numbers[0] for number in numbers))
-        ends = torch.tensor([digest, -digest])
-        torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX, groups.mpu.all)
-        if int(ends[0]) != -int(ends[1]):
-            raise RuntimeError("the ranks of a role read its weights in different orders")
-
-    comm.barrier = barrier
-    partitioned_param_coordinator.assert_ints_same_as_other_ranks = refuse_unlike
+    return TensorRange(min(start, parameter.ds_numel), padded.detach()[:length])

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import engine_of
-from rlflow.dag.planner import Plan, sync_of
+from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import SyncWeights
+from rlflow.dag.weight_syncs import sync_of
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import PromptData
+from rlflow.environments.conversation_format import Bridges
 from rlflow.models.causal_lm import Averaged
-from rlflow.module import RLModule, handles
+from rlflow.module import RLModule, environments, handles
 from rlflow.rollout.assignment import Engines
 from rlflow.settings import Settings
 from rlflow.strategies.strategy import TrainingStrategy
@@ -62,6 +64,7 @@ class Prepared(Planned):
         paths: Model folder or hub name of each role that a node uses.
         policies: Model folder or hub name of each policy that generates, in the graph or to validate.
         tokenizer: Of the lead.
+        bridges: Write the turns of environments.
         stop_token_ids: What ends a response: the end tokens of the tokenizer, of the model's generation config and of
             the module.
         train: Loader of the training rows.
@@ -77,6 +80,7 @@ class Prepared(Planned):
     paths: dict[str, Path]
     policies: dict[str, Path]
     tokenizer: PreTrainedTokenizerBase
+    bridges: Bridges
     stop_token_ids: tuple[int, ...]
     train: Loader
     validation: Loader | None
@@ -127,11 +131,22 @@ class Prepared(Planned):
 
     @property
     def longest_prompt(self) -> int:
-        """In tokens, of all rows that are kept."""
+        """In tokens, of all rows that are kept; where environments write prompts, the longest that the data allows.
+
+        Whether nodes write some is not known before they run: `data.max_prompt_length` holds for those too, at each.
+        """
+        if environments(self.module):
+            return self.data.max_prompt_length
         return max(loader.scan.longest_prompt for loader in self.loaders if loader is not None)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a response, without special tokens."""
         text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+    def decode_with_special(self, token_ids: Sequence[int]) -> str:
+        """The text that tokens stand for, with special tokens: what a model reads."""
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
         assert isinstance(text, str)
         return text

@@ -1,0 +1,50 @@
+"""The Hugging Face hub, where a run may be without it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import urllib.error
+import urllib.request
+from functools import cache
+from threading import Thread
+
+WAIT_S = 4.0
+
+
+@cache
+def offline_unless_reached() -> bool:
+    """Take from here on what the machine has of the hub if the hub does not answer within `WAIT_S` seconds.
+
+    Its own libraries try for a minute before they say so. Processes that this one starts do as it does.
+
+    Returns:
+        Whether it is asked for nothing more.
+    """
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE and not _answers(constants.ENDPOINT):
+        constants.HF_HUB_OFFLINE = True
+        if (datasets := sys.modules.get("datasets")) is not None:  # else it will read this when it is imported
+            datasets.config.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _answers(url: str) -> bool:
+    answers: list[bool] = []
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=WAIT_S)
+        except urllib.error.HTTPError:
+            answers.append(True)
+        except (OSError, ValueError):
+            answers.append(False)
+        else:
+            answers.append(True)
+
+    thread = Thread(target=ask, daemon=True)  # looking up a name has no timeout of its own
+    thread.start()
+    thread.join(WAIT_S)
+    return any(answers)

@@ -1,0 +1,165 @@
+"""Ranks that were started with other code, config or data are found before step 0; the first difference is reported."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path, PurePath
+from typing import Any
+
+from rlflow.databuffer.message import from_message, to_message
+from rlflow.databuffer.transport import Transport
+from rlflow.errors import UserError
+from rlflow.module import RLModule
+
+RLFLOW = Path(__file__).parents[1]
+PACKAGES = ("torch", "transformers")
+DEEPEST = 6  # objects and containers in one another whose contents are compared
+PLAIN = (bool, int, float, str, PurePath, type(None))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What must be the same on every rank.
+
+    Attributes:
+        lines: A line for each thing, in the order in which they are compared.
+        where_both: Things that one rank may know and another not, such as the code that it has imported: compared where
+            both know them, before the lines.
+    """
+
+    lines: list[str]
+    where_both: dict[str, str]
+
+
+def facts(
+    module: RLModule,
+    config: str | None,
+    plan: str,
+    models: Mapping[str, Mapping[str, str]],
+    **numbers: int | str,
+) -> Facts:
+    """All of a run.
+
+    Args:
+        module: Whose arguments count, those of its rewards and environments too.
+        config: As it was read; None for a run without one.
+        plan: Printed.
+        models: By role, a digest of each file.
+        numbers: More, by name.
+    """
+    digests = {f"code of {name}": digest for name, digest in _code().items()}
+    digests |= {f"file {name} of `{role}`": digest for role, files in models.items() for name, digest in files.items()}
+    return Facts(
+        [
+            *(f"{name}: {value}" for name, value in _versions().items()),
+            *(f"{name}: {value}" for name, value in numbers.items()),
+            *(f"config: {line}" for line in (config or "").splitlines()),
+            *(f"plan: {line}" for line in plan.splitlines()),
+            *_arguments("module", module),
+        ],
+        digests,
+    )
+
+
+def agree(transport: Transport, mine: Facts) -> None:
+    """Return when every rank has the same facts; a collective of all ranks.
+
+    Raises:
+        UserError: One has others; it is named, with the first line that differs from rank 0's.
+    """
+    written = json.dumps([mine.lines, sorted(mine.where_both.items())]).encode()
+    digests = [from_message(each) for each in transport.all_gather(to_message(hashlib.sha256(written).digest()))]
+    if all(theirs == digests[0] for theirs in digests):
+        return
+    of_all = [json.loads(from_message(each)) for each in transport.all_gather_ragged(to_message(written))]
+    first, *others = (Facts(lines, dict(known)) for lines, known in of_all)
+    for rank, theirs in enumerate(others, start=1):
+        if (found := _difference(first, theirs)) is not None:
+            here, there = found
+            raise UserError(
+                f"rank {rank} was started for another run than rank 0: `{there}` there and `{here}` here; start every"
+                " rank with the same config, code and data"
+            )
+
+
+def _difference(first: Facts, other: Facts) -> tuple[str, str] | None:
+    for name, digest in first.where_both.items():
+        if other.where_both.get(name, digest) != digest:
+            return f"{name}: {digest}", f"{name}: {other.where_both[name]}"
+    for here, there in zip(first.lines, other.lines, strict=False):
+        if here != there:
+            return here, there
+    if len(first.lines) == len(other.lines):
+        return None
+    return _after(first.lines, len(other.lines)), _after(other.lines, len(first.lines))
+
+
+def _after(lines: list[str], count: int) -> str:
+    return lines[count] if count < len(lines) else "nothing more"
+
+
+def _versions() -> dict[str, str]:
+    """Of Python and what numbers depend on; of rlflow its code."""
+    code = hashlib.sha256()
+    for file in sorted(RLFLOW.rglob("*.py")):
+        code.update(f"{file.relative_to(RLFLOW)}\n".encode() + file.read_bytes())
+    packages = {name: version(name) for name in PACKAGES}
+    return {"Python": platform.python_version(), **packages, "code of rlflow": code.hexdigest()[:12]}
+
+
+def _code() -> dict[str, str]:
+    """A digest of each imported module that is neither Python's, nor installed, nor of rlflow."""
+    theirs = (f"{sysconfig.get_path('stdlib')}/", f"{RLFLOW}/")
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file is None or "-packages/" in file or file.startswith(theirs) or not Path(file).is_file():
+            continue
+        found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+    return found
+
+
+def _arguments(name: str, given: object, depth: int = 0) -> Iterator[str]:
+    """What an object was made with: arguments that it keeps under their names, and those of objects among them."""
+    yield f"{name}: {type(given).__module__}.{type(given).__qualname__}"
+    if depth == DEEPEST:
+        return
+    kept = getattr(given, "__dict__", {})
+    for each in inspect.signature(type(given).__init__).parameters:
+        if each in kept:
+            yield from _value(f"{name}.{each}", kept[each], depth + 1)
+
+
+def _value(name: str, value: Any, depth: int) -> Iterator[str]:
+    """An argument, or what a container among them holds; of a set in an order that is the same everywhere."""
+    if isinstance(value, PLAIN):
+        yield f"{name}: {value!r}"
+    elif inspect.isfunction(value):
+        yield f"{name}: {value.__module__}.{value.__qualname__}, {_of_function(value)}"
+    elif isinstance(value, list | tuple | dict | set | frozenset):
+        if depth < DEEPEST:
+            yield from _within(name, value, depth + 1)
+    elif hasattr(value, "__dict__") and not inspect.ismodule(value):
+        yield from _arguments(name, value, depth)
+
+
+def _within(name: str, values: Any, depth: int) -> Iterator[str]:
+    if isinstance(values, set | frozenset):
+        yield from sorted(line for value in values for line in _value(f"{name}[]", value, depth))
+        return
+    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+        yield from _value(f"{name}[{key!r}]", value, depth)
+
+
+def _of_function(function: Any) -> str:
+    """Of one from a notebook or a prompt too, which has no file."""
+    plain = [each for each in function.__code__.co_consts if isinstance(each, PLAIN)]
+    return hashlib.sha256(function.__code__.co_code + repr(plain).encode()).hexdigest()[:12]

@@ -1,0 +1,230 @@
+"""A step's nodes run once more in one process, on what a run kept of them."""
+
+from __future__ import annotations
+
+import math
+import pdb
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from rlflow import checkpoint
+from rlflow.callbacks.hooks import Callbacks
+from rlflow.controller import Controller
+from rlflow.controller.inputs import NodeInputs, folder_of
+from rlflow.controller.observers import Observers
+from rlflow.controller.program import Program
+from rlflow.controller.stored_inputs import StoredInputs, difference
+from rlflow.dag.node import Node
+from rlflow.data.prefetch import Prefetch
+from rlflow.errors import UserError
+from rlflow.loggers.jsonl import METRICS_FILE, read_metrics
+from rlflow.loggers.trace import Trace
+from rlflow.metrics import Metrics
+from rlflow.run.folder import RunFolder
+from rlflow.run.policies import PolicyBuilder
+from rlflow.run.prepared_run import Prepared
+from rlflow.run.schedules import counted
+from rlflow.run.setup import Joined, join
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What is run once more.
+
+    Attributes:
+        run: The folder of the run.
+        step: Of it, from 1.
+        node: Its id; None for all that were kept.
+        debugs: Whether the debugger stops where each node begins.
+    """
+
+    run: Path
+    step: int
+    node: str | None = None
+    debugs: bool = False
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A node that was run once more.
+
+    Attributes:
+        node: Its id.
+        rows: That it read.
+        apart: The largest difference of a number to what the run made; NaN where that is not known.
+        metrics: Of a train node: of its role, here and in the run, by name.
+    """
+
+    node: str
+    rows: int
+    apart: float
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if math.isnan(self.apart):
+            found = "what the run made was not kept"
+        elif self.apart == 0:
+            found = "equal to the run's, to the bit"
+        else:
+            found = f"at most {self.apart:.3g} from the run's"
+        shown = "".join(f"; {name} {here:.9g} (run: {there:.9g})" for name, (here, there) in self.metrics.items())
+        return f"{self.node}: {self.rows} rows, {found}{shown}"
+
+
+def replay(asked: Replay, prepared: Prepared, callbacks: Callbacks) -> list[Replayed]:
+    """Run the nodes, in the order of the graph; lines on the terminal say with what, and what came of each.
+
+    Args:
+        asked: What is run.
+        prepared: The run, on one process.
+        callbacks: None of the user's.
+
+    Raises:
+        UserError: Nothing was kept of that step or node.
+    """
+    stored = _stored(prepared, asked)
+    weights = _weights(asked)
+    nodes = [prepared.graph.nodes[each.node] for each in stored]
+    needs = any(_needs_weights(node) for node in nodes)
+    if needs:
+        print(weights.line)
+    joined = join(prepared, None)
+    with ExitStack() as stack:
+        if joined.context.conversations is not None:
+            stack.callback(joined.context.conversations.close)
+        if needs and weights.found:
+            _load(joined, weights)
+            if any(node.generates for node in nodes):
+                joined.set_up_engines()
+                stack.callback(joined.engines.close)
+        metrics = Metrics()
+        controller = _controller(joined, callbacks, metrics, stack)
+        results = []
+        for each, node in zip(stored, nodes, strict=True):
+            if _needs_weights(node) and not weights.found:
+                print(f"{node.id}: left out, for want of weights")
+                continue
+            results.append(_run(joined, controller, metrics, each, asked))
+            print(results[-1])
+    return results
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """From where roles have their weights: a checkpoint, None for the models of the config; and what is said of it."""
+
+    found: bool
+    folder: Path | None
+    line: str
+
+
+def _weights(asked: Replay) -> _Weights:
+    done = asked.step - 1
+    if done == 0:
+        return _Weights(True, None, "weights: the models that the run began with")
+    steps = {int(folder.name.removeprefix("step-")): folder for folder in checkpoint.newest_first(asked.run)}
+    at = next((step for step, folder in steps.items() if step <= done and checkpoint.lacks(folder) is None), None)
+    if at is None:
+        line = f"weights: no checkpoint after {done} steps or fewer is there, so nodes that need a model are left out"
+        return _Weights(False, None, line)
+    earlier = "" if at == done else f", {done - at} steps before this one began: numbers that need a model will differ"
+    return _Weights(True, steps[at], f"weights: {steps[at]}{earlier}")
+
+
+def _needs_weights(node: Node) -> bool:
+    return bool(node.role or node.uses or node.generates)
+
+
+def _stored(prepared: Prepared, asked: Replay) -> list[StoredInputs]:
+    """What was kept, in the order of the graph; before a node that is asked for, those that train what it uses."""
+    folder = folder_of(RunFolder(asked.run).inputs, asked.step - 1)
+    kept = [node for node in prepared.graph.order if (folder / f"{node.id}.json").is_file()]
+    names = [node.id for node in kept]
+    again = f"run again with `trainer.keep_inputs: [{asked.step}]`"
+    if not kept:
+        raise UserError(
+            f"{asked.run} has no inputs of step {asked.step}; {again}, or give a step in which a node raised"
+        )
+    if asked.node is not None and asked.node not in names:
+        raise UserError(
+            f"`--node` is {asked.node!r}, and of step {asked.step} {asked.run} has inputs of {', '.join(names)}; give"
+            f" one of these, or {again}"
+        )
+    if asked.node is not None:
+        wanted = prepared.graph.nodes[asked.node]
+        used = {wanted.role, *wanted.uses, *wanted.generates}
+        before = kept[: names.index(asked.node)]
+        kept = [*(node for node in before if node.kind == "train" and node.role in used), wanted]
+    found = [StoredInputs.read(folder, node.id) for node in kept]
+    for each in found:
+        for rank, what in each.failed.items():
+            print(f"{each.node} raised on rank {rank}: {what}")
+        if each.there != each.ranks:
+            ranks = ", ".join(map(str, each.there))
+            print(f"{each.node}: only the rows of rank {ranks} were kept, and {len(each.ranks)} ranks ran it")
+    return found
+
+
+def _load(joined: Joined, weights: _Weights) -> None:
+    """The models of all roles, as they were."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    prepared, trained = joined.prepared, joined.prepared.graph.trained_roles()
+    for role in prepared.paths:
+        per_step = prepared.data.prompts_per_step
+        updates = counted(prepared.module, prepared.graph, role, per_step, prepared.steps) if role in trained else None
+        joined.load(role, updates)
+    if weights.folder is not None:
+        checkpoint.restore(weights.folder, prepared.strategy, prepared.stateful)
+
+
+def _controller(joined: Joined, callbacks: Callbacks, metrics: Metrics, stack: ExitStack) -> Controller:
+    prepared, settings = joined.prepared, joined.prepared.settings
+    rank = joined.transport.rank
+    program = Program(
+        prepared.module, prepared.graph, prepared.plan, rank, prepared.steps, settings.seed, settings.balance
+    )
+    trace = Trace(joined.open_folder(stack.enter_context(joined.locked_folder())).traces, rank)
+    stack.callback(trace.close)
+    observers = Observers(metrics, trace, callbacks, NodeInputs(None))
+    policies = PolicyBuilder(joined).policies(callbacks)
+    prompts = stack.enter_context(Prefetch(prepared.train, None))
+    return Controller(program, policies, prepared.strategy, prompts, joined.context, joined.transport, observers)
+
+
+def _run(joined: Joined, controller: Controller, metrics: Metrics, stored: StoredInputs, asked: Replay) -> Replayed:
+    prepared, program, step = joined.prepared, controller.program, asked.step - 1
+    node, device = prepared.graph.nodes[stored.node], prepared.strategy.root_device
+    prepared.module.load_state_dict(stored.state())
+    if asked.debugs:
+        setattr(prepared.module, node.id, partial(pdb.Pdb().runcall, getattr(prepared.module, node.id)))
+    now = controller.replay(node.id, step, stored.draw, lambda layout, now: stored.put(program, layout, now, device))
+    rows = len(now.spaces[node.inside])
+    if node.kind == "train":
+        here, there = metrics.reduce(step, joined.transport, 0.0), _logged(asked)
+        names = (f"{node.role}/loss", f"{node.role}/grad_norm")
+        both = {name: (here[name], there[name]) for name in names if name in here and name in there}
+        return Replayed(node.id, rows, max((_apart(a, b) for a, b in both.values()), default=math.nan), both)
+    layout = program.layouts[node.id]
+    made = stored.made(program, layout, step, device)
+    if made is None:
+        return Replayed(node.id, rows, math.nan)
+    value, space = made
+    if len(space) != len(now.buffer.space(node.id)):
+        return Replayed(node.id, rows, math.inf)
+    return Replayed(node.id, rows, difference(now.buffer.get(node.id, layout), value, node.returns, space.lengths))
+
+
+def _logged(asked: Replay) -> dict[str, float]:
+    """What the run logged of the step."""
+    lines = read_metrics(asked.run) if (asked.run / METRICS_FILE).is_file() else []
+    of_step = [line for line in lines if line["step"] == asked.step]
+    return {name: math.nan if value is None else value for line in of_step for name, value in line.items()}
+
+
+def _apart(here: float, there: float) -> float:
+    """How far two numbers are apart; infinite where one is not finite: of these a run's log keeps no value."""
+    return abs(here - there) if math.isfinite(here) and math.isfinite(there) else math.inf

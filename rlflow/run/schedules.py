@@ -1,0 +1,117 @@
+"""How many updates a run makes of a role, which a learning rate that ends with the run has to know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rlflow.dag.graph import Graph
+from rlflow.dag.node import BATCH, Node
+from rlflow.errors import UserError, setting
+from rlflow.module import RLModule, handles
+
+if TYPE_CHECKING:
+    from rlflow.run.prepared_run import Prepared
+
+
+def updates_per_step(module: RLModule, graph: Graph, role: str, prompts: int) -> int | None:
+    """Optimizer steps of a trained role in one step of the run; None where rows decide that nobody has counted before.
+
+    Args:
+        module: The algorithm.
+        graph: Its graph.
+        role: The trained role.
+        prompts: Of a step.
+    """
+    handle, found = handles(module)[role], 0
+    for node in _training(graph, role):
+        rows = _rows(graph, node, prompts, module.group_size)
+        if handle.samples_per_update is None:
+            found += handle.epochs
+        elif rows is None:
+            return None
+        else:
+            found += handle.epochs * math.ceil(rows / handle.samples_per_update)
+    return found
+
+
+def counted(module: RLModule, graph: Graph, role: str, prompts: int, steps: int) -> int | None:
+    """What a role's schedule counts in a run of so many steps: updates, or steps; those before `start_step` make none.
+
+    Returns:
+        None where it counts updates, and nobody knows how many there are.
+    """
+    handle = handles(module)[role]
+    trained = max(0, steps - handle.start_step)
+    if handle.optimizer is not None and handle.optimizer.by == "steps":
+        return trained
+    updates = updates_per_step(module, graph, role, prompts)
+    return None if updates is None else trained * updates
+
+
+def check_schedules(module: RLModule, graph: Graph, prompts: int) -> None:
+    """Refuse a schedule that ends after updates which nobody can count.
+
+    Raises:
+        UserError: There is one.
+    """
+    for role in graph.trained_roles():
+        handle = handles(module)[role]
+        if not _ends_by_updates(module, role) or updates_per_step(module, graph, role, prompts) is not None:
+            continue
+        node = next(node for node in _training(graph, role) if _rows(graph, node, prompts, 1) is None)
+        optimizer = handle.optimizer
+        assert optimizer is not None
+        raise UserError(
+            f"{setting(optimizer, 'schedule', f'{role}.optimizer.schedule')} is {optimizer.schedule!r} and ends with"
+            f" the last update, and `{node.id}` trains on rows of `{node.inside}`, whose number only the run knows; set"
+            f" {setting(optimizer, 'by', f'{role}.optimizer.by')} to 'steps', or"
+            f" {setting(handle, 'samples_per_update', f'{role}.samples_per_update')} to null"
+        )
+
+
+def check_made(prepared: Prepared, tried: Mapping[str, int], step: int) -> None:
+    """Refuse that a role makes other updates than its schedule counts: the rate would be 0 too early, or never.
+
+    Args:
+        prepared: The run, on a rank.
+        tried: Updates in this step by role, those among them that were skipped; of roles that this rank trained in it.
+        step: Counted from 1.
+
+    Raises:
+        UserError: One does.
+    """
+    module, graph, prompts = prepared.module, prepared.graph, prepared.data.prompts_per_step
+    for role, updates in tried.items():
+        expected = updates_per_step(module, graph, role, prompts)
+        if not _ends_by_updates(module, role) or expected is None or updates == expected:
+            continue
+        optimizer = handles(module)[role].optimizer
+        raise UserError(
+            f"`{role}` was to make {updates} updates in step {step}, and"
+            f" {setting(optimizer, 'schedule', f'{role}.optimizer.schedule')} counts {expected} in each, of"
+            f" `data.prompts_per_step` {prompts} and `module.group_size` {module.group_size} samples of each; set"
+            f" {setting(optimizer, 'by', f'{role}.optimizer.by')} to 'steps', or the group size to what is sampled"
+        )
+
+
+def _ends_by_updates(module: RLModule, role: str) -> bool:
+    optimizer = handles(module)[role].optimizer
+    return optimizer is not None and optimizer.schedule != "constant" and optimizer.by == "updates"
+
+
+def _training(graph: Graph, role: str) -> list[Node]:
+    return [node for node in graph.order if (node.kind, node.role) == ("train", role)]
+
+
+def _rows(graph: Graph, node: Node, prompts: int, group_size: int) -> int | None:
+    """Rows that a train node sees in a step; None where they are not the samples of the only node that generates.
+
+    Of several nodes that generate, each may sample another number of responses than `group_size`.
+    """
+    if node.inside == BATCH:
+        return prompts
+    generating = [other.id for other in graph.order if other.generates]
+    made_by = graph.nodes[node.inside]
+    return prompts * group_size if generating == [made_by.id] and made_by.inside == BATCH else None
