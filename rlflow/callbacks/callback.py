@@ -7,12 +7,16 @@ from typing import Any, Protocol
 
 from rlflow.loggers.logger import Logger
 from rlflow.module import RLModule
+from rlflow.settings import Settings
 
 
 class RunningTrainer(Protocol):
     """What a callback sees of the `Trainer`, whose documentation says what each is."""
 
     should_stop: bool
+
+    @property
+    def settings(self) -> Settings: ...
 
     @property
     def global_step(self) -> int: ...
@@ -71,8 +75,8 @@ class Callback:
     def on_node_end(self, trainer: RunningTrainer, module: RLModule, node_id: str) -> None:
         """This rank ran a node."""
 
-    def on_weight_sync(self, trainer: RunningTrainer, module: RLModule, version: int) -> None:
-        """The rollout engine of this rank holds the weights of policy version `version`."""
+    def on_weight_sync(self, trainer: RunningTrainer, module: RLModule, policy: str, version: int) -> None:
+        """The engine that generates with `policy` on this rank holds its weights of version `version`."""
 
     def on_fit_end(self, trainer: RunningTrainer, module: RLModule) -> None:
         """The last step is done, and saved."""

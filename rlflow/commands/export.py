@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rlflow.commands.parser import OneLineParser, parsed_options
 from rlflow.errors import UserError
 from rlflow.models.lora import CONFIG, merge, require_peft
 from rlflow.run.pretrained import load_tokenizer
@@ -52,3 +54,15 @@ class Export:
                 has_own = (self.model / "tokenizer_config.json").is_file()
                 load_tokenizer(self.model if has_own else base).save_pretrained(self.to)
         print(f"wrote {self.to}/ ({self.form})")
+
+
+def read_export(arguments: Sequence[str]) -> Export:
+    """What `rlflow export` writes."""
+    parser = OneLineParser(
+        prog="rlflow export", description="Write a run's adapter, or the model with it.", allow_abbrev=False
+    )
+    parser.add_argument("--model", type=str, required=True, help="an adapter's folder: `model` of a run with `lora`")
+    parser.add_argument("--to", type=str, required=True, help="a new folder")
+    parser.add_argument("--form", type=Form, default="merged", help="a whole model, or the adapter in peft's form")
+    parsed = parsed_options(parser, arguments)
+    return Export(Path(parsed.model), Path(parsed.to), parsed.form)

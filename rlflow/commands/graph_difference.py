@@ -9,8 +9,7 @@ from functools import cached_property
 from types import FunctionType
 from typing import Any
 
-from rlflow.commands.graph_drawing import TYPES
-from rlflow.dag.annotations import type_name
+from rlflow.commands.graph_drawing import TYPES, returned
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import Node, place
 
@@ -101,8 +100,8 @@ def _facts(node: Node) -> dict[str, str]:
     return {
         "type": TYPES[node.kind],
         "role": node.models or "-",
-        "reads": ", ".join(node.reads) or "-",
-        "returns": type_name(node.returns),
+        "reads": ", ".join(node.needs) or "-",
+        "returns": returned(node),
         "rows of": node.space,
     }
 

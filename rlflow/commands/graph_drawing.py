@@ -9,9 +9,10 @@ from html import escape
 from rlflow.commands.graph_layers import Drawing, Edge, Segment, Spot, arrange
 from rlflow.dag.annotations import type_name
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import BATCH, Kind
+from rlflow.dag.node import BATCH, Kind, Node
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import describe, rank_ranges, task_lines
+from rlflow.values.each import Trained, grown
 
 TYPES: dict[Kind, str] = {
     "compute": "COMPUTE",
@@ -29,10 +30,19 @@ COLOURS = {  # of a type: fill, outline
     "MODEL_TRAIN": ("#fff4e6", "#e8590c"),
     "FILTER": ("#fff0f6", "#c2255c"),
 }
-SAME, EXCHANGED = "same", "exchanged"
-STROKES = {SAME: 'stroke="#868e96"', EXCHANGED: 'stroke="#d6336c" stroke-dasharray="6 4"'}
+SAME, EXCHANGED, AFTER = "same", "exchanged", "after"
+STROKES = {
+    SAME: 'stroke="#868e96"',
+    EXCHANGED: 'stroke="#d6336c" stroke-dasharray="6 4"',
+    AFTER: 'stroke="#e8590c" stroke-dasharray="1.5 3"',
+}
 REPEATS = "repeats until the step is full"
-MEANINGS = {SAME: "same layout: no byte moves", EXCHANGED: "exchange between layouts"}
+MEANINGS = {
+    SAME: "same layout: no byte moves",
+    EXCHANGED: "exchange between layouts",
+    AFTER: "after its training: no value",
+}
+ARROWS = {SAME: "-->", EXCHANGED: "-. exchange .->", AFTER: "-- trained -->"}
 
 BOX_HEIGHT, LAYER_GAP, MARGIN, PADDING = 66.0, 54.0, 24.0, 14.0  # pixels
 PORT_GAP = 22.0  # pixels between the ends of edges at one side of a box
@@ -46,11 +56,11 @@ def text(graph: Graph, plan: Plan, rank: int) -> str:
     rows = [
         (
             node.id,
-            node.models or "-",
+            models_of(node) or "-",
             TYPES[node.kind],
-            type_name(node.returns),
+            returned(node),
             node.space,
-            ", ".join(node.reads),
+            ", ".join(node.needs),
             node.place,
         )
         for node in graph.order
@@ -72,11 +82,12 @@ def _reads(graph: Graph) -> list[tuple[str, ...]]:
     """What each node reads: the value, the type that it asks for, and the fields that this names."""
     read = [graph.fields[node.id, value] for node in graph.order for value in node.reads]
     rows = [(each.node, each.value, each.asked, str(each) or "-") for each in read]
-    return [("node", "reads", "as", "fields"), *rows]
+    after = [(node.id, name, type_name(Trained), "-") for node in graph.order for name in node.after]
+    return [("node", "reads", "as", "fields"), *rows, *after]
 
 
 def mermaid(graph: Graph, plan: Plan) -> str:
-    """The graph in Mermaid's language; dotted edges are exchanges between layouts."""
+    """The graph in Mermaid's language; dotted edges are exchanges between layouts or levels of rows."""
     boxes = _boxes(graph, plan)
     lines = ["flowchart TD"]
     # a prefix, for `end`, `class`, `style` and others are words of Mermaid's
@@ -85,8 +96,7 @@ def mermaid(graph: Graph, plan: Plan) -> str:
         lines += [f'    subgraph repeats ["{REPEATS}"]', *(f"    {drawn.pop(name)}" for name in repeated), "    end"]
     lines += drawn.values()
     for edge in _edges(graph, plan):
-        arrow = "-. exchange .->" if edge.style == EXCHANGED else "-->"
-        lines.append(f"    node_{edge.source} {arrow} node_{edge.target}")
+        lines.append(f"    node_{edge.source} {ARROWS[edge.style]} node_{edge.target}")
     for name in dict.fromkeys(box.type for box in boxes):
         fill, outline = COLOURS[name]
         lines.append(f"    classDef {name} fill:{fill},stroke:{outline},color:#212529")
@@ -112,7 +122,7 @@ def svg(graph: Graph, plan: Plan) -> str:
             f' viewBox="0 0 {width:.0f} {height:.0f}" role="img"'
             ' font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono, monospace">',
             "<defs>",
-            *(_arrow(style) for style in STROKES),
+            *(_arrow(style) for style in STROKES if style in {SAME, EXCHANGED, *(edge.style for edge in edges)}),
             "</defs>",
             f'<rect width="{width:.0f}" height="{height:.0f}" rx="12" fill="#ffffff"/>',
             *_band(graph, depth, width),
@@ -157,15 +167,30 @@ def _boxes(graph: Graph, plan: Plan) -> list[_Box]:
         else:
             node = graph.nodes[name]
             kind = TYPES[node.kind]
-            role = f"{node.models} · {kind}" if node.models else kind
-            tooltip = f"{type_name(node.returns)}, rows of {node.space}, {describe(layout)}, {node.place}"
+            role = f"{models_of(node)} · {kind}" if node.models else kind
+            tooltip = f"{returned(node)}, rows of {node.space}, {describe(layout)}, {node.place}"
             boxes.append(_Box(name, kind, role, placed, tooltip))
     return boxes
 
 
 def _edges(graph: Graph, plan: Plan) -> list[Edge]:
-    reads = [(name, node) for node in graph.order for name in node.reads]
-    return [Edge(name, node.id, EXCHANGED if plan.exchange(name, node) else SAME) for name, node in reads]
+    edges = []
+    for node in graph.order:
+        for name in node.reads:
+            sent = plan.exchange(name, node, graph.seen_in(node, name)) is not None
+            edges.append(Edge(name, node.id, EXCHANGED if sent else SAME))
+        edges += [Edge(name, node.id, AFTER) for name in node.after]
+    return edges
+
+
+def models_of(node: Node) -> str:
+    """The models that a node runs on, and those that it calls beside them."""
+    return node.models + (f", uses {', '.join(node.uses)}" if node.uses else "")
+
+
+def returned(node: Node) -> str:
+    """What a node returns, as a user writes it."""
+    return type_name(grown(node.returns) if node.grows else node.returns)
 
 
 def _depths(graph: Graph, boxes: Sequence[_Box]) -> dict[str, int]:
@@ -173,11 +198,12 @@ def _depths(graph: Graph, boxes: Sequence[_Box]) -> dict[str, int]:
     depth = {box.name: 0 for box in boxes}
     above = -1
     for node in graph.order:
-        depth[node.id] = 1 + max([above, *(depth[name] for name in node.reads)])
+        depth[node.id] = 1 + max([above, *(depth[name] for name in node.needs)])
         if node.kind == "filter":
             above = depth[node.id]  # its ancestors come before it in the order, all others after
     lowest = max(depth.values())
-    return depth | {node.id: lowest for node in graph.order if node.kind == "train"}
+    followed = {name for node in graph.order for name in node.after}
+    return depth | {node.id: lowest for node in graph.order if node.kind == "train" and node.id not in followed}
 
 
 def _repeated(graph: Graph) -> tuple[str, ...]:

@@ -1,69 +1,22 @@
-"""`rlflow report` and `rlflow trace`: where the time of a run's steps went, as a picture and table, or as one trace."""
+"""`rlflow report`: where the time of a run's steps went, as a table and a picture."""
 
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from rlflow.dag.tasks import rank_ranges
+from rlflow.commands.parser import OneLineParser, parsed_options
+from rlflow.commands.timeline import Timeline, is_task, is_wait, spans
+from rlflow.commands.timeline_drawing import MOST_RANKS, draw
+from rlflow.commands.trace import chosen_steps, missing_lines, traces_of
 from rlflow.errors import UserError
-from rlflow.loggers.trace import FLIGHT, SAVE, WAIT, merge_traces, missing_ranks, read_events, step_windows, window_of
+from rlflow.loggers.trace import read_events, step_windows, window_of
 from rlflow.metrics import straggler
-from rlflow.run.folder import RunFolder
 
 PICTURE_FILE = "timeline.png"
 SUFFIXES = (".png", ".svg", ".pdf")
-MOST_RANKS = 48  # that are drawn; of more, as many evenly spread
-# Tasks in which a rank does nothing but wait for the others.
-WAITS = {WAIT, "Reduce", "Tell"}
-KINDS = {
-    "Load": "load",
-    "SyncWeights": "weight sync",
-    "Tell": "tell",
-    "Exchange": "exchange",
-    "Reduce": "reduce metrics",
-    "Save": "save",
-}
-COLOURS = {
-    "load": "#bab0ac",
-    "weight sync": "#54a24b",
-    "exchange": "#e45756",
-    "reduce metrics": "#9d755d",
-    "save": "#eeca3b",
-    "tell": "#ff9da6",
-}
-NODES = ("#4c78a8", "#f58518", "#72b7b2", "#b279a2", "#9ecae9", "#d8a13a", "#2f6f6b", "#7d5177")
-
-
-@dataclass(frozen=True)
-class Span:
-    """What a rank did from `start` to `end`, seconds from the run's first span.
-
-    Attributes:
-        rank: Who.
-        name: A node's id, or what else was done.
-        category: Of the trace.
-        step: Of the run, from 1.
-        start: When it began.
-        end: When it ended.
-    """
-
-    rank: int
-    name: str
-    category: str
-    step: int
-    start: float
-    end: float
-
-    def within(self, start: float, end: float) -> float:
-        """Its seconds between two times."""
-        return max(0.0, min(self.end, end) - max(self.start, start))
 
 
 @dataclass(frozen=True)
@@ -72,7 +25,7 @@ class Report:
 
     Attributes:
         folder: The run's.
-        step: The last step that is told of, from 1; None for the run's last.
+        step: The last step that is shown, from 1; None for the run's last.
         steps: How many, up to that one.
         draw: Where the picture goes; None for `timeline.png` in the folder.
     """
@@ -96,189 +49,30 @@ class Report:
         """
         traces = traces_of(self.folder)
         windows = step_windows(traces)
-        told = chosen_steps(self.folder, windows, self.step, self.steps)
-        window = window_of(windows, told)
+        shown = chosen_steps(self.folder, windows, self.step, self.steps)
+        window = window_of(windows, shown)
         timeline = Timeline(spans(read_events(traces, window=window)))
-        print("\n".join(screen(timeline, told, last=max(windows))))
+        print("\n".join(screen(timeline, shown, last=max(windows))))
         for line in missing_lines(traces):
             print(line)
         picture = self.draw or self.folder / PICTURE_FILE
-        draw(timeline, told, picture)
+        draw(timeline, shown, picture)
         print(f"drew {picture}")
 
 
-@dataclass(frozen=True)
-class MergedTrace:
-    """The traces of a run's ranks, to be joined into one.
-
-    Attributes:
-        folder: The run's.
-        to: The file; None for `traces/trace.json` in the folder.
-        ranks: Of which it is made; None for all.
-        step: The last step in it, from 1; None for the run's last.
-        steps: How many, up to that one; None for all.
-    """
-
-    folder: Path
-    to: Path | None = None
-    ranks: Sequence[int] | None = None
-    step: int | None = None
-    steps: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.steps is not None and self.steps < 1:
-            raise UserError(f"`--steps` is {self.steps}; give 1 or more")
-
-    def write(self) -> None:
-        """Join them, and print where they are and what is missing.
-
-        Raises:
-            UserError: The folder holds no traces, or not those of a rank or step.
-        """
-        traces = traces_of(self.folder)
-        for rank in self.ranks or ():
-            if not (traces / f"rank{rank}.jsonl").is_file():
-                raise UserError(f"`--ranks` names {rank}, of which there is no {traces}/rank{rank}.jsonl; leave it out")
-        window = None
-        if self.step is not None or self.steps is not None:
-            windows = step_windows(traces)
-            told = chosen_steps(self.folder, windows, self.step, self.steps or len(windows))
-            window = window_of(windows, told)
-        ranks = None if self.ranks is None else frozenset(self.ranks)
-        print(f"wrote {merge_traces(traces, self.to, ranks, window)} (ui.perfetto.dev)")
-        for line in missing_lines(traces):
-            print(line)
-
-
-def traces_of(folder: Path) -> Path:
-    """Where the traces of a run lie.
-
-    Raises:
-        UserError: There are none.
-    """
-    traces = RunFolder(folder).traces
-    if not any(traces.glob("rank*.jsonl")):
-        raise UserError(f"`{folder}` has no {traces.name}/rank*.jsonl; give the folder of a run that began")
-    return traces
-
-
-def missing_lines(traces: Path) -> Iterator[str]:
-    """What to do about ranks whose traces are on other machines."""
-    missing = missing_ranks(traces)
-    if missing:
-        yield (
-            f"without {rank_ranges(tuple(missing))}: each machine writes the traces of its own ranks, so where storage"
-            f" is not shared copy theirs (rank*.jsonl) into {traces}"
-        )
-
-
-def chosen_steps(folder: Path, known: Collection[int], step: int | None, steps: int) -> list[int]:
-    """The last `steps` steps up to `step`, or up to the run's last.
-
-    Raises:
-        UserError: There are none.
-    """
-    if not known:
-        raise UserError(f"the traces of `{folder}` hold no step: the run ended before its first task did")
-    last = max(known) if step is None else step
-    if last not in known:
-        raise UserError(f"`--step` is {last}, and `{folder}` has traces of steps {min(known)} to {max(known)}")
-    return sorted(each for each in known if last - steps < each <= last)
-
-
-def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
-    """The spans in a trace's events. A wait is of the step of the task in which it lies, a save of the one before."""
-    found: list[Span] = []
-    begun: dict[str, float] = {}
-    step, waits_until, rank = 1, 0.0, -1
-    for event in sorted((event for event in events if "ts" in event), key=_by_rank_and_start):
-        start, category = event["ts"] / 1e6, event["cat"]
-        if event["pid"] != rank:
-            rank, waits_until = event["pid"], 0.0
-        if event["ph"] == "b":
-            begun[event["id"]] = start
-            continue
-        if event["ph"] == "e":
-            if event["id"] in begun:  # else it began before the steps that were read
-                found.append(Span(rank, event["name"], category, step, begun.pop(event["id"]), start))
-            continue
-        end = start + event["dur"] / 1e6
-        if category == WAIT and start < waits_until:
-            continue  # a part of a wait
-        if category in WAITS:
-            waits_until = end
-        if category not in (WAIT, SAVE):
-            step = event["args"]["step"] + 1
-        name = event["name"] if category == WAIT else _name(event["name"], category)
-        found.append(Span(rank, name, category, step, start, end))
-    return found
-
-
-def _by_rank_and_start(event: dict[str, Any]) -> tuple[int, float, float]:
-    return event["pid"], event["ts"], -event.get("dur", 0.0)  # what lies in another comes after it
-
-
-def _name(task: str, category: str) -> str:
-    """`run       rewards: ranks 0-1, ...` is `rewards`."""
-    if category in KINDS:
-        return KINDS[category]
-    return task.partition(":")[0].split(maxsplit=1)[1] if category in ("RunNode", "TrainNode") else category
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """All spans of a run."""
-
-    spans: list[Span]
-
-    @cached_property
-    def ranks(self) -> list[int]:
-        """All that left a span."""
-        return sorted({span.rank for span in self.spans})
-
-    @cached_property
-    def steps(self) -> list[int]:
-        """All of which there is a span."""
-        return sorted({span.step for span in self.spans})
-
-    @cached_property
-    def tasks(self) -> list[Span]:
-        """Without waits in them, and without those that only repeat others."""
-        return [span for span in self.spans if _is_task(span)]
-
-    def window(self, steps: Sequence[int]) -> tuple[float, float]:
-        """From the beginning of the first task of these steps to the end of the last."""
-        of = [span for span in self.tasks if span.step in steps]
-        return min(span.start for span in of), max(span.end for span in of)
-
-    def shares(self, rank: int, start: float, end: float) -> tuple[float, float, float]:
-        """Of the time between: worked, waited, nothing to do."""
-        tasks = sum(span.within(start, end) for span in self.tasks if span.rank == rank)
-        waited = sum(span.within(start, end) for span in self.spans if span.rank == rank and span.category in WAITS)
-        whole = (end - start) or 1.0
-        return (tasks - waited) / whole, waited / whole, 1 - tasks / whole
-
-    def worked(self, step: int) -> list[float]:
-        """Seconds that each rank worked in a step, waits not counted, by rank."""
-        seconds = dict.fromkeys(self.ranks, 0.0)
-        of_step = [span for span in self.spans if span.step == step]
-        waits: dict[int, list[Span]] = {rank: [] for rank in self.ranks}
-        for span in of_step:
-            if span.category == WAIT:
-                waits[span.rank].append(span)
-        for task in of_step:
-            if _is_task(task) and task.category not in WAITS:
-                inside = [wait for wait in waits[task.rank] if task.start <= wait.start and wait.end <= task.end]
-                seconds[task.rank] += task.end - task.start - sum(wait.end - wait.start for wait in inside)
-        return list(seconds.values())
-
-    def seconds(self, steps: Sequence[int], of: Callable[[Span], bool]) -> dict[str, dict[int, float]]:
-        """A step's mean seconds of spans, by name and rank."""
-        found: dict[str, dict[int, float]] = defaultdict(lambda: dict.fromkeys(self.ranks, 0.0))
-        for span in self.spans:
-            if span.step in steps and of(span):
-                found[span.name][span.rank] += (span.end - span.start) / len(steps)
-        return dict(found)
+def read_report(arguments: Sequence[str]) -> Report:
+    """What `rlflow report` shows."""
+    parser = OneLineParser(
+        prog="rlflow report", description="Show where the time of a run's steps went, rank by rank.", allow_abbrev=False
+    )
+    parser.add_argument("run_dir", type=str, help="the folder of a run, whether it ended or not")
+    parser.add_argument("--step", type=int | None, default=None, help="the last step shown; else the run's last")
+    parser.add_argument("--steps", type=int, default=3, help="how many, up to that one")
+    parser.add_argument(
+        "--draw", type=str | None, default=None, help="PATH.png, .svg or .pdf; else RUN_DIR/timeline.png"
+    )
+    parsed = parsed_options(parser, arguments)
+    return Report(Path(parsed.run_dir), parsed.step, parsed.steps, None if parsed.draw is None else Path(parsed.draw))
 
 
 def screen(timeline: Timeline, steps: Sequence[int], last: int) -> Iterator[str]:
@@ -286,12 +80,12 @@ def screen(timeline: Timeline, steps: Sequence[int], last: int) -> Iterator[str]
 
     Args:
         timeline: Of these steps at least.
-        steps: That are told of.
+        steps: That are shown.
         last: Step of the run.
     """
     start, end = timeline.window(steps)
-    told = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    yield f"{told} of {last}, {len(timeline.ranks)} ranks: {end - start:.3f} s"
+    of_steps = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    yield f"{of_steps} of {last}, {len(timeline.ranks)} ranks: {end - start:.3f} s"
     yield ""
     yield f"    {'':<10} {'works':>7} {'waits':>7} {'idle':>7}"
     shares = {rank: timeline.shares(rank, start, end) for rank in timeline.ranks}
@@ -300,7 +94,7 @@ def screen(timeline: Timeline, steps: Sequence[int], last: int) -> Iterator[str]
         yield f"    {f'rank {rank}':<10}" + "".join(f" {share:7.1%}" for share in shares[rank])
     if len(shown) < len(shares):
         yield f"    ... and {len(shares) - len(shown)} ranks that worked less"
-    for title, of in (("tasks", _is_task), ("waits", _is_wait)):
+    for title, of in (("tasks", is_task), ("waits", is_wait)):
         found = timeline.seconds(steps, of)
         if found:
             yield ""
@@ -315,76 +109,9 @@ def screen(timeline: Timeline, steps: Sequence[int], last: int) -> Iterator[str]
             yield f"    step {step}: rank {longest} worked longest, {above}"
 
 
-def _is_task(span: Span) -> bool:
-    return span.category not in (WAIT, FLIGHT, "Fill")
-
-
-def _is_wait(span: Span) -> bool:
-    return span.category == WAIT
-
-
 def _row(name: str, seconds: dict[int, float]) -> str:
     taking = {rank: value for rank, value in seconds.items() if value}
     least, most = min(taking, key=lambda rank: taking[rank]), max(taking, key=lambda rank: taking[rank])
     mean = statistics.fmean(taking.values())
     ends = (f"{taking[rank]:.4f} (rank {rank})" for rank in (least, most))
     return f"    {name:<32} {mean:9.4f}" + "".join(f" {end:>20}" for end in ends)
-
-
-def draw(timeline: Timeline, steps: Sequence[int], path: Path) -> None:
-    """Draw a row for each rank: tasks, the waits in them in white, exchanges that are under way as a line below."""
-    # The object form with its own canvas: no window system, and no state shared with a user's own figures.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    start, end = timeline.window(steps)
-    every = -(-len(timeline.ranks) // MOST_RANKS)
-    rows = {rank: row for row, rank in enumerate(timeline.ranks[::every])}
-    figure = Figure(figsize=(12.0, 1.8 + 0.45 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    shown = [span for span in timeline.spans if span.rank in rows and span.within(start, end)]
-    tasks = [span for span in shown if _is_task(span)]
-    colours = _colours(tasks)
-    for span in tasks:
-        axes.barh(rows[span.rank], span.end - span.start, left=span.start - start, height=0.7, color=colours[span.name])
-        if span.end - span.start > 0.07 * (end - start):
-            middle = (span.start + span.end) / 2 - start
-            axes.text(middle, rows[span.rank], span.name, ha="center", va="center", fontsize=7, clip_on=True)
-    for span in shown:
-        if span.category == WAIT:
-            _draw_wait(axes, rows[span.rank], span, start)
-        elif span.category == FLIGHT:
-            ends = [span.start - start, span.end - start]
-            axes.plot(ends, [rows[span.rank] + 0.42] * 2, color=COLOURS["exchange"], linewidth=2)
-    _mark_steps(axes, timeline, steps, start)
-    for name, colour in colours.items():
-        axes.barh(0, 0, color=colour, label=name)
-    axes.barh(0, 0, color="white", hatch="////", edgecolor="#666666", linewidth=0, label="waits")
-    axes.set_yticks(list(rows.values()), [f"rank {rank}" for rank in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(0, end - start)
-    axes.set_xlabel("seconds")
-    figure.legend(ncols=min(8, len(colours) + 1), loc="outside lower center", fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-
-
-def _colours(tasks: Sequence[Span]) -> dict[str, str]:
-    """A colour for each name: its own for what every run does, the next one for each node."""
-    names = dict.fromkeys(span.name for span in tasks)
-    nodes = [name for name in names if name not in COLOURS]
-    return {name: COLOURS[name] if name in COLOURS else NODES[nodes.index(name) % len(NODES)] for name in names}
-
-
-def _draw_wait(axes: Any, row: int, span: Span, start: float) -> None:
-    bar = (row, span.end - span.start, 0.7, span.start - start)
-    axes.barh(*bar, color="white", alpha=0.75, hatch="////", edgecolor="#666666", linewidth=0)
-
-
-def _mark_steps(axes: Any, timeline: Timeline, steps: Sequence[int], start: float) -> None:
-    """A line where a step ends on its last rank, and the steps' numbers above."""
-    ends = [start, *(timeline.window([step])[1] for step in steps)]
-    for step, (begins, ended) in zip(steps, pairwise(ends), strict=True):
-        axes.axvline(ended - start, color="black", linewidth=0.8, linestyle=":")
-        axes.text((begins + ended) / 2 - start, -0.62, f"step {step}", ha="center", va="bottom", fontsize=8)

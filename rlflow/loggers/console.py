@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+from rlflow.loggers.log_limit import LogLimit
 from rlflow.loggers.progress import Display, LinePerStep, LiveBar
 
 
@@ -40,6 +41,7 @@ class Console:
         with self._log.open("ab") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
+        self._limit = LogLimit(self._log)
         self._display = self._choose_display()
         return self
 
@@ -49,6 +51,7 @@ class Console:
         if self._display is not None:
             self._display.close()
         _flush()
+        self._limit.close()
         os.dup2(self._stdout, 1)
         os.dup2(self._stderr, 2)
         os.close(self._stdout)

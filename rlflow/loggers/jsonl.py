@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -42,12 +43,22 @@ def read_metrics(folder: Path) -> list[dict[str, float | None]]:
     return _lines(folder / METRICS_FILE)
 
 
+def read_samples(folder: Path) -> Iterator[dict[str, Any]]:
+    """The samples of a run folder's `samples.jsonl`, in order."""
+    return map(json.loads, whole_lines(folder / SAMPLES_FILE))
+
+
 def _continued(path: Path, first_step: int) -> TextIO:
-    """`path`, open for writing after its lines of steps before `first_step`; the others are dropped."""
+    """`path`, open for writing after its lines of steps before `first_step`; the others are dropped.
+
+    The file is replaced in one move, so that a run killed meanwhile leaves the old one or the new one.
+    """
     kept = [line for line in _lines(path) if line["step"] < first_step] if path.exists() else []
-    file = path.open("w", encoding="utf-8")
-    _write(file, kept)
-    return file
+    draft = path.with_suffix(".jsonl.draft")
+    with draft.open("w", encoding="utf-8") as file:
+        _write(file, kept)
+    os.replace(draft, path)
+    return path.open("a", encoding="utf-8")
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -28,7 +28,14 @@ class Logger(ABC):
         """Record numbers by name. Names may differ from step to step; steps never decrease."""
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:  # noqa: B027 (nor samples to show)
-        """Record samples: prompt, response, reward and its parts, JSON-able, with the same keys in every row."""
+        """Record samples, JSON-able, with the same keys in every row.
+
+        Args:
+            rows: Of each the place of its prompt in the dataset from 0 (`row`), its number among the samples of that
+                (`sample`), `prompt`, `response`, `reward` and its `parts`, `turns`, why it `ended`, and of a
+                conversation `messages`, as of `Rollout`.
+            step: Of the run, from 1.
+        """
 
     def log_config(self, config: Mapping[str, Any]) -> None:  # noqa: B027 (nor a config)
         """Record the resolved config, from which the caller took the secrets (`without_secrets`)."""

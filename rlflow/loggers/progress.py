@@ -10,14 +10,18 @@ from typing import TextIO
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-# The metric of each label, and its form; shown if the run logs it. A loss is not: a policy's says nothing of progress.
+from rlflow.errors import readable
+
+# The metric of each label, and its form; shown if the run logs it.
 SHOWN = {
     "reward": ("reward/mean", "{:.3f}"),
     "accuracy": ("val/accuracy", "{:.3f}"),
     "margin": ("val/margin", "{:.3f}"),
     "length": ("rollout/length", "{:.1f}"),
 }
-RECENT = 10  # steps from whose pace the time left is told
+SAMPLED = ("reward/mean", "rollout/length")  # beside which no loss is shown: a policy's says nothing of progress
+LOSS = "/loss"  # of a role
+RECENT = 10  # steps from whose pace the time left is estimated
 
 
 class Display(ABC):
@@ -53,11 +57,13 @@ class Display(ABC):
         """Leave the terminal as text can follow."""
 
     def fields(self, step: int, metrics: Mapping[str, float], now: float) -> str:
-        """`reward 0.512  accuracy 0.430  length 12.3  tokens/s 5,321  left 2:10`."""
+        """`reward 0.512  accuracy 0.430  length 12.3  tokens/s 5,321  left 2:10`; `loss` where nothing is sampled."""
         for label, (metric, form) in SHOWN.items():
             if metric in metrics:
                 self._latest[label] = f"{label} {form.format(metrics[metric])}"
         shown = [self._latest[label] for label in SHOWN if label in self._latest]
+        if not any(metric in metrics for metric in SAMPLED):
+            shown = [*_losses(metrics), *shown]
         if "rollout/tokens" in metrics and metrics.get("time/step", 0) > 0:
             shown.append(f"tokens/s {metrics['rollout/tokens'] / metrics['time/step']:,.0f}")
         self._ended.append((step, now))
@@ -68,6 +74,12 @@ class Display(ABC):
         return (ended - began) / (step - first_step) * (self.total_steps - step)
 
 
+def _losses(metrics: Mapping[str, float]) -> list[str]:
+    """Of the roles that were trained; `loss 0.512`, with the role's name where there are several."""
+    roles = [name.removesuffix(LOSS) for name in metrics if name.endswith(LOSS) and not name.startswith("val")]
+    return [f"{role + ' ' if len(roles) > 1 else ''}loss {metrics[role + LOSS]:.3f}" for role in roles]
+
+
 class LinePerStep(Display):
     """One plain line per step, for logs and pipes."""
 
@@ -75,7 +87,7 @@ class LinePerStep(Display):
         self.say(f"step {step}/{self.total_steps}  {self.fields(step, metrics, now)}")
 
     def say(self, line: str) -> None:
-        print(line, file=self.terminal, flush=True)
+        print(readable(line), file=self.terminal, flush=True)
 
 
 class LiveBar(Display):
@@ -100,7 +112,7 @@ class LiveBar(Display):
         self._progress.update(self._bar, completed=step, shown=self.fields(step, metrics, now))
 
     def say(self, line: str) -> None:
-        self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._progress.console.print(readable(line), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._progress.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 HIDDEN = "***"
@@ -62,6 +62,20 @@ def text_without_secrets(text: str) -> str:
         lambda entry: f"{entry[1]}{entry[2]}{_quoted(entry[3])}" if is_secret_key(entry[1]) else entry[0],
         without_shapes(text),
     )
+
+
+def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a command with `***` for secrets: the values of `--api_key VALUE` and `--api_key=VALUE`, and
+    what `text_without_secrets` hides."""
+    shown, key = list[str](), ""
+    for argument in arguments:
+        option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+        if (value or not option) and is_secret_key(option or key):
+            shown.append(f"{option}{equals}{HIDDEN}")
+        else:
+            shown.append(text_without_secrets(argument))
+        key = option if not equals else ""
+    return shown
 
 
 def without_shapes(text: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlflow.errors import require
 from rlflow.loggers.logger import Logger
+from rlflow.loggers.transcript import MESSAGES, transcript
 
 
 class TensorBoardLogger(Logger):
@@ -33,7 +34,7 @@ class TensorBoardLogger(Logger):
             self._writer.add_scalar(name, value, step)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        self._writer.add_text("samples", "\n\n".join(_as_text(row) for row in rows[: self.samples]), step)
+        self._writer.add_text("samples", "\n\n".join(map(_sample, rows[: self.samples])), step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         self._writer.add_text("config", _as_text(config))
@@ -42,8 +43,17 @@ class TensorBoardLogger(Logger):
         self._writer.close()
 
 
+def _sample(row: Mapping[str, Any]) -> str:
+    """A sample, its conversation below it."""
+    shown = _as_text({name: value for name, value in row.items() if name != MESSAGES})
+    said = transcript(row.get(MESSAGES, []))
+    return f"{shown}\n{_code(said)}" if said else shown
+
+
 def _as_text(value: Mapping[str, Any]) -> str:
+    return _code(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def _code(text: str) -> str:
     """A code block of Markdown, in which no character of a response is markup."""
-    return "".join(
-        f"    {line}\n" for line in json.dumps(value, indent=2, ensure_ascii=False, default=str).splitlines()
-    )
+    return "".join(f"    {line}\n" for line in text.splitlines())

@@ -12,6 +12,9 @@ from rlflow.loggers.lines import whole_lines
 
 TRACE_FILE = "trace.json"
 WAIT, FLIGHT = "Wait", "Flight"  # categories beside those of tasks
+TURN = "Turn"  # of a conversation, within the task of a node
+MOST_TURNS = 100_000  # in a run, on a rank: some 25 MB
+MOST_BYTES = 64 * 2**20  # of a rank, in two files: some 15,000 steps; those before them are dropped
 SAVE = "Save"  # a task that comes after the step whose end it saves
 Window = tuple[float, float]  # from and to, microseconds of the wall clock
 
@@ -19,7 +22,8 @@ Window = tuple[float, float]  # from and to, microseconds of the wall clock
 class Trace:
     """The spans of one rank, written as they end to `rank<r>.jsonl`.
 
-    So a long run needs no memory for them, and after a hang the last line says what had been done.
+    So a long run needs no memory for them, and after a hang the last line says what had been done. When the file has
+    half of `MOST_BYTES` it becomes `rank<r>.earlier.jsonl`, in place of the one before: the last steps are there.
 
     Args:
         folder: Of the run's traces; made if need be.
@@ -34,11 +38,15 @@ class Trace:
         self.waited_s = 0.0
         self._rank = rank
         self._flights = 0
+        self._turns = 0
+        self._conversations: set[int] = set()
         # `perf_counter` starts anywhere, on each machine elsewhere; spans of all ranks share the wall clock.
         self._epoch = time.time() - time.perf_counter()
+        self._ranks = ranks
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"rank{rank}.jsonl").open("w", encoding="utf-8")
-        self._write({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}", "ranks": ranks}})
+        self._path = folder / f"rank{rank}.jsonl"
+        _earlier(self._path).unlink(missing_ok=True)
+        self._begin()
 
     def span(self, name: str, category: str, start: float, end: float, **arguments: Any) -> None:
         """Record what took from `start` to `end`.
@@ -59,19 +67,49 @@ class Trace:
         self.span(name, WAIT, start, end)
 
     def flight(self, name: str, start: float, end: float) -> None:
-        """Record that `name` was under way, whatever this rank did meanwhile; times as of `span`."""
+        """Record that `name` was in progress, whatever this rank did meanwhile; times as of `span`."""
         self._flights += 1
         for phase, when in (("b", start), ("e", end)):
             event = {"name": name, "cat": FLIGHT, "ph": phase, "id": f"{self._rank}.{self._flights}"}
             self._write({**event, "ts": (self._epoch + when) * 1e6})
 
+    def turn(self, of: str, conversation: int, start: float, end: float, **arguments: Any) -> None:
+        """Record that a conversation waited for `of`, its policy or environment; times as of `span`.
+
+        Each conversation has a row of its own, from one run of a node to the next.
+        A long run has more of them than anyone looks at: after `MOST_TURNS` no further ones are recorded.
+        """
+        self._turns += 1
+        if self._turns > MOST_TURNS:
+            return
+        row = {"tid": 1 + conversation}
+        if conversation not in self._conversations:
+            self._conversations.add(conversation)
+            self._write({"name": "thread_name", "ph": "M", "args": {"name": f"conversation {conversation}"}, **row})
+        microseconds = {"ts": (self._epoch + start) * 1e6, "dur": (end - start) * 1e6}
+        self._write({"name": of, "cat": TURN, "ph": "X", **microseconds, "args": arguments, **row})
+
     def close(self) -> None:
         """Close the file; no span may follow."""
         self._file.close()
 
+    def _begin(self) -> None:
+        self._written = 0
+        self._conversations.clear()  # named once in each file
+        self._file = self._path.open("w", encoding="utf-8")
+        self._write({"name": "process_name", "ph": "M", "args": {"name": f"rank {self._rank}", "ranks": self._ranks}})
+
     def _write(self, event: dict[str, Any]) -> None:
-        self._file.write(json.dumps({**event, "pid": self._rank, "tid": 0}) + "\n")
+        if self._written > MOST_BYTES // 2:
+            self._file.close()
+            self._path.replace(_earlier(self._path))
+            self._begin()
+        self._written += self._file.write(json.dumps({"tid": 0, **event, "pid": self._rank}) + "\n")
         self._file.flush()
+
+
+def _earlier(path: Path) -> Path:
+    return path.with_suffix(".earlier.jsonl")
 
 
 def merge_traces(
@@ -119,7 +157,7 @@ def step_windows(folder: Path) -> dict[int, Window]:
     """When the tasks of each step, from 1, began and ended on any rank: microseconds of the wall clock, by step."""
     windows: dict[int, Window] = {}
     for event in _written(folder):
-        if event.get("cat") in (None, WAIT, FLIGHT):
+        if event.get("cat") in (None, WAIT, FLIGHT, TURN):
             continue
         step = event["args"]["step"] + (event["cat"] != SAVE)
         start, end = event["ts"], event["ts"] + event["dur"]
@@ -154,8 +192,9 @@ def _written(folder: Path, ranks: Collection[int] | None = None) -> Iterator[dic
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("rank*.jsonl"), key=_rank)
+    """Of each rank what was written earlier first."""
+    return sorted(folder.glob("rank*.jsonl"), key=lambda file: (_rank(file), not file.stem.endswith(".earlier")))
 
 
 def _rank(file: Path) -> int:
-    return int(file.stem.removeprefix("rank"))
+    return int(file.name.split(".")[0].removeprefix("rank"))

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from rlflow.errors import UserError, importable, require
 from rlflow.loggers.logger import Logger
+from rlflow.loggers.transcript import MESSAGES, transcript
 
 
 class WandbLogger(Logger):
@@ -69,7 +70,7 @@ class WandbLogger(Logger):
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         if not rows:
             return
-        shown = rows[: self.samples]
+        shown = [_cells(row) for row in rows[: self.samples]]
         columns = list(shown[0])
         self._logger.log_table("samples", columns, [[row[column] for column in columns] for row in shown], step=step)
 
@@ -78,6 +79,11 @@ class WandbLogger(Logger):
 
     def finish(self) -> None:
         self._run.finish()
+
+
+def _cells(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A sample as a row of the table, in which a conversation is one text."""
+    return {**row, MESSAGES: transcript(row[MESSAGES])} if MESSAGES in row else row
 
 
 @contextmanager

@@ -4,7 +4,7 @@
 - `padded`, `packed`: one controller. What a role makes is collected by it, what a role reads is sent out by it, one
   value at a time, and nodes without a role run on it. Rows are padded to the longest that the config allows, or not.
 - `store`: values are put into the memory of the nodes that made them, and fetched by those that read them; a controller
-  is told of each row that is put, and asked for each that is fetched.
+  has a message for each row that is put, and asked for each that is fetched.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlflow.simulate.costs import (
     train_seconds,
 )
 from rlflow.simulate.hardware import Hardware
-from rlflow.simulate.timeline import Work
+from rlflow.simulate.timeline import WorkItem
 from rlflow.values.layout import Layout
 
 Design = Literal["rlflow", "padded", "packed", "store"]
@@ -45,7 +45,7 @@ VARIATION = 0.5  # of responses' lengths, standard deviation over mean; an assum
 METADATA_BYTES = 40  # of a row: id, group, length, tokens and version, which every rank learns
 
 
-def works(workload: Workload, hardware: Hardware, design: Design) -> list[Work]:
+def works(workload: Workload, hardware: Hardware, design: Design) -> list[WorkItem]:
     """All work of a step, in the order of issue."""
     return list(_Step(workload, hardware, design).works())
 
@@ -63,7 +63,7 @@ class _Step:
         self.latest: dict[str, str] = {}  # of each value, or value and reader: the work after which it is there
         self.draw = ""
 
-    def works(self) -> Iterator[Work]:
+    def works(self) -> Iterator[WorkItem]:
         for task in self._in_order():
             if isinstance(task, Fill):
                 for draw in range(1 if task.filter_id is None else FILTER_DRAWS):
@@ -81,13 +81,13 @@ class _Step:
             return tasks
         return sorted(tasks, key=lambda task: 0 if isinstance(task, SyncWeights) else 1 if task.lag else 2)
 
-    def _task(self, task: Task) -> Iterator[Work]:
+    def _task(self, task: Task) -> Iterator[WorkItem]:
         if not self.workload.plan.max_staleness:
             self.hardware = self.machine.computing_on(len(task.ranks))
         if isinstance(task, Load):
             self.latest[BATCH] = ""  # read ahead, while the step before is trained
             if self.hardware.step_seconds:
-                yield Work(f"loading{self.draw}", "host", self._of(task.ranks), self.hardware.step_seconds)
+                yield WorkItem(f"loading{self.draw}", "host", self._of(task.ranks), self.hardware.step_seconds)
         elif isinstance(task, SyncWeights):
             role = self.workload.model(task.policy)
             elsewhere = {*task.target} - {*task.source}
@@ -100,13 +100,13 @@ class _Step:
                 crossing=len(elsewhere) + 1 if elsewhere else 0,
             )
             nbytes = float(role.size.parameters * role.training.width)
-            yield Work(f"sync {task.policy}", "sync", self._of(task.ranks), seconds, nbytes=nbytes)
+            yield WorkItem(f"sync {task.policy}", "sync", self._of(task.ranks), seconds, nbytes=nbytes)
         elif isinstance(task, Exchange) and self.design == "rlflow":
             yield from self._exchange(task)
         elif isinstance(task, RunNode | TrainNode):
             yield from self._node(self.workload.graph.nodes[task.node_id], task.layout)
 
-    def _node(self, node: Node, layout: Layout) -> Iterator[Work]:
+    def _node(self, node: Node, layout: Layout) -> Iterator[WorkItem]:
         on_hub = self.design in ("padded", "packed") and not node.models
         if self.design != "rlflow":
             for value in node.reads:
@@ -117,7 +117,7 @@ class _Step:
             seconds = self.workload.rows(node.space) * self.hardware.row_seconds
         lanes = (CONTROLLER,) if on_hub else self._of(layout.ranks)
         name = node.id + self.draw
-        yield Work(name, kind, lanes, seconds, tuple(need for need in needs if need))
+        yield WorkItem(name, kind, lanes, seconds, tuple(need for need in needs if need))
         self.latest[node.id] = name
         if self.design != "rlflow" and self.workload.graph.readers(node.id):
             yield from self._kept(node, layout)
@@ -151,7 +151,7 @@ class _Step:
         )
         work = Decoding(
             responses=rows,
-            prompts=rows / (load.group_size if node.samples else 1),
+            prompts=rows * load.rows(node.inside) / load.rows(node.space),
             prompt=lengths.prompt,
             response=lengths.response * straggling(rows, shards, VARIATION),
             longest=lengths.longest_response,
@@ -159,7 +159,7 @@ class _Step:
         )
         return decode_seconds(role.size, width, engine.ranks, work, self.hardware)
 
-    def _exchange(self, task: Exchange) -> Iterator[Work]:
+    def _exchange(self, task: Exchange) -> Iterator[WorkItem]:
         """Straight between ranks. The rows' metadata, which partitions are made from, is gathered before."""
         load, rows = self.workload, self.workload.rows(self.workload.graph.space_of(task.value))
         moves = load.moves_rows or task.source.shards != task.target.shards
@@ -175,11 +175,11 @@ class _Step:
             packing = (
                 rows / task.source.shards * load.columns(task.value, task.columns) * self.hardware.exchange_row_seconds
             )
-            yield Work(f"pack {name}", "exchange", self._of(task.ranks), packing, (need,) if need else ())
+            yield WorkItem(f"pack {name}", "exchange", self._of(task.ranks), packing, (need,) if need else ())
             need = f"pack {name}"
         self.latest[f"{task.value}|{task.reader_space}|{task.target}"] = name
         links = tuple(f"link of {lane}" for lane in self._of(task.ranks))
-        yield Work(name, "exchange", links, seconds, (need,) if need else (), nbytes)
+        yield WorkItem(name, "exchange", links, seconds, (need,) if need else (), nbytes)
 
     def _there(self, value: str, node: Node, layout: Layout) -> str:
         """The work after which `value` can be read by `node`."""
@@ -191,7 +191,7 @@ class _Step:
         rows = self.workload.rows(self.workload.graph.space_of(value))
         return rows * self.workload.value_bytes(value, padded=self.design == "padded")
 
-    def _fetched(self, value: str, node: Node, layout: Layout) -> Iterator[Work]:
+    def _fetched(self, value: str, node: Node, layout: Layout) -> Iterator[WorkItem]:
         """What brings a value to a reader from a controller, or from a store."""
         nbytes, need = self._bytes(value), self.latest.get(value, "")
         name = f"{value} -> {node.id}{self.draw}"
@@ -200,29 +200,29 @@ class _Step:
             yield self._asked(name, value, needs)
             nbytes *= layout.copies
             seconds = all_to_all_seconds(nbytes / len(layout.ranks), self.workload.ranks, self.hardware)
-            yield Work(name, "exchange", self._of(layout.ranks), seconds, (f"{name}, asked",), nbytes)
+            yield WorkItem(name, "exchange", self._of(layout.ranks), seconds, (f"{name}, asked",), nbytes)
         elif not node.models:
             return
         else:
-            yield Work(name, "exchange", (CONTROLLER,), nbytes / self.hardware.hub_bandwidth, needs, nbytes)
+            yield WorkItem(name, "exchange", (CONTROLLER,), nbytes / self.hardware.hub_bandwidth, needs, nbytes)
         self.latest[f"{value}|{node.id}"] = name
 
-    def _kept(self, node: Node, layout: Layout) -> Iterator[Work]:
+    def _kept(self, node: Node, layout: Layout) -> Iterator[WorkItem]:
         """What brings a value from its maker to a controller, or into a store."""
         nbytes, name = self._bytes(node.id), f"{node.id} ->{self.draw}"
         if self.design == "store":
             seconds = all_to_all_seconds(nbytes / layout.shards, self.workload.ranks, self.hardware)
-            yield Work(name, "exchange", self._of(layout.ranks), seconds, (self.latest[node.id],), nbytes)
+            yield WorkItem(name, "exchange", self._of(layout.ranks), seconds, (self.latest[node.id],), nbytes)
             yield self._asked(name, node.id, (name,))
             self.latest[node.id] = f"{name}, asked"
         elif node.models:
             seconds = nbytes / self.hardware.hub_bandwidth
-            yield Work(name, "exchange", (CONTROLLER,), seconds, (self.latest[node.id],), nbytes)
+            yield WorkItem(name, "exchange", (CONTROLLER,), seconds, (self.latest[node.id],), nbytes)
             self.latest[node.id] = name
 
-    def _asked(self, name: str, value: str, needs: tuple[str, ...]) -> Work:
+    def _asked(self, name: str, value: str, needs: tuple[str, ...]) -> WorkItem:
         rows = self.workload.rows(self.workload.graph.space_of(value))
-        return Work(f"{name}, asked", "control", (CONTROLLER,), rows * self.hardware.control_seconds, needs)
+        return WorkItem(f"{name}, asked", "control", (CONTROLLER,), rows * self.hardware.control_seconds, needs)
 
     def _of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self.lanes[rank] for rank in ranks))

@@ -81,7 +81,7 @@ def compared(simulation: Simulation, lines: Sequence[Mapping[str, float | None]]
     """Lines of predicted and measured seconds: of each node, and of the step.
 
     Args:
-        simulation: As told before the run.
+        simulation: As made before the run.
         lines: The run's metrics.
     """
     steps = [line for line in lines if line.get("time/step") is not None]
@@ -94,10 +94,10 @@ def compared(simulation: Simulation, lines: Sequence[Mapping[str, float | None]]
         if name.startswith("time/")
     }
     lengths = [length for line in counted if (length := line.get("rollout/length")) is not None]
-    told = simulation
+    of_run = simulation
     if lengths:
-        told = replace(simulation, response_tokens=statistics.fmean(lengths))
-    timeline = told.predicted.timelines["rlflow"]
+        of_run = replace(simulation, response_tokens=statistics.fmean(lengths))
+    timeline = of_run.predicted.timelines["rlflow"]
     of = f"with responses of {statistics.fmean(lengths):.1f} tokens, as they were, " if lengths else ""
     yield f"predicted against measured, {of}{'the median of ' if len(counted) > 1 else ''}{_steps(counted)}"
     for name, span in timeline.spans.items():

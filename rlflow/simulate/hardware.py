@@ -14,8 +14,8 @@ from rlflow.errors import UserError, did_you_mean
 
 
 def _check_sharing(sharing: object) -> None:
-    told = sharing.items() if isinstance(sharing, Mapping) else [("", 0)]
-    if not all(isinstance(ranks, int) and factor > 0 for ranks, factor in told):
+    given = sharing.items() if isinstance(sharing, Mapping) else [("", 0)]
+    if not all(isinstance(ranks, int) and factor > 0 for ranks, factor in given):
         raise UserError(f"`sharing` of the hardware is {sharing!r}; write it as {{2: 1.1, 4: 2.3}}")
 
 
@@ -79,17 +79,17 @@ class Hardware:
     sharing: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for told in fields(self):
-            value = getattr(self, told.name)
-            if told.name == "sharing":
+        for given in fields(self):
+            value = getattr(self, given.name)
+            if given.name == "sharing":
                 _check_sharing(value)
                 continue
-            least = "0 or more" if told.name.endswith(("_seconds", "_overhead", "_latency")) else "a number above 0"
+            least = "0 or more" if given.name.endswith(("_seconds", "_overhead", "_latency")) else "a number above 0"
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or value < 0 or (value == 0 and least != "0 or more"):
-                raise UserError(f"`{told.name}` of the hardware is {value!r}; give {least}")
-            if told.name.endswith("_efficiency") and value > 1:
-                raise UserError(f"`{told.name}` of the hardware is {value!r}; it is a share, so give at most 1")
+                raise UserError(f"`{given.name}` of the hardware is {value!r}; give {least}")
+            if given.name.endswith("_efficiency") and value > 1:
+                raise UserError(f"`{given.name}` of the hardware is {value!r}; it is a share, so give at most 1")
         if self.gpus_per_node != int(self.gpus_per_node):
             raise UserError(f"`gpus_per_node` of the hardware is {self.gpus_per_node!r}; give a whole number")
 
@@ -145,29 +145,29 @@ def read_hardware(name: str) -> Hardware:
             f"`--hardware` is {name!r}, and there is no such file; give {', '.join(PRESETS)} or a YAML file"
         )
     try:
-        told = yaml.safe_load(path.read_text())
+        given = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise UserError(f"`--hardware` is {name!r}, which is no YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(told, dict):
-        raise UserError(f"`--hardware` is {name!r}, which holds {told!r}; write `memory: 80.0e+9` and the like")
-    return _told(name, told)
+    if not isinstance(given, dict):
+        raise UserError(f"`--hardware` is {name!r}, which holds {given!r}; write `memory: 80.0e+9` and the like")
+    return _from_yaml(name, given)
 
 
-def _told(name: str, told: dict[Any, Any]) -> Hardware:
-    like = told.pop("like", None)
+def _from_yaml(name: str, given: dict[Any, Any]) -> Hardware:
+    like = given.pop("like", None)
     if like is not None and like not in PRESETS:
         raise UserError(f"`like` in {name} is {like!r}; give one of {', '.join(PRESETS)}")
     known = [field.name for field in fields(Hardware)]
-    for key in told:
+    for key in given:
         if key not in known:
             near = did_you_mean(str(key), known)
             raise UserError(f"`{key}` in {name} is no known key.{near} Known here: like, {', '.join(known)}")
     missing = [
         field.name
         for field in fields(Hardware)
-        if field.default is MISSING and field.default_factory is MISSING and field.name not in told
+        if field.default is MISSING and field.default_factory is MISSING and field.name not in given
     ]
     if like is None and missing:
         raise UserError(f"{name} does not say `{missing[0]}`; add it, or `like: h100` for the rest")
     rest = {} if like is None else vars(PRESETS[like])
-    return Hardware(**{**rest, **told})
+    return Hardware(**{**rest, **given})

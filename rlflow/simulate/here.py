@@ -1,4 +1,4 @@
-"""The machine at hand, as far as a moment's look tells."""
+"""The machine at hand, as far as a moment's look shows."""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ class PaperForecast:
 
 
 def read_paper(arguments: Sequence[str]) -> PaperForecast:
-    """What the command shows; it has nothing to be told.
+    """What the command shows; it takes no settings.
 
     Raises:
-        UserError: It was told something.
+        UserError: It was given some.
     """
     if len(arguments) > 1:
         others = " ".join(argument for argument in arguments if argument != "--paper")

@@ -8,7 +8,7 @@ from typing import Any
 from rlflow.errors import UserError
 from rlflow.simulate.designs import DESIGNS, MEANING
 from rlflow.simulate.simulation import Simulation
-from rlflow.simulate.timeline import Timeline
+from rlflow.simulate.timeline import StepTimeline
 
 COLOURS = {
     "rollout": "#4c78a8",
@@ -71,7 +71,7 @@ def check_suffix(path: Path) -> None:
         raise UserError(f"`--draw` is {str(path)!r}; end it in one of {', '.join(SUFFIXES)}")
 
 
-def _draw_timeline(axes: Any, timeline: Timeline, design: str, rows: list[str], named: float) -> None:
+def _draw_timeline(axes: Any, timeline: StepTimeline, design: str, rows: list[str], named: float) -> None:
     """Bars of one design, a row for each lane; those that last as long as `named` have their name on them."""
     lanes = dict.fromkeys(lane for span in timeline.spans.values() for lane in span.work.lanes)
     places = {lane: len(rows) + place for place, lane in enumerate(lanes)}

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from rlflow.memory.estimate import memory_lines
 from rlflow.simulate.designs import DESIGNS, MEANING
 from rlflow.simulate.run_phases import phase_lines
-from rlflow.simulate.simulation import Predicted, Simulation
-from rlflow.simulate.timeline import Timeline
+from rlflow.simulate.simulation import PredictedStep, Simulation
+from rlflow.simulate.timeline import StepTimeline
 from rlflow.storage.space import in_bytes
 
 
@@ -38,7 +38,7 @@ def screen(simulation: Simulation) -> Iterator[str]:
     yield from _designs(simulation)
 
 
-def work_lines(timeline: Timeline) -> Iterator[str]:
+def work_lines(timeline: StepTimeline) -> Iterator[str]:
     """A table of all work."""
     critical = {span.work.name for span in timeline.critical_path()}
     yield f"    {'work':<44} {'kind':<9} {'starts':>9} {'takes':>9} {'share':>6} {'moves':>9}"
@@ -73,7 +73,7 @@ def _designs(simulation: Simulation) -> Iterator[str]:
         yield f"  {mark} {ranks:>6} {predicted.workload.prompts:>8}" + _row(predicted)
 
 
-def _row(predicted: Predicted) -> str:
+def _row(predicted: PredictedStep) -> str:
     cells = [f"{predicted.rate(design):.4g} ({in_seconds(predicted.timelines[design].seconds)})" for design in DESIGNS]
     return "".join(f" {cell:>27}" for cell in cells)
 

@@ -17,7 +17,7 @@ from rlflow.settings import Placed, Settings
 from rlflow.simulate.designs import DESIGNS, Design, works
 from rlflow.simulate.hardware import Hardware
 from rlflow.simulate.run_phases import Phase, run_phases
-from rlflow.simulate.timeline import Timeline, scheduled
+from rlflow.simulate.timeline import StepTimeline, scheduled
 from rlflow.simulate.workload import read_workload
 from rlflow.trainer import Trainer
 
@@ -25,7 +25,7 @@ Scaling = Literal["weak", "strong"]
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictedStep:
     """One step at one size.
 
     Attributes:
@@ -36,7 +36,7 @@ class Predicted:
 
     workload: Workload
     memories: Sequence[Memory]
-    timelines: Mapping[Design, Timeline]
+    timelines: Mapping[Design, StepTimeline]
 
     @property
     def memory(self) -> Memory:
@@ -48,10 +48,10 @@ class Predicted:
         return self.workload.tokens / self.timelines[design].seconds
 
 
-def predict(workload: Workload, hardware: Hardware) -> Predicted:
+def predict(workload: Workload, hardware: Hardware) -> PredictedStep:
     """A step in every design."""
     timelines = {design: scheduled(works(workload, hardware, design)) for design in DESIGNS}
-    return Predicted(workload, memories(workload, hardware.memory), timelines)
+    return PredictedStep(workload, memories(workload, hardware.memory), timelines)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Simulation:
             raise UserError(f"`--nodes` is {self.nodes}; give 1 or more")
 
     @cached_property
-    def predicted(self) -> Predicted:
+    def predicted(self) -> PredictedStep:
         """At the size asked for."""
         return predict(self._workload(self.nodes), self.hardware)
 
@@ -99,7 +99,7 @@ class Simulation:
         return run_phases(self.predicted.workload, self.hardware, self.trainer.settings.sync_bucket_bytes)
 
     @cached_property
-    def growth(self) -> dict[int, Predicted]:
+    def growth(self) -> dict[int, PredictedStep]:
         """By ranks: at 1, 2, 4, ... nodes where the sizes divide, and at the size asked for."""
         found = {}
         for power in range(self.nodes.bit_length()):
@@ -111,7 +111,7 @@ class Simulation:
         return found | {self.predicted.workload.ranks: self.predicted}
 
     @cached_property
-    def alternatives(self) -> dict[str, Predicted]:
+    def alternatives(self) -> dict[str, PredictedStep]:
         """The same ranks with other placements, where the config has one."""
         found = {}
         settings = self.trainer.settings
@@ -121,7 +121,7 @@ class Simulation:
             found["all roles on all ranks"] = self._with(None, 0)
         return found
 
-    def _with(self, placement: Mapping[str, Placed] | None, max_staleness: int) -> Predicted:
+    def _with(self, placement: Mapping[str, Placed] | None, max_staleness: int) -> PredictedStep:
         other = replace(self.trainer.settings, placement=placement, max_staleness=max_staleness)
         return predict(self._workload(self.nodes, other), self.hardware)
 

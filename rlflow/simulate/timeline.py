@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkItem:
     """What is to be done.
 
     Attributes:
@@ -28,10 +28,10 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Span:
+class WorkSpan:
     """Work and when it is done; `after` is what it waited for last, None where nothing."""
 
-    work: Work
+    work: WorkItem
     start: float
     after: str | None
 
@@ -42,19 +42,19 @@ class Span:
 
 
 @dataclass
-class Timeline:
+class StepTimeline:
     """All spans of a step, in the order in which they were issued."""
 
-    spans: dict[str, Span] = field(default_factory=dict)
+    spans: dict[str, WorkSpan] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
         """Of the step."""
         return max((span.end for span in self.spans.values()), default=0.0)
 
-    def critical_path(self) -> list[Span]:
+    def critical_path(self) -> list[WorkSpan]:
         """The spans that the step's length is made of, in order: each began when the one before had ended."""
-        path: list[Span] = []
+        path: list[WorkSpan] = []
         span = max(self.spans.values(), key=lambda span: span.end, default=None)
         while span is not None:
             path.append(span)
@@ -62,13 +62,13 @@ class Timeline:
         return path[::-1]
 
 
-def scheduled(works: Sequence[Work]) -> Timeline:
+def scheduled(works: Sequence[WorkItem]) -> StepTimeline:
     """The works, one after the other on each lane, in the order given."""
-    timeline, last = Timeline(), dict[str, str]()
+    timeline, last = StepTimeline(), dict[str, str]()
     for work in works:
         before = {*work.needs, *(last[lane] for lane in work.lanes if lane in last)}
         latest = max(before, key=lambda name: timeline.spans[name].end, default=None)
         start = 0.0 if latest is None else timeline.spans[latest].end
-        timeline.spans[work.name] = Span(work, start, latest)
+        timeline.spans[work.name] = WorkSpan(work, start, latest)
         last |= dict.fromkeys(work.lanes, work.name)
     return timeline

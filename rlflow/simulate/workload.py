@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from rlflow.models.sizes import size_of
 from rlflow.module import RLModule, handles
 from rlflow.rollout.assignment import EngineSettings
 from rlflow.run.prepare import planned
-from rlflow.settings import Settings
+from rlflow.settings import MOST_DEVICES, Settings
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.single import SingleProcess
 from rlflow.strategies.strategy import TrainingStrategy
@@ -63,7 +64,9 @@ def read_workload(
     if settings.placement:
         made = planned(module, graph, settings, engines, ranks, partial(_spread, world=world, ranks=ranks))
     else:
-        made = planned(module, graph, replace(settings, num_nodes=1, devices=ranks), engines, ranks)
+        devices = math.gcd(ranks, MOST_DEVICES)
+        machines = replace(settings, num_nodes=ranks // devices, devices=devices)
+        made = planned(module, graph, machines, engines, ranks)
     placed, assigned = made.layouts, made.engines
     smallest = min((placed[engine_of(name)].shards for name in graph.policies()), default=ranks)
     if prompts < smallest:

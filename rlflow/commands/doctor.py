@@ -1,0 +1,99 @@
+"""`rlflow doctor`: what is installed and works here, what is missing, and how to mend it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from rlflow.doctor import machine as hardware
+from rlflow.doctor import network, packages, trials
+from rlflow.doctor.finding import Finding, Machine
+from rlflow.errors import UserError
+from rlflow.process.status import Answered
+
+TRIAL_S = 120.0
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """What is looked at.
+
+    Attributes:
+        machine: Which machine.
+        quick: Whether nothing is tried.
+        seconds: That each trial may take.
+        keep: Where the children's files stay; None where they are removed.
+    """
+
+    machine: Machine
+    quick: bool = False
+    seconds: float = TRIAL_S
+    keep: Path | None = None
+
+    def show(self) -> None:
+        """Print a line for each thing, and end with code 0 if all that this machine needs works, else 1."""
+        if self.keep is not None:
+            self.keep.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="rlflow-doctor-") as folder:
+            found = self._look(Path(tempfile.mkdtemp(dir=self.keep)) if self.keep else Path(folder))
+        failing = [finding for finding in found if finding.fails]
+        for finding in failing:
+            print(f"needed: {finding}")
+        here = f"{'GPUs' if self.machine.gpu else 'the CPU'}, {self.machine.nodes} machine(s)"
+        print(f"{len(failing)} of {len(found)} need mending" if failing else f"all that runs need works ({here})")
+        raise Answered(1 if failing else 0)
+
+    def _look(self, folder: Path) -> list[Finding]:
+        machine = self.machine
+        found = _shown("packages", packages.look(machine, folder))
+        found += _shown("this machine", hardware.look(machine, folder))
+        found += _shown("many machines", network.look(machine))
+        if not self.quick:
+            gpus = hardware.gpu_count(folder) if machine.gpu else 0
+            found += _shown("tried", trials.look(machine, gpus, folder, self.seconds))
+        return found
+
+
+def read_doctor(arguments: Sequence[str]) -> Doctor:
+    """What `rlflow doctor` looks at."""
+    parser = _Parser(prog="rlflow doctor", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--quick", action="store_true", help="try nothing: no ranks, steps or engines")
+    parser.add_argument(
+        "--accelerator",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="what runs use; else GPUs where there are",
+    )
+    parser.add_argument("--num_nodes", type=int, default=None, help="machines of a run; else as Slurm or torchrun say")
+    parser.add_argument("--timeout_s", type=float, default=TRIAL_S, help="seconds that each trial may take")
+    parser.add_argument("--keep", type=Path, default=None, metavar="FOLDER", help="leave the trials' files here")
+    given = parser.parse_args(list(arguments))
+    nodes = network.nodes_here() if given.num_nodes is None else given.num_nodes
+    for name, value in (("--num_nodes", nodes), ("--timeout_s", given.timeout_s)):
+        if not value >= 1:
+            raise UserError(f"`{name}` is {value}; give 1 or more")
+    gpu = hardware.has_gpu() if given.accelerator == "auto" else given.accelerator == "cuda"
+    return Doctor(Machine(gpu, nodes), given.quick, given.timeout_s, given.keep)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Python's own: the parser of other commands may be what is missing."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see `rlflow doctor --help`")
+
+
+def _shown(title: str, findings: Iterable[Finding]) -> list[Finding]:
+    """The findings of a section, each printed when it is there."""
+    print(title)
+    found = []
+    for finding in findings:
+        print(f"  {finding}")
+        sys.stdout.flush()
+        found.append(finding)
+    return found

@@ -1,0 +1,44 @@
+"""`rlflow fit` and `rlflow validate`: what they run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rlflow.commands.configuration import Configured, config_parser, configured
+
+HERE = "this machine"
+
+
+def read_fit(arguments: Sequence[str]) -> Configured:
+    """The objects that `rlflow fit` runs."""
+    parser = config_parser("fit", "Train a model as a config says.")
+    parser.add_argument(
+        "--predict",
+        type=str,
+        nargs="?",
+        const=HERE,
+        default=None,
+        metavar="HARDWARE",
+        help="print what a step will take, and at the end how far that was off; on this machine, or as in `simulate`",
+    )
+    found = configured(parser, arguments, {"predict": HERE})
+    hardware = found.options.predict
+    if hardware is None or not _is_first():
+        return found
+    from rlflow.commands.simulate import foretold
+
+    return replace(found, foretold=foretold(found, None if hardware == HERE else hardware))
+
+
+def read_validate(arguments: Sequence[str]) -> Configured:
+    """The objects that `rlflow validate` runs."""
+    parser = config_parser("validate", "Measure a config's model on its held-out prompts.")
+    return configured(parser, arguments)
+
+
+def _is_first() -> bool:
+    """Whether this process is the job's first, however it was started."""
+    ranks = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
+    return all(os.environ.get(name, "0") == "0" for name in ranks)

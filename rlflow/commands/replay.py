@@ -1,0 +1,89 @@
+"""`rlflow replay`: nodes of a run's step once more, in one process, where a debugger can stop them."""
+
+from __future__ import annotations
+
+import pdb
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlflow.commands.configuration import config_parser, configured
+from rlflow.commands.parser import OneLineParser, parsed_options
+from rlflow.errors import UserError
+from rlflow.run.folder import RunFolder
+from rlflow.run.replay import Replay
+
+LEFT_OUT = ("placement", "logger", "callbacks", "config", "predict")
+# Of any strategy, what SingleProcess computes with as well.
+OF_STRATEGY = ("precision", "token_budget", "packing", "float32_head")
+ALONE: dict[str, Any] = {"devices": 1, "num_nodes": 1, "max_staleness": 0, "partial_rollout": None, "ckpt_path": None}
+ALONE |= {"keep_inputs": [], "keep_inputs_of": [], "fast_dev_run": False}
+
+
+@dataclass(frozen=True)
+class ReplayCommand:
+    """What is asked for."""
+
+    asked: Replay
+
+    def run(self) -> None:
+        """Run the nodes; with the debugger, stop where each begins, and where one raises.
+
+        Raises:
+            UserError: The run has no config, or kept nothing of that step.
+        """
+        file = RunFolder(self.asked.run).config
+        if not file.is_file():
+            raise UserError(
+                f"{self.asked.run} has no {file.name}; give the folder of a run that a config made, or replay from"
+                " Python by `Trainer.replay`"
+            )
+        with tempfile.TemporaryDirectory(prefix="rlflow-replay-") as scratch:
+            written = Path(scratch) / "config.yaml"
+            written.write_text(yaml.safe_dump(alone(yaml.safe_load(file.read_text()), Path(scratch) / "run")))
+            found = configured(config_parser("fit", ""), ["--config", str(written)])
+            try:
+                found.trainer.replay(found.module, found.data, self.asked)
+            except UserError:
+                raise
+            except Exception as error:
+                if self.asked.debugs:
+                    pdb.post_mortem(error.__traceback__)
+                raise
+
+
+def alone(config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
+    """The config of a run on one process, which computes what that run does.
+
+    Args:
+        config: As the run resolved it.
+        run_dir: For what a run writes.
+    """
+    given = (config.get("strategy") or {}).get("init_args", {})
+    return {
+        **{name: value for name, value in config.items() if name not in LEFT_OUT},
+        "trainer": {**config["trainer"], **ALONE, "run_dir": str(run_dir)},
+        "strategy": {
+            "class_path": "rlflow.strategies.SingleProcess",
+            "init_args": {name: value for name, value in given.items() if name in OF_STRATEGY},
+        },
+    }
+
+
+def read_replay(arguments: Sequence[str]) -> ReplayCommand:
+    """What `rlflow replay` runs."""
+    parser = OneLineParser(
+        prog="rlflow replay", description="Run nodes of a run's step once more, in one process.", allow_abbrev=False
+    )
+    parser.add_argument("run_dir", type=str, help="the folder of a run that kept inputs, see `trainer.keep_inputs`")
+    parser.add_argument("--step", type=int, required=True, help="of the run, from 1")
+    parser.add_argument("--node", type=str | None, default=None, help="its name; else all that were kept, in order")
+    parser.add_argument("--pdb", action="store_true", help="stop in the debugger where each node begins or raises")
+    parsed = parsed_options(parser, arguments)
+    if parsed.step < 1:
+        raise UserError(f"`--step` is {parsed.step}; steps count from 1")
+    return ReplayCommand(Replay(Path(parsed.run_dir), parsed.step, parsed.node, parsed.pdb))

@@ -1,0 +1,119 @@
+"""What constructors take: names and types of their arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import PurePath
+from types import NoneType
+from typing import Any, get_origin, get_type_hints
+
+from rlflow.dag.annotations import choices
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a constructor, or one key of a config."""
+
+    hint: Any
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """Keys that stand below one: the sections of a config, or the arguments of a class that is not chosen."""
+
+    arguments: Mapping[str, Argument]
+
+
+def arguments_of(cls: type) -> dict[str, Argument]:
+    """The arguments of a constructor by name, with those of its bases where it passes `**kwargs` on."""
+    found: dict[str, Argument] = {}
+    for owner in cls.__mro__:
+        constructor = vars(owner).get("__init__")
+        if not inspect.isfunction(constructor):
+            continue
+        hints = _hints(owner) | _hints(constructor)
+        parameters = list(inspect.signature(constructor).parameters.values())[1:]
+        for each in parameters:
+            if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+                hint = hints.get(each.name, Any)
+                if each.default is None and hint is not Any:
+                    hint = hint | None
+                found.setdefault(each.name, Argument(hint, each.default is each.empty))
+        if all(each.kind is not each.VAR_KEYWORD for each in parameters):
+            break
+    return found
+
+
+def chosen_classes(hint: Any) -> list[type]:
+    """The classes of a type of which a config chooses one, or a subclass, by `class_path`."""
+    return [each for each in _classes(hint) if not is_plain_dataclass(each)]
+
+
+def is_choice(hint: Any, value: Any) -> bool:
+    """Whether a mapping is one of `class_path` and `init_args`, or of the second alone, and not of a dataclass."""
+    classes = chosen_classes(hint)
+    if not classes or not isinstance(value, Mapping):
+        return False
+    if "class_path" in value or "init_args" in value:
+        return True
+    fields = fields_of(hint, value)
+    return fields is None or not (value.keys() <= fields.keys() or all(inspect.isabstract(each) for each in classes))
+
+
+def implied_class(classes: Sequence[type]) -> type | None:
+    """The class that arguments without `class_path` are of: the only one, if it takes any."""
+    if len(classes) != 1 or inspect.isabstract(classes[0]):
+        return None
+    return classes[0] if arguments_of(classes[0]) else None
+
+
+def fields_of(hint: Any, keys: Mapping[str, Any]) -> dict[str, Argument] | None:
+    """The arguments of the dataclass of a type that a config writes without `class_path`; None where there is none.
+
+    Args:
+        hint: May be a union.
+        keys: That are written; of several dataclasses, the first that has them all.
+    """
+    cls = plain_dataclass(hint, keys)
+    return None if cls is None else arguments_of(cls)
+
+
+def plain_dataclass(hint: Any, keys: Mapping[str, Any]) -> type | None:
+    """See `fields_of`."""
+    found = [each for each in _classes(hint) if is_plain_dataclass(each)]
+    fitting = (each for each in found if keys.keys() <= arguments_of(each).keys())
+    return next(fitting, found[0] if found else None)
+
+
+def is_configured(cls: type) -> bool:
+    """Whether a config writes a value of this class as a mapping of its arguments."""
+    return cls in _classes(cls)
+
+
+def is_plain_dataclass(cls: type) -> bool:
+    """Whether a config writes its fields alone: a dataclass, and so are all its bases."""
+    return all(dataclasses.is_dataclass(each) for each in cls.__mro__[:-1])
+
+
+def _classes(hint: Any) -> Iterator[type]:
+    for choice in choices(hint):
+        if not isinstance(choice, type) or get_origin(choice) is not None or choice in (Any, object):
+            continue
+        if not issubclass(choice, _VALUES) and choice.__module__ not in ("collections.abc", "typing"):
+            yield choice
+
+
+_VALUES = (NoneType, str, bytes, int, float, complex, list, tuple, set, frozenset, dict, Enum, PurePath)  # of YAML
+
+
+def _hints(annotated: Any) -> dict[str, Any]:
+    """None where they cannot be read, as in a user's own code."""
+    try:
+        return get_type_hints(annotated)
+    except (NameError, AttributeError, TypeError, SyntaxError):
+        return {}

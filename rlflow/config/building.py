@@ -1,0 +1,83 @@
+"""From a checked config to objects, each of which knows its place in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_args, get_origin
+
+from jsonargparse import Namespace
+
+from rlflow.config.arguments import Argument, Group, arguments_of, plain_dataclass
+from rlflow.config.classes import class_named
+from rlflow.dag.annotations import choices
+from rlflow.errors import ConfigPlace, UserError, place
+
+Written = Callable[[tuple[str, ...]], str]
+
+
+def built(value: Any, hint: Any, keys: tuple[str, ...], written: Written) -> Any:
+    """The object that a value of a config stands for.
+
+    Args:
+        value: As jsonargparse parsed it.
+        hint: Its type.
+        keys: Where it stands in the config, classes written whole.
+        written: The key of such a place, as the user wrote it.
+
+    Raises:
+        UserError: A constructor refused its arguments; they are named by their keys.
+    """
+    if isinstance(hint, Group):
+        arguments = hint.arguments
+        return {key: built(each, arguments[key].hint, (*keys, key), written) for key, each in _items(value).items()}
+    if isinstance(value, Namespace) and "class_path" in value:  # a dict is data, whatever keys it has
+        inner = {**_items(value.get("init_args") or {}), **value.get("dict_kwargs", {})}
+        return made(class_named(value["class_path"], (object,)), inner, keys, (*keys, "init_args"), written)
+    if isinstance(value, Namespace):
+        items = _items(value)
+        cls = plain_dataclass(hint, items)
+        assert cls is not None, f"{'.'.join(keys)} is of no class"
+        return made(cls, items, keys, keys, written)
+    if isinstance(value, list):
+        return [built(each, _entry(hint, list), (*keys, str(i)), written) for i, each in enumerate(value)]
+    if isinstance(value, dict):
+        return {key: built(each, _entry(hint, dict), (*keys, str(key)), written) for key, each in value.items()}
+    return value
+
+
+def made(cls: type, items: Any, keys: tuple[str, ...], within: tuple[str, ...], written: Written) -> Any:
+    """An object of a class.
+
+    Args:
+        cls: Its class.
+        items: Its arguments, as jsonargparse parsed them.
+        keys: Where the object stands in the config.
+        within: Where its arguments do.
+        written: As for `built`.
+
+    Raises:
+        UserError: Its constructor refused them, or one of its parts' did.
+    """
+    arguments = arguments_of(cls)
+    values = {
+        key: built(each, arguments.get(key, Argument(Any)).hint, (*within, key), written)
+        for key, each in _items(items).items()
+    }
+    here = ConfigPlace(keys[-1], {name: written((*within, name)) for name in arguments})
+    try:
+        found = cls(**values)
+    except UserError as error:
+        raise error.at(here) from error
+    place(found, here)
+    return found
+
+
+def _items(value: Any) -> dict[str, Any]:
+    return dict(value.items(branches=True, nested=False)) if isinstance(value, Namespace) else dict(value)
+
+
+def _entry(hint: Any, kind: type) -> Any:
+    for choice in choices(hint):
+        if get_origin(choice) is kind and get_args(choice):
+            return get_args(choice)[-1]
+    return Any

@@ -1,0 +1,56 @@
+"""Classes by their path in a config."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from importlib import import_module
+
+from rlflow.dotted_path import object_at
+from rlflow.errors import UserError, did_you_mean
+
+WITH_CLASSES = (
+    "rlflow",
+    "rlflow.algorithms",
+    "rlflow.callbacks",
+    "rlflow.data",
+    "rlflow.loggers",
+    "rlflow.rewards",
+    "rlflow.rollout",
+    "rlflow.strategies",
+)
+SHORT_NAMES = {
+    "deepspeed": "rlflow.strategies.DeepSpeedStrategy",
+    "fsdp": "rlflow.strategies.FSDPStrategy",
+    "single": "rlflow.strategies.SingleProcess",
+}
+
+
+def class_named(path: str, bases: Sequence[type]) -> type:
+    """The class of a `class_path`; rlflow's own are found by their name alone.
+
+    Raises:
+        UserError: There is none, it cannot be imported, or it is none of `bases`. The message goes on after the key.
+    """
+    if not all(part.isidentifier() for part in path.split(".")):
+        raise UserError(f"is {path!r}, which is no path of a class; write module.Class")
+    if "." not in path:
+        return _without_module(path, bases)
+    found = object_at(path, f"names the class {path}", WITH_CLASSES)
+    if not inspect.isclass(found) or not issubclass(found, tuple(bases)):
+        kinds = " or ".join(base.__name__ for base in bases)
+        raise UserError(f"names the class {path}, which is no {kinds}; name one that is")
+    cls: type = found
+    return cls
+
+
+def _without_module(name: str, bases: Sequence[type]) -> type:
+    known: dict[str, type] = {}
+    for module in map(import_module, WITH_CLASSES):
+        named = {each: getattr(module, each) for each in dir(module)}
+        known |= {each: cls for each, cls in named.items() if inspect.isclass(cls) and issubclass(cls, tuple(bases))}
+    if name in known:
+        return known[name]
+    short = [each for each, path in SHORT_NAMES.items() if path.rpartition(".")[2] in known]
+    hint = did_you_mean(name, [*known, *short]) or f" Write `module.{name}`"
+    raise UserError(f"names the class {name}, which is not known without its module.{hint}")

@@ -1,0 +1,117 @@
+"""How an error of a config reads: the dotted key as the user wrote it, its value, what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rlflow.config.checking import Mistake
+from rlflow.config.layers import Layer, Text
+from rlflow.dag.problems import GraphError
+from rlflow.errors import SETTING, UserError
+from rlflow.loggers.secrets import HIDDEN, is_secret_key, text_without_secrets, without_secrets
+
+ARGUMENTS = "init_args"
+
+
+class ConfigError(UserError):
+    """A mistake in a config.
+
+    Args:
+        mistake: With its keys as the user wrote them.
+    """
+
+    def __init__(self, mistake: Mistake) -> None:
+        secret = mistake.value is not None and any(map(is_secret_key, mistake.keys))
+        shown = HIDDEN if secret else _shown(without_secrets(mistake.value))
+        key = ".".join(map(_printable, mistake.keys))
+        super().__init__(text_without_secrets(f"`{key}` {mistake.found.replace('{value}', shown)}"))
+        self.settings = (key,)
+
+
+class WrittenKeys:
+    """Keys as the user wrote them: with or without `init_args` in between.
+
+    Args:
+        layers: The configs and options, the last of which wins.
+        tree: All of them as one, in which some classes are written by `class_path` and `init_args`.
+    """
+
+    def __init__(self, layers: Sequence[Layer], tree: Mapping[str, Any]) -> None:
+        self._trees = [layer.tree for layer in reversed(layers)]
+        self._tree = tree
+
+    def of(self, keys: Sequence[str]) -> tuple[str, ...]:
+        """As the last layer that has the key writes it; where none has, as the layer that has the most of it."""
+        _, keys = _along(self._tree, keys)
+        found = [_along(tree, keys) for tree in self._trees]
+        return max(found, key=lambda each: each[0], default=(0, tuple(keys)))[1]
+
+    def key(self, keys: Sequence[str]) -> str:
+        """The same, dotted."""
+        return ".".join(self.of(keys))
+
+    @contextmanager
+    def in_errors(self, config: Mapping[str, Any]) -> Iterator[None]:
+        """Around what raises errors that name settings by their keys from the top, `module.group_size` say.
+
+        Args:
+            config: With all defaults, and all classes written as `class_path` and `init_args`.
+        """
+        try:
+            yield
+        except GraphError:
+            raise  # its names are nodes
+        except UserError as error:
+            if error.args and isinstance(error.args[0], str):
+                error.args = (SETTING.sub(lambda match: self._key_in(match, config), error.args[0]), *error.args[1:])
+            raise
+
+    def _key_in(self, match: re.Match[str], config: Mapping[str, Any]) -> str:
+        keys = _whole(match.group(1).split("."), config)
+        return match.group(0) if keys is None else f"`{self.key(keys)}`"
+
+
+def _along(tree: Any, keys: Sequence[str]) -> tuple[int, tuple[str, ...]]:
+    """How many of the keys a tree has, and the keys without each `init_args` that it leaves out."""
+    found: list[str] = []
+    for count, key in enumerate(keys):
+        here = isinstance(tree, Mapping)
+        if here and key in tree:
+            tree = tree[key]
+        elif isinstance(tree, list) and key.isdigit() and int(key) < len(tree):
+            tree = tree[int(key)]
+        elif here and key == ARGUMENTS and "class_path" not in tree and tree:
+            continue
+        else:
+            return count, (*found, *keys[count:])
+        found.append(key)
+    return len(keys), tuple(found)
+
+
+def _whole(keys: Sequence[str], config: Any) -> tuple[str, ...] | None:
+    """The keys with `init_args` where the config has it in between; None where it has no such key."""
+    if len(keys) < 2:
+        return None
+    found: list[str] = []
+    for key in keys:
+        if isinstance(config, Mapping) and key not in config and ARGUMENTS in config:
+            found.append(ARGUMENTS)
+            config = config[ARGUMENTS]
+        if not isinstance(config, Mapping) or key not in config:
+            return None
+        found.append(key)
+        config = config[key]
+    return tuple(found)
+
+
+def _printable(key: str) -> str:
+    """A key in one line of a terminal."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in key[:80])
+
+
+def _shown(value: Any) -> str:
+    value = value.value if isinstance(value, Text) else value
+    return "null" if value is None else f"{value!r:.80}"

@@ -1,0 +1,117 @@
+"""What a run does, tried for real in children: ranks that meet, a step, a sync of each engine's weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlflow.doctor.children import Tried, tried
+from rlflow.doctor.finding import Finding, Machine
+from rlflow.doctor.packages import VLLM, installed
+
+AT_ONCE = 2
+PROMPTS = ("1+1=", "1+2=", "2+2=", "3+2=")
+STEPS = 2  # the second generates with the weights that the first trained and the sync brought
+TRANSFORMERS = {"class_path": "rlflow.rollout.TransformersEngine"}
+
+
+def look(machine: Machine, gpus: int, folder: Path, seconds: float) -> Iterator[Finding]:
+    """Of the trials that this machine can do.
+
+    Args:
+        machine: That is looked at.
+        gpus: How many it has.
+        folder: Where children run.
+        seconds: That each may take.
+    """
+    trials: list[Callable[[], Finding]] = [partial(_meet, "gloo", folder, seconds)]
+    if gpus >= 2:
+        trials.append(partial(_meet, "nccl", folder, seconds))
+    train = partial(_train, machine, folder=folder, seconds=seconds)
+    trials.append(partial(train, "transformers engine, one process", 1, "SingleProcess", TRANSFORMERS))
+    ranks = min(2, gpus) if machine.gpu else 2
+    if installed("deepspeed") is not None:
+        name = f"transformers engine, DeepSpeed ZeRO-2 on {ranks} ranks"
+        trials.append(partial(train, name, ranks, "DeepSpeedStrategy", TRANSFORMERS))
+    else:
+        trials.append(
+            partial(train, f"transformers engine, FSDP on {ranks} ranks", ranks, "FSDPStrategy", TRANSFORMERS)
+        )
+    if any(installed(name) for name in VLLM):
+        settings = {"gpu_memory_utilization": 0.3} if machine.gpu else {"kv_cache_gib": 0.25}
+        engine = {"class_path": "rlflow.rollout.VLLMEngine", "init_args": settings | {"max_num_seqs": 16}}
+        trials.append(partial(train, "vLLM engine, one process", 1, "SingleProcess", engine))
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield from pool.map(lambda trial: trial(), trials)
+
+
+def _meet(backend: str, folder: Path, seconds: float) -> Finding:
+    what = f"two ranks meet and send by {backend}"
+    here = folder / backend
+    here.mkdir(parents=True)
+    with ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(lambda rank: _rank(backend, rank, here, seconds), range(2)))
+    failed = next((each for each in ranks if each.code != 0), None)
+    if failed is None:
+        return Finding(f"{what}, {max(each.seconds for each in ranks):.1f} s")
+    mend = "look at GLOO_SOCKET_IFNAME and the firewall" if backend == "gloo" else "run again with NCCL_DEBUG=INFO"
+    return Finding(f"{what}: {failed.why}", "broken", mend)
+
+
+def _rank(backend: str, rank: int, folder: Path, seconds: float) -> Tried:
+    arguments = ["-m", "rlflow.doctor.two_ranks", backend, str(rank), str(folder / "store")]
+    return tried(folder / f"rank{rank}", arguments, seconds)
+
+
+def _train(
+    machine: Machine, name: str, ranks: int, strategy: str, engine: dict[str, Any], folder: Path, seconds: float
+) -> Finding:
+    what = f"steps and syncs: {name}"
+    here = folder / name.replace(" ", "-").replace(",", "")
+    here.mkdir(parents=True)
+    (here / "rows.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    (here / "config.yaml").write_text(json.dumps(_config(machine, ranks, strategy, engine)))
+    ran = tried(here, ["-m", "rlflow.cli", "fit", "--config", "config.yaml"], seconds, {"OMP_NUM_THREADS": "1"})
+    mend = f"the run's own errors: rlflow doctor --keep FOLDER, then {here.name}/run/logs in it"
+    if ran.code != 0:
+        return Finding(f"{what}: {ran.why}", "broken", mend)
+    last = json.loads((here / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    norm, synced, gap = (last.get(key) for key in ("actor/grad_norm", "sync/verified_tensors", "sync/logprob_gap"))
+    if last["step"] != STEPS or not norm or not math.isfinite(norm) or not synced or gap is None:
+        return Finding(
+            f"{what}: gradient {norm}, {synced} tensors synced, log-probabilities apart {gap}", "broken", mend
+        )
+    return Finding(f"{what}: {synced:.0f} tensors, log-probabilities {gap:.0e} apart, {ran.seconds:.1f} s")
+
+
+def _config(machine: Machine, ranks: int, strategy: str, engine: dict[str, Any]) -> dict[str, Any]:
+    """Of a run so small that it takes seconds."""
+    return {
+        "module": {
+            "class_path": "rlflow.algorithms.GRPO",
+            "init_args": {
+                "actor": {"model": "tiny", "optimizer": {"lr": 1e-3}},
+                "group_size": 4,
+                "max_response_length": 8,
+                "reward": {"class_path": "rlflow.doctor.trial_reward.ShareOfDigits"},
+            },
+        },
+        "data": {
+            "train": {"class_path": "rlflow.data.JSONL", "init_args": {"path": "rows.jsonl"}},
+            "prompts_per_step": len(PROMPTS),
+            "prompt": "prompt",
+        },
+        "trainer": {
+            "run_dir": "run",
+            "max_steps": STEPS,
+            "devices": ranks,
+            "accelerator": "cuda" if machine.gpu else "cpu",
+        },
+        "strategy": {"class_path": f"rlflow.strategies.{strategy}"},
+        "rollout": engine,
+    }

@@ -1,0 +1,23 @@
+"""Warnings that quote what a model, a dataset or a reward wrote."""
+
+from __future__ import annotations
+
+import logging
+
+from rlflow.errors import readable
+from rlflow.loggers.secrets import text_without_secrets
+
+
+class _OneReadableLine(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg = readable(text_without_secrets(record.getMessage())).replace("\n", "\\n")
+        record.args = None
+        return True
+
+
+def line_log(name: str) -> logging.Logger:
+    """A module's log. Each message is one line, without secrets, in which control characters are escaped."""
+    log = logging.getLogger(name)
+    if not any(isinstance(each, _OneReadableLine) for each in log.filters):
+        log.addFilter(_OneReadableLine())
+    return log
