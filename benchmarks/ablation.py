@@ -48,12 +48,14 @@ from small_run import (
 )
 from torch import Tensor
 
+from rlflow import CausalLM
 from rlflow.data.loader import Loader
 from rlflow.data.prefetch import Prefetch
 from rlflow.databuffer.balance import Balance
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport, Work
+from rlflow.functional import KL
 from rlflow.models.tiny import write_tiny_model
 from rlflow.values.layout import Layout
 
@@ -127,7 +129,9 @@ def rounds(folder: Path, steps: int, count: int) -> list[dict[str, Trained]]:
 
 
 def run(folder: Path, steps: int, design: Design) -> Trained:
-    module = EmulatedGRPO(str(folder / "model"), OddCharacters(), group_size=4, max_response_length=512, kl_coef=0.1)
+    module = EmulatedGRPO(
+        CausalLM(str(folder / "model")), OddCharacters(), group_size=4, max_response_length=512, kl=KL(0.1)
+    )
     module.reward_s, module.score_s, module.train_s = REWARD_S, SCORE_S, TRAIN_S
     buffers = {(True, True): DataBuffer, (False, True): NotKept, (True, False): Late, (False, False): NotKeptAndLate}
     parts = Parts(

@@ -40,7 +40,7 @@ from small_run import (
 )
 from torch import Tensor
 
-from rlflow import PerSample, PerToken, Written
+from rlflow import CausalLM, PerSample, PerToken, Written
 from rlflow.databuffer.balance import balanced_partition, group_partition
 from rlflow.models.tiny import write_tiny_model
 
@@ -104,7 +104,7 @@ def rounds(folder: Path, steps: int, count: int) -> list[dict[tuple[str, str], T
 
 
 def run(folder: Path, steps: int, work: str, mode: Any) -> Trained:
-    module = CountingGRPO(str(folder / work), OddCharacters(), group_size=GROUP, max_response_length=LONGEST)
+    module = CountingGRPO(CausalLM(str(folder / work)), OddCharacters(), group_size=GROUP, max_response_length=LONGEST)
     module.train_s = TRAIN_S if work == "emulated" else 0.0
     engine = ScriptedEngine(MEAN, sigma=1.0)
     return train(module, prompts(folder, 256, 8), steps, engine=engine, balance=mode, logprob_gap_limit=1e9)

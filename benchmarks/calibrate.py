@@ -1,6 +1,6 @@
 """Measure the machine at hand for `rlflow simulate --hardware machine.yaml`.
 
-    python benchmarks/calibrate.py --to machine.yaml [--config configs/quickstart_grpo.yaml] [--set module.model=...]
+    python benchmarks/calibrate.py --to machine.yaml [--config configs/quickstart_grpo.yaml] [--set module.actor=...]
 
 Bare operations, in as many processes at once as there will be ranks: a product of matrices, a copy, forward and
 backward passes of a small model, an all-to-all, a tiny gather, an exchange of the databuffer. Then the config with ONE
@@ -36,11 +36,12 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from rlflow.commands.configuration import read_simulate
+from rlflow.commands.simulate import read_simulate
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.loggers.jsonl import read_metrics
+from rlflow.module import handles
 from rlflow.process.freed_memory import keep_freed_memory
 from rlflow.simulate.calibration import STEP, Measured, as_yaml, calibrated
 from rlflow.simulate.hardware import Hardware
@@ -188,9 +189,9 @@ def measured_step(config: str, options: Sequence[str], part: int, bare: Hardware
     whole = read_simulate(["--config", config, *options]).simulation
     prompts = whole.data.prompts_per_step // part
     sizes = [f"--data.prompts_per_step={prompts}", "--trainer.devices=1"]
-    updates = getattr(whole.module, "samples_per_update", None)
+    updates = handles(whole.module)["actor"].samples_per_update
     if updates is not None:
-        sizes.append(f"--module.samples_per_update={updates // part}")
+        sizes.append(f"--module.actor.samples_per_update={updates // part}")
     with tempfile.TemporaryDirectory() as folder:
         lines = run(config, [*options, *sizes], 1, Path(folder) / "run")
         lengths = lengths_of(Path(folder) / "run")

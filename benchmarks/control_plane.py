@@ -28,10 +28,12 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
+from rlflow import CausalLM
 from rlflow.algorithms import GRPO
 from rlflow.dag.planner import plan
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
+from rlflow.functional import KL
 from rlflow.loggers.trace import Trace
 from rlflow.metrics import Metrics, StepMetrics
 from rlflow.rewards import ExactMatch
@@ -178,7 +180,7 @@ def _gathered(ranks: int) -> list[Tensor]:
 
 def _plan(ranks: int) -> str:
     """The plan of a step of GRPO on all ranks, its digest, and one rank's part."""
-    graph = read_graph(GRPO(model="none", reward=ExactMatch(), kl_coef=0.1))
+    graph = read_graph(GRPO(CausalLM("none"), reward=ExactMatch(), kl=KL(0.1)))
     everywhere = tuple(range(ranks))
     trained = Layout(everywhere, ranks, "balanced", ranks * ROWS // UPDATES)
     layouts = dict.fromkeys(graph.roles(), trained) | {"rollout": Layout(everywhere, ranks)}

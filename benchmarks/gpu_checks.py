@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlflow import CausalLM, Optimizer, Ragged
 from rlflow.models.tiny import write_tiny_model
-from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine, VLLMEngine
+from rlflow.rollout import EnginePlace, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
 from rlflow.strategies import DeepSpeedStrategy, SingleProcess, TrainingStrategy
 from rlflow.values.batch import TokenRows
 
@@ -75,7 +75,7 @@ def _gradients(
 
     A process has one group and one DeepSpeed, so all are of one strategy, and roles have different names.
     """
-    fabric = Fabric(accelerator=device, devices=devices, strategy=strategy)
+    fabric = Fabric(accelerator=device, devices=devices, strategy=strategy.processes)
     found: dict[int, tuple[dict[str, Tensor], float]] = fabric.launch(
         lambda _: {parts: _update(strategy, model, parts, devices) for parts in all_parts}
     )
@@ -130,7 +130,7 @@ def check_engine(folder: Path, device: str, devices: int, *, engine: str, precis
     if engine == "vllm":
         built = VLLMEngine(kv_cache_gib=0.25, gpu_memory_utilization=0.3, max_model_len=256)
     free = _free(device)
-    built.setup(str(path), dtype=dtype, device=on, rank=0, world_size=1, local_rank=0, seed=0)
+    built.setup(str(path), EnginePlace(dtype, on))
     taken = free - _free(device)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prompts = [list(range(40 + number, 48 + 5 * number)) for number in range(8)]

@@ -14,7 +14,7 @@ import torch
 from gpu_checks import LOGPROB_LIMIT, Found, small_model
 from step.workloads import W1, share_of_digits
 
-from rlflow import Callback, Optimizer, PromptData, Trainer
+from rlflow import Callback, CausalLM, Optimizer, PromptData, Trainer
 from rlflow.algorithms import GRPO
 from rlflow.data import JSONL
 from rlflow.models.tiny import write_tiny_model
@@ -61,7 +61,7 @@ def run_grpo(
         callbacks=[kept],
     )
     reward = CallableReward(lambda text, row: share_of_digits(text))
-    module = GRPO(str(model), reward, Optimizer(lr=3e-3), group_size=4, max_response_length=32)
+    module = GRPO(CausalLM(str(model), optimizer=Optimizer(lr=3e-3)), reward, group_size=4, max_response_length=32)
     trainer.fit(module, PromptData(JSONL(str(prompts)), prompts_per_step=8, prompt="prompt"))
     # Where steps overlap, the first ones end before what is synced, or compared, ahead of them is theirs.
     logged = {name: [step[name] for step in kept.steps if name in step] for name in SYNC}
@@ -98,11 +98,10 @@ def measure_speed(folder: Path, device: str, devices: int, *, engine: str, stage
         callbacks=[kept],
     )
     module = GRPO(
-        str(folder / "model"),
+        CausalLM(str(folder / "model"), gradient_checkpointing=True),
         CallableReward(lambda text, row: share_of_digits(text)),
         group_size=W1.group,
         max_response_length=LONGEST,
-        gradient_checkpointing=True,
     )
     trainer.fit(module, PromptData(JSONL(str(folder / "prompts.jsonl")), prompts_per_step=W1.prompts, prompt="prompt"))
     trained = kept.median(lambda step: step["rollout/tokens"] / step["time/actor_loss"])

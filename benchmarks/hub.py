@@ -24,9 +24,10 @@ import torch.distributed as dist
 from small_run import WARM_UP, OddCharacters, Parts, Trained, numbers, on_ranks, prompts, spread, step_seconds, train
 from torch import Tensor
 
-from rlflow import Optimizer
+from rlflow import CausalLM, Optimizer
 from rlflow.algorithms import GRPO
 from rlflow.databuffer.transport import Transport, Work
+from rlflow.functional import KL
 from rlflow.models.tiny import write_tiny_model
 
 RANKS = 3
@@ -77,13 +78,11 @@ def rounds(folder: Path, steps: int, count: int) -> list[dict[str, Trained]]:
 
 def run(folder: Path, steps: int, transport: Any) -> Trained:
     module = GRPO(
-        str(folder / "model"),
+        CausalLM(str(folder / "model"), optimizer=Optimizer(lr=3e-3), samples_per_update=16),
         OddCharacters(),
-        Optimizer(lr=3e-3),
         group_size=4,
         max_response_length=128,
-        kl_coef=0.1,
-        samples_per_update=16,
+        kl=KL(0.1),
     )
     parts = Parts(transport=transport)
     return train(module, prompts(folder, 256, 8), steps, parts, placement=PLACEMENT)

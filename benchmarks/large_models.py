@@ -34,7 +34,7 @@ from rlflow.controller.syncing import WeightSync, sending_group
 from rlflow.dag.tasks import SyncWeights
 from rlflow.databuffer.transport import Transport
 from rlflow.models.tiny import write_tiny_model
-from rlflow.rollout import TransformersEngine
+from rlflow.rollout import EnginePlace, TransformersEngine
 from rlflow.storage.disk import Disk
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, TrainingStrategy
 from rlflow.values.batch import TokenRows
@@ -116,7 +116,7 @@ def _rank(rank: int, way: str, job: str, model: str, tiny: str, run: str) -> Non
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="3")
     dist.init_process_group("gloo", init_method=f"file://{run}/store-{job}", rank=rank, world_size=3)
     strategy = WAYS[way].make()
-    Fabric(accelerator="cpu", devices=3, strategy=strategy).launch()
+    Fabric(accelerator="cpu", devices=3, strategy=strategy.processes).launch()
     strategy.form_groups({ROLE: Layout(TRAINS, len(TRAINS)), "warm": Layout(TRAINS, len(TRAINS))})
     transport = Transport("cpu")
     for name, path in (("warm", tiny), (ROLE, model)):
@@ -205,13 +205,13 @@ def _save(strategy: TrainingStrategy, name: str, run: Path, rank: int) -> None:
         checkpoint.write_share(draft, disk, strategy, [name], nodes, rank)
         if rank == 0:
             progress = checkpoint.Progress(2, 2, 0, "rows", 2)
-            checkpoint.complete(draft, disk, [name], progress, nodes, timeout_s=300, keep=2)
+            checkpoint.complete(draft, disk, [name], progress, nodes, 300, checkpoint.Retention(2))
     strategy.barrier()
 
 
 def _engine(path: Path) -> TransformersEngine:
     engine = TransformersEngine()
-    engine.setup(str(path), dtype=torch.float32, device=torch.device("cpu"), rank=0, world_size=1, local_rank=0, seed=0)
+    engine.setup(str(path), EnginePlace(torch.float32, torch.device("cpu")))
     return engine
 
 

@@ -108,19 +108,18 @@ def main() -> None:
 
 def config_of(size: str, model: Path, strategy: str, run: Path) -> dict[str, Any]:
     """GRPO on sums, responses of up to 16 tokens."""
+    actor: dict[str, Any] = {"model": str(model), "optimizer": {"lr": 1e-5}, "gradient_checkpointing": True}
     module: dict[str, Any] = {
-        "model": str(model),
+        "actor": actor,
         "group_size": 4,
         "max_response_length": 16,
-        "optimizer": {"lr": 1e-5},
         "reward": {
             "class_path": "rlflow.rewards.CallableReward",
             "init_args": {"function": "benchmarks.large_runs.sevens"},
         },
     }
     if size == "3b":
-        module["lora"] = {"rank": 8}
-    module["gradient_checkpointing"] = True
+        actor["lora"] = {"rank": 8}
     return {
         "seed": 0,
         "module": {"class_path": "rlflow.algorithms.GRPO", "init_args": module},

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from rlflow.commands.configuration import read_simulate
+from rlflow.commands.simulate import read_simulate
 from rlflow.memory.estimate import memories
 from rlflow.memory.workload import RoleTraining, Workload
 from rlflow.models.sizes import KNOWN, ModelSize
@@ -80,7 +80,7 @@ def _with(workload: Workload, size: ModelSize, way: str) -> Workload:
 
 @cache
 def _workload(nodes: int) -> Workload:
-    options = ["--module.model=Qwen/Qwen2.5-72B", "--rollout.tensor_parallel_size=8", f"--nodes={nodes}"]
+    options = ["--module.actor.model=Qwen/Qwen2.5-72B", "--rollout.tensor_parallel_size=8", f"--nodes={nodes}"]
     return read_simulate(["--config", str(CONFIG), *options]).simulation.predicted.workload
 
 

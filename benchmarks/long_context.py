@@ -19,11 +19,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from rlflow.commands.configuration import read_simulate
+from rlflow.commands.simulate import read_simulate
 from rlflow.simulate.figures import BATCH_PER_NODE, CONTEXT_SPEEDUPS, FIGURES, Curve, Model
 from rlflow.simulate.hardware import PRESETS, Hardware
 from rlflow.simulate.scaling import CONSTANTS, PARAMETERS, fit
-from rlflow.simulate.simulation import Predicted
+from rlflow.simulate.simulation import PredictedStep
 
 CONFIG = Path(__file__).parents[1] / "configs" / "grpo_math_16nodes.yaml"
 PROMPT, AT_6K = 2048, 4096
@@ -47,21 +47,21 @@ def main() -> None:
     print(json.dumps(table))
 
 
-def speedup(model: Model, predicted: Predicted) -> float:
+def speedup(model: Model, predicted: PredictedStep) -> float:
     """Of rlflow over one controller that pads, and whose ranks compute slower."""
     share = dict(zip(CONSTANTS, fit(FIGURES), strict=True))["controller"] * math.sqrt(PARAMETERS[model] / 10)
     return predicted.timelines["padded"].seconds / predicted.timelines["rlflow"].seconds + share
 
 
-def step(model: Model, response: int, nodes: int, machine: Hardware, peers: int = 1) -> Predicted:
+def step(model: Model, response: int, nodes: int, machine: Hardware, peers: int = 1) -> PredictedStep:
     """A step at these lengths."""
     rows = BATCH_PER_NODE["GRPO", model] * nodes
     place = f"--placement={{actor: {{sequence_parallel_size: {peers}}}}}" if peers > 1 else "--placement=null"
     options = [
-        f"--module.model=Qwen/Qwen2.5-{model}",
+        f"--module.actor.model=Qwen/Qwen2.5-{model}",
         f"--module.group_size={GROUP}",
         f"--module.max_response_length={response}",
-        f"--module.samples_per_update={rows}",
+        f"--module.actor.samples_per_update={rows}",
         f"--data.prompts_per_step={rows // GROUP}",
         f"--data.max_prompt_length={PROMPT}",
         f"--rollout.max_model_len={PROMPT + response}",

@@ -23,7 +23,7 @@ from typing import Any
 
 from small_run import OddCharacters, on_ranks, prompts
 
-from rlflow import Callback, Optimizer, Trainer
+from rlflow import Callback, CausalLM, Optimizer, Trainer
 from rlflow.algorithms import REINFORCEPlusPlus
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import Completion, Sampling, VLLMEngine
@@ -56,7 +56,9 @@ def main() -> None:
 def run(folder: Path, size: int, tokens: int) -> tuple[dict[str, float], dict[str, Any]]:
     """One step on this rank: its metrics, and the memory of each task."""
     module = REINFORCEPlusPlus(
-        str(folder / "model"), OddCharacters(), Optimizer("sgd", lr=1e-3), max_response_length=tokens
+        CausalLM(str(folder / "model"), optimizer=Optimizer("sgd", lr=1e-3)),
+        OddCharacters(),
+        max_response_length=tokens,
     )
     memory = Memory()
     trainer = Trainer(

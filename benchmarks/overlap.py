@@ -31,6 +31,7 @@ from small_run import (
     train,
 )
 
+from rlflow import CausalLM
 from rlflow.models.tiny import write_tiny_model
 
 SECONDS_PER_TOKEN = 2e-3
@@ -85,7 +86,7 @@ def rounds(folder: Path, steps: int, count: int) -> list[dict[str, Trained]]:
 
 
 def run(folder: Path, steps: int, settings: dict[str, Any]) -> Trained:
-    module = EmulatedGRPO(str(folder / "model"), OddCharacters(), group_size=4, max_response_length=128)
+    module = EmulatedGRPO(CausalLM(str(folder / "model")), OddCharacters(), group_size=4, max_response_length=128)
     module.train_s = SECONDS_PER_TOKEN
     engine = ScriptedEngine(32, sigma=0.5, seconds_per_token=SECONDS_PER_TOKEN)
     return train(module, prompts(folder, 256, 6), steps, engine=engine, logprob_gap_limit=1e9, **settings)

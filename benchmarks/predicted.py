@@ -1,7 +1,7 @@
 """`rlflow simulate` against measured steps on the machine at hand.
 
-    python benchmarks/calibrate.py --to machine.yaml --set module.anchor=old module.model=runs/quickstart/sft/model
-    python benchmarks/predicted.py --hardware machine.yaml --set module.model=runs/quickstart/sft/model
+    python benchmarks/calibrate.py --to machine.yaml --set module.anchor=old module.actor=runs/quickstart/sft/model
+    python benchmarks/predicted.py --hardware machine.yaml --set module.actor=runs/quickstart/sft/model
 
 Runs the config for a few steps with each number of ranks, and prints what a step took (the median of those after the
 first), what was predicted, and the error, in all and by node. The last line is JSON.
@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from calibrate import STEPS, median, run
 
-from rlflow.commands.configuration import read_simulate
+from rlflow.commands.simulate import read_simulate
 from rlflow.simulate.calibration import works_seconds
 from rlflow.simulate.hardware import Hardware, read_hardware
-from rlflow.simulate.simulation import Predicted
+from rlflow.simulate.simulation import PredictedStep
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
     print(json.dumps(table))
 
 
-def predict(config: str, options: list[str], machine: Hardware, ranks: int) -> Predicted:
+def predict(config: str, options: list[str], machine: Hardware, ranks: int) -> PredictedStep:
     """A step with all ranks on this machine."""
     simulation = read_simulate(["--config", config, *options, "--scaling=strong"]).simulation
     return replace(simulation, hardware=replace(machine, gpus_per_node=ranks)).predicted

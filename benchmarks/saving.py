@@ -23,7 +23,7 @@ from typing import Any
 from small_run import OddCharacters, ScriptedEngine, on_ranks, prompts, train
 
 import rlflow.run.fit
-from rlflow import Optimizer
+from rlflow import CausalLM, Optimizer
 from rlflow.algorithms import GRPO
 from rlflow.models.tiny import write_tiny_model
 from rlflow.run.saving import Saving
@@ -83,7 +83,7 @@ def saves(folder: Path, stage: Any, async_save: bool, count: int, generate_s: fl
     """Of each save of a run on this rank: how long the step waits, how much of it looks, and when all was written."""
     seconds: dict[str, list[float]] = {"waits": [], "computes": [], "looks": [], "written": []}
     rlflow.run.fit.Saving = type("OfThisRun", (TimedSaving,), {"seconds": seconds})  # type: ignore[misc]
-    module = GRPO(str(folder / "model"), OddCharacters(), Optimizer("adamw", lr=1e-4), group_size=2)
+    module = GRPO(CausalLM(str(folder / "model"), optimizer=Optimizer("adamw", lr=1e-4)), OddCharacters(), group_size=2)
     module.max_response_length = 8
     run_dir = folder / f"{stage}-{async_save}"
     train(

@@ -4,9 +4,10 @@
     python -m benchmarks.learning --only learn/ppo --jobs 2
     python -m benchmarks.learning --table                 # run nothing, sum up what is there
 
-Names are folders under `runs`: `learn/` holds chains of 64 digits, with TRL's and those with a planted fault, and
-`learning/` sums of three digits by each algorithm's own config. A part of a name will do. The exit code is 0 if every
-chosen training is there and passed. The tables of `docs/learning.md` and their pictures are written from what is there.
+Names are folders under `runs`: `learn/` holds chains of 64 digits, with TRL's and those with a planted fault,
+`learning/` sums of three digits by each algorithm's own config, and `agents/` conversations with environments. A part
+of a name will do. The exit code is 0 if every chosen training is there and passed. The tables of `docs/learning.md` and
+`docs/agents.md`, and their pictures, are written from what is there.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks.learning import pictures, sums, table
+from benchmarks.learning import agents, pictures, sums, table
+from benchmarks.learning.agents import AGENTS
 from benchmarks.learning.gates import ACCURACY
 from benchmarks.learning.running import run_all
 from benchmarks.learning.runs import ROOT, Task
 from benchmarks.learning.tasks import BESIDE, FAULTY, GATES, MOST_APART, OURS, THEIRS
 
-PAGE, PICTURES = ROOT / "docs" / "learning.md", ROOT / "docs" / "pictures"
+PAGE, OF_AGENTS, PICTURES = ROOT / "docs" / "learning.md", ROOT / "docs" / "agents.md", ROOT / "docs" / "pictures"
 
 
 def main() -> int:
@@ -30,7 +32,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--table", action="store_true", help="run nothing")
     given = parser.parse_args()
-    everything = [*GATES, THEIRS, *FAULTY, *(claim.task for claim in sums.CLAIMS)]
+    everything = [*GATES, THEIRS, *FAULTY, *AGENTS, *(claim.task for claim in sums.CLAIMS)]
     chosen = [task for task in everything if any(part in task.name for part in given.only)]
     problems = [] if given.table else run_all(chosen, given.jobs)
     for task in filter(Task.of_other_code, everything):
@@ -48,6 +50,8 @@ def failures(task: Task) -> list[str]:
     if task in GATES:
         verdict = table.verdict(GATES[task], runs)
         return [] if verdict == "yes" else [f"{task.name} failed: {verdict}"]
+    if task in AGENTS:
+        return agents.failed(task)
     if task in FAULTY:
         passed = table.verdict(FAULTY[task], runs) == "yes"
         return [f"{task.name} passed, with a fault in it"] if passed else []
@@ -72,6 +76,9 @@ def write() -> None:
         table.write(PAGE, "trl", table.of_both(*both.values(), BESIDE))
         pictures.draw_beside(PICTURES / "learning_trl.svg", both, BESIDE[1:4])
     table.write(PAGE, "sums", sums.table(sums.CLAIMS, table.read(PAGE, "sums")))
+    table.write(OF_AGENTS, "agents", agents.table())
+    if shown := agents.panels():
+        pictures.draw_panels(PICTURES / "agents.svg", shown, columns=2)
     learned = [claim for claim in sums.CLAIMS if claim.task.complete()]
     if learned:
         panels = {claim.config: (claim.validated, claim.runs) for claim in learned}

@@ -76,25 +76,26 @@ def exact_match(completions: Sequence[str], answer: Sequence[str], **_: Any) -> 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """What of `GRPOConfig` is not its default."""
     module = config["module"]["init_args"]
-    optimizer = module["optimizer"]
+    actor = module["actor"]
+    optimizer = actor["optimizer"]
     return {
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
         "model_init_kwargs": {"dtype": "float32"},
-        "per_device_train_batch_size": module["samples_per_update"],
+        "per_device_train_batch_size": actor["samples_per_update"],
         "steps_per_generation": updates_an_epoch(config),
-        "num_iterations": module["epochs"],
+        "num_iterations": actor["epochs"],
         "max_steps": config["trainer"]["max_steps"] * updates_a_step(config),
         "num_generations": module["group_size"],
         "num_generations_eval": config["trainer"]["val_samples"],
         "per_device_eval_batch_size": 30 * config["trainer"]["val_samples"],
         "max_completion_length": module["max_response_length"],
-        "temperature": module["temperature"],
-        "epsilon": module["clip_low"],
-        "epsilon_high": module["clip_high"],
-        "beta": module["kl_coef"],
-        "use_bias_correction_kl": module["kl_kind"] == "k3-ratio",
+        "temperature": actor["temperature"],
+        "epsilon": module["clip"]["low"],
+        "epsilon_high": module["clip"]["high"],
+        "beta": module["kl"]["coef"],
+        "use_bias_correction_kl": module["kl"]["kind"] == "k3-ratio",
         "loss_type": LOSS_TYPES[module["loss_aggregation"]],
         "scale_rewards": "group" if module["normalize_std"] else "none",
         "learning_rate": optimizer["lr"],
@@ -114,12 +115,12 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def updates_an_epoch(config: Mapping[str, Any]) -> int:
     """Mini-batches of a step's samples."""
     module = config["module"]["init_args"]
-    return int(config["data"]["prompts_per_step"] * module["group_size"] // module["samples_per_update"])
+    return int(config["data"]["prompts_per_step"] * module["group_size"] // module["actor"]["samples_per_update"])
 
 
 def updates_a_step(config: Mapping[str, Any]) -> int:
     """Mini-batches of all epochs."""
-    return updates_an_epoch(config) * int(config["module"]["init_args"]["epochs"])
+    return updates_an_epoch(config) * int(config["module"]["init_args"]["actor"]["epochs"])
 
 
 def by_step(logged: Sequence[Mapping[str, float]], updates: int) -> list[dict[str, float]]:

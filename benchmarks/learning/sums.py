@@ -45,7 +45,12 @@ SFT = (Start("quickstart/sft", "configs/quickstart_sft.yaml"),)
 GRPO = (Start("quickstart/grpo", "configs/quickstart_grpo.yaml", needs=SFT),)
 STARTS: dict[str, tuple[Task, ...]] = {
     "quickstart_sft": (),
+    "gail": (),
     "on_policy_distillation": GRPO,
+    "hinted_sft": (),
+    "proposer_sft": (),
+    "self_play": (*SFT, Start("proposer_sft", "configs/proposer_sft.yaml")),
+    "self_distillation": (Start("hinted_sft", "configs/hinted_sft.yaml"),),
 }
 
 CLAIMS = (
@@ -72,6 +77,11 @@ CLAIMS = (
     Claim("reinforce"),
     Claim("ppo", trained="critic/explained_variance"),
     Claim("on_policy_distillation", trained="actor/teacher_kl", falls=True),
+    Claim("tree_rl"),
+    Claim("raft"),
+    Claim("self_play"),
+    Claim("self_distillation", trained="actor/teacher_kl", falls=True),
+    Claim("gail", "val/reward", trained="rollout/truncated", falls=True),
     Claim("dpo", "val/margin", trained="actor/margin"),
     Claim("reward_model_training"),
 )

@@ -14,9 +14,10 @@ from benchmarks.step.parts import Parts
 from benchmarks.step.recording import RecordedStrategy, RecordedVLLM
 from benchmarks.step.timing import slowest
 from benchmarks.step.workloads import LEARNING_RATE, RANKS, Workload, share_of_digits
-from rlflow import Callback, Optimizer, PromptData, RLModule, Trainer
+from rlflow import Callback, CausalLM, Optimizer, PromptData, RLModule, Trainer
 from rlflow.algorithms import GRPO, PPO
 from rlflow.data import JSONL
+from rlflow.functional import KL
 from rlflow.rewards import CallableReward
 from rlflow.rollout import TransformersEngine, VLLMEngine
 
@@ -56,16 +57,13 @@ def module_of(workload: Workload, folder: Path) -> RLModule:
     """The algorithm, with as many updates a step as the workload has."""
     reward = CallableReward(lambda text, row: share_of_digits(text))
     kind = PPO if workload.algorithm == "ppo" else GRPO
-    module: RLModule = kind(
+    actor = CausalLM(
         str(folder / "model"),
-        reward,
-        Optimizer(lr=LEARNING_RATE),
-        group_size=workload.group,
-        max_response_length=workload.longest,
-        kl_coef=workload.kl_coef,
+        optimizer=Optimizer(lr=LEARNING_RATE),
         samples_per_update=None if workload.updates == 1 else workload.rows // workload.updates,
         lora=workload.lora,
     )
+    module: RLModule = kind(actor, reward, workload.group, workload.longest, kl=KL(workload.kl_coef))
     return module
 
 
