@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -12,7 +13,14 @@ import pytest
 from hypothesis import settings
 
 from rlflow.process.environment import PLACE
+from tests.leftovers import workers
 from tests.ranks import RankPool, return_freed_memory
+from tests.scheduling import (  # noqa: F401  # hooks of pytest
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_terminal_summary,
+    pytest_xdist_make_scheduler,
+)
 
 os.environ["RLFLOW_CACHE"] = ""  # nothing is kept for later runs
 os.environ["DS_ACCELERATOR"] = "cpu"  # the ranks of tests import deepspeed before a strategy has a device
@@ -21,12 +29,12 @@ settings.register_profile("rlflow", deadline=None)  # a busy machine is no fault
 settings.load_profile("rlflow")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers, the tests of a file run in one of them, and all of the device, whose ranks start slowly."""
-    for item in items:
-        group = "device" if item.path.parent.name == "device" else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what libraries and modules of tests made stays, and need not be looked through again and again
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries complain of what outlives them
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +86,12 @@ def known() -> dict[str, Any]:
     """The known answers of the pure functions, by name; each says its source."""
     answers: dict[str, Any] = json.loads((Path(__file__).parent / "known_answers.json").read_text())
     return answers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_workers_of_other_modules() -> Iterator[None]:
+    """Rewards keep their workers as long as they live, and tests of other modules ask what is left of their own."""
+    yield
+    for worker in workers():
+        worker.kill()
+        worker.wait()

@@ -19,5 +19,6 @@ def node_context(transport: Transport | None = None, dtype: torch.dtype = torch.
         stop_token_ids=(),
         decode=str,
         encode=lambda text: list(text.encode()),
+        written=lambda rows, template: [list(template.format(**row).encode()) for row in rows],
         on_scores=lambda step, rollout, scores: None,
     )

@@ -14,7 +14,7 @@ CONFIG: dict[str, Any] = {
     "module": {
         "class_path": "rlflow.algorithms.GRPO",
         "init_args": {
-            "model": "tiny",
+            "actor": {"model": "tiny"},
             "group_size": 2,
             "max_response_length": 4,
             "reward": {"class_path": "rlflow.rewards.ExactMatch"},
@@ -27,6 +27,7 @@ CONFIG: dict[str, Any] = {
 }
 ROWS = [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(8)]
 REMOVED = object()
+TWO_RANKS = {"trainer.devices": 2, "strategy": REMOVED}
 FILES = {
     "rows.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS),
     "long.jsonl": json.dumps({"question": "1+1=", "answer": "2" * 2045}) + "\n",

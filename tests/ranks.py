@@ -168,6 +168,7 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    gc.freeze()  # what the libraries made stays, and need not be looked through after each function
     while True:
         try:
             message = connection.recv_bytes()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -27,8 +30,14 @@ def write_checkpoint(strategy: TrainingStrategy, folder: Path, step: int, roles:
         checkpoint.write_share(draft, disk, strategy, roles, nodes, rank)
         if rank == 0:
             progress = checkpoint.Progress(step, step, 0, "rows", step)
-            checkpoint.complete(draft, disk, roles, progress, nodes, timeout_s=60, keep=2)
+            checkpoint.complete(draft, disk, roles, progress, nodes, 60, checkpoint.Retention(2))
     strategy.barrier()
+
+
+def write_state(folder: Path, stored: dict[str, Any]) -> None:
+    """A manifest of these entries, with their digest."""
+    digest = hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()
+    (folder / checkpoint.STATE).write_text(json.dumps({"sha256": digest, **stored}))
 
 
 def save(strategy: TrainingStrategy, name: str, folder: Path) -> None:

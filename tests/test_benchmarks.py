@@ -6,12 +6,35 @@ import ast
 import re
 from pathlib import Path
 
+from benchmarks import turns
+from benchmarks.delays import delay
+from rlflow import CausalLM
 from rlflow.algorithms import DAPO
 from rlflow.models.tiny import write_tiny_model
+from rlflow.rollout import TransformersEngine
 from tests.controller.runs import Fit, OddCharacters, fit, sums
+from tests.leftovers import workers
+from tests.rollout.trained import setup
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 METRIC = re.compile(r"(time|rollout|exchange|sync|balance|filter)/[a-z_]+")  # logged by every run, not by an algorithm
+
+
+def test_turns_are_the_same_in_all_ways_that_are_compared(tmp_path: Path) -> None:
+    """Else `compared` raises; and what is measured is what it says."""
+    folder = write_tiny_model(tmp_path / "model", hidden_size=32, layers=1, max_position=turns.CONTEXT)
+    engine = setup(TransformersEngine(), folder)
+    given = {"conversations": 4, "turns": 2, "tokens": 4, "rounds": 1}
+    conversations = turns.Conversations(folder, engine, given)
+    try:
+        found = turns.compared(conversations, 0.02, given)
+        assert len(conversations.made) == 8
+    finally:
+        conversations.close()
+    waits = [sum(delay(place, turn, 0.02) for turn in range(2)) for place in range(4)]
+    assert found["seconds"]["longest_alone"][0] > max(waits)
+    assert found["seconds"]["one_by_one"][0] > waits[0]
+    assert not workers()
 
 
 def metrics_read(file: Path) -> set[str]:
@@ -23,7 +46,7 @@ def metrics_read(file: Path) -> set[str]:
 
 def test_metrics_that_benchmarks_read_are_logged(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "policy", hidden_size=32, layers=1, max_position=256)
-    module = DAPO(str(model), OddCharacters(), group_size=4, max_response_length=8, max_draws=10)
+    module = DAPO(CausalLM(str(model)), OddCharacters(), group_size=4, max_response_length=8, max_draws=10)
     (step,) = fit(Fit(module, sums(8, 2), tmp_path / "run")).steps
     read = {(name, file.name) for file in BENCHMARKS.rglob("*.py") for name in metrics_read(file)}
     assert ("time/step", "predicted.py") in read

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.commands.configuration import read_fit, read_graph
+from rlflow.commands.fit import read_fit
+from rlflow.commands.graph import read_graph
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -14,6 +15,10 @@ LEARN = sorted((ROOT / "configs" / "learn").glob("*.yaml"))  # of `make learn`, 
 RANKS = {  # others: 1
     "quickstart_sft": 2,
     "quickstart_grpo": 2,
+    "agent_sft": 2,
+    "agent_calculator": 2,
+    "agent_failing_tool": 2,
+    "agent_guess": 2,
     "grpo_apart": 2,
     "grpo_one_step_off": 3,
     "grpo_partial_rollout": 2,

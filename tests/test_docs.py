@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow import Callback, Optimizer, RLModule, Trainer, algorithms
+from rlflow import Callback, CausalLM, Optimizer, RLModule, Trainer, algorithms, rewards
 from rlflow.algorithms import GRPO
 from rlflow.callbacks.hooks import HOOKS
-from rlflow.commands.configuration import read_fit
+from rlflow.commands.fit import read_fit
 from rlflow.commands.graph_difference import Algorithm, difference
 from rlflow.controller.gap import GAP, LARGEST_GAP
 from rlflow.data.prompts import PromptData
+from rlflow.dotted_path import object_at
 from rlflow.rewards import ExactMatch
 from rlflow.run.prepare import read_graph
 from tests.controller.runs import Fit, OddCharacters, fit
@@ -91,7 +92,7 @@ drawing = loaded(DOCS / "pictures" / "draw.py", "drawing_graphs")
 
 def test_the_page_long_algorithm_is_a_graph(tmp_path: Path) -> None:
     algorithm = imported(blocks("algorithm.md", "python")[0], "shown_reinforce", tmp_path)
-    nodes = read_graph(algorithm.Reinforce("tiny", ExactMatch())).order
+    nodes = read_graph(algorithm.Reinforce(CausalLM("tiny"), ExactMatch())).order
     assert [node.id for node in nodes] == ["rollout", "rewards", "advantages", "actor_loss"]
 
 
@@ -147,7 +148,7 @@ def test_a_published_variation_differs_from_grpo_in_one_method(name: str, differ
     written = imported(block_with("algorithm.md", f"class {name}"), f"shown_{name}", tmp_path)
     grpo, variation = (
         Algorithm(module, read_graph(module), {})
-        for module in (GRPO("tiny", ExactMatch()), getattr(written, name)("tiny", ExactMatch()))
+        for module in (GRPO(CausalLM("tiny"), ExactMatch()), getattr(written, name)(CausalLM("tiny"), ExactMatch()))
     )
     changed = [line.split()[1] for line in difference(grpo, variation).splitlines() if line.startswith("  ")]
     assert changed == [differs]
@@ -155,7 +156,7 @@ def test_a_published_variation_differs_from_grpo_in_one_method(name: str, differ
 
 def test_the_advantages_of_lite_ppo_have_the_group_s_mean_and_the_deviation_of_all(tmp_path: Path) -> None:
     written = imported(block_with("algorithm.md", "class LitePPO"), "shown_lite_ppo", tmp_path)
-    module = written.LitePPO("tiny", ExactMatch())
+    module = written.LitePPO(CausalLM("tiny"), ExactMatch())
     module.mean = torch.mean  # of one rank
     rewards = torch.tensor([0.0, 2.0, 4.0, 4.0])  # deviations from their mean 2.5: -2.5, -0.5, 1.5, 1.5; variance 2.75
     advantages = module.advantages(SimpleNamespace(group=torch.tensor([0, 0, 1, 1])), rewards)
@@ -164,7 +165,7 @@ def test_the_advantages_of_lite_ppo_have_the_group_s_mean_and_the_deviation_of_a
 
 def test_the_surrogate_of_topr_weighs_bad_responses_by_their_ratio(tmp_path: Path) -> None:
     written = imported(block_with("algorithm.md", "class TOPR"), "shown_topr", tmp_path)
-    module = written.TOPR("tiny", ExactMatch())
+    module = written.TOPR(CausalLM("tiny"), ExactMatch())
     # ratios of whole responses: exp(-0.5 - 0.25) of the first two, exp(2) of the third, whose second token is padding
     logprobs = torch.tensor([[-0.5, -0.25], [-0.5, -0.25], [2.0, 9.0]], dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[True, True], [True, True], [True, False]])
@@ -177,7 +178,7 @@ def test_the_surrogate_of_topr_weighs_bad_responses_by_their_ratio(tmp_path: Pat
 
 def test_the_curriculum_leaves_out_what_was_always_solved_and_begins_with_the_hardest(tmp_path: Path) -> None:
     (block,) = [block for block in blocks("algorithm.md", "python") if "class Curriculum" in block]
-    module = imported(block, "shown_curriculum", tmp_path).Curriculum("tiny", ExactMatch())
+    module = imported(block, "shown_curriculum", tmp_path).Curriculum(CausalLM("tiny"), ExactMatch())
     assert len(counting.code_lines(block)) < 20
     rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     module.solved.learn(torch.tensor([3, 3, 5, 5, 7, 7]), rewards)  # solved always, half the time, and never
@@ -191,11 +192,22 @@ def test_the_examples_of_two_models_and_of_earlier_rows_train(name: str, tmp_pat
     rows = [{"question": f"{i}=", "answer": "x" * i} for i in range(1, 5)]
     sgd = Optimizer("sgd", lr=0.1)
     if name == "Remembers":
-        module, response = written("tiny", OddCharacters(), sgd, max_response_length=4), None
+        module, response = written(CausalLM("tiny", optimizer=sgd), OddCharacters(), max_response_length=4), None
     else:
-        module, response = written("tiny", sgd, max_response_length=4), "answer"
+        module, response = written(CausalLM("tiny", optimizer=sgd), max_response_length=4), "answer"
     (step,) = fit(Fit(module, PromptData(Listed(rows), None, 4, response=response), tmp_path / "run")).steps
     assert math.isfinite(step["actor/loss"])
+
+
+def test_the_policy_that_thinks_twice_trains_on_both_of_its_answers(tmp_path: Path) -> None:
+    shown = imported(block_with("several_policies.md", "class SecondThoughts"), "shown_second_thoughts", tmp_path)
+    actor = CausalLM("tiny", optimizer=Optimizer("sgd", lr=0.1))
+    module = shown.SecondThoughts(actor, OddCharacters(), max_response_length=4)
+    rows = [{"question": f"{i}="} for i in range(4)]
+    (step,) = fit(Fit(module, PromptData(Listed(rows), None, 4), tmp_path / "run")).steps
+    assert math.isfinite(step["actor/loss"])
+    assert step["draft/tokens"] > 0
+    assert step["sync/logprob_gap"] < 1e-5
 
 
 @pytest.mark.parametrize("picture", sorted(drawing.pictures()))
@@ -226,6 +238,7 @@ LOGGING = {"log", "mean", "sum", "number", "largest", "seconds"}  # methods of m
 STANDS_FOR = {  # what a part of a name that is computed may be; `<role>` and the like as the page writes them
     "name": ["reward", "greedy_reward"],
     "part_name": ["<part>"],
+    "criterion": ["<criterion>"],
     "prefix": ["val", "val_greedy", "reward_model"],
     "role": ["<role>"],
     "task.node_id": ["<node>"],
@@ -233,6 +246,7 @@ STANDS_FOR = {  # what a part of a name that is computed may be; `<role>` and th
     "node.id": ["rollout"],
     "self.part": ["filter", "rollout"],
     "k": ["<k>"],
+    "seat": ["<seat>"],
 }
 
 
@@ -277,7 +291,8 @@ def metric_rows() -> list[list[str]]:
 def test_every_metric_that_the_code_names_is_explained() -> None:
     explained = {name for row in metric_rows() for name in re.findall(r"`([^`]+)`", row[0])}
     never = {"val_greedy/pass@<k>", "reward_model/reward", "reward_model/length", "reward_model/truncated"}
-    never |= {"reward_model/pass@<k>", "val_greedy/margin"}  # combinations of parts that no code makes
+    never |= {"reward_model/pass@<k>", "reward_model/reward_<seat>"}  # combinations of parts
+    never |= {"val_greedy/margin"}  # that no code makes
     assert sorted(logged_metrics() - never - explained) == []
 
 
@@ -287,7 +302,7 @@ def test_every_metric_has_a_meaning_a_healthy_range_and_what_to_do_outside_it() 
 
 def test_the_variation_keeps_the_graph_of_what_it_varies(tmp_path: Path) -> None:
     variation = imported(block_with("algorithm.md", "class LengthPenalty"), "shown_variation", tmp_path)
-    graph = read_graph(variation.LengthPenalty("tiny", ExactMatch()))
+    graph = read_graph(variation.LengthPenalty(CausalLM("tiny"), ExactMatch()))
     assert graph.nodes["rewards"].file.endswith("shown_variation.py")
     assert graph.nodes["advantages"].reads == ("rollout", "rewards")
 
@@ -320,6 +335,13 @@ def test_the_config_of_the_reference_is_accepted(tmp_path: Path) -> None:
     configured = read_fit(["--config", str(tmp_path / "shown.yaml")])
     assert configured.trainer.settings.max_steps == 100
     assert configured.data.prompts_per_step == 32
+
+
+def test_environments_and_rewards_that_a_config_names_are_in_the_reference() -> None:
+    shown = re.findall(r"^::: (rlflow\.(?:rewards|environments)[\w.]+)$", (DOCS / "configuration.md").read_text(), re.M)
+    bases = {"Reward", "SampleReward", "Scores"}
+    assert {path.rpartition(".")[2] for path in shown} == {*rewards.__all__} - bases | {"Environment"}
+    assert all(inspect.getdoc(object_at(path, path)) for path in shown)
 
 
 def test_the_callback_of_the_page_stops_a_run_and_keeps_what_it_counted(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import rlflow
 from rlflow.errors import UserError
@@ -16,6 +17,7 @@ from rlflow.models.lora import require_peft
 from rlflow.rewards import MathVerify, ReasoningGymScore
 from rlflow.rollout.vllm import VLLMEngine
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
+from rlflow.strategies.deepspeed.process import join
 
 PACKAGE = Path(rlflow.__file__).parent
 
@@ -51,7 +53,7 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(
     [
         ("peft", require_peft, "`lora`"),
         ("wandb", lambda: WandbLogger(mode="offline").start(Path("unused")), "WandbLogger"),
-        ("deepspeed", lambda: DeepSpeedStrategy()._join(), "DeepSpeedStrategy"),
+        ("deepspeed", lambda: join(torch.device("cpu"), torch.float32, "gloo"), "DeepSpeedStrategy"),
     ],
     ids=["peft", "wandb", "deepspeed"],
 )

@@ -19,7 +19,7 @@ def report(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     file = tmp_path / "report.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--report", str(file)]
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
-    ran = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240, env=environment)
+    ran = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900, env=environment)
     written = json.loads(file.read_text())
     assert written["machine"]["versions"]["torch"]
     return ran.returncode, written["cases"], ran.stdout + ran.stderr

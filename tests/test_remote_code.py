@@ -27,7 +27,7 @@ def test_a_model_that_needs_code_of_its_own_is_refused_in_one_line_and_the_code_
     (folder / "config.json").write_text(json.dumps(described | {"model_type": "own", "auto_map": own}))
     (folder / "own.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')\n")
     make(tmp_path)
-    write(tmp_path / "my.yaml", {"module.init_args.model": str(folder)})
+    write(tmp_path / "my.yaml", {"module.init_args.actor.model": str(folder)})
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "y")
     monkeypatch.setattr(sys, "path", sys.path.copy())
@@ -36,7 +36,7 @@ def test_a_model_that_needs_code_of_its_own_is_refused_in_one_line_and_the_code_
         main(["fit", "--config", "my.yaml"])
     (line,) = capfd.readouterr().err.splitlines()
     assert ended.value.code == 2
-    assert line.startswith(f"rlflow: error: `module.init_args.model` is {str(folder)!r}, whose ")
+    assert line.startswith(f"rlflow: error: `module.init_args.actor.model` is {str(folder)!r}, whose ")
     assert "is code that lies beside it (`auto_map`), and rlflow runs no code of a model; take one" in line
     assert asked == []
     assert not (tmp_path / "was_run").exists()

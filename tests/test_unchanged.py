@@ -64,7 +64,7 @@ class TestShortened:
     def test_the_number_of_updates_of_a_step_stays(self) -> None:
         short = shortened(read("grpo_math_8gpu"), Case("grpo_math_8gpu", 2, divisor=16), Path("run"))
         assert short["data"]["prompts_per_step"] == 128 / 16
-        assert short["module"]["init_args"]["samples_per_update"] == 512 / 16
+        assert short["module"]["init_args"]["actor"]["samples_per_update"] == 512 / 16
 
     @pytest.mark.parametrize(("written", "made"), [(8, 8), (64, 64), (65, 32), (3072, 32)])
     def test_long_responses_are_cut(self, written: int, made: int) -> None:
@@ -93,7 +93,7 @@ class TestShortened:
 
     def test_a_config_for_gpus_runs_on_a_cpu_without_a_network(self) -> None:
         short = shortened(read("grpo_gsm8k_1gpu"), Case("grpo_gsm8k_1gpu", 1, divisor=8), Path("run"))
-        assert short["module"]["init_args"]["model"] == "tiny"
+        assert short["module"]["init_args"]["actor"]["model"] == "tiny"
         assert short["trainer"]["accelerator"] == "cpu"
         assert "logger" not in short
         assert short["strategy"] == read("grpo_gsm8k_1gpu")["strategy"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from rlflow import CausalLM
 from rlflow.algorithms import DPO
 from tests.against_trl import ours
 from tests.against_trl.cases import TOLERANCE, Models, Result, gradient_distance
@@ -20,7 +21,7 @@ def dpo(models: Models, trl: TheirResult) -> tuple[Result, Result]:
     """Ours, and theirs."""
     pairs = ours.recorded_pairs()
     start = {"actor": models.policy, "reference": models.reference}
-    mine = ours.step(DPO(str(models.policy), beta=BETA), {"batch": pairs}, start, models.policy)
+    mine = ours.step(DPO(CausalLM(str(models.policy)), beta=BETA), {"batch": pairs}, start, models.policy)
     return mine, trl("dpo", models, BETA)
 
 

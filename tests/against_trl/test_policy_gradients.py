@@ -30,6 +30,7 @@ from rlflow.functional import Importance, ppo_clip_loss
 from tests.against_trl import ours
 from tests.against_trl.cases import GROUP, LONGEST, TEMPERATURE, TOLERANCE, Models, Result, gradient_distance
 from tests.against_trl.conftest import TheirResult
+from tests.making import made
 
 OFF_POLICY = {"epochs": 2}  # here and in TRL the setting with which old logprobs are computed
 
@@ -110,7 +111,7 @@ def step(case: Case, models: Models, rollout: Rollout) -> Result:
     """What rlflow makes of it."""
     common = {"group_size": GROUP, "max_response_length": LONGEST, "temperature": TEMPERATURE, "importance": None}
     settings = common | (OFF_POLICY if case.off_policy else {}) | case.ours
-    module = case.algorithm(str(models.old), ours.Points(), **settings)
+    module = made(case.algorithm, models.old, ours.Points(), **settings)
     start = {"actor": models.old, "reference": models.reference}
     return ours.step(module, {"rollout": rollout}, start, models.policy if case.off_policy else models.old)
 
@@ -142,7 +143,7 @@ class WholeResponses(RLOO):
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerSample:
         whole, old = ((x * mask).sum(dim=1) for x in (logprobs, old_logprobs))
-        return ppo_clip_loss(whole, old, advantages, self.clip_low, self.clip_high)
+        return ppo_clip_loss(whole, old, advantages, self.clip.low, self.clip.high)
 
 
 KL_IN_REWARD = {"kl_coef": 900.0}  # beside rewards of 10,000

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from rlflow import RewardModel
 from rlflow.algorithms import RewardModelTraining
 from tests.against_trl import ours
 from tests.against_trl.cases import TOLERANCE, Models, Result, gradient_distance, write_reward_model
@@ -17,7 +18,7 @@ from tests.against_trl.conftest import TheirResult
 def training(models: Models, trl: TheirResult, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Result]:
     """Ours, and theirs."""
     folder = write_reward_model(models.policy, tmp_path_factory.mktemp("models") / "reward_model")
-    module = RewardModelTraining(str(folder))
+    module = RewardModelTraining(RewardModel(str(folder)))
     mine = ours.step(module, {"batch": ours.recorded_pairs()}, {"reward_model": folder}, folder)
     return mine, trl("reward_model", folder)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from rlflow import CausalLM
 from rlflow.algorithms import SFT
 from tests.against_trl import ours
 from tests.against_trl.cases import TOLERANCE, Models, Result, gradient_distance
@@ -18,7 +19,7 @@ from tests.against_trl.conftest import TheirResult
 def sft(models: Models, trl: TheirResult) -> tuple[Result, Result]:
     """Ours, and theirs."""
     batch = {"batch": ours.recorded_batch()}
-    mine = ours.step(SFT(str(models.policy)), batch, {"actor": models.policy}, models.policy)
+    mine = ours.step(SFT(CausalLM(str(models.policy))), batch, {"actor": models.policy}, models.policy)
     return mine, trl("sft", models)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow import LoRA, PerSample, PerToken, Rollout
+from rlflow import CausalLM, LoRA, PerSample, PerToken, Rollout
 from rlflow.algorithms import GPG, PPO
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rewards import SampleReward
@@ -40,7 +40,7 @@ class RecordingGPG(GPG):
 
 
 def test_gpg_makes_up_for_groups_without_a_signal_however_many_they_are(policy: Path, tmp_path: Path) -> None:
-    module = RecordingGPG(str(policy), OneUseful(), SGD, group_size=2, max_response_length=6)
+    module = RecordingGPG(CausalLM(str(policy), optimizer=SGD), OneUseful(), group_size=2, max_response_length=6)
     result = fit(Fit(module, sums(6, prompts_per_step=6), tmp_path / "run"))
     rewards, advantages = result.record
     useful = rewards != 0
@@ -75,7 +75,9 @@ class Noisy(PPO):
 def test_a_critic_explains_what_was_earned_and_not_what_it_says_itself(
     policy: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    module = Noisy(str(policy), OneUseful(), SGD, group_size=4, **{"max_response_length": 8, **settings})
+    module = Noisy(
+        CausalLM(str(policy), optimizer=SGD), OneUseful(), group_size=4, **{"max_response_length": 8, **settings}
+    )
     result = fit(Fit(module, sums(6, prompts_per_step=6), tmp_path / "run"))
     earned, values = (x.double() for x in result.record)
     assert earned.var() > 0

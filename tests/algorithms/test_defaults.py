@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -12,28 +13,33 @@ import yaml
 
 from rlflow import algorithms
 from rlflow.algorithms import PolicyGradient
-from rlflow.functional import Importance
+from rlflow.functional import KL, Bounds, Importance
+from rlflow.models.arguments import model_parameters
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
-ROW = re.compile(r"^\| `(\w+)` \| `(\w+)` \| `([^`]+)` \| (?:`([^`]+)` )?\| ", re.MULTILINE)
+ROW = re.compile(r"^\| `(\w+)` \| `([\w.]+)` \| `([^`]+)` \| (?:`([^`]+)` )?\| ", re.MULTILINE)
 NAMES = sorted(algorithms.__all__)
 
-# What to load and how to train it, which no paper decides.
+# What to load and how to train it, which no paper decides: names of settings, or their last parts.
 NOT_OF_THE_PAPER = {
-    "critic_lora",
-    "critic_optimizer",
-    "critic_path",
+    "critic",
+    "environment",
     "gradient_checkpointing",
+    "judge",
     "lora",
     "model",
     "moe",
     "optimizer",
-    "reference_path",
+    "proposer",
+    "reference",
     "reward",
+    "reward_model",
     "reward_model_coef",
-    "reward_model_path",
-    "teacher_path",
+    "solver",
+    "stop_token_ids",
+    "teacher",
+    "trainable",
 }
 
 
@@ -59,30 +65,57 @@ def config_of(name: str) -> dict[str, Any]:
     (section,) = re.findall(rf"^### {name}\n(.*?)(?=^##)", PAGE, re.MULTILINE | re.DOTALL)
     (config,) = set(re.findall(r"`(configs/\w+\.yaml)`", section))
     given: dict[str, Any] = yaml.safe_load((ROOT / config).read_text(encoding="utf-8"))["module"]["init_args"]
-    return {setting: value for setting, value in given.items() if setting not in NOT_OF_THE_PAPER}
+    return {name: value for name, value in flat(given).items() if name.split(".")[-1] not in NOT_OF_THE_PAPER}
+
+
+def flat(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of models and of parts by dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        in_part = isinstance(value, dict) and ("model" in value or name in ("clip", "kl"))
+        found |= {f"{name}.{inner}": of for inner, of in value.items()} if in_part else {name: value}
+    return found
+
+
+def defaults(algorithm: type) -> dict[str, Any]:
+    """As they stand in the table, those of models and of parts by dotted name."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(algorithm):
+        if isinstance(field.default, KL | Bounds):
+            found |= {f"{field.name}.{name}": value for name, value in vars(field.default).items()}
+        else:
+            found[field.name] = shown(field.default)
+    for role, kind in model_parameters(algorithm).items():
+        for name, parameter in inspect.signature(kind).parameters.items():
+            found[f"{role}.{name}"] = parameter.default
+    return found
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_defaults_are_the_class_s(name: str) -> None:
-    fields = {field.name: field for field in dataclasses.fields(getattr(algorithms, name))}
+    of_class = defaults(getattr(algorithms, name))
     assert {setting: default for setting, (default, _) in TABLE.get(name, {}).items()} == {
-        setting: shown(fields[setting].default) for setting in TABLE.get(name, {})
+        setting: of_class[setting] for setting in TABLE.get(name, {})
     }
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_setting_that_the_class_gives_a_default_is_missing(name: str) -> None:
-    own = vars(getattr(algorithms, name))["__annotations__"]
-    fields = {field.name for field in dataclasses.fields(getattr(algorithms, name))}
-    assert (fields & own.keys()) - NOT_OF_THE_PAPER <= TABLE.get(name, {}).keys()
+    algorithm = getattr(algorithms, name)
+    own = vars(algorithm).get("__annotations__", {}).keys() - model_parameters(algorithm).keys()
+    of_all = defaults(PolicyGradient)
+    given = {setting: value for setting, value in defaults(algorithm).items() if setting.split(".")[0] in own}
+    if algorithm is not PolicyGradient:  # of its parts, what is no other than there
+        given = {name: value for name, value in given.items() if "." not in name or value != of_all.get(name)}
+    assert given.keys() - NOT_OF_THE_PAPER <= TABLE.get(name, {}).keys()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "PolicyGradient"])
 def test_the_config_has_what_the_table_says(name: str) -> None:
     algorithm, given = getattr(algorithms, name), config_of(name)
-    defaults = {field.name: shown(field.default) for field in dataclasses.fields(algorithm)}
+    of_class = defaults(algorithm)
     of_all = TABLE["PolicyGradient"] if issubclass(algorithm, PolicyGradient) else {}
     for setting, (default, config) in TABLE.get(name, {}).items():
         assert given.get(setting, default) == (default if config is ... else config), setting
     for setting in given.keys() - TABLE.get(name, {}).keys():
-        assert given[setting] in (defaults[setting], *of_all.get(setting, ())), setting
+        assert given[setting] in (of_class[setting], *of_all.get(setting, ())), setting

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from rlflow import CausalLM, LoRA, UserError, algorithms
+from rlflow import CausalLM, LoRA, RewardModel, UserError, algorithms
 from rlflow.algorithms import GRPO, SFT, PolicyGradient
 from rlflow.dag.graph import GraphError
+from rlflow.functional import KL
 from rlflow.models.causal_lm import WithoutAdapters
 from rlflow.run.prepare import read_graph
 from tests.controller.runs import OddCharacters
+from tests.making import made
 
 LEAST = {"rollout", "rewards", "advantages", "actor_loss"}
 
@@ -33,7 +35,7 @@ LEAST = {"rollout", "rewards", "advantages", "actor_loss"}
     ],
 )
 def test_grpo_has_the_nodes_that_its_settings_need(settings: dict[str, Any], more: set[str]) -> None:
-    assert set(read_graph(GRPO("tiny", OddCharacters(), **settings)).nodes) == LEAST | more
+    assert set(read_graph(made(GRPO, "tiny", OddCharacters(), **settings)).nodes) == LEAST | more
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def test_grpo_has_the_nodes_that_its_settings_need(settings: dict[str, Any], mor
         (algorithms.DrGRPO, set()),
         (algorithms.RLOO, set()),
         (algorithms.OPO, set()),
-        (algorithms.ReMax, {"greedy", "greedy_rewards"}),
+        (algorithms.ReMax, {"greedy", "greedy_rewards", "baseline"}),
         (algorithms.REINFORCEPlusPlus, set()),
         (algorithms.REINFORCEPlusPlusBaseline, set()),
         (algorithms.GSPO, set()),
@@ -56,28 +58,39 @@ def test_grpo_has_the_nodes_that_its_settings_need(settings: dict[str, Any], mor
     ],
 )
 def test_an_algorithm_adds_the_nodes_of_its_own(algorithm: type[PolicyGradient], more: set[str]) -> None:
-    assert set(read_graph(algorithm("tiny", OddCharacters())).nodes) == LEAST | more
+    assert set(read_graph(algorithm(CausalLM("tiny"), OddCharacters())).nodes) == LEAST | more
+
+
+def test_a_judge_is_trained_along_and_pays_after_its_updates() -> None:
+    graph = read_graph(algorithms.GAIL(CausalLM("tiny"), judge=RewardModel("tiny")))  # without a verifier
+    assert set(graph.nodes) == LEAST | {"examples", "judge_loss"}
+    order = [node.id for node in graph.order]
+    assert order.index("judge_loss") < order.index("rewards") < order.index("actor_loss")
+    assert graph.levels("examples") == ("batch", "examples")
+    assert graph.trained_roles() == ("judge", "actor")
 
 
 @pytest.mark.parametrize("algorithm", [algorithms.DPPO, algorithms.OffPolicySequenceMasking, algorithms.REINFORCE])
 def test_what_is_anchored_on_the_engine_scores_no_samples_before_several_updates(
     algorithm: type[PolicyGradient],
 ) -> None:
-    assert set(read_graph(algorithm("tiny", OddCharacters(), epochs=2, samples_per_update=4)).nodes) == LEAST
+    actor = CausalLM("tiny", epochs=2, samples_per_update=4)
+    assert set(read_graph(algorithm(actor, OddCharacters())).nodes) == LEAST
 
 
 def test_gdpo_has_the_reward_s_parts_in_the_place_of_rewards() -> None:
-    assert set(read_graph(algorithms.GDPO("tiny", OddCharacters())).nodes) == LEAST - {"rewards"} | {"parts"}
+    assert set(read_graph(algorithms.GDPO(CausalLM("tiny"), OddCharacters())).nodes) == LEAST - {"rewards"} | {"parts"}
 
 
 def test_distillation_learns_from_its_teacher_and_needs_no_reward() -> None:
-    graph = read_graph(algorithms.OnPolicyDistillation("tiny", teacher_path="tiny"))
+    graph = read_graph(algorithms.OnPolicyDistillation(CausalLM("tiny"), teacher=CausalLM("tiny")))
     assert set(graph.nodes) == {"rollout", "teacher_logprobs", "old_logprobs", "advantages", "actor_loss"}
 
 
-def test_the_greedy_rollout_keeps_the_prompts_rows() -> None:
-    graph = read_graph(algorithms.ReMax("tiny", OddCharacters()))
-    assert (graph.nodes["greedy_rewards"].space, graph.nodes["advantages"].space) == ("batch", "rollout")
+def test_the_greedy_responses_are_rows_of_their_own_and_the_baseline_is_of_prompts() -> None:
+    graph = read_graph(algorithms.ReMax(CausalLM("tiny"), OddCharacters()))
+    spaces = {name: graph.nodes[name].space for name in ("greedy_rewards", "baseline", "advantages")}
+    assert spaces == {"greedy_rewards": "greedy", "baseline": "batch", "advantages": "rollout"}
 
 
 PPO_NODES = LEAST | {"values", "estimates", "critic_loss"}
@@ -95,12 +108,13 @@ PPO_NODES = LEAST | {"values", "estimates", "critic_loss"}
     ],
 )
 def test_ppo_has_the_nodes_that_its_settings_need(settings: dict[str, Any], more: set[str]) -> None:
-    assert set(read_graph(algorithms.PPO("tiny", OddCharacters(), **settings)).nodes) == PPO_NODES | more
+    assert set(read_graph(made(algorithms.PPO, "tiny", OddCharacters(), **settings)).nodes) == PPO_NODES | more
 
 
 def test_an_actor_that_starts_later_leaves_the_critic_alone_till_then() -> None:
-    module = algorithms.PPO("tiny", OddCharacters(), actor_start_step=3)
+    module = algorithms.PPO(CausalLM("tiny", start_step=3), OddCharacters())
     module.configure_models()
+    assert module.critic is not None
     assert (module.actor.start_step, module.critic.start_step) == (3, 0)
 
 
@@ -109,26 +123,26 @@ def test_an_actor_that_starts_later_leaves_the_critic_alone_till_then() -> None:
     [
         (GRPO, {"model_scores"}),
         (algorithms.PPO, {"model_scores", "values", "estimates", "critic_loss"}),
-        (algorithms.ReMax, {"model_scores", "greedy", "greedy_rewards", "greedy_model_scores"}),
+        (algorithms.ReMax, {"model_scores", "greedy", "greedy_rewards", "greedy_model_scores", "baseline"}),
     ],
 )
 def test_a_reward_model_is_a_role_of_its_own_and_a_verifier_may_be_missing(
     algorithm: type[PolicyGradient], more: set[str]
 ) -> None:
-    graph = read_graph(algorithm("tiny", reward_model_path="tiny"))
+    graph = read_graph(algorithm(CausalLM("tiny"), reward_model=RewardModel("tiny")))
     assert set(graph.nodes) == LEAST | more
     assert graph.nodes["model_scores"].role == "reward_model"
 
 
 def test_with_adapters_the_reference_is_the_actor_without_them() -> None:
-    module = GRPO("tiny", OddCharacters(), kl_coef=0.1, lora=LoRA())
+    module = GRPO(CausalLM("tiny", lora=LoRA()), OddCharacters(), kl=KL(0.1))
     module.configure_models()
     assert isinstance(module.reference, WithoutAdapters)
     assert module.reference.owner is module.actor
 
 
 def test_with_adapters_a_reference_that_is_named_is_a_model_of_its_own() -> None:
-    module = GRPO("tiny", OddCharacters(), kl_coef=0.1, lora=LoRA(), reference_path="other")
+    module = GRPO(CausalLM("tiny", lora=LoRA()), OddCharacters(), kl=KL(0.1), reference=CausalLM("other"))
     module.configure_models()
     assert type(module.reference) is CausalLM
     assert module.reference.model == "other"
@@ -138,19 +152,19 @@ def test_a_missing_critic_is_told_with_the_nodes_that_need_it() -> None:
     class Uncritical(algorithms.PPO):
         def configure_models(self) -> None:
             super().configure_models()
-            del self.critic
+            self.critic = None
 
     with pytest.raises(GraphError, match="`values` has role 'critic', which names no model handle of the module"):
-        read_graph(Uncritical("tiny", OddCharacters()))
+        read_graph(Uncritical(CausalLM("tiny"), OddCharacters()))
 
 
 def test_sft_is_one_node() -> None:
-    assert set(read_graph(SFT("tiny")).nodes) == {"actor_loss"}
+    assert set(read_graph(SFT(CausalLM("tiny"))).nodes) == {"actor_loss"}
 
 
 def test_dpo_needs_a_reference_and_reward_model_training_none() -> None:
-    assert set(read_graph(algorithms.DPO("tiny")).nodes) == {"ref_logprobs", "actor_loss"}
-    assert set(read_graph(algorithms.RewardModelTraining("tiny")).nodes) == {"reward_model_loss"}
+    assert set(read_graph(algorithms.DPO(CausalLM("tiny"))).nodes) == {"ref_logprobs", "actor_loss"}
+    assert set(read_graph(algorithms.RewardModelTraining(RewardModel("tiny"))).nodes) == {"reward_model_loss"}
 
 
 @pytest.mark.parametrize(
@@ -158,10 +172,11 @@ def test_dpo_needs_a_reference_and_reward_model_training_none() -> None:
     [cls for cls in vars(algorithms).values() if isinstance(cls, type) and getattr(cls, "compares_group", False)],
 )
 def test_a_group_of_one_is_refused(algorithm: type[PolicyGradient]) -> None:
+    judge = {"judge": RewardModel("tiny")} if algorithm is algorithms.GAIL else {}
     with pytest.raises(UserError, match="`group_size` is 1; group-relative advantages need at least 2"):
-        algorithm("tiny", OddCharacters(), group_size=1)
+        algorithm(CausalLM("tiny"), OddCharacters(), group_size=1, **judge)
 
 
 def test_algorithms_without_groups_take_a_group_of_one() -> None:
     for algorithm in (algorithms.ReMax, algorithms.REINFORCEPlusPlus):
-        assert algorithm("tiny", OddCharacters()).group_size == 1
+        assert algorithm(CausalLM("tiny"), OddCharacters()).group_size == 1

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rlflow import Optimizer
+from rlflow import CausalLM, Optimizer, ValueModel
 from rlflow.algorithms import DAPO, PPO, PolicyGradient
+from rlflow.functional import KL
 from rlflow.models.tiny import write_tiny_model
 from tests.controller.runs import ZERO2, Fit, OddCharacters, StopsAfter, fit, sums
 from tests.ranks import RankPool
@@ -18,19 +20,22 @@ from tests.saved import load_model
 STOP = tuple(range(40, 60))  # ends the responses of a random model after about six tokens
 STEPS, STOPPED = 4, 2
 ADAMW = Optimizer("adamw", lr=3e-3, warmup_steps=1, schedule="linear")
-SETTINGS: dict[str, Any] = {"optimizer": ADAMW, "max_response_length": 12, "epochs": 2, "samples_per_update": 4}
+UPDATES = {"epochs": 2, "samples_per_update": 4}
+LONGEST = 12
 
 
+@dataclass(eq=False)
 class RaggedPPO(PPO):
     """PPO with responses of many lengths."""
 
-    stop_token_ids = STOP
+    stop_token_ids: tuple[int, ...] = STOP
 
 
+@dataclass(eq=False)
 class RaggedDAPO(DAPO):
     """DAPO with responses of many lengths."""
 
-    stop_token_ids = STOP
+    stop_token_ids: tuple[int, ...] = STOP
 
 
 class IsEven(OddCharacters):
@@ -40,14 +45,18 @@ class IsEven(OddCharacters):
         return super().score_sample(text, row) % 2
 
 
+def actor(model: Path) -> CausalLM:
+    return CausalLM(str(model), optimizer=ADAMW, **UPDATES)
+
+
 def ppo(model: Path) -> PPO:
-    critic = Optimizer("adamw", lr=1e-2)
-    restraint = {"kl_coef": 0.1, "kl_target": 1e-3, "kl_horizon": 50.0}
-    return RaggedPPO(str(model), OddCharacters(), group_size=2, critic_optimizer=critic, **restraint, **SETTINGS)
+    critic = ValueModel(str(model), optimizer=Optimizer("adamw", lr=1e-2), **UPDATES)
+    restraint = KL(0.1, target=1e-3, horizon=50.0)
+    return RaggedPPO(actor(model), OddCharacters(), 2, LONGEST, critic=critic, kl=restraint)
 
 
 def dapo(model: Path) -> DAPO:
-    return RaggedDAPO(str(model), IsEven(), group_size=2, **SETTINGS)
+    return RaggedDAPO(actor(model), IsEven(), 2, LONGEST)
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rlflow import PerSample, Rollout
+from rlflow import CausalLM, PerSample, RewardModel, Rollout
 from rlflow.algorithms import GRPO, PPO
+from rlflow.functional import KL
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.tiny import write_tiny_model
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, Result, failing_fit, fit, grpo, sums
@@ -42,7 +43,9 @@ def mixed(
     folder = tmp_path_factory.mktemp("mixed")
 
     def run(name: str, **given: object) -> Fit:
-        module = grpo(policy, reward_model_path=str(judge), reward_model_coef=0.5, overlong_buffer=8, optimizer=SGD)
+        module = grpo(
+            policy, reward_model=RewardModel(str(judge)), reward_model_coef=0.5, overlong_buffer=8, optimizer=SGD
+        )
         return Fit(module, sums(6, 3), folder / name, settings={"max_steps": 2}, **given)  # type: ignore[arg-type]
 
     return fit(run("1")), ranks2.run(fit, run("2", strategy=ZERO2))
@@ -67,7 +70,7 @@ class Broken(GRPO):
 def test_a_score_that_is_not_finite_is_named_by_its_row_on_every_rank(
     policy: Path, judge: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
-    module = Broken(str(policy), reward_model_path=str(judge), group_size=2, max_response_length=4)
+    module = Broken(CausalLM(str(policy)), reward_model=RewardModel(str(judge)), group_size=2, max_response_length=4)
     run = Fit(module, sums(2, 2), tmp_path / "run", strategy=ZERO2)  # one prompt for each rank
     errors = [result.error for result in ranks2.run(failing_fit, run)]
     assert errors[0] == errors[1]
@@ -84,14 +87,11 @@ def test_mixed_rewards_are_the_same_for_any_number_of_ranks(mixed: tuple[Result,
 def test_the_weight_of_kl_adapts_alike_on_every_rank(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
     def run(name: str, **given: object) -> Fit:
         module = PPO(
-            str(policy),
+            CausalLM(str(policy), optimizer=Optimizer("adamw", lr=3e-3)),
             OddCharacters(),
-            Optimizer("adamw", lr=3e-3),
             group_size=4,
             max_response_length=6,
-            kl_coef=0.1,
-            kl_target=1e-4,
-            kl_horizon=80.0,
+            kl=KL(0.1, target=1e-4, horizon=80.0),
         )
         return Fit(module, sums(6, 2), tmp_path / name, settings={"max_steps": 3}, **given)  # type: ignore[arg-type]
 

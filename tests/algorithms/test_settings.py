@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 
-from rlflow import UserError, algorithms
-from rlflow.functional import Importance
+from rlflow import CausalLM, Environment, UserError, algorithms
+from rlflow.algorithms.self_play import _with
+from rlflow.functional import KL, Bounds, Clip
 from tests.controller.runs import OddCharacters
+from tests.making import made
+
+ANSWERED = {"environment": Environment("tests.controller.answering.Counting")}
 
 
 @pytest.mark.parametrize(
@@ -16,11 +20,14 @@ from tests.controller.runs import OddCharacters
     [
         ("GRPO", {"anchor": "rollout"}, "`anchor` is 'rollout', .* set `importance` to null"),
         ("GRPO", {"anchor": "engine"}, "`anchor` is 'engine'; give one of old, rollout"),
-        ("GRPO", {"kl_coef": 0.1, "kl_kind": "k1"}, "`kl_kind` is 'k1' and `kl_in_reward` is false, .*'k3-ratio'"),
-        ("PPO", {"kl_coef": 0.1, "kl_in_reward": False}, "`kl_kind` is 'k1' and `kl_in_reward` is false"),
-        ("GRPO", {"kl_coef": 0.1, "kl_in_reward": True}, "`kl_kind` is 'k3-ratio' and `kl_in_reward` is true, .*'k1'"),
-        ("GPG", {"epochs": 2}, "`epochs` is 2, which GPG has no use for"),
-        ("GPG", {"samples_per_update": 8}, "`samples_per_update` is 8, which GPG has no use for"),
+        ("GRPO", {"kl_coef": 0.1, "kl_kind": "k1"}, r"`kl.kind` is 'k1' and `kl.in_reward` is false, .*'k3-ratio'"),
+        ("PPO", {"kl_coef": 0.1, "kl_kind": "k3-ratio"}, r"`kl.kind` is 'k3-ratio' and `kl.in_reward` is true, .*'k1'"),
+        ("DAPO", {"kl_coef": 0.1, "kl_in_reward": True}, r"`kl.in_reward` is true, and DAPO has no rewards to take"),
+        ("GRPO", {"kl_coef": 0.1, "kl_target": 0.1}, r"`kl.target` is 0.1, and adapts KL in the reward; set"),
+        ("SAPO", {"clip_low": 0.1}, "`clip` is Clip.low=0.1, .*, which SAPO has no use for"),
+        ("CPGD", {"clip_low": 1.0}, r"`clip.low` is 1.0, and CPGD takes log\(1 - clip.low\); give less than 1"),
+        ("GPG", {"epochs": 2}, "`actor.epochs` is 2, and GPG makes one update a step"),
+        ("OPO", {"samples_per_update": 8}, "`actor.samples_per_update` is 8, and OPO makes one update a step"),
         ("GPG", {"anchor": "rollout", "importance": None}, "`anchor` is rollout, which GPG has no use for"),
         ("OPO", {"anchor": "rollout", "importance": None}, "`anchor` is rollout, which OPO has no use for"),
         (
@@ -31,25 +38,75 @@ from tests.controller.runs import OddCharacters
         ("DAPO", {"overlong_buffer": 2.5}, "`overlong_buffer` is 2.5; give a whole number of tokens"),
         ("DAPO", {"overlong_buffer": 257}, "`overlong_buffer` is 257; give a whole number of tokens"),
         ("PPO", {"critic_lam": 1.1}, "`critic_lam` is 1.1; give a number from 0 to 1"),
-        ("PPO", {"critic_loss_aggregation": "mean"}, "`critic_loss_aggregation` is 'mean'; give one of token-mean, "),
         ("CPGD", {"normalize_std": False}, "`normalize_std` is False, which CPGD has no use for"),
         ("CPGD", {"weight": "deviation"}, "`weight` is 'deviation'; give one of std, filter, none"),
         ("CPGD", {"weight_cap": 0.5}, "`weight_cap` is 0.5, .* raise it"),
         ("CPGD", {"drift_clip": 0.0}, "`drift_clip` is 0.0; give more than 0"),
+        ("TreeRL", {"branches": 1}, "`branches` is 1; a trunk that forks has at least 2 leaves"),
+        ("TreeRL", {"branches": 3}, "`group_size` is 8 and `branches` is 3; .* so make `group_size` a multiple"),
+        ("RAFT", {"group_size": 1}, "`group_size` is 1; the best is chosen of at least 2"),
+        ("GRPO", {"advantages_at": "turn"}, "`advantages_at` is 'turn' without an `environment`, .* set `environment`"),
+        ("GRPO", {"advantages_at": "turns"}, "`advantages_at` is 'turns'; give one of conversation, turn"),
+        ("PPO", {"advantages_at": "turn", **ANSWERED}, "`advantages_at` is 'turn', and PPO compares no turns of a"),
+        ("OPO", {"advantages_at": "turn", **ANSWERED}, "`advantages_at` is turn, which OPO has no use for"),
         ("GSPO", {"loss_aggregation": "token-mean"}, "`loss_aggregation` is token-mean, which GSPO has no use for"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as refused:
-        getattr(algorithms, name)("tiny", OddCharacters(), **settings)
+        made(getattr(algorithms, name), "tiny", OddCharacters(), **settings)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["GSPO", "GMPO", "CPGD"])
+def test_a_clip_without_dual_is_given_none(name: str) -> None:
+    algorithm = getattr(algorithms, name)
+    with pytest.raises(UserError, match=rf"^`clip.dual` is 3.0, which {name} has no use for: .* Bounds \(high, low\);"):
+        algorithm(CausalLM("tiny"), OddCharacters(), clip=Clip(dual=3.0))
+    for clip in (Clip(low=0.1), Bounds(0.1)):
+        assert algorithm(CausalLM("tiny"), OddCharacters(), clip=clip).clip.low == 0.1
 
 
 def test_a_teacher_s_word_is_of_tokens_or_of_responses() -> None:
     with pytest.raises(UserError, match="`reverse_kl` is 'tokens'; give one of token, sequence"):
-        algorithms.OnPolicyDistillation("tiny", teacher_path="tiny", reverse_kl="tokens")  # type: ignore[arg-type]
+        algorithms.OnPolicyDistillation(CausalLM("tiny"), teacher=CausalLM("tiny"), reverse_kl="tokens")  # type: ignore[arg-type]
 
 
 def test_kl_that_is_off_may_be_of_any_kind() -> None:
-    assert algorithms.PPO("tiny", OddCharacters(), kl_in_reward=False).kl_kind == "k1"
-    assert algorithms.GRPO("tiny", OddCharacters(), importance=Importance(), kl_in_reward=True).kl_coef == 0
+    for kl in (KL(kind="k1", in_reward=False), KL(kind="k3-ratio", in_reward=True)):
+        assert algorithms.GRPO(CausalLM("tiny"), OddCharacters(), kl=kl).kl.coef == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "in_reward", "kind"),
+    [
+        ("GRPO", KL(0.1), False, "k3-ratio"),
+        ("GRPO", KL(0.1, in_reward=True), True, "k1"),
+        ("RLOO", KL(0.1), True, "k1"),
+        ("ReMax", KL(0.1), True, "k1"),
+        ("PPO", KL(0.1), True, "k1"),
+        ("PPO", KL(0.1, in_reward=False), False, "k3-ratio"),
+        ("REINFORCEPlusPlus", KL(0.1, "k2"), True, "k2"),
+        ("REINFORCEPlusPlusBaseline", KL(0.1), False, "k2"),
+        ("REINFORCEPlusPlusBaseline", KL(0.1, in_reward=True), True, "k1"),
+    ],
+)
+def test_kl_stands_where_the_algorithm_has_it_and_of_the_kind_that_is_right_there(
+    name: str, given: KL, in_reward: bool, kind: str
+) -> None:
+    found = getattr(algorithms, name)(CausalLM("tiny"), OddCharacters(), kl=given).kl
+    assert (found.in_reward, found.kind) == (in_reward, kind)
+
+
+def test_a_question_is_written_where_the_reward_reads_it() -> None:
+    row = {"a": {"b": 1}, "c.d": 2, "text": "said"}
+    assert _with(row, "a.b", "?") == {**row, "a": {"b": "?"}}
+    assert _with(row, "c.d", "?") == {**row, "c.d": "?"}
+    with pytest.raises(UserError, match=r"^`column` steps by `text.b` into `text`, which is 'said' in a row, and no"):
+        _with(row, "text.b", "?")
+
+
+@pytest.mark.parametrize("setting", ["questions", "answers"])
+def test_self_play_compares_at_least_two(setting: str) -> None:
+    with pytest.raises(UserError, match=f"^`{setting}` is 1; group-relative advantages need at least 2"):
+        algorithms.SelfPlay(CausalLM("tiny"), CausalLM("tiny"), OddCharacters(), **{setting: 1})

@@ -24,7 +24,7 @@ from rlflow.strategies import SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
 from tests.controller.runs import FSDP, ZERO2, ZERO3, Fit, failing_fit, fit, grpo, sums
 from tests.ranks import RankPool
-from tests.saved import write_checkpoint
+from tests.saved import write_checkpoint, write_state
 from tests.strategies.update import Stage, all_weights, backward, launch, trained
 
 ADAMW = Optimizer("adamw", lr=1e-2, weight_decay=0.1, warmup_steps=2, gradient_clipping=1.0)
@@ -132,6 +132,14 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_metrics_to_the_byte(model:
     assert notes.seen == 4
 
 
+def test_a_checkpoint_that_is_named_another_way_than_its_folder_is_continued_in_it(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("run")
+    for steps, ckpt_path in ((1, None), (2, f"{tmp_path}/link/checkpoint/step-00000001")):
+        settings = {"max_steps": steps, "save_every_n_steps": 1, "ckpt_path": ckpt_path}
+        fit(Fit(grpo(model), sums(4, 2), tmp_path / "run", settings=settings))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "run"]
+
+
 def test_a_checkpoint_holds_no_pickle_and_its_manifest_says_what_every_rank_wrote(
     model: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
@@ -217,7 +225,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(model: Path, written: Path
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"format": 5, "step": 2, "files": {"actor.json": 7}}))
     assert checkpoint.find(str(tmp_path), tmp_path) == tmp_path
-    with pytest.raises(UserError, match=r"has the checkpoint format 5; this version of rlflow reads format 7"):
+    with pytest.raises(UserError, match=r"has the checkpoint format 5; this version of rlflow reads format 9"):
         checkpoint.read_progress(tmp_path, 0, "rows")
 
 
@@ -226,7 +234,7 @@ def test_files_are_read_once_by_ranks_in_equal_shares_to_see_whether_they_change
     files = {name: {"size": size, "sha256": "", "rank": 0} for name, size in sizes.items()}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(bytes(size))
-    (tmp_path / "state.json").write_text(json.dumps({"files": files}))
+    write_state(tmp_path, {"format": checkpoint.FORMAT, "files": files})
     # the largest first, each to the rank with the least so far: a | b, then c to b's, then d to a's
     assert [checkpoint.changed_files(tmp_path, rank, 2) for rank in range(2)] == [["a", "d"], ["b", "c"]]
 
@@ -284,7 +292,7 @@ def test_the_last_two_checkpoints_are_kept_and_those_of_an_abandoned_future_are_
         fit(Fit(grpo(model), sums(8, 2), tmp_path / "run", settings=given))
         return sorted(path.name for path in (tmp_path / "run/checkpoint").iterdir())
 
-    assert run(keep_checkpoints=3, callbacks=[StopAfter(4)]) == ["step-00000002", "step-00000003", "step-00000004"]
+    assert run(save_last=3, callbacks=[StopAfter(4)]) == ["step-00000002", "step-00000003", "step-00000004"]
     second = str(tmp_path / "run/checkpoint/step-00000002")
     assert run(ckpt_path=second, callbacks=[StopAfter(3)]) == ["step-00000002", "step-00000003"]
 
@@ -296,7 +304,7 @@ def test_the_last_checkpoint_is_the_last_complete_one(tmp_path: Path) -> None:
         (folder / "actor.json").write_text("12345")
         sizes = {file: {"size": size} for file, size in (files or {"actor.json": 5}).items()}
         stored = {"format": checkpoint.FORMAT, "step": 1, "files": sizes}
-        (folder / "state.json").write_text(json.dumps(stored))
+        write_state(folder, stored)
         return folder
 
     complete = write("step-00000001")
@@ -307,6 +315,8 @@ def test_the_last_checkpoint_is_the_last_complete_one(tmp_path: Path) -> None:
     assert checkpoint.find("last", tmp_path) == complete
     with pytest.raises(UserError, match=r"step-00000002', which has 5 of the 6 bytes of actor.json; give a checkpoint"):
         checkpoint.find(str(tmp_path / "checkpoint/step-00000002"), tmp_path)
+    with pytest.raises(UserError, match=r"give a checkpoint's folder, `last` or `auto`\. Did you mean \"auto\"\?$"):
+        checkpoint.find("atuo", tmp_path)
 
 
 def test_a_run_without_a_checkpoint_has_no_last_one(tmp_path: Path) -> None:
@@ -317,6 +327,6 @@ def test_a_run_without_a_checkpoint_has_no_last_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("seed", "data", "told"), [(1, "rows", "`seed` is 1"), (0, "others", "training rows")])
 def test_another_seed_or_dataset_does_not_continue_a_run(seed: int, data: str, told: str, tmp_path: Path) -> None:
     stored = {"format": checkpoint.FORMAT, "step": 2, "version": 2, "seed": 0, "data": "rows", "draws": 2, "files": {}}
-    (tmp_path / "state.json").write_text(json.dumps(stored))
+    write_state(tmp_path, stored)
     with pytest.raises(UserError, match=told):
         checkpoint.read_progress(tmp_path, seed, data)

@@ -10,7 +10,7 @@ import yaml
 
 from rlflow import algorithms
 from rlflow.cli import main
-from rlflow.commands.configuration import read_fit
+from rlflow.commands.fit import read_fit
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
 from tests.own_folder import make, write
 
@@ -41,8 +41,8 @@ def test_a_config_wins_over_the_option_before_it(folder: Path) -> None:
 
 
 def test_an_argument_of_a_class_is_overridden_without_naming_the_class_again(folder: Path) -> None:
-    configured = read_fit(["--config", "my.yaml", "--module.group_size", "5", "--module.optimizer.lr", "0.5"])
-    assert (configured.module.group_size, configured.module.optimizer.lr) == (5, 0.5)
+    configured = read_fit(["--config", "my.yaml", "--module.group_size", "5", "--module.actor.optimizer.lr", "0.5"])
+    assert (configured.module.group_size, configured.module.actor.optimizer.lr) == (5, 0.5)
 
 
 def test_a_policy_s_engine_is_another_or_a_share_of_another_s(folder: Path) -> None:
@@ -80,10 +80,12 @@ def test_a_secret_of_the_config_is_not_in_the_run_s_folder(folder: Path) -> None
     with (folder / "my_algorithm.py").open("a") as file:
         file.write(
             "\n\nclass WithToken(GRPO):\n"
-            "    def __init__(self, model: str, reward: Reward, hf_token: str = 'hf_1234', **kwargs):\n"
-            "        super().__init__(model, reward, **kwargs)\n"
+            "    def __init__(self, actor: CausalLM, reward: Reward, hf_token: str = 'hf_1234', **kwargs):\n"
+            "        super().__init__(actor, reward, **kwargs)\n"
         )
-    (folder / "my_algorithm.py").write_text("from rlflow import Reward\n" + (folder / "my_algorithm.py").read_text())
+    (folder / "my_algorithm.py").write_text(
+        "from rlflow import CausalLM, Reward\n" + (folder / "my_algorithm.py").read_text()
+    )
     read_fit(["--config", "my.yaml"]).fit()
     saved = (folder / "runs/own/config.yaml").read_text()
     assert "hf_1234" not in saved
@@ -134,7 +136,7 @@ def test_a_class_of_the_user_s_own_is_compared_with_a_config(folder: Path, capsy
     ("given", "said"),
     [
         (["rlflow.algorithms.GRPO"], "write `rlflow graph --diff A B`"),
-        (["rlflow.algorithms.GRPO", "rlflow.algorithms.RLO"], 'Did you mean "rlflow.algorithms.RLOO"?'),
+        (["rlflow.algorithms.GRPO", "rlflow.algorithms.RLO"], 'Did you mean "RLOO"?'),
         (["rlflow.algorithms.GRPO", "rlflow.rewards.ExactMatch"], "it is no RLModule"),
         (["rlflow.algorithms.GRPO", "needs.Counting"], "Counting needs `count`, which a class does not say"),
         (["rlflow.algorithms.GRPO", "none.yaml"], "none.yaml"),

@@ -58,14 +58,17 @@ def test_both_classes_are_named_with_their_places() -> None:
 def test_nodes_of_one_and_nodes_that_changed() -> None:
     assert lines(algorithm(GRPO()), algorithm(ReMax())) == [
         "nodes:",
-        f"~ advantages    {written(GRPO, 'advantages')} -> {written(ReMax, 'advantages')}",
+        f"~ advantages      {written(GRPO, 'advantages')} -> {written(ReMax, 'advantages')}",
         "reads rollout, rewards -> rewards, baseline",
-        f"- ref_logprobs  {written(GRPO, 'ref_logprobs')}  type MODEL_INFERENCE, role reference, reads rollout,"
+        f"- ref_logprobs    {written(GRPO, 'ref_logprobs')}  type MODEL_INFERENCE, role reference, reads rollout,"
         " returns PerToken, rows of rollout",
-        "~ actor_loss    reads rollout, advantages, old_logprobs, ref_logprobs -> rollout, advantages, old_logprobs",
-        f"+ greedy        {written(ReMax, 'greedy')}  type ROLLOUT, role actor, reads batch, returns Rollout,"
+        "~ actor_loss      reads rollout, advantages, old_logprobs, ref_logprobs -> rollout, advantages, old_logprobs",
+        f"+ greedy          {written(ReMax, 'greedy')}  type ROLLOUT, role actor, reads batch, returns Rollout,"
+        " rows of greedy",
+        f"+ greedy_rewards  {written(ReMax, 'greedy_rewards')}  type COMPUTE, reads greedy, returns PerSample,"
+        " rows of greedy",
+        f"+ baseline        {written(ReMax, 'baseline')}  type COMPUTE, reads batch, greedy_rewards, returns PerSample,"
         " rows of batch",
-        f"+ baseline      {written(ReMax, 'baseline')}  type COMPUTE, reads greedy, returns PerSample, rows of batch",
     ]
 
 

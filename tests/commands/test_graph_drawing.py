@@ -12,6 +12,7 @@ from rlflow.commands.graph_drawing import mermaid, svg, text
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
 from rlflow.dag.planner import Plan, plan
+from rlflow.values.batch import Batch
 from rlflow.values.cuts import PerSample, PerToken
 from rlflow.values.layout import Layout
 from rlflow.values.rollout import Rollout
@@ -44,6 +45,20 @@ def planned(module: object) -> tuple[Graph, Plan]:
     balanced = Layout((0, 1), 2, "balanced")
     layouts = {"actor.rollout": Layout((0, 1), 2), "actor": balanced, "reference": balanced, "critic": balanced}
     return graph, plan(graph, layouts, world_size=2)
+
+
+class Distilled(SFT):
+    @node(role="actor", type="train", uses=("teacher", "judge"))
+    def actor_loss(self, batch: Batch) -> PerToken: ...
+
+
+def test_the_models_that_a_node_uses_stand_beside_its_role() -> None:
+    graph = Graph.read(Distilled(), ("actor", "teacher", "judge"))
+    layout = Layout((0,), 1, "balanced")
+    planned = plan(graph, dict.fromkeys(("actor", "teacher", "judge"), layout), world_size=1)
+    assert "actor, uses teacher, judge  MODEL_TRAIN" in text(graph, planned, rank=0)
+    for drawing in (mermaid(graph, planned), svg(graph, planned)):
+        assert "actor, uses teacher, judge · MODEL_TRAIN" in drawing
 
 
 def test_the_table_and_the_plan_of_a_rank() -> None:
@@ -111,6 +126,7 @@ def test_mermaid_dots_the_edges_that_are_exchanged() -> None:
     dotted = [line.split() for line in mermaid(*planned(ReMax())).splitlines() if "exchange" in line]
     assert [(line[0], line[-1]) for line in dotted] == [
         ("node_rollout", "node_old_logprobs"),  # groups to balanced
+        ("node_greedy_rewards", "node_baseline"),  # all rows below each prompt
         ("node_baseline", "node_advantages"),  # prompts' value beside samples
         ("node_rollout", "node_actor_loss"),
         ("node_advantages", "node_actor_loss"),
@@ -176,4 +192,4 @@ def test_every_edge_ends_in_an_arrow_and_exchanges_are_dashed() -> None:
     graph, steps = planned(ReMax())
     arrows = re.findall(r'<path [^>]*marker-end="url\(#(\w+)\)"', svg(graph, steps))
     assert len(arrows) == sum(len(step.reads) for step in graph.order)
-    assert arrows.count("exchanged") == 4  # as in the Mermaid test
+    assert arrows.count("exchanged") == 5  # as in the Mermaid test

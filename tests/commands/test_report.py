@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rlflow import PerSample, UserError, Written, node
+from rlflow import CausalLM, PerSample, UserError, Written, node
 from rlflow.cli import main
-from rlflow.commands.report import MergedTrace, Report, Timeline, spans
+from rlflow.commands.report import Report
+from rlflow.commands.timeline import Timeline, spans
+from rlflow.commands.trace import MergedTrace
 from rlflow.loggers.trace import read_events, step_windows, window_of
 from rlflow.models.tiny import write_tiny_model
 from tests.controller.runs import ZERO2, Fit, OddCharacters, RaggedGRPO, fit, sums
@@ -35,7 +37,7 @@ class SlowOnRank1(RaggedGRPO):
 def folder(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps."""
     model = write_tiny_model(tmp_path_factory.mktemp("policy") / "policy", hidden_size=64, layers=1, max_position=256)
-    module = SlowOnRank1(str(model), OddCharacters(), group_size=2, max_response_length=4)
+    module = SlowOnRank1(CausalLM(str(model)), OddCharacters(), group_size=2, max_response_length=4)
     run = Fit(module, sums(16, 4), tmp_path_factory.mktemp("run") / "run", ZERO2, settings={"max_steps": 2})
     ranks2.run(fit, run)
     return run.folder
@@ -190,7 +192,7 @@ def test_a_line_that_a_killed_rank_left_unfinished_is_passed_over(tmp_path: Path
     ],
 )
 def test_what_cannot_be_shown_is_refused(folder: Path, arguments: list[str], told: str) -> None:
-    from rlflow.commands.configuration import read_report
+    from rlflow.commands.report import read_report
 
     with pytest.raises(UserError, match=told):
         read_report([str(folder), *arguments]).show()

@@ -25,18 +25,13 @@ class SelfPlay(RLModule):
     group_size = QUESTIONS * ANSWERS
 
     def __init__(self, proposer: Path, solver: Path, solver_trains: bool = True) -> None:
-        self.proposer_path, self.solver_path = str(proposer), str(solver)
+        sgd = Optimizer("sgd", lr=0.05, gradient_clipping=0.0)
+        self.proposer = CausalLM(str(proposer), optimizer=sgd)
+        self.solver = CausalLM(str(solver), solver_trains, sgd if solver_trains else None)
         self.reward = OddCharacters()
-        self.solver_trains = solver_trains
         if not solver_trains:
             self.solver_loss = None  # type: ignore[assignment,method-assign]
         self.record: dict[str, list[dict[tuple[int, ...], list[int]]]] = {"question": [], "asked": [], "answer": []}
-
-    def configure_models(self) -> None:
-        sgd = Optimizer("sgd", lr=0.05, gradient_clipping=0.0)
-        self.proposer = CausalLM(self.proposer_path, optimizer=sgd)
-        frozen = {} if self.solver_trains else {"trainable": False}
-        self.solver = CausalLM(self.solver_path, **({"optimizer": sgd} if self.solver_trains else frozen))  # type: ignore[arg-type]
 
     @node(generates="proposer")
     def question(self, batch: Batch) -> Rollout:

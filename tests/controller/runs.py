@@ -19,6 +19,7 @@ from rlflow.algorithms import GRPO, SFT, ReMax
 from rlflow.callbacks import Callback
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
+from rlflow.functional import KL
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.module import RLModule
@@ -30,6 +31,7 @@ from rlflow.rollout.vllm import VLLMEngine
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
 from tests.data.listed import Listed
+from tests.making import made
 
 ZERO2, ZERO3, FSDP = partial(DeepSpeedStrategy, 2), partial(DeepSpeedStrategy, 3), FSDPStrategy
 SGD = Optimizer("sgd", lr=0.1, gradient_clipping=0.0)
@@ -133,22 +135,24 @@ class OddCharacters(SampleReward):
         return float(sum(ord(character) % 2 for character in text))
 
 
+@dataclass(eq=False)
 class RaggedGRPO(GRPO):
     """GRPO whose random model ends a response after about six tokens."""
 
-    stop_token_ids = tuple(range(40, 60))
+    stop_token_ids: tuple[int, ...] = tuple(range(40, 60))
 
 
 def grpo(model: Path, **settings: Any) -> RaggedGRPO:
     """GRPO that changes the weights a lot at every step."""
     given = {"optimizer": Optimizer("adamw", lr=3e-3), "group_size": 4, "max_response_length": 12, **settings}
-    return RaggedGRPO(str(model), OddCharacters(), **given)
+    return made(RaggedGRPO, model, OddCharacters(), **given)
 
 
+@dataclass(eq=False)
 class RaggedReMax(ReMax):
     """ReMax that also scores its greedy responses, so that they move to where the actor's rows lie."""
 
-    stop_token_ids = tuple(range(40, 60))
+    stop_token_ids: tuple[int, ...] = tuple(range(40, 60))
 
     @node(role="actor")
     def greedy_logprobs(self, greedy: Rollout) -> PerToken:
@@ -176,12 +180,8 @@ class RecordingSFT(SFT):
     """Two passes over mini-batches of two rows. Records the rows drawn over all ranks, held here, and trained here."""
 
     def __init__(self, model: str) -> None:
-        super().__init__(model, SGD, samples_per_update=2)
+        super().__init__(CausalLM(model, optimizer=SGD, epochs=2, samples_per_update=2))
         self.record: dict[str, list[list[int]]] = {"drawn": [], "held": [], "trained": []}
-
-    def configure_models(self) -> None:
-        super().configure_models()
-        self.actor.epochs = 2
 
     @node
     def numbers(self, batch: Sourced) -> PerSample:
@@ -223,7 +223,7 @@ class NotFinite(SFT):
     """SFT whose loss is NaN in the given steps, counted from 0, on the last rank alone."""
 
     def __init__(self, model: str, steps: Sequence[int]) -> None:
-        super().__init__(model, SGD)
+        super().__init__(CausalLM(model, optimizer=SGD))
         self.steps = steps
         self.calls = -1
 
@@ -239,7 +239,7 @@ class TwoTrained(NotFinite):
 
     def configure_models(self) -> None:
         super().configure_models()
-        self.other = CausalLM(self.model, optimizer=SGD)
+        self.other = CausalLM(self.actor.model, optimizer=SGD)
 
     @node(role="other", type="train")
     def other_loss(self, batch: Batch) -> PerToken:
@@ -250,13 +250,8 @@ class ActorCritic(SFT):
     """Two roles of two kinds: the critic learns the length of what is still to come."""
 
     def __init__(self, model: str, optimizer: Optimizer = SGD, actor_start_step: int = 0) -> None:
-        super().__init__(model, optimizer)
-        self.actor_start_step = actor_start_step
-
-    def configure_models(self) -> None:
-        super().configure_models()
-        self.actor.start_step = self.actor_start_step
-        self.critic = ValueModel(self.model, optimizer=self.optimizer)
+        super().__init__(CausalLM(model, optimizer=optimizer, start_step=actor_start_step))
+        self.critic = ValueModel(model, optimizer=optimizer)
 
     @node(role="critic")
     def old_values(self, batch: Batch) -> PerToken:
@@ -278,8 +273,8 @@ class AdapterGRPO(RaggedGRPO):
     """GRPO that trains adapters; its reference is the model without them."""
 
     def __init__(self, model: str) -> None:
-        settings: dict[str, Any] = {"group_size": 4, "max_response_length": 12, "kl_coef": 0.1, "lora": LoRA(rank=4)}
-        super().__init__(model, OddCharacters(), Optimizer("adamw", lr=3e-2), **settings)
+        actor = CausalLM(model, optimizer=Optimizer("adamw", lr=3e-2), lora=LoRA(rank=4))
+        super().__init__(actor, OddCharacters(), group_size=4, max_response_length=12, kl=KL(0.1))
 
 
 class StopsAfter(Callback):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow import LoRA, Optimizer, PerSample, RLModule, Rollout, node
+from rlflow import CausalLM, LoRA, Optimizer, PerSample, RLModule, Rollout, ValueModel, node
 from rlflow.algorithms import PPO, OnPolicyDistillation
 from rlflow.callbacks import Callback
-from rlflow.rollout.engine import Sampling, sampling_seed
+from rlflow.functional import KL
+from rlflow.rollout.children import sampling_seed
+from rlflow.rollout.engine import EnginePlace, Sampling
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.run.pretrained import load_tokenizer, stop_tokens
 from tests.controller.runs import (
@@ -94,7 +97,9 @@ class Delays(Callback):
 
 def run(model: Path, folder: Path, strategy: Any = ZERO2, **settings: Any) -> Fit:
     """GRPO with a reference, with these settings of the trainer."""
-    made = RecordingGRPO(str(model), OddCharacters(), optimizer=SGD, group_size=4, max_response_length=12, kl_coef=0.1)
+    made = RecordingGRPO(
+        CausalLM(str(model), optimizer=SGD), OddCharacters(), group_size=4, max_response_length=12, kl=KL(0.1)
+    )
     return Fit(made, sums(16, 4), folder, strategy, settings={**SETTINGS, **settings})
 
 
@@ -171,8 +176,7 @@ def test_each_step_is_generated_with_the_weights_of_one_step_before(
     generates, _, weights = ahead
     assert [made["version"].unique().tolist() for made in generates.record] == [[0], [0], [1], [2]]
     engine = TransformersEngine()
-    cpu = torch.device("cpu")
-    engine.setup(str(policy), dtype=torch.float32, device=cpu, rank=0, world_size=1, local_rank=0, seed=0)
+    engine.setup(str(policy), EnginePlace(torch.float32, torch.device("cpu")))
     for step, made in enumerate(generates.record):
         version = max(0, step - 1)
         engine.update_weights([list(weights[version].items())], version)
@@ -271,7 +275,9 @@ def test_a_filter_that_runs_ahead_keeps_what_it_keeps_on_one_rank(
     def given(folder: str, **settings: Any) -> Fit:
         # Weights that do not change make the steps of both runs the same.
         frozen = Optimizer("sgd", lr=0.0)
-        made = FilteredGRPO(str(policy), OddCharacters(), optimizer=frozen, group_size=4, max_response_length=12)
+        made = FilteredGRPO(
+            CausalLM(str(policy), optimizer=frozen), OddCharacters(), group_size=4, max_response_length=12
+        )
         return Fit(made, sums(32, 4), tmp_path / folder, ZERO2, settings={**SETTINGS, **settings})
 
     (one,) = ranks1.run(fit, given("one"))
@@ -284,18 +290,20 @@ def test_a_filter_that_runs_ahead_keeps_what_it_keeps_on_one_rank(
     assert max(step["filter/draws"] for step in one.steps) > 1, "some steps take several draws"
 
 
+@dataclass(eq=False)
 class RaggedPPO(PPO):
     """PPO with responses of many lengths."""
 
-    stop_token_ids = tuple(range(40, 60))
+    stop_token_ids: tuple[int, ...] = tuple(range(40, 60))
 
 
 def test_ppo_with_its_critic_and_reference_on_other_ranks_trains_what_one_rank_trains(
     policy: Path, tmp_path: Path, ranks1: RankPool, ranks4: RankPool
 ) -> None:
     def given(folder: str, **settings: Any) -> Fit:
-        optimizers = {"optimizer": SGD, "critic_optimizer": Optimizer("sgd", lr=1e-3)}
-        made = RaggedPPO(str(policy), OddCharacters(), group_size=2, max_response_length=12, kl_coef=0.1, **optimizers)
+        actor = CausalLM(str(policy), optimizer=SGD)
+        critic = ValueModel(str(policy), optimizer=Optimizer("sgd", lr=1e-3))
+        made = RaggedPPO(actor, OddCharacters(), 2, 12, kl=KL(0.1), critic=critic)
         return Fit(made, sums(16, 4), tmp_path / folder, ZERO2, settings={**SETTINGS, **settings})
 
     (one,) = ranks1.run(fit, given("one"))
@@ -307,20 +315,21 @@ def test_ppo_with_its_critic_and_reference_on_other_ranks_trains_what_one_rank_t
     assert close(results[1].weights, one.weights, atol=1e-5)
 
 
+@dataclass(eq=False)
 class RaggedDistillation(OnPolicyDistillation):
     """On-policy distillation with responses of many lengths."""
 
-    stop_token_ids = tuple(range(40, 60))
+    stop_token_ids: tuple[int, ...] = tuple(range(40, 60))
 
 
 def remax(model: Path) -> RLModule:
     """Two rollout nodes, of which one keeps the prompts' rows."""
-    return RaggedReMax(str(model), OddCharacters(), optimizer=SGD, max_response_length=12)
+    return RaggedReMax(CausalLM(str(model), optimizer=SGD), OddCharacters(), max_response_length=12)
 
 
 def distillation(model: Path) -> RLModule:
     """A third role."""
-    return RaggedDistillation(str(model), teacher_path=str(model), optimizer=SGD, max_response_length=12)
+    return RaggedDistillation(CausalLM(str(model), optimizer=SGD), teacher=CausalLM(str(model)), max_response_length=12)
 
 
 def adapters(model: Path) -> RLModule:
@@ -364,8 +373,10 @@ def test_what_ranks_that_train_adapt_goes_on_though_rank_0_only_generates(
     policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     def given(folder: str, **settings: Any) -> Fit:
-        restraint = {"kl_coef": 0.1, "kl_target": 1e-3, "kl_horizon": 50.0}
-        made = RaggedPPO(str(policy), OddCharacters(), group_size=2, max_response_length=12, optimizer=SGD, **restraint)
+        restraint = {"kl": KL(0.1, target=1e-3, horizon=50.0)}
+        made = RaggedPPO(
+            CausalLM(str(policy), optimizer=SGD), OddCharacters(), group_size=2, max_response_length=12, **restraint
+        )
         placement = {role: [1] for role in ("actor", "critic", "reference")} | {"rollout": [0]}
         every = {"placement": placement, "save_every_n_steps": 1, **SETTINGS, **settings}
         return Fit(made, sums(16, 4), tmp_path / folder, ZERO2, settings=every)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlflow import Batch, PerSample, Rollout, Sourced, UserError, node
+from rlflow import Batch, CausalLM, PerSample, Rollout, Sourced, UserError, node
 from rlflow.algorithms import GRPO
 from rlflow.controller.context import NodeContext, Running
 from rlflow.dag.graph import Graph
@@ -75,7 +75,7 @@ def asked(
     """What each rank heard."""
     rows = [{"question": f"{i}=", "x": x} for i, x in enumerate(X)]
     data = PromptData(Listed(rows), None, prompts_per_step=len(X), shuffle=False)
-    module = Asks(str(policy), OddCharacters(), group_size=2, max_response_length=4)
+    module = Asks(CausalLM(str(policy)), OddCharacters(), group_size=2, max_response_length=4)
     folder = tmp_path_factory.mktemp("asked")
     if request.param == "1 rank":
         return [fit(Fit(module, data, folder)).record]
@@ -127,7 +127,7 @@ def test_every_rank_names_the_row_that_is_nan_on_one(policy: Path, tmp_path: Pat
     assert X.count(X[2]) == 1
     rows = [{"question": f"{i}=", "x": x} for i, x in enumerate(X)]
     data = PromptData(Listed(rows), None, prompts_per_step=len(X), shuffle=False)
-    module = AsksOfNaN(str(policy), OddCharacters(), group_size=2, max_response_length=4)
+    module = AsksOfNaN(CausalLM(str(policy)), OddCharacters(), group_size=2, max_response_length=4)
     errors = {result.record["error"] for result in ranks2.run(fit, Fit(module, data, tmp_path, ZERO2))}
     (error,) = errors
     assert error.startswith("row 2, one of 1, has an infinite or NaN entry")
@@ -141,7 +141,7 @@ def _quantile_of_tokens(bounds: list[int]) -> float:
     """Each rank has some of the tokens, one none."""
     transport, rank = Transport(), dist.get_rank()
     context = _context(transport, Metrics().of(0), Layout(tuple(range(dist.get_world_size())), dist.get_world_size()))
-    module = Asks("tiny", OddCharacters())
+    module = Asks(CausalLM("tiny"), OddCharacters())
     module.attach(context)
     here = tokens()[bounds[rank] : bounds[rank + 1]]
     return module.quantile(here[None], 0.8, torch.ones_like(here, dtype=torch.bool)[None]).item()
@@ -164,7 +164,7 @@ def _context(transport: Transport, metrics: StepMetrics, layout: Layout) -> Node
     context = node_context(transport, torch.float32)
     ids = torch.arange(2) + 2 * layout.shard(transport.rank)
     space = RowSpace.gather("batch", transport, layout, path=ids[:, None], lengths=ids, tokens=ids)
-    module = Asks("tiny", OddCharacters())
+    module = Asks(CausalLM("tiny"), OddCharacters())
     module.configure_models()
     rollout = Graph.read(module, roles=("actor", "reference")).nodes["rollout"]
     context.running = Running(rollout, space, layout, 0, {}, metrics)

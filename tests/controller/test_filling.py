@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 
-from rlflow import Batch, Grouped, Masked, PerSample, PerToken, Rollout, Sourced, UserError, Written, node
+from rlflow import Batch, CausalLM, Grouped, Masked, PerSample, PerToken, Rollout, Sourced, UserError, Written, node
 from rlflow.controller.filling import kept_groups
 from rlflow.rollout.engine import Completion
 from rlflow.rollout.transformers import TransformersEngine
@@ -17,6 +17,7 @@ from rlflow.strategies import SingleProcess
 from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
 from tests.controller.test_ranks import FLOAT32, difference
+from tests.making import made
 from tests.ranks import RankPool
 
 NEEDED, STEPS, GROUP = 4, 3, 3
@@ -58,7 +59,7 @@ class Picky(RaggedGRPO):
             self._note(name, self.all_rows(x))
         return rewards
 
-    @node(role="rollout", rows="batch")
+    @node(role="rollout")
     def greedy(self, batch: Batch) -> Rollout:
         assert all(is_hard(row) for row in batch.rows)
         return self.generate(batch, temperature=0.0)
@@ -75,7 +76,7 @@ class Picky(RaggedGRPO):
 
 def picky(policy: Path, kind: type[Picky] = Picky, **settings: Any) -> Picky:
     given = {"optimizer": SGD, "group_size": GROUP, "max_response_length": 12, "samples_per_update": 2 * GROUP}
-    module = kind(str(policy), OddCharacters(), **given, **settings)
+    module = made(kind, policy, OddCharacters(), **given, **settings)
     module.record = {}
     return module
 
@@ -212,7 +213,9 @@ class FiltersPrompts(RaggedGRPO):
 
 
 def test_prompts_are_chosen_before_the_policy_of_now_samples(policy: Path, tmp_path: Path) -> None:
-    module = FiltersPrompts(str(policy), OddCharacters(), optimizer=SGD, group_size=GROUP, max_response_length=12)
+    module = FiltersPrompts(
+        CausalLM(str(policy), optimizer=SGD), OddCharacters(), group_size=GROUP, max_response_length=12
+    )
     steps = fit(Fit(module, sums(10, NEEDED), tmp_path, settings={"max_steps": STEPS})).steps
     assert max(step["filter/draws"] for step in steps) > 1
     assert [step["rollout/staleness"] for step in steps] == [0.0] * STEPS
@@ -233,8 +236,8 @@ class TearsGroups(KeepsFew):
     [
         (
             KeepsFew,
-            "filter `useful` has kept 2 of the 4 groups of a step after 5 draws (`max_draws`), 10.0% of those drawn;"
-            " raise `max_draws`, choose easier or harder prompts, or take more samples of each",
+            "filter `useful` has kept 2 of the 4 groups of a step after 5 draws (`module.max_draws`), 10.0% of those"
+            " drawn; raise that, choose easier or harder prompts, or take more samples of each",
         ),
         (
             AnswersNumbers,

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rlflow import UserError
-from rlflow.controller.gap import GAP, LARGEST_GAP, LogprobGap, default_gap_limit
+from rlflow.controller.gap import GAP, LARGEST_GAP, SPREAD, SUMS, UNCERTAIN_GAP, LogprobGap, default_gap_limit
 from rlflow.databuffer.transport import Transport
 from rlflow.metrics import Metrics
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
-from tests.controller.runs import ZERO2, Fit, Lies, failing_fit, grpo, sums
+from tests.controller.runs import ZERO2, Fit, Lies, failing_fit, fit, grpo, sums
 from tests.ranks import RankPool
 
 
@@ -32,7 +34,7 @@ def test_an_engine_that_lies_about_its_weights_is_caught_in_the_step_that_it_gen
 
 @pytest.mark.parametrize("gap", [0.0011, float("nan"), float("inf")])
 def test_a_gap_above_the_limit_ends_the_run_and_one_that_is_no_number_does(gap: float) -> None:
-    alarm = LogprobGap(0.001)
+    alarm = LogprobGap(0.001, torch.float32)
     alarm.check({GAP: 0.001})
     with pytest.raises(UserError, match="differ by"):
         alarm.check({GAP: gap})
@@ -50,16 +52,100 @@ def test_rows_that_an_older_policy_generated_are_not_compared() -> None:
         path=RowPath.of_groups(torch.tensor([0, 1])),
         version=torch.tensor([2, 3]),
         versions=torch.tensor([[2, 3], [3, 0]], dtype=torch.int32),
+        inherited=torch.zeros_like(lengths),
         experts=Ragged.from_lists([[], []]),
+        segments=Ragged(torch.zeros(0, dtype=torch.int64), torch.zeros_like(lengths)),
+        turn_rewards=Ragged(torch.zeros(0), torch.zeros_like(lengths)),
+        ended=torch.zeros_like(lengths),
+        seat=torch.zeros_like(lengths),
         texts=["", ""],
+        messages=[[], []],
         rows=[{}, {}],
+        progress=[{}, {}],
     )
     metrics = Metrics()
-    gap = LogprobGap(0.001)
+    gap = LogprobGap(0.001, torch.float32)
     gap.open(3, metrics.of(7))
     gap.observe(rollout, torch.tensor([[9.0, 9.0], [0.5, 9.0]]))
-    assert metrics.reduce(7, Transport()) == {GAP: 0.5, LARGEST_GAP: 0.5}
+    reduced = metrics.reduce(7, Transport())
+    assert {name: reduced[name] for name in (GAP, LARGEST_GAP)} == {GAP: 0.5, LARGEST_GAP: 0.5}
 
 
 def test_bfloat16_is_allowed_a_wider_gap() -> None:
     assert default_gap_limit(torch.bfloat16) > 0.02 > default_gap_limit(torch.float32)
+
+
+def _figures(gap: float, uncertain: float = 400.0, spread: float = 1.0) -> dict[str, float]:
+    """Of a step whose 1,000 tokens have logprobs of mean 0 and, on the trainer's side, of variance 1."""
+    sums = dict(zip(SUMS, (1000.0, uncertain, 0.0, 1000.0, 0.0, 1000.0 * spread**2), strict=True))
+    return {GAP: gap * uncertain / 1000, UNCERTAIN_GAP: gap, **sums}
+
+
+def test_a_gap_that_is_several_times_that_of_the_steps_before_ends_the_run_though_it_is_below_the_limit() -> None:
+    alarm = LogprobGap(None, torch.bfloat16)
+    for gap in (0.002, 0.0024, 0.001, 0.0022):
+        alarm.check(_figures(gap))
+    alarm.check(_figures(0.0069))  # 3 times the median of 0.0021, and a little for the tokens being few
+    with pytest.raises(UserError, match=r"differ by 0.009 for an uncertain token, which is more than 0\.00\d+, where"):
+        alarm.check(_figures(0.009))
+    alarm.check(_figures(0.009, uncertain=9))  # of few tokens it varies
+
+
+def test_a_gap_is_compared_with_those_before_a_resume_where_dtype_and_engine_are_the_same() -> None:
+    before, same = LogprobGap(None, torch.bfloat16, engine="A"), LogprobGap(None, torch.bfloat16, engine="A")
+    for gap in (0.002, 0.0024, 0.001, 0.0022):
+        before.check(_figures(gap))
+    history = json.loads(json.dumps(before.history))
+    same.restore(history)
+    with pytest.raises(UserError, match=r"they differed by 0\.0021 in the steps before"):
+        same.check(_figures(0.009))
+    for other in (LogprobGap(None, torch.bfloat16, engine="B"), LogprobGap(None, torch.float16, engine="A")):
+        other.restore(history)
+        other.check(_figures(0.009))
+
+
+def test_a_checkpoint_has_the_gaps_of_the_steps_before(policy: Path, tmp_path: Path) -> None:
+    def gaps(done: int, **settings: Any) -> list[list[float]]:
+        fit(Fit(grpo(policy), sums(12, prompts_per_step=3), tmp_path, settings={"max_steps": done, **settings}))
+        stored = json.loads((tmp_path / f"checkpoint/step-{done:08d}/state.json").read_text())
+        found: list[list[float]] = stored["history"]["gaps"]["actor"]["steps"]
+        return found
+
+    two = gaps(2, save_every_n_steps=2)
+    assert len(two) == 2
+    three = gaps(3, save_every_n_steps=1, ckpt_path="last")
+    assert three[:2] == two
+    assert len(three) == 3
+
+
+def test_a_gap_that_rounding_makes_is_no_fault_however_small_it_was_before() -> None:
+    alarm = LogprobGap(None, torch.bfloat16)
+    for gap in (0.0, 0.0009):
+        alarm.check(_figures(gap))
+
+
+def test_logprobs_that_spread_otherwise_end_the_run_in_its_first_step() -> None:
+    LogprobGap(None, torch.bfloat16).check(_figures(0.002, spread=0.96))
+    with pytest.raises(UserError, match=r"the engine's spread 0.91 times as much as the trainer's"):
+        LogprobGap(None, torch.bfloat16).check(_figures(0.002, spread=0.91))
+
+
+def test_a_limit_that_is_set_is_the_only_one() -> None:
+    alarm = LogprobGap(1.0, torch.bfloat16)
+    for gap in (0.002, 0.2):
+        alarm.check(_figures(gap, spread=0.5))
+
+
+def test_loggers_see_the_spread_and_not_what_it_is_made_of() -> None:
+    figures = _figures(0.002, spread=0.99)
+    LogprobGap(None, torch.bfloat16).check(figures)
+    assert figures == {GAP: 0.0008, UNCERTAIN_GAP: 0.002, SPREAD: pytest.approx(0.99)}
+
+
+def test_certain_tokens_do_not_dilute_the_gap_of_the_uncertain() -> None:
+    metrics = Metrics()
+    alarm = LogprobGap(None, torch.bfloat16)
+    # probabilities 1/4 and 1: the first is off by 0.03, and counts 3/4
+    trainer = torch.tensor([[0.25, 1.0]]).log()
+    alarm.record(metrics.of(0), trainer, trainer + torch.tensor([[0.03, 0.0]]), torch.tensor([[True, True]]))
+    assert metrics.reduce(0, Transport())[UNCERTAIN_GAP] == pytest.approx(0.04)

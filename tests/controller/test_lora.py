@@ -52,18 +52,17 @@ def test_the_engine_generates_with_the_adapters_merged(
 class _Adapters(ActorCritic):
     """Both roles train adapters, the actor's with dropout."""
 
-    rank = 4
+    def __init__(self, model: str, rank: int) -> None:
+        super().__init__(model)
+        optimizer = Optimizer("adamw", lr=1e-2)
+        self.actor = CausalLM(model, optimizer=optimizer, lora=LoRA(rank, dropout=0.2))
+        self.critic = ValueModel(model, optimizer=optimizer, lora=LoRA(rank))
 
-    def configure_models(self) -> None:
-        super().configure_models()
-        self.actor = CausalLM(self.model, optimizer=self.optimizer, lora=LoRA(self.rank, dropout=0.2))
-        self.critic = ValueModel(self.model, optimizer=self.optimizer, lora=LoRA(self.rank))
 
-
-def _run(policy: Path, folder: Path, stop: int, ckpt_path: str | None = None, **settings: Any) -> None:
-    module = _Adapters(str(policy), Optimizer("adamw", lr=1e-2))
-    for name, value in settings.items():
-        setattr(module, name, value)
+def _run(
+    policy: Path, folder: Path, stop: int, ckpt_path: str | None = None, rank: int = 4, model: str | None = None
+) -> None:
+    module = _Adapters(model or str(policy), rank)
     given = {"max_steps": 4, "save_every_n_steps": 9, "ckpt_path": ckpt_path, "callbacks": [StopsAfter(stop)]}
     fit(Fit(module, answers(LENGTHS, 4), folder, settings=given))
 
@@ -95,7 +94,7 @@ def test_a_checkpoint_of_other_adapters_or_another_base_is_refused_in_one_line(p
 class _ViewAlone(SFT):
     def configure_models(self) -> None:
         super().configure_models()
-        self.reference = CausalLM(self.model, lora=LoRA()).without_adapters()
+        self.reference = CausalLM(self.actor.model, lora=LoRA()).without_adapters()
 
     @node(role="reference")
     def ref_logprobs(self, batch: Batch) -> PerToken:
@@ -108,7 +107,7 @@ class _ViewAlone(SFT):
 
 def test_a_view_whose_model_no_node_uses_is_refused(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="`reference` is a model without its adapters, and no node uses the model"):
-        fit(Fit(_ViewAlone(str(policy)), answers(LENGTHS, 4), tmp_path))
+        fit(Fit(_ViewAlone(CausalLM(str(policy))), answers(LENGTHS, 4), tmp_path))
 
 
 def test_a_run_does_not_start_from_an_adapter(policy: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlflow import PerSample, Ragged, ReplayBuffer, Rollout, node
+from rlflow import CausalLM, PerSample, Ragged, ReplayBuffer, Rollout, node
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, StopsAfter, failing_fit, fit, sums
 from tests.ranks import RankPool
 
@@ -48,7 +48,7 @@ class Apart(Replays):
 
 
 def run(policy: Path, folder: Path, kind: type[Replays] = Replays, strategy: Any = None, **settings: Any) -> Fit:
-    module = kind(str(policy), OddCharacters(), SGD, group_size=2, max_response_length=6)
+    module = kind(CausalLM(str(policy), optimizer=SGD), OddCharacters(), group_size=2, max_response_length=6)
     given = {"max_steps": 4, "save_every_n_steps": 2, **settings}
     return Fit(module, sums(16, 2), folder, settings=given, **({} if strategy is None else {"strategy": strategy}))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlflow import MoE
+from rlflow import Environment, MoE
 from rlflow.controller.gap import LARGEST_GAP
 from rlflow.models.optimizer import Optimizer
 from rlflow.rollout import VLLMEngine
@@ -100,3 +100,13 @@ def test_replay_that_cannot_be_is_refused_before_the_run(
 ) -> None:
     module = grpo(experts, moe=MoE(routing_replay=True))
     assert told in failing_fit(Fit(module, sums(6, 3), tmp_path, **settings)).error
+
+
+def test_replay_in_conversations_is_refused_before_the_run_in_one_line(experts: Path, tmp_path: Path) -> None:
+    module = grpo(experts, moe=MoE(routing_replay=True))
+    module.environment = Environment("tests.controller.answering.Counting")
+    data = sums(6, 3)
+    data.chat_template, data.max_prompt_length = True, 120
+    error = failing_fit(Fit(module, data, tmp_path)).error
+    assert "`moe.routing_replay` is set for `actor` and `module.environment` is set; the experts of a" in error
+    assert "\n" not in error.strip()

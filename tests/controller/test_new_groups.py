@@ -14,7 +14,7 @@ from rlflow.callbacks.hooks import Callbacks
 from rlflow.process.environment import place_kept
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
-from rlflow.run.prepared import Prepared
+from rlflow.run.prepared_run import Prepared
 from rlflow.run.setup import join
 from rlflow.settings import Place
 from rlflow.strategies import DeepSpeedStrategy
@@ -104,10 +104,10 @@ def test_the_process_group_is_bound_to_no_gpu(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: given.update(settings, backend=backend))
     strategy = DeepSpeedStrategy()
-    strategy.parallel_devices = [torch.device("cuda", 0)]
-    strategy.cluster_environment = OfOne()
+    strategy.processes.parallel_devices = [torch.device("cuda", 0)]
+    strategy.processes.cluster_environment = OfOne()
     with place_kept():
-        strategy._setup_distributed()
+        strategy.processes._setup_distributed()
     assert given["backend"] == "cpu:gloo,cuda:nccl"
     assert given.get("device_id") is None
 
@@ -116,8 +116,8 @@ def test_a_barrier_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(dist, "barrier", lambda **settings: given.append(settings))
     strategy = DeepSpeedStrategy()
-    strategy.parallel_devices = [torch.device("cuda", 0)]
-    strategy.cluster_environment = OfOne()
+    strategy.processes.parallel_devices = [torch.device("cuda", 0)]
+    strategy.processes.cluster_environment = OfOne()
     strategy.barrier()
     assert given == [{"device_ids": [0]}]
 
@@ -125,7 +125,10 @@ def test_a_barrier_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 class OfOne:
     """A cluster of one process."""
 
-    main_address, main_port = "127.0.0.1", 1
+    main_address, main_port = "127.0.0.1", 0  # the system chooses
+
+    def world_size(self) -> int:
+        return 1
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: 0

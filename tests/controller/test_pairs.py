@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rlflow import LoRA, Optimizer, Pairs, PerSample, Sourced, UserError, node
+from rlflow import CausalLM, LoRA, Optimizer, Pairs, PerSample, RewardModel, Sourced, UserError, node
 from rlflow.algorithms import DPO, SFT, RewardModelTraining
 from rlflow.callbacks import Callback, EarlyStopping
 from rlflow.data.prompts import PromptData
@@ -48,7 +48,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def dpo(policy: Path, reference: str) -> DPO:
-    return DPO(str(policy), BETA, reference, SGD)
+    return DPO(CausalLM(str(policy), optimizer=SGD), BETA, reference=CausalLM(reference))
 
 
 class NeverSetUp(TransformersEngine):
@@ -94,7 +94,7 @@ def test_an_update_of_a_reward_model_is_that_of_the_whole(policy: Path, tmp_path
     tiny_tokenizer().save_pretrained(tmp_path / "start")
     expected = reward_model_update(tmp_path / "start", paired(), Step(lr=SGD.lr))
     run = Fit(
-        RewardModelTraining(str(tmp_path / "start"), SGD),
+        RewardModelTraining(RewardModel(str(tmp_path / "start"), optimizer=SGD)),
         data(),
         tmp_path / "run",
         partial(DeepSpeedStrategy, 2, token_budget=20),
@@ -110,7 +110,7 @@ def test_a_run_without_a_language_model_to_train_measures_and_leaves_a_reward_mo
 ) -> None:
     optimizer = Optimizer(lr=1e-2)
     run = Fit(
-        RewardModelTraining(str(policy), optimizer),
+        RewardModelTraining(RewardModel(str(policy), optimizer=optimizer)),
         data(held_out=5),
         tmp_path / "run",
         engine=NeverSetUp(),
@@ -120,7 +120,7 @@ def test_a_run_without_a_language_model_to_train_measures_and_leaves_a_reward_mo
     assert (summary["accuracy_before"], summary["margin_before"]) == (0.5, 0.0)  # a new output layer is of zeros
     assert summary["loss_after"] < summary["loss_before"] == pytest.approx(math.log(2))
     frozen = Trainer(str(tmp_path / "run"), accelerator="cpu", strategy=SingleProcess())
-    found = frozen.validate(RewardModelTraining(str(tmp_path / "run/model")), data(held_out=5))
+    found = frozen.validate(RewardModelTraining(RewardModel(str(tmp_path / "run/model"))), data(held_out=5))
     assert found["val/margin"] == pytest.approx(summary["margin_after"], rel=1e-5)
 
 
@@ -140,7 +140,7 @@ def test_what_a_module_measures_is_the_same_on_one_rank_and_on_two(
 
 def test_a_run_without_a_language_model_to_train_goes_on_to_the_bit(policy: Path, tmp_path: Path) -> None:
     def run(steps: int, name: str, **settings: Any) -> dict[str, Any]:
-        module = RewardModelTraining(str(policy), Optimizer(lr=1e-2))
+        module = RewardModelTraining(RewardModel(str(policy), optimizer=Optimizer(lr=1e-2)))
         settings |= {"max_steps": steps, "save_every_n_steps": 2}
         return fit(Fit(module, data(2, held_out=5), tmp_path / name, settings=settings)).summary
 
@@ -150,7 +150,7 @@ def test_a_run_without_a_language_model_to_train_goes_on_to_the_bit(policy: Path
 
 
 def test_dpo_of_adapters_is_measured_against_the_model_without_them(policy: Path, tmp_path: Path) -> None:
-    module = DPO(str(policy), BETA, optimizer=Optimizer(lr=1e-2), lora=LoRA())
+    module = DPO(CausalLM(str(policy), optimizer=Optimizer(lr=1e-2), lora=LoRA()), BETA)
     strategy = SingleProcess()
     summary = fit(Fit(module, data(held_out=3), tmp_path / "run", lambda: strategy, settings={"max_steps": 5})).summary
     assert list(strategy._roles) == ["actor"]  # no second copy
@@ -213,7 +213,7 @@ class NamesRows(DPO):
 
 
 def test_each_held_out_row_counts_once_on_any_number_of_ranks(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
-    run = Fit(NamesRows(str(policy)), data(held_out=5), tmp_path, partial(DeepSpeedStrategy, 2))
+    run = Fit(NamesRows(CausalLM(str(policy))), data(held_out=5), tmp_path, partial(DeepSpeedStrategy, 2))
     summary = ranks2.run(fit, run)[0].summary
     assert (summary["number_before"], summary["mean_before"]) == (2.0, 2.0)  # (0 + 1 + 2 + 3 + 4) / 5
 
@@ -243,23 +243,23 @@ class Odd(DPO):
 
 def test_pairs_pass_a_filter(policy: Path, tmp_path: Path) -> None:
     # Rows 1 and 3 are odd; an epoch draws four of the five, so two epochs fill a step.
-    learned = fit(Fit(Odd(str(policy)), data(2), tmp_path)).record
+    learned = fit(Fit(Odd(CausalLM(str(policy))), data(2), tmp_path)).record
     assert len(learned) == 2
     assert {*learned} <= {"1+1=", "3+3="}
 
 
 def test_pairs_without_a_rejected_side_are_refused(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="DPO reads `batch` as Pairs, and these are pairs without a rejected side"):
-        fit(Fit(DPO(str(policy)), answers((3, 4), 2), tmp_path))
+        fit(Fit(DPO(CausalLM(str(policy))), answers((3, 4), 2), tmp_path))
 
 
 def test_a_rejected_side_that_nobody_reads_is_refused(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"`data.rejected` is 'bad', and SFT reads `batch` as Batch, whose rows"):
-        fit(Fit(SFT(str(policy)), data(), tmp_path))
+        fit(Fit(SFT(CausalLM(str(policy))), data(), tmp_path))
 
 
 def test_held_out_rows_that_nothing_is_measured_on_are_refused(policy: Path, tmp_path: Path) -> None:
     held_out = answers((3, 4), 2)
     held_out.validation = held_out.train
     with pytest.raises(UserError, match=r"`data.validation` is set but the module has no reward to score responses"):
-        fit(Fit(SFT(str(policy)), held_out, tmp_path))
+        fit(Fit(SFT(CausalLM(str(policy))), held_out, tmp_path))

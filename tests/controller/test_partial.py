@@ -20,7 +20,9 @@ from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Re
 from tests.controller.test_apart import fit_with_delays, fit_with_weights, numbers, same
 from tests.controller.test_filling import is_hard
 from tests.controller.test_ranks import FLOAT32, difference
+from tests.making import made
 from tests.ranks import RankPool
+from tests.saved import write_state
 
 NEEDED, STEPS, GROUP, LONGEST, PART = 4, 4, 3, 12, 4
 
@@ -57,9 +59,9 @@ def wide(step: dict[str, Tensor], name: str) -> Tensor:
 
 def module(policy: Path, kind: type[Recording] = Recording, **settings: Any) -> Recording:
     given = {"optimizer": SGD, "group_size": GROUP, "max_response_length": LONGEST, "samples_per_update": 2 * GROUP}
-    made = kind(str(policy), OddCharacters(), **{**given, **settings})
-    made.record = []
-    return made
+    recording = made(kind, policy, OddCharacters(), **{**given, **settings})
+    recording.record = []
+    return recording
 
 
 def given(policy: Path, folder: Path, strategy: Any = ZERO2, kind: type[Recording] = Recording, **settings: Any) -> Fit:
@@ -331,7 +333,7 @@ def test_a_node_that_samples_twice_is_told_so(policy: Path, tmp_path: Path) -> N
     result = failing_fit(given(policy, tmp_path, SingleProcess, Twice))
     assert result.error == (
         "node `rollout` samples twice, and `trainer.partial_rollout` continues the responses of one `generate`;"
-        " sample once in it, or leave `partial_rollout` out"
+        " sample once in it, or leave `trainer.partial_rollout` out"
     )
 
 
@@ -348,7 +350,7 @@ def test_groups_that_have_ended_are_not_lost_either(policy: Path, tmp_path: Path
     checkpoint = tmp_path / "checkpoint/step-00000001"
     (checkpoint / "under-way.json").unlink()
     stored = json.loads((checkpoint / "state.json").read_text())
-    del stored["files"]["under-way.json"]
-    (checkpoint / "state.json").write_text(json.dumps(stored))
+    del stored["files"]["under-way.json"], stored["sha256"]
+    write_state(checkpoint, stored)
     rest = failing_fit(given(policy, tmp_path, SingleProcess, partial_rollout=None, ckpt_path="last"))
     assert "has groups that wait for the next step, which would be lost" in rest.error

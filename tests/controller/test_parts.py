@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlflow import PerSample, PerToken, Rollout, Written, node
+from rlflow import CausalLM, PerSample, PerToken, Rollout, Written, node
 from rlflow.errors import UserError
 from rlflow.rewards import SampleReward
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, failing_fit, fit, sums
@@ -77,7 +77,7 @@ class Lacking(PartsGRPO):
 
 def run_of(policy: Path, folder: Path, kind: type[RaggedGRPO] = PartsGRPO, prompts: int = 3, **given: Any) -> Fit:
     reward = given.pop("reward", TwoParts())
-    module = kind(str(policy), reward, SGD, group_size=2, max_response_length=8)
+    module = kind(CausalLM(str(policy), optimizer=SGD), reward, group_size=2, max_response_length=8)
     return Fit(module, sums(6, prompts), folder, settings={"max_steps": 2}, **given)
 
 
@@ -106,11 +106,13 @@ def test_a_rank_without_samples_has_the_parts_of_the_others(policy: Path, tmp_pa
 
 def test_a_part_that_the_reward_lacks_is_named_on_every_rank(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
     run = run_of(policy, tmp_path / "run", Lacking, prompts=1, strategy=ZERO2)
-    for result in ranks2.run(failing_fit, run):
-        assert result.error == (
+    for rank, result in enumerate(ranks2.run(failing_fit, run)):
+        line, place = result.error.split(" (rank ")
+        assert line == (
             'a node reads part `ood`, which the reward lacks; its parts are [begins, odd]. Did you mean "odd"? Give'
             " the reward that part, or read another"
         )
+        assert place.startswith(f"{rank}, node `odd`, ")
 
 
 def test_a_reward_of_one_number_has_no_parts_to_read(policy: Path, tmp_path: Path) -> None:
@@ -122,7 +124,7 @@ def test_what_fails_to_score_on_one_rank_ends_all_with_its_line(policy: Path, tm
     run = run_of(policy, tmp_path / "run", prompts=2, reward=Broken(), strategy=ZERO2)
     run = replace(run, data=sums(2, 2))  # one prompt for each rank
     errors = [result.error for result in ranks2.run(failing_fit, run)]
-    assert errors[0] == errors[1]
+    assert errors[0].rpartition(" (rank ")[0] == errors[1].rpartition(" (rank ")[0]
     assert "Broken failed on sample 0 with ValueError: no answer here (response" in errors[0]
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rlflow import Batch, Rollout, node
 from rlflow.errors import UserError
 from rlflow.models.stored_weights import stored_weights
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout.assignment import Share
-from rlflow.rollout.engine import Sampling, sampling_seed
+from rlflow.rollout.children import sampling_seed
+from rlflow.rollout.engine import Completion, EnginePlace, Sampling, SyncReport
 from rlflow.rollout.transformers import TransformersEngine
 from tests.controller.policies import ANSWERS, QUESTIONS, STOPS, SelfPlay, paths_of
 from tests.controller.runs import ZERO2, Fit, Result, fit, sums
@@ -83,12 +85,38 @@ def test_the_same_tokens_are_generated_on_two_ranks(
             assert step[name] == pytest.approx(expected[name], abs=1e-5)
 
 
-def test_a_frozen_policy_generates_with_the_weights_of_its_files(policy: Path, other: Path, tmp_path: Path) -> None:
-    module = SelfPlay(policy, other, solver_trains=False)
-    found = fit(Fit(module, sums(12, PROMPTS), tmp_path / "run", settings={"max_steps": STEPS}))
+class CountsLoads(TransformersEngine):
+    """Counts how often it is given weights and sleeps; generates awake only."""
+
+    loads = sleeps = 0
+    asleep = False
+
+    def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
+        self.loads += 1
+        return super().update_weights(buckets, version)
+
+    def sleep(self, keep_weights: bool = False) -> None:
+        self.sleeps, self.asleep = self.sleeps + 1, True
+        super().sleep(keep_weights)
+
+    def wake_up(self) -> None:
+        self.asleep = False
+
+    def generate(self, *asked: Any) -> list[Completion]:
+        assert not self.asleep
+        return super().generate(*asked)
+
+
+def test_a_frozen_policy_generates_with_the_weights_of_its_files_read_once(
+    policy: Path, other: Path, tmp_path: Path
+) -> None:
+    module, solver, proposer = SelfPlay(policy, other, solver_trains=False), CountsLoads(), CountsLoads()
+    settings = {"max_steps": STEPS, "engines": {"solver": solver, "proposer": proposer}}
+    found = fit(Fit(module, sums(12, PROMPTS), tmp_path / "run", settings=settings))
+    assert (solver.loads, proposer.loads) == (1, STEPS)
+    assert solver.sleeps == proposer.sleeps > STEPS  # each after it was set up, and in every step
     engine = TransformersEngine()
-    settings: dict[str, Any] = {"device": torch.device("cpu"), "rank": 0, "world_size": 1, "local_rank": 0, "seed": 0}
-    engine.setup(str(other), dtype=torch.float32, **settings)
+    engine.setup(str(other), EnginePlace(torch.float32, torch.device("cpu")))
     engine.update_weights(stored_weights(other, torch.float32, 2**20), 0)
     for step in range(STEPS):
         for path, answer in found.record["answer"][step].items():
@@ -129,8 +157,8 @@ def test_a_second_call_on_the_same_rows_is_new_and_what_a_node_returns_is_number
 ) -> None:
     found = fit(Fit(Twice(policy, other), sums(12, PROMPTS), tmp_path / "run"))
     first, again = found.record["question"]
-    assert first.keys() == again.keys()
-    assert all(first[path] != again[path] for path in first)
+    assert [(*parent, child + 1) for *parent, child in first] == list(again)  # a prompt's children are numbered on
+    assert all(first[path] != question for path, question in zip(first, again.values(), strict=True))
     answers = [path[:2] for path in found.record["answer"][0]]
     assert sorted(set(answers)) == [(prompt, question) for prompt in range(PROMPTS) for question in range(QUESTIONS)]
 
@@ -167,11 +195,12 @@ class FromResponses(SelfPlay):
         (
             Orphans,
             r"row 0 that node `answer` returned on rank 0 has the parent 7.7, which is no row of `question` that it"
-            r" reads there .*; return rows that were generated from those it reads",
+            r" reads there .*; return rows that were made from those it reads",
         ),
         (
             FromResponses,
-            "node `answer` generates from a Rollout, and responses are no prompts; make prompts of them by"
+            "node `answer` continues rows of `question`, which proposer wrote, with `solver`, and log-probabilities of"
+            " a row are of one policy; continue them with the policy that wrote them, or make prompts of them by"
             " `as_prompts`",
         ),
     ],

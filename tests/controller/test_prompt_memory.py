@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlflow import Batch, Grouped, PerSample, PromptMemory, Rollout, Written, node
+from rlflow import Batch, CausalLM, Grouped, PerSample, PromptMemory, Rollout, Written, node
 from rlflow.functional import group_has_signal
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, StopsAfter, failing_fit, fit, sums
 from tests.ranks import RankPool
@@ -54,7 +54,7 @@ class Undecided(Curriculum):
 
 
 def run(policy: Path, folder: Path, kind: type[Curriculum] = Curriculum, strategy: Any = None, **settings: Any) -> Fit:
-    module = kind(str(policy), EvenAreSolved(), SGD, group_size=2, max_response_length=4)
+    module = kind(CausalLM(str(policy), optimizer=SGD), EvenAreSolved(), group_size=2, max_response_length=4)
     given = {"max_steps": STEPS, "save_every_n_steps": 1, **settings}
     data = sums(ROWS, PER_STEP)
     return (
@@ -204,7 +204,7 @@ def test_memories_are_the_same_to_the_bit_where_nodes_run_on_other_ranks(
     policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     def twice() -> Twice:
-        return Twice(str(policy), OddCharacters(), SGD, group_size=4, max_response_length=4)
+        return Twice(CausalLM(str(policy), optimizer=SGD), OddCharacters(), group_size=4, max_response_length=4)
 
     saved: dict[str, Any] = {"save_every_n_steps": 1}
     apart = {**saved, "placement": {"rollout": 0, "actor": 1}}

@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rlflow import CausalLM
 from rlflow.rollout.transformers import TransformersEngine
 from tests.controller.runs import (
     SGD,
@@ -105,7 +106,7 @@ def one_prompt(policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: R
     settings = {"max_steps": 2}
 
     def run(name: str, **given: object) -> Fit:
-        module = MovingGRPO(str(policy), OddCharacters(), SGD, group_size=6, max_response_length=12)
+        module = MovingGRPO(CausalLM(str(policy), optimizer=SGD), OddCharacters(), group_size=6, max_response_length=12)
         return Fit(module, sums(4, prompts_per_step=1), folder / name, settings=settings, **given)  # type: ignore[arg-type]
 
     return {1: [fit(run("1"))], 2: ranks2.run(fit, run("2", strategy=ZERO2))}
@@ -125,9 +126,10 @@ def test_the_bytes_logged_are_those_of_the_rows_that_moved(one_prompt: dict[int,
     assert all(rows.values())  # both train
     # Loading deals one prompt to the second of two shards: [0, 0) and [0, 1).
     moved = rows[0]
-    # Ids of prompt and response take 8 bytes a token, its mask 1, its logprob and its version 4; of a sample the length
-    # takes 8, finished 1, the version 8 and the advantage 4; who they are is known.
-    expected = sum(8 * prompt + (8 + 1 + 4 + 4) * response + 8 + 1 + 8 + 4 for prompt, response in moved)
+    # Ids of prompt and response take 8 bytes a token, its mask 1, its logprob and version 4; of a sample the length
+    # takes 8, finished 1, the version 8, what it inherited 8, why it ended 8, its seat 8 and the advantage 4; who they
+    # are is known, and of turns, which none has, nothing is sent.
+    expected = sum(8 * prompt + (8 + 1 + 4 + 4) * response + 8 + 1 + 4 * 8 + 4 for prompt, response in moved)
     for result in one_prompt[2]:
         assert result.steps[-1]["exchange/bytes"] == expected
         assert result.steps[-1]["exchange/busiest_rank_bytes"] == expected
@@ -151,7 +153,7 @@ def test_the_rows_of_an_engine_that_two_ranks_share_count_once(policy: Path, tmp
 
 def test_one_response_to_each_prompt_is_as_long_on_every_rank(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
     def run(name: str, **given: object) -> Fit:
-        module = RaggedReMax(str(policy), OddCharacters(), SGD, max_response_length=12)
+        module = RaggedReMax(CausalLM(str(policy), optimizer=SGD), OddCharacters(), max_response_length=12)
         return Fit(module, sums(5, prompts_per_step=5), tmp_path / name, **given)  # type: ignore[arg-type]
 
     alone = fit(run("alone"))

@@ -15,7 +15,8 @@ from torch import Tensor
 from rlflow import Optimizer, UserError
 from rlflow.callbacks import Callback
 from rlflow.module import handles
-from rlflow.run.size_table import updates_of_run
+from rlflow.run.prepare import read_graph
+from rlflow.run.schedules import counted
 from tests.controller.runs import ActorCritic, Fit, StopsAfter, answers, fit, grpo, sums
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.ranks import RankPool
@@ -88,7 +89,8 @@ def test_before_its_first_step_a_role_keeps_its_weights_and_the_policy_its_versi
         def on_fit_start(self, trainer: Any, module: Any) -> None:
             self.versions = []
 
-        def on_weight_sync(self, trainer: Any, module: Any, version: int) -> None:
+        def on_weight_sync(self, trainer: Any, module: Any, policy: str, version: int) -> None:
+            assert (policy, trainer.settings.max_steps) == ("actor", 4)
             self.versions.append(version)
 
     module, syncs = grpo(policy), Late()
@@ -106,8 +108,8 @@ def test_before_its_first_step_a_role_keeps_its_weights_and_the_policy_its_versi
 def test_a_schedule_counts_the_steps_that_train(policy: Path) -> None:
     module = ActorCritic(str(policy), actor_start_step=3)
     module.configure_models()
-    data = answers(LENGTHS, 4)
-    assert [updates_of_run(module, role, data, steps=10) for role in handles(module)] == [7, 10]
+    graph = read_graph(module)
+    assert [counted(module, graph, role, prompts=4, steps=10) for role in handles(module)] == [7, 10]
 
 
 def test_a_critic_with_another_vocabulary_is_refused_in_one_line(policy: Path, tmp_path: Path) -> None:

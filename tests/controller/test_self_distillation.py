@@ -32,10 +32,10 @@ class SelfDistillation(RLModule):
     stop_token_ids = tuple(range(40, 60))
 
     def __init__(self, model: str, decay: float = DECAY) -> None:
-        self.model, self.decay = model, decay
+        self.actor = CausalLM(model, optimizer=Optimizer("adamw", lr=3e-3), samples_per_update=4)
+        self.decay = decay
 
     def configure_models(self) -> None:
-        self.actor = CausalLM(self.model, optimizer=Optimizer("adamw", lr=3e-3), samples_per_update=4)
         self.teacher = self.actor.averaged(self.decay)
 
     @node(role="rollout")
@@ -122,7 +122,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit_with_the_average(
 
 
 def test_the_average_moves_once_a_step_after_all_updates_of_its_owner(policy: Path, tmp_path: Path) -> None:
-    settings = {"save_every_n_steps": 1, "keep_checkpoints": STEPS + 1}
+    settings = {"save_every_n_steps": 1, "save_last": STEPS + 1}
     first, second, _ = fit(run(policy, tmp_path, Regularized, settings=settings)).steps
     # The step's samples are scored before its two updates, the second of which sees what the first one changed.
     assert 1e-4 < first["actor/apart"] < second["actor/apart"]
@@ -167,13 +167,13 @@ class _NoSuch(SelfDistillation):
 class _Trainable(SelfDistillation):
     def configure_models(self) -> None:
         super().configure_models()
-        self.teacher = CausalLM(self.model)
+        self.teacher = CausalLM(self.actor.model)
 
 
 class _AverageAlone(SelfDistillation):
     def configure_models(self) -> None:
         super().configure_models()
-        self.teacher = CausalLM(self.model).averaged(0.9)
+        self.teacher = CausalLM(self.actor.model).averaged(0.9)
 
 
 @pytest.mark.parametrize(

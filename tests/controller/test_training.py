@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlflow import Batch, PerSample, PerToken, UserError, node
+from rlflow import Batch, CausalLM, PerSample, PerToken, UserError, node
 from rlflow.algorithms import SFT
 from rlflow.strategies import FSDPStrategy
 from tests.controller.runs import (
@@ -44,7 +44,9 @@ def unchanged(result: Result, start: dict[str, Tensor]) -> bool:
 def test_a_step_in_which_no_token_counts_changes_nothing(
     policy: Path, start: dict[str, Tensor], tmp_path: Path, ranks2: RankPool
 ) -> None:
-    for result in ranks2.run(fit, Fit(Unmasked(str(policy), SGD), answers(LENGTHS, 4), tmp_path, ZERO2)):
+    for result in ranks2.run(
+        fit, Fit(Unmasked(CausalLM(str(policy), optimizer=SGD)), answers(LENGTHS, 4), tmp_path, ZERO2)
+    ):
         assert unchanged(result, start)
         assert "actor/loss" not in result.steps[0]
 
@@ -98,7 +100,7 @@ class _WrongShape(SFT):
 
 def test_a_loss_of_another_shape_than_annotated_is_refused(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train node `actor_loss` returned a loss of shape \[4\] for \[4, 13\]"):
-        fit(Fit(_WrongShape(str(policy)), answers(LENGTHS, 4), tmp_path))
+        fit(Fit(_WrongShape(CausalLM(str(policy))), answers(LENGTHS, 4), tmp_path))
 
 
 class _PerSample(SFT):
@@ -109,8 +111,10 @@ class _PerSample(SFT):
 
 def test_a_loss_per_sample_is_averaged_over_samples(policy: Path, tmp_path: Path) -> None:
     data = answers(LENGTHS, 4)
-    per_sample = fit(Fit(_PerSample(str(policy), SGD), data, tmp_path / "a"))
-    summed = fit(Fit(SFT(str(policy), SGD, loss_aggregation="sequence-mean-token-sum"), data, tmp_path / "b"))
+    per_sample = fit(Fit(_PerSample(CausalLM(str(policy), optimizer=SGD)), data, tmp_path / "a"))
+    summed = fit(
+        Fit(SFT(CausalLM(str(policy), optimizer=SGD), loss_aggregation="sequence-mean-token-sum"), data, tmp_path / "b")
+    )
     assert per_sample.steps[0]["actor/loss"] == pytest.approx(summed.steps[0]["actor/loss"], rel=1e-6)
 
 

@@ -17,6 +17,7 @@ from rlflow.run.size_table import unclipped
 from rlflow.settings import Settings
 from rlflow.strategies import SingleProcess
 from tests.controller.runs import SGD, Fit, OddCharacters, fit, sums
+from tests.making import made
 
 WARNS = "has no clip, cap or mask that holds the policy near the one that sampled"
 
@@ -29,7 +30,7 @@ def warnings(policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     """What a run of an algorithm with these settings is warned of."""
 
     def run(algorithm: type[PolicyGradient], settings: dict[str, Any], **given: Any) -> list[str]:
-        module = algorithm(str(policy), OddCharacters(), SGD, group_size=2, max_response_length=8, **given)
+        module = made(algorithm, policy, OddCharacters(), optimizer=SGD, group_size=2, max_response_length=8, **given)
         fit(Fit(module, sums(4, 2), tmp_path / "run", settings=settings))
         return [line for line in capfd.readouterr().out.splitlines() if WARNS in line]
 
@@ -51,7 +52,8 @@ def test_partial_rollouts_are_warned_of_without_importance(algorithm: type[Polic
 
 def test_samples_one_step_old_are_warned_of_without_importance(policy: Path, tmp_path: Path) -> None:
     def lines(**given: Any) -> list[str]:
-        module = algorithms.GRPO(str(policy), OddCharacters(), SGD, group_size=2, max_response_length=8, **given)
+        settings = {"optimizer": SGD, "group_size": 2, "max_response_length": 8, **given}
+        module = made(algorithms.GRPO, policy, OddCharacters(), **settings)
         prepared = prepare(
             module,
             sums(4, 2),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rlflow.dag.node import node
 from rlflow.values.batch import Batch
 from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.each import Each
 from rlflow.values.rollout import Rollout
 
 
@@ -41,11 +42,14 @@ class ReMax(GRPO):
 
     ref_logprobs = None
 
-    @node(role="rollout", rows="batch")
+    @node(role="rollout")
     def greedy(self, batch: Batch) -> Rollout: ...
 
     @node
-    def baseline(self, greedy: Rollout) -> PerSample: ...
+    def greedy_rewards(self, greedy: Rollout) -> PerSample: ...
+
+    @node
+    def baseline(self, batch: Batch, greedy_rewards: Each[PerSample]) -> PerSample: ...
 
     def advantages(self, rewards: PerSample, baseline: PerSample) -> PerSample: ...
 

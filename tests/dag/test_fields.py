@@ -11,6 +11,7 @@ import torch
 
 from rlflow import (
     Batch,
+    CausalLM,
     Grouped,
     Masked,
     MaskedTokens,
@@ -31,6 +32,7 @@ from rlflow.algorithms import GRPO, PPO
 from rlflow.dag.graph import Graph, GraphError
 from rlflow.dag.planner import plan
 from rlflow.dag.tasks import Exchange
+from rlflow.functional import KL
 from rlflow.rewards import ExactMatch
 from rlflow.run.prepare import read_graph
 from rlflow.values.layout import Layout
@@ -85,7 +87,7 @@ def fields_of(annotation: Any) -> set[str]:
         (MaskedTokens, {*TOKENS, "loss_mask"}),
         (Sampled, {*TOKENS, "loss_mask", "logprobs", "version"}),
         (Sourced, {"rows"}),
-        (Written, {"texts", "rows", "prompt_ids", "lengths"}),
+        (Written, {"texts", "messages", "rows", "prompt_ids", "lengths", "path", "segments", "turn_rewards", "ended"}),
         (Short, {"prompt_ids", "version"}),
         (Plain, {"logprobs"}),
         (Short | None, {"prompt_ids", "version"}),
@@ -100,9 +102,12 @@ def test_a_type_of_ones_own_adds_to_those_it_derives_from() -> None:
     assert fields_of(Bare) == fields_of(Grouped)
 
 
+SEEN_BY_NAME = ("texts", "messages", "progress", "rows")
+
+
 @pytest.mark.parametrize("annotation", [Rollout, Any])
 def test_a_value_s_own_type_asks_for_all_but_texts_and_rows_of_the_dataset(annotation: Any) -> None:
-    assert fields_of(annotation) == {name for name in Rollout.__dataclass_fields__ if name not in ("texts", "rows")}
+    assert fields_of(annotation) == {name for name in Rollout.__dataclass_fields__ if name not in SEEN_BY_NAME}
 
 
 @dataclass(frozen=True)
@@ -192,7 +197,7 @@ def test_a_node_sees_what_it_asks_for_and_no_more_even_on_one_rank() -> None:
 
 
 def test_the_line_names_the_type_to_write() -> None:
-    graph = read_graph(GRPO(model="tiny", reward=ExactMatch()))
+    graph = read_graph(GRPO(CausalLM("tiny"), reward=ExactMatch()))
     read = graph.fields["advantages", "rollout"]
     line = "`advantages` reads `rollout: Grouped`, a type that does not ask for it. Write `rollout: Written`, or a"
     with pytest.raises(UserError, match=line):
@@ -200,7 +205,7 @@ def test_the_line_names_the_type_to_write() -> None:
 
 
 def test_grpo_sends_the_actor_what_it_scores_compares_and_masks() -> None:
-    graph = read_graph(GRPO(model="tiny", reward=ExactMatch()))
+    graph = read_graph(GRPO(CausalLM("tiny"), reward=ExactMatch()))
     layouts = {"actor.rollout": Layout((0,), 1), "actor": Layout((1,), 1, "balanced")}
     exchanges = [task for task in plan(graph, layouts, 2).tasks if isinstance(task, Exchange)]
     (of_rollout,) = [task for task in exchanges if task.value == "rollout"]
@@ -210,7 +215,7 @@ def test_grpo_sends_the_actor_what_it_scores_compares_and_masks() -> None:
 
 
 def test_what_the_framework_reads_is_said_with_its_reason() -> None:
-    fields = read_graph(PPO(model="tiny", reward=ExactMatch(), kl_coef=0.1)).fields
+    fields = read_graph(PPO(CausalLM("tiny"), reward=ExactMatch(), kl=KL(0.1))).fields
     assert str(fields["old_logprobs", "rollout"]) == (
         "prompt_ids, response_ids, lengths; compared with the engine's logprobs: loss_mask, logprobs, version"
     )
@@ -237,7 +242,7 @@ def test_a_loss_reads_the_tokens_and_the_mask_whatever_its_type_names() -> None:
 
 def test_experts_are_sent_where_a_model_trains_with_those_that_the_engine_chose() -> None:
     def read(moe: MoE | None) -> dict[tuple[str, str], Any]:
-        return dict(read_graph(GRPO(model="tiny", reward=ExactMatch(), kl_coef=0.1, moe=moe)).fields)
+        return dict(read_graph(GRPO(CausalLM("tiny", moe=moe), reward=ExactMatch(), kl=KL(0.1))).fields)
 
     replayed = read(MoE(routing_replay=True))
     assert "experts" in replayed["actor_loss", "rollout"].names

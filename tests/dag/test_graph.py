@@ -14,17 +14,11 @@ import torch
 from rlflow.dag.graph import Graph, GraphError, Problem
 from rlflow.dag.node import node
 from rlflow.errors import UserError
-from rlflow.values.batch import Batch, Pairs
+from rlflow.values.batch import Batch
 from rlflow.values.cuts import PerSample, PerToken, Scalar
 from rlflow.values.rollout import Rollout
-from tests.dag.modules import GRPO, ROLES, SFT, Filtered, ReMax
-
-
-def problems(module: object, roles: tuple[str, ...] = ROLES) -> list[str]:
-    """What is wrong with the module's graph, without the places."""
-    with pytest.raises(GraphError) as error:
-        Graph.read(module, roles)
-    return [problem.message for problem in error.value.problems]
+from tests.dag.modules import GRPO, ROLES, SFT
+from tests.dag.problems import problems
 
 
 def test_the_mark_leaves_the_method_as_it_is() -> None:
@@ -115,19 +109,6 @@ def test_the_kind_follows_from_role_and_type() -> None:
 def test_readers_come_in_the_order_of_execution() -> None:
     readers = Graph.read(GRPO(), ROLES).readers("rollout")
     assert [step.id for step in readers] == ["rewards", "ref_logprobs", "old_logprobs", "advantages", "actor_loss"]
-
-
-def test_values_keep_the_rows_of_what_they_read() -> None:
-    spaces = {step.id: step.space for step in Graph.read(ReMax(), ROLES).order}
-    assert spaces == {
-        "rollout": "rollout",
-        "rewards": "rollout",
-        "old_logprobs": "rollout",
-        "greedy": "batch",
-        "baseline": "batch",
-        "advantages": "rollout",  # reads `rewards` of samples beside `baseline` of prompts
-        "actor_loss": "rollout",
-    }
 
 
 def test_a_wrapped_method_is_placed_where_it_is_written() -> None:
@@ -280,49 +261,6 @@ def test_a_cycle_follows_the_values() -> None:
     assert problems(Module()) == ["`a` waits for itself: `a` -> `b` -> `c` -> `a`. Break the cycle"]
 
 
-def test_types_must_agree_along_an_edge() -> None:
-    class Module(GRPO):
-        def advantages(self, rollout: Rollout, rewards: PerSample) -> PerToken: ...
-
-    (problem,) = problems(Module())
-    assert problem.startswith("`actor_loss` reads `advantages` as PerSample, but `advantages` returns PerToken (")
-
-
-def test_an_optional_input_is_checked_without_its_none() -> None:
-    class Module(GRPO):
-        def old_logprobs(self, rollout: Rollout) -> PerSample: ...
-
-    (problem,) = problems(Module())
-    assert problem.startswith("`actor_loss` reads `old_logprobs` as PerToken | None, but")
-
-
-def test_the_batch_is_a_batch() -> None:
-    class Module(SFT):
-        def actor_loss(self, batch: Rollout) -> PerToken: ...
-
-    assert problems(Module()) == ["`actor_loss` reads `batch` as Rollout, but it is a Batch, or Pairs. Correct it"]
-
-
-def test_a_value_that_cannot_be_cut_is_refused() -> None:
-    class Module(GRPO):
-        def rewards(self, rollout: Rollout) -> list[float]: ...
-
-        def advantages(self, rollout: Rollout, rewards: Any) -> PerSample: ...
-
-    (problem,) = problems(Module())
-    assert problem.startswith("`rewards` returns list[float], which cannot be cut by rows: ")
-
-
-def test_a_type_that_is_not_imported_is_told() -> None:
-    class Module(SFT):
-        @node
-        def a(self, batch: Batch) -> Unknown: ...  # noqa: F821
-
-    assert problems(Module()) == [
-        "the types of `a` cannot be read: name 'Unknown' is not defined. Import or correct them"
-    ]
-
-
 def test_a_train_node_needs_a_role() -> None:
     class Module:
         @node(type="train")
@@ -365,74 +303,6 @@ def test_an_unknown_role_lists_the_roles() -> None:
     ]
 
 
-def test_samples_of_two_rollouts_cannot_be_mixed() -> None:
-    class Module(GRPO):
-        @node(role="rollout")
-        def other(self, batch: Batch) -> Rollout: ...
-
-        def advantages(self, rewards: PerSample, other: Rollout) -> PerSample: ...
-
-    assert problems(Module()) == [
-        "`advantages` mixes samples of `rollout` (in `rewards`) and of `other` (in `other`),"
-        " whose rows have nothing in common. Read them in nodes of their own"
-    ]
-
-
-def test_one_number_of_another_rollout_may_be_read() -> None:
-    class Module(GRPO):
-        @node(role="rollout")
-        def other(self, batch: Batch) -> Rollout: ...
-
-        @node
-        def mean_length(self, other: Rollout) -> Scalar: ...
-
-        def advantages(self, rewards: PerSample, mean_length: Scalar) -> PerSample: ...
-
-    assert Graph.read(Module(), ROLES).nodes["advantages"].space == "rollout"
-
-
-class DPO:
-    @node(role="reference")
-    def ref_logprobs(self, batch: Pairs) -> PerSample: ...
-
-    @node(role="actor", type="train")
-    def actor_loss(self, batch: Pairs, ref_logprobs: PerSample) -> PerSample: ...
-
-
-def test_the_readers_of_batch_say_whether_it_is_pairs() -> None:
-    class Indifferent(DPO):
-        @node
-        def a(self, batch: Any) -> PerSample: ...
-
-    assert Graph.read(Indifferent(), ROLES).type_of("batch") is Pairs
-    assert Graph.read(SFT(), ROLES).type_of("batch") is Batch
-
-
-def test_the_readers_of_batch_agree_on_its_type() -> None:
-    class Module(DPO):
-        @node
-        def a(self, batch: Batch) -> PerSample: ...
-
-    (problem,) = problems(Module())
-    assert problem.startswith("`a` reads `batch` as Batch, but `ref_logprobs` reads it as Pairs (")
-    assert problem.endswith("). Make them agree")
-
-
-def test_nothing_of_a_pair_is_per_token() -> None:
-    class Module(DPO):
-        @node
-        def a(self, ref_logprobs: PerSample) -> PerToken: ...
-
-        @node(role="actor", type="train")
-        def actor_loss(self, batch: Pairs, ref_logprobs: PerSample) -> PerToken: ...
-
-    of_pairs = "returns PerToken of pairs, and a pair has the tokens of two responses"
-    assert problems(Module()) == [
-        f"`{name}` {of_pairs}. Return one number or vector for each pair, `-> PerSample`"
-        for name in ("a", "actor_loss")
-    ]
-
-
 def test_a_loss_per_sample_says_too_which_rows_it_is_of() -> None:
     class Module(SFT):
         @node
@@ -443,48 +313,6 @@ def test_a_loss_per_sample_says_too_which_rows_it_is_of() -> None:
 
     assert problems(Module()) == [
         "`actor_loss` needs one value whose `loss_mask` masks its loss, and reads none. Read just one"
-    ]
-
-
-class Tree(GRPO):
-    """Samples of samples, and samples of prompts beside them."""
-
-    @node(generates="actor")
-    def again(self, rollout: Rollout) -> Rollout: ...
-
-    @node
-    def better(self, again: Rollout, rewards: PerSample) -> PerSample: ...
-
-
-def test_what_generates_makes_rows_below_those_that_it_reads() -> None:
-    graph = Graph.read(Tree(), ROLES)
-    assert graph.levels("again") == ("batch", "rollout", "again")
-    assert (graph.nodes["again"].inside, graph.nodes["again"].space) == ("rollout", "again")
-    assert graph.nodes["better"].space == "again"  # `rewards` of samples are seen beside each sample of theirs
-
-
-def test_rows_of_two_branches_are_not_read_together() -> None:
-    class Module(Tree):
-        @node(generates="actor")
-        def other(self, rollout: Rollout) -> Rollout: ...
-
-        @node
-        def both(self, other: Rollout, better: PerSample, rewards: PerSample) -> PerSample: ...
-
-    assert problems(Module()) == [
-        "`both` mixes samples of `other` (in `other`) and of `again` (in `better`), whose rows have nothing in common."
-        " Read them in nodes of their own"
-    ]
-
-
-def test_prompts_rows_are_kept_where_prompts_are_read() -> None:
-    class Module(GRPO):
-        @node(role="rollout", rows="batch")
-        def again(self, rollout: Rollout) -> Rollout: ...
-
-    assert problems(Module()) == [
-        "`again` has `rows='batch'` and reads samples of `rollout` (in `rollout`); leave out `rows`, so that it makes"
-        " rows of its own"
     ]
 
 
@@ -527,107 +355,13 @@ def test_what_cannot_generate_is_told(marks: dict[str, Any], line: str) -> None:
     assert [str(problem) for problem in error.value.problems if f"`more` {line}" in str(problem)], str(error.value)
 
 
-def test_a_filter_and_its_ancestors_come_first_and_train_nodes_last() -> None:
-    graph = Graph.read(Filtered(), ROLES)
-    assert [node.id for node in graph.block] == ["rollout", "rewards", "useful"]
-    order = ["rollout", "rewards", "useful", "old_logprobs", "advantages", "actor_loss"]
-    assert [node.id for node in graph.order] == order
-
-
-def test_a_filter_returns_one_bool_a_row() -> None:
-    class Module(GRPO):
-        @node(type="filter")
-        def useful(self, rollout: Rollout) -> PerToken: ...
-
-    assert problems(Module()) == [
-        "`useful` is a filter and returns PerToken; it says of each row whether it is kept."
-        " Return one bool a row, `-> PerSample`"
-    ]
-
-
-def test_a_filter_does_not_sample() -> None:
-    class Module(GRPO):
-        @node(role="rollout", type="filter")
-        def useful(self, batch: Batch) -> PerSample: ...
-
-    assert problems(Module()) == [
-        "`useful` is a filter and generates, and what samples cannot choose or train."
-        " Generate in a node of its own, and read that"
-    ]
-
-
-def test_two_filters_are_to_be_one() -> None:
-    class Module(Filtered):
-        @node(type="filter")
-        def short(self, rollout: Rollout) -> PerSample: ...
-
-    (problem,) = problems(Module())
-    assert problem.startswith("`short` is a second filter beside `useful` (")
-    assert problem.endswith("), and rows are chosen once. Combine the two into one")
-
-
-def test_a_filter_reads_rows() -> None:
-    class Numbers(GRPO):
-        @node
-        def mean_reward(self, rewards: PerSample) -> Scalar: ...
-
-        @node(type="filter")
-        def useful(self, mean_reward: Scalar) -> PerSample: ...
-
-    class Nothing(GRPO):
-        @node(type="filter")
-        def useful(self) -> PerSample: ...
-
-    class Rows(GRPO):
-        @node
-        def made_up(self) -> PerSample: ...
-
-        @node(type="filter")
-        def useful(self, made_up: PerSample) -> PerSample: ...
-
-    told = "`useful` is a filter and reads neither prompts nor samples. Read the rows that it chooses from"
-    assert problems(Numbers()) == [told]
-    assert problems(Nothing()) == [told]
-    assert problems(Rows()) == [told]
-
-
-def test_a_number_of_one_draw_is_not_read_after_the_filter() -> None:
-    class Module(Filtered):
-        @node
-        def mean_reward(self, rewards: PerSample) -> Scalar: ...
-
-        def useful(self, rewards: PerSample, mean_reward: Scalar) -> PerSample: ...
-
-        def advantages(self, rewards: PerSample, mean_reward: Scalar) -> PerSample: ...
-
-    (problem,) = problems(Module())
-    assert problem.startswith("`advantages` reads `mean_reward` (")
-    assert problem.endswith(
-        "), a Scalar of one draw, and the rows that pass the filter `useful` are of several."
-        " Compute it in a node that comes after the filter"
-    )
-
-
-def test_a_filter_does_not_read_a_loss() -> None:
-    class Module(GRPO):
-        @node(type="filter")
-        def useful(self, rollout: Rollout, actor_loss: PerToken) -> PerSample: ...
-
-    (problem,) = problems(Module())
-    assert problem.startswith("`useful` reads `actor_loss`, a train node (")
-
-
 def test_misspelt_marks_are_told() -> None:
     class Module(SFT):
         @node(role="actor", type="trian")
         def a(self, batch: Batch) -> PerToken: ...
 
-        @node(rows="batch")
-        def b(self, batch: Batch) -> PerSample: ...
-
     assert problems(Module()) == [
         "`type='trian'` of `a` is not 'train' or 'filter'. Did you mean \"train\"?",
-        "`rows='batch'` of `b` has no effect: its role is None, and only what generates makes rows. Remove it",
     ]
 
 

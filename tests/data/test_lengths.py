@@ -18,6 +18,7 @@ from rlflow.data.lengths import cache_folder, keep_counts, read_counts
 from rlflow.data.loader import Loader, scan_together
 from rlflow.data.prompts import PromptData
 from rlflow.databuffer.transport import Transport
+from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer, write_tiny_model
 from rlflow.rollout.transformers import TransformersEngine
@@ -234,3 +235,37 @@ def test_prompts_too_long_for_the_model_end_all_ranks_before_a_weight_is_loaded(
     errors = ranks2.run(_too_long, run)
     assert errors[0] == errors[1]
     assert "a prompt of 25 tokens and a response of up to 12" in errors[0]
+
+
+def test_the_first_rows_of_a_dataset_that_ranks_will_scan_have_what_an_environment_takes(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "FEW_ROWS", 4)
+    rows = [{"question": "?", "begin": 1} for _ in range(6)]
+    data, environment = (
+        PromptData(Digested(rows), chat_template=True),
+        Environment("tests.environments.games.CountDown"),
+    )
+    with pytest.raises(UserError, match=r"row 0: `.*CountDown.reset` takes `start`, which .* \(it has question, begin"):
+        Loader(data.train, data, tiny_tokenizer(), seed=0, ranks=2, environment=environment)
+
+
+def test_a_conversation_s_first_prompt_is_counted_with_template_and_tools_as_it_will_be_read() -> None:
+    """Of the row's own environment: one has a tool, the other answers messages and has none."""
+    classes = {"words": "tests.environments.games.WordGame", "counting": "tests.environments.games.CountDown"}
+    rows = [{"question": "?", "task": task, "start": 1, "word": "a"} for task in ("counting", "words")]
+    data = PromptData(Listed(rows), chat_template=True, prompts_per_step=2, shuffle=False)
+    loaded = Loader(data.train, data, tiny_tokenizer(), seed=0, environment=Environment(classes, by="task"))
+    asked = 1 + len("user\n?") + 2 + 1 + len("assistant\n")  # a token for each character, and for each special token
+    assert loaded.scan.longest_prompt == 1 + len("system\nTools: guess(word)") + 2 + asked
+    assert loaded.batch(0, 0, 1)[0].prompt_ids.lengths.tolist() == [asked, asked]  # which other nodes may read
+    alone = Loader(Listed(rows[:1]), data, tiny_tokenizer(), seed=0, environment=Environment(classes, by="task"))
+    assert alone.scan.longest_prompt == asked
+
+
+def test_a_first_prompt_that_is_too_long_with_its_tools_is_refused_before_the_run() -> None:
+    data = PromptData(Listed([{"question": "?"}]), chat_template=True, prompts_per_step=1, max_prompt_length=30)
+    assert Loader(data.train, data, tiny_tokenizer(), seed=0).scan.longest_prompt == 20
+    said = "1 of 1 rows exceed `data.max_prompt_length` 30 tokens, .* the longest prompt has 48. Raise the limit"
+    with pytest.raises(UserError, match=said):
+        Loader(data.train, data, tiny_tokenizer(), 0, environment=Environment("tests.environments.games.WordGame"))

@@ -113,6 +113,18 @@ def test_a_batch_is_right_padded_and_masks_the_responses() -> None:
     assert batch.rows == rows
 
 
+def test_of_a_conversation_the_turns_of_the_policy_are_trained_on() -> None:
+    roles = ("user", "assistant", "user", "assistant")
+    rows = [{"m": [{"role": role, "content": text} for role, text in zip(roles, "abcd", strict=True)]}] * 2
+    rows[1] = {"m": rows[0]["m"][:2]}
+    batch, _ = loader(rows, prompts_per_step=2, shuffle=False, response="m", chat_template=True).batch(0, 0, 1)
+
+    assert [TOKENIZER.decode(ids[mask]) for ids, mask in zip(batch.response_ids, batch.loss_mask, strict=True)] == [
+        "b<|im_end|>d<|im_end|>",
+        "b<|im_end|>",
+    ]
+
+
 def test_prompts_without_responses_have_none() -> None:
     batch, _ = loader(numbered(2), prompts_per_step=2).batch(0, 0, 1)
 

@@ -98,6 +98,19 @@ def test_a_list_of_messages_is_written_as_it_is() -> None:
     assert TOKENIZER.decode(ids).count("<|im_start|>user\nuser<|im_end|>") == 2
 
 
+def test_a_special_token_that_a_user_spells_is_text_in_a_chat_and_a_token_in_a_plain_prompt() -> None:
+    ids = encode({"question": "2<|im_end|>"}, chat_template=True).prompt_ids
+    assert ids == [2, *codes("user\n2<|im_end|>"), 3, *codes("\n"), 2, *codes("assistant\n")]
+    assert encode({"question": "2<|im_end|>"}).prompt_ids == [*codes("2"), 3]
+
+
+def test_a_special_token_that_a_part_of_a_message_spells_is_text() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "<|im_start|>{{ messages[0].content[0].text }}<|im_end|>"
+    message = {"role": "user", "content": [{"type": "text", "text": "2<|im_end|>"}]}
+    assert encode({"question": [message]}, tokenizer, chat_template=True).prompt_ids == [2, *codes("2<|im_end|>"), 3]
+
+
 def test_what_a_tokenizer_puts_before_texts_stands_before_plain_prompts_only() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(

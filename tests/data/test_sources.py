@@ -139,12 +139,12 @@ def test_a_digest_is_of_the_rows_and_not_of_their_place(written, tmp_path: Path)
 def test_a_source_opens_nothing_until_it_is_read(kind) -> None:
     source = kind("nowhere/data")
 
-    with pytest.raises(UserError, match=r"no file nowhere/data in .*; check `path`"):
+    with pytest.raises(UserError, match=r"`path` is 'nowhere/data', and there is no such file in .*; check it"):
         len(source)
 
 
 def test_a_folder_is_no_jsonl_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no file"):
+    with pytest.raises(UserError, match="there is no such file"):
         len(JSONL(str(tmp_path)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import reasoning_gym
 
-from rlflow.data.tasks import ReasoningGym, ReasoningGymPairs
+from rlflow.data.tasks import ReasoningGym, ReasoningGymHints, ReasoningGymPairs
 from rlflow.errors import UserError
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 10 x 10 x {+, -}: 200 problems
@@ -110,3 +110,16 @@ def test_the_seed_draws_the_wrong_answers() -> None:
 def test_a_problem_without_a_wrong_answer_is_named() -> None:
     with pytest.raises(UserError, match=r"chain_sum has no wrong answer to .* among 100 answers of other problems"):
         len(ReasoningGymPairs("chain_sum", size=1, validation_size=0))
+
+
+def test_half_of_the_problems_have_a_hint_in_their_prompt() -> None:
+    settings = {"task": "chain_sum", "size": 300, "validation_size": 40, "config": SUMS, "split": "validation"}
+    column, hint = "metadata.expression", "{answer}, {prompt}"
+    hinted = rows(ReasoningGymHints(**settings, column=column, hint=hint))
+
+    assert [{key: row[key] for key in row if key != "prompt"} for row in hinted] == rows(ReasoningGym(**settings))
+    plain = [row["prompt"] == row["metadata"]["expression"] for row in hinted]
+    assert 10 < sum(plain) < 30
+    for row, is_plain in zip(hinted, plain, strict=True):
+        assert is_plain or row["prompt"] == f"{row['answer']}, {row['metadata']['expression']}"
+    assert hinted == rows(ReasoningGymHints(**settings, column=column, hint=hint)), "the seed draws them"

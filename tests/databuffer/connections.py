@@ -51,4 +51,7 @@ if __name__ == "__main__":
     for thread in threads:
         thread.join()
     assert len(groups) == ranks
-    print((sockets() - before) // ranks)
+    print((sockets() - before) // ranks, flush=True)
+    # Closing a group while those of its peers are open in the same process may abort it ("terminate called without an
+    # active exception", in 1 run of 25). No rank has peers in its own process, so nothing is closed here.
+    os._exit(0)

@@ -17,7 +17,7 @@ from rlflow.data.prompts import Example
 from rlflow.databuffer.balance import Balance
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.rows import RowSpace
-from rlflow.databuffer.telling import heard, told
+from rlflow.databuffer.space_message import space_from_message, space_to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.values.batch import Pairs
@@ -102,10 +102,10 @@ def _bring(case: Case) -> Seen:
     if rank in case.source.ranks:
         path = torch.stack([at // case.group_size, at], dim=1)
         space = RowSpace.gather("rollout", transport, case.source, path=path, lengths=lengths, tokens=lengths + 1)
-    message = None if space is None else told(space)
+    message = None if space is None else space_to_message(space)
     everyone, teller = tuple(range(transport.world_size)), case.source.ranks[0]
     message = transport.broadcast_bytes(message if rank == teller else None, teller, everyone)
-    space = space or heard(message, "rollout", seed=0, step=0, balance=Balance())
+    space = space or space_from_message(message, "rollout", seed=0, step=0, balance=Balance())
     if rank not in {*case.source.ranks, *case.target.ranks}:
         return Seen(None, [], 0, 0)
     buffer = DataBuffer(transport)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlflow.databuffer.balance import AUTO, Balance, Predicted
 from rlflow.databuffer.rows import RowSpace
-from rlflow.databuffer.telling import heard, told
+from rlflow.databuffer.space_message import space_from_message, space_to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.values.layout import Layout
 from tests.ranks import RankPool
@@ -202,7 +202,7 @@ def test_a_row_sees_the_row_of_each_level_that_it_descends_from() -> None:
 
 def test_rows_of_three_levels_are_told_as_they_are() -> None:
     space = _below("answer", TREE, ("batch", "question"))
-    found = heard(told(space), "answer", seed=0, step=0, balance=AUTO)
+    found = space_from_message(space_to_message(space), "answer", seed=0, step=0, balance=AUTO)
     assert found.levels == space.levels
     assert torch.equal(found.path, space.path)
     assert [rows.tolist() for rows in found.partition(HOME).shards] == [[4, 2, 3], [5, 1, 0]]

@@ -11,19 +11,13 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import nn
 
 from rlflow.strategies import DeepSpeedStrategy, SingleProcess
-from rlflow.strategies.strategy import Role
+from rlflow.strategies.processes import ManyProcesses, OneProcess
+from rlflow.strategies.roles import Role
 from tests.device.elsewhere import DEVICE, NAME
 
 
-class SingleProcessElsewhere(SingleProcess):
-    """In this process. Fabric's accelerator for the CPU refuses other devices, so it is not asked.
-
-    Args:
-        token_budget: Tokens of a micro-batch.
-    """
-
-    def __init__(self, token_budget: int) -> None:
-        super().__init__(token_budget=token_budget)
+class OneElsewhere(OneProcess):
+    """Fabric's accelerator for the CPU refuses other devices, so it is not asked."""
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
@@ -38,18 +32,8 @@ class SingleProcessElsewhere(SingleProcess):
         assert self.root_device == DEVICE
 
 
-class DeepSpeedElsewhere(DeepSpeedStrategy):
-    """DeepSpeed's stage 0 in float32 among gloo's ranks.
-
-    From stage 1 on, and in bfloat16, DeepSpeed makes weights views of flat buffers by `.data =`, which a wrapper around
-    tensors cannot follow.
-
-    Args:
-        token_budget: Tokens of a micro-batch.
-    """
-
-    def __init__(self, token_budget: int) -> None:
-        super().__init__(stage=0, token_budget=token_budget)
+class ManyElsewhere(ManyProcesses):
+    """Gloo's ranks."""
 
     @property
     def root_device(self) -> torch.device:
@@ -62,6 +46,34 @@ class DeepSpeedElsewhere(DeepSpeedStrategy):
 
     def barrier(self, *args: object, **kwargs: object) -> None:
         torch.distributed.barrier()
+
+
+class SingleProcessElsewhere(SingleProcess):
+    """In this process.
+
+    Args:
+        token_budget: Tokens of a micro-batch.
+    """
+
+    def __init__(self, token_budget: int) -> None:
+        super().__init__(token_budget=token_budget)
+        self.processes = OneElsewhere()
+
+
+class DeepSpeedElsewhere(DeepSpeedStrategy):
+    """DeepSpeed's stage 0 in float32 among gloo's ranks.
+
+    From stage 1 on, and in bfloat16, DeepSpeed makes weights views of flat buffers by `.data =`, which a wrapper around
+    tensors cannot follow.
+
+    Args:
+        token_budget: Tokens of a micro-batch.
+    """
+
+    def __init__(self, token_budget: int) -> None:
+        super().__init__(stage=0, token_budget=token_budget)
+        assert self.timeout is not None
+        self.processes = ManyElsewhere(self.timeout, self._before_joining)
 
     def _wrap(self, name: str, role: Role) -> nn.Module:
         model = role.model

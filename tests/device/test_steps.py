@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlflow import LoRA, RLModule
+from rlflow import CausalLM, LoRA, RLModule, ValueModel
 from rlflow.algorithms import DAPO, DPO, PPO
 from rlflow.data.prompts import PromptData
 from rlflow.rewards import SampleReward
@@ -16,6 +17,7 @@ from rlflow.settings import Place
 from tests.controller.runs import SGD, Fit, OddCharacters, RaggedGRPO, Result, sums
 from tests.data.listed import Listed
 from tests.device.runs import fit_on_both
+from tests.making import made
 from tests.ranks import RankPool
 
 STOPS = tuple(range(40, 60))  # the random model ends a response after about six tokens
@@ -31,33 +33,41 @@ class OddLength(SampleReward):
         return float(len(text) % 2)
 
 
+@dataclass(eq=False)
 class RaggedPPO(PPO):
     """PPO with responses of many lengths."""
 
-    stop_token_ids = STOPS
+    stop_token_ids: tuple[int, ...] = STOPS
 
 
+@dataclass(eq=False)
 class RaggedDAPO(DAPO):
     """DAPO with responses of many lengths."""
 
-    stop_token_ids = STOPS
+    stop_token_ids: tuple[int, ...] = STOPS
 
 
 def grpo(policy: Path, **settings: Any) -> RLModule:
-    return RaggedGRPO(str(policy), OddCharacters(), **{**GIVEN, "kl_coef": 0.1, **settings})
+    return made(RaggedGRPO, policy, OddCharacters(), **{**GIVEN, "kl_coef": 0.1, **settings})
 
 
 def ppo(policy: Path, **settings: Any) -> RLModule:
-    given = {**GIVEN, "critic_optimizer": SGD, "kl_coef": 0.1, "on_truncation": "bootstrap", **settings}
-    return RaggedPPO(str(policy), OddCharacters(), **given)
+    given = {
+        **GIVEN,
+        "critic": ValueModel(str(policy), optimizer=SGD),
+        "kl_coef": 0.1,
+        "on_truncation": "bootstrap",
+        **settings,
+    }
+    return made(RaggedPPO, policy, OddCharacters(), **given)
 
 
 def dapo(policy: Path) -> RLModule:
-    return RaggedDAPO(str(policy), OddLength(), overlong_buffer=4, samples_per_update=4, **GIVEN)
+    return made(RaggedDAPO, policy, OddLength(), samples_per_update=4, overlong_buffer=4, **GIVEN)
 
 
 def dpo(policy: Path, **_: Any) -> RLModule:
-    return DPO(str(policy), 0.5, str(policy), SGD)
+    return DPO(CausalLM(str(policy), optimizer=SGD), 0.5, reference=CausalLM(str(policy)))
 
 
 def pairs(count: int) -> PromptData:

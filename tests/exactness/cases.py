@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from rlflow import Optimizer
+from rlflow import CausalLM, Environment, Optimizer, RewardModel, ValueModel
 from rlflow.functional import Importance
-from tests.exactness.recording import GROUP, LONGEST, PROMPTS, TEMPERATURE, USELESS, Recording
+from tests.exactness.recording import GROUP, LONGEST, PROMPTS, TEMPERATURE, USELESS, Answer, Recording
+from tests.reference.discriminator_float64 import discriminator_update
 from tests.reference.pairs_float64 import Pair, dpo_update, reward_model_update
 from tests.reference.policy_float64 import Folders, Objective, Sample, critic_updates, policy_updates
 from tests.reference.sft_float64 import Example, sft_update
@@ -28,10 +29,13 @@ class Case:
         more: Settings of the algorithm beside those.
         prompts: Those that the step trains on.
         data: The dataset, which may hold more.
-        models: Folders that settings name, by their names in the recording.
+        models: Folders of other models than the trained one, by role, by their names in the recording.
         past: Whether old logprobs and old values are the recorded ones; else the models themselves say them.
         model: The folder of the model to train.
         columns: What is read of the dataset beside the prompts.
+        turns: Whether the responses are conversations, in which an environment wrote some of the tokens.
+        noise: The engine's logprobs of those.
+        paid: What the environment pays for: each of the turns, or all of them at the end; "" for nothing.
     """
 
     algorithm: str
@@ -43,6 +47,9 @@ class Case:
     past: bool = True
     model: str = "policy"
     columns: Mapping[str, str] = field(default_factory=dict)
+    turns: bool = False
+    noise: float = 0.0
+    paid: Literal["", "turns", "end"] = ""
 
 
 def of_samples(advantages: str, surrogate: str = "ppo", **settings: Any) -> Objective:
@@ -51,7 +58,7 @@ def of_samples(advantages: str, surrogate: str = "ppo", **settings: Any) -> Obje
 
 
 SEQUENCES = "sequence-mean-token-mean"
-REFERENCE = {"reference_path": "reference"}
+REFERENCE = {"reference": "reference"}
 PAIRS = {"response": "answer", "rejected": "worse"}
 BETA = 0.3
 GRPO = of_samples("grpo", clip_high=0.28, kl_coef=0.3, kl_kind="k3-ratio")
@@ -138,9 +145,8 @@ CASES = {
         models=REFERENCE,
     ),
     "GPG": Case("GPG", of_samples("gpg", "policy gradient", entropy_coef=0.1)),
-    "OnPolicyDistillation": Case(
-        "OnPolicyDistillation", of_samples("distillation"), models={"teacher_path": "reference"}
-    ),
+    "OnPolicyDistillation": Case("OnPolicyDistillation", of_samples("distillation"), models={"teacher": "reference"}),
+    "GAIL": Case("GAIL", of_samples("grpo", clip_high=0.28), models={"judge": "judge"}, columns={"response": "answer"}),
     "PPO": Case(
         "PPO",
         of_samples(
@@ -156,15 +162,13 @@ CASES = {
             bootstrap=True,
         ),
         {
-            "critic_optimizer": OPTIMIZER,
             "gamma": 0.97,
             "lam": 0.9,
             "critic_lam": 0.8,
-            "critic_loss_aggregation": SEQUENCES,
             "value_clip": 0.2,
             "on_truncation": "bootstrap",
         },
-        models=REFERENCE | {"critic_path": "critic"},
+        models=REFERENCE | {"critic": "critic"},
     ),
     "SFT": Case("SFT", columns={"response": "answer"}),
     "DPO": Case("DPO", more={"beta": BETA}, models=REFERENCE, columns=PAIRS),
@@ -184,12 +188,12 @@ VARIATIONS = {
         PPO,
         objective=replace(PPO.objective, bootstrap=False, reward_model_coef=2.0, overlong_buffer=8, value_clip=None),
         more={**PPO.more, "on_truncation": "terminal", "value_clip": None},
-        models={**PPO.models, "reward_model_path": "judge"},
+        models={**PPO.models, "reward_model": "judge"},
     ),
     "GRPO with a reward model": replace(
         CASES["GRPO"],
         objective=replace(GRPO, reward_model_coef=0.5, kl_coef=0.0),
-        models={"reward_model_path": "judge"},
+        models={"reward_model": "judge"},
     ),
     "CPGD with its filter's weight": replace(
         CASES["CPGD"],
@@ -271,20 +275,32 @@ SHARED = (
 
 
 def settings(case: Case, recording: Recording) -> dict[str, Any]:
-    """The arguments of the algorithm beside its optimizer and reward."""
-    given = (
-        {"model": str(getattr(recording, case.model))}
-        | dict(case.more)
-        | {name: str(getattr(recording, folder)) for name, folder in case.models.items()}
-    )
+    """The arguments of the algorithm beside its reward, those of the model that it trains among them."""
+    given = {"optimizer": OPTIMIZER, **case.more}
+    given |= {role: _model(role, str(getattr(recording, folder)), case) for role, folder in case.models.items()}
     if case.objective is None:
         return given
     objective = case.objective
     shared = {name: getattr(objective, name) for name in SHARED}
+    if case.paid:
+        environment = Environment("tests.controller.answering.Counting", max_turns=4)
+        shared |= {"environment": environment, "advantages_at": "turn" if objective.by_turn else "conversation"}
     ends = objective.importance_low, objective.importance_high
     importance = Importance(objective.importance_level, objective.importance_mode, *ends)  # type: ignore[arg-type]
     corrected = importance if objective.anchor == "old" else None
     return {"group_size": GROUP, "importance": corrected} | shared | given
+
+
+def _model(role: str, folder: str, case: Case) -> CausalLM | ValueModel | RewardModel:
+    if role == "reward_model":
+        return RewardModel(folder)
+    if role == "judge":
+        return RewardModel(folder, optimizer=OPTIMIZER)
+    if role != "critic":
+        return CausalLM(folder)
+    assert case.objective is not None
+    updates = {name: case.more[name] for name in ("epochs", "samples_per_update") if name in case.more}
+    return ValueModel(folder, optimizer=OPTIMIZER, loss_aggregation=case.objective.critic_loss_aggregation, **updates)
 
 
 def truth(case: Case, recording: Recording) -> dict[str, Update]:
@@ -300,6 +316,15 @@ def truth(case: Case, recording: Recording) -> dict[str, Update]:
             return {"actor": dpo_update(model, recording.reference, pairs, BETA, step)}
         case "RewardModelTraining":
             return {"reward_model": reward_model_update(model, pairs, step)}
+        case "GAIL":
+            assert case.objective is not None
+            sampled = samples(case, recording)
+            given = [(pair.prompt_ids, pair.chosen_ids) for pair in pairs]
+            rows = [(sample.prompt_ids, sample.response_ids) for sample in sampled]
+            judge, worth = discriminator_update(recording.judge, given, rows, step)
+            paid = [replace(sample, reward=reward) for sample, reward in zip(sampled, worth, strict=True)]
+            (actor,) = policy_updates(model, paid, case.objective, [range(len(paid))], step)
+            return {"judge": judge, "actor": actor}
     one_update = truth_of_updates(case, recording, [range(len(case.prompts) * GROUP)])
     return {role: update for role, (update,) in one_update.items()}
 
@@ -317,9 +342,9 @@ def truth_of_updates(
     assert case.objective is not None
     models = {name: getattr(recording, folder) for name, folder in case.models.items()}
     folders = Folders(
-        reference=models.get("reference_path") or models.get("teacher_path"),
-        critic=models.get("critic_path"),
-        reward_model=models.get("reward_model_path"),
+        reference=models.get("reference") or models.get("teacher"),
+        critic=models.get("critic"),
+        reward_model=models.get("reward_model"),
     )
     model = getattr(recording, case.model)
     given = model, samples(case, recording), case.objective, mini_batches, Step(lr=LR), folders
@@ -329,17 +354,27 @@ def truth_of_updates(
     return updates
 
 
+def _conversation(answer: Answer, case: Case) -> dict[str, Any]:
+    if not case.turns:
+        return {}
+    given = answer.turn_rewards
+    at_end = [*[0.0] * (len(given) - 1), sum(given)]
+    paid = {"turns": given, "end": at_end}.get(case.paid)
+    return {"loss_mask": answer.spoken, "segments": answer.segments, "turn_rewards": paid}
+
+
 def samples(case: Case, recording: Recording) -> list[Sample]:
     """The samples of the case's prompts."""
     return [
         Sample(
             recording.prompts[p],
             answer.tokens,
-            answer.reward,
+            answer.reward + (sum(answer.turn_rewards) if case.paid else 0.0),
             group=p,
             rollout_logprobs=answer.rollout_logprobs,
             old_logprobs=answer.old_logprobs if case.past else None,
             finished=answer.finished,
+            **_conversation(answer, case),
             greedy_reward=recording.answers[p][-1].reward,
             old_values=answer.old_values if case.past else None,
         )

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlflow.models.tiny import write_tiny_model
-from rlflow.rollout.engine import Completion, EngineHere, Sampling, SyncReport
+from rlflow.rollout.engine import Completion, EnginePlace, Sampling, SyncReport
+from rlflow.rollout.engine_here import EngineHere
 from tests.reference.update import load_classifier_float64, load_float64, response_logprobs, response_values
 
 PROMPTS = 8  # of 1 to 8 tokens
@@ -36,6 +37,26 @@ class Answer:
     old_values: tuple[float, ...]
     finished: bool
     reward: float
+
+    @property
+    def segments(self) -> list[int]:
+        """Of the response as a conversation: how many tokens each turn and each answer to it has, by turns."""
+        length = len(self.tokens)
+        if length < 6:
+            return [length]
+        first, said = 1 + length % 3, 1 + length % 2
+        rest = length - first - said
+        return [first, said, rest] if rest < 5 else [first, said, 2, 1, rest - 3]
+
+    @property
+    def turn_rewards(self) -> list[float]:
+        """Of this conversation, what its environment gave for each turn."""
+        return [float((len(self.tokens) + 3 * turn) % 4) for turn in range((len(self.segments) + 1) // 2)]
+
+    @property
+    def spoken(self) -> list[bool]:
+        """Of each token of this conversation, whether the policy wrote it."""
+        return [number % 2 == 0 for number, tokens in enumerate(self.segments) for _ in range(tokens)]
 
 
 @dataclass(frozen=True)
@@ -157,7 +178,7 @@ class Recorded(EngineHere):
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
 
-    def setup(self, model_path: str, **rank: Any) -> None:
+    def setup(self, model_path: str, place: EnginePlace) -> None:
         self._context = 1024
 
     def close(self) -> None:

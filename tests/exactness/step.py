@@ -14,7 +14,8 @@ from lightning.fabric import Fabric
 from torch import Tensor
 
 import rlflow.algorithms
-from rlflow import PerToken, RLModule, Rollout
+from rlflow import Batch, PerToken, Ragged, RewardModel, RLModule, Rollout, node
+from rlflow.algorithms import RewardModelTraining
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.data.prompts import PromptData
 from rlflow.data.sources import JSONL
@@ -25,9 +26,10 @@ from rlflow.run.prepare import prepare
 from rlflow.run_state import RunState
 from rlflow.strategies import SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
-from tests.exactness.cases import OPTIMIZER, Case, settings
+from tests.exactness.cases import Case, settings
 from tests.exactness.recording import Answer, Recorded, Recording
 from tests.exactness.settings import Setting
+from tests.making import made
 from tests.strategies.update import strategy_of
 
 
@@ -76,6 +78,38 @@ class RecordedPast:
         return per_token(rollout, [answer.old_logprobs for answer in answers(self.recording, rollout)])
 
 
+class RecordedTurns:
+    """The responses are conversations: of some of their tokens an environment is the author.
+
+    Attributes:
+        noise: What the engine's logprobs of those tokens are.
+    """
+
+    recording: Recording
+    noise: float
+    at_end: bool
+
+    def paid(self, answer: Answer) -> list[float]:
+        given = answer.turn_rewards
+        return [*[0.0] * (len(given) - 1), sum(given)] if self.at_end else given
+
+    @node(role="rollout")
+    def rollout(self, batch: Batch) -> Rollout:
+        sampled: Rollout = self.generate(batch, self.group_size)
+        found = answers(self.recording, sampled)
+        spoken = per_token(sampled, [tuple(map(float, each.spoken)) for each in found]) > 0
+        return replace(
+            sampled,
+            loss_mask=sampled.loss_mask & spoken,
+            logprobs=sampled.logprobs.where(spoken, self.noise),
+            segments=Ragged.from_lists([each.segments for each in found]),
+            turn_rewards=Ragged(
+                torch.tensor([reward for each in found for reward in self.paid(each)], dtype=sampled.logprobs.dtype),
+                torch.tensor([len(each.turn_rewards) for each in found]),
+            ),
+        )
+
+
 class RecordedValues(RecordedPast):
     """Another critic valued the tokens."""
 
@@ -118,17 +152,17 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
     )
     one = replace(trainer.settings, max_steps=1)
     prepared = prepare(module, data, one, strategy, EngineSettings(Recorded(recording)), scratch)
-    Fabric(accelerator="cpu", devices=world_size, strategy=strategy).launch()
+    Fabric(accelerator="cpu", devices=world_size, strategy=strategy.processes).launch()
     adapters: dict[str, dict[str, Tensor]] = {}
     gradients: dict[str, list[dict[str, Tensor]]] = {}
     update = strategy.step
 
-    def step(name: str) -> float:
+    def step(name: str, most: float) -> float:
         before = gradients.setdefault(name, [])
         before.append({key: value.clone() for key, value in strategy.gradients(name).items()})
         if "lora" in case.more and name not in adapters:
             adapters[name] = trained_weights(strategy, name)
-        return update(name)
+        return update(name, most)
 
     strategy.step = step  # type: ignore[method-assign]
     fit(prepared, Callbacks([], trainer, module), (), RunState(), None)
@@ -151,11 +185,19 @@ def trained_weights(strategy: TrainingStrategy, name: str) -> dict[str, Tensor]:
 def _module(recording: Recording, case: Case) -> RLModule:
     algorithm = getattr(rlflow.algorithms, case.algorithm)
     if case.past and case.objective is not None and case.objective.anchor == "old":
-        mixin = RecordedValues if "critic_path" in case.models else RecordedPast
+        mixin = RecordedValues if "critic" in case.models else RecordedPast
         algorithm = type(f"{mixin.__name__}{case.algorithm}", (mixin, algorithm), {"recording": recording})
+    if case.turns:
+        given = {"recording": recording, "noise": case.noise, "at_end": case.paid == "end"}
+        algorithm = type(f"Turns{algorithm.__name__}", (RecordedTurns, algorithm), given)
     counts = CountsParts() if case.objective is not None and case.objective.advantages == "gdpo" else CountsOnes()
     reward = {"reward": counts} if case.objective is not None else {}
-    module: RLModule = algorithm(optimizer=OPTIMIZER, **reward, **settings(case, recording))
+    folder, given = str(getattr(recording, case.model)), settings(case, recording)
+    module: RLModule
+    if algorithm is RewardModelTraining:
+        module = RewardModelTraining(RewardModel(folder, **given))
+    else:
+        module = made(algorithm, folder, **reward, **given)
     return module
 
 

@@ -59,7 +59,7 @@ def routed_rows(numbers: list[int], experts: list[Tensor] | None) -> TokenRows:
 def moe_update(name: str, folder: Path, strategy: str, moe: MoE, checkpointing: bool = False) -> Outcome:
     """One update through a strategy, in uneven micro-batches."""
     made: Any = STRATEGIES[strategy]()
-    Fabric(accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=made).launch()
+    Fabric(accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=made.processes).launch()
     handle = CausalLM(
         str(folder), optimizer=SGD, temperature=TEMPERATURE, gradient_checkpointing=checkpointing, moe=moe
     )

@@ -17,6 +17,7 @@ from rlflow.errors import UserError
 from rlflow.models.packing import pack
 from rlflow.models.scoring import ScoringModel
 from rlflow.rollout import RolloutEngine, VLLMEngine, WeightSyncError
+from rlflow.rollout.vllm.engine import CPU_HEADS
 from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged
 from tests.families.gap import follow_three_syncs, tensors
@@ -77,6 +78,12 @@ def test_an_engine_changes_no_class_that_training_uses(name: str, family: Family
     for model in (before, after):
         assert torch.equal(model(*rows.arguments())[0], scores)
     engine.close()
+
+
+def test_the_sizes_of_heads_that_vllm_s_attention_on_the_cpu_takes_are_those_that_it_says() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(CPU_HEADS) == CPUAttentionBackend.get_supported_head_sizes()
 
 
 def described(model: ScoringModel) -> dict[str, Any]:

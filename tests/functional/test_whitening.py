@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from rlflow.errors import UserError
-from rlflow.functional import merge_moments, moments, standardize, whiten
+from rlflow.functional import merge_moments, moments, row_moments, standardize, whiten
 
 GLOBAL_BATCH = torch.tensor([1.0, 1.0, -1.0, -3.0])
 EVERYWHERE = torch.ones(4, dtype=torch.bool)
@@ -35,6 +35,22 @@ def test_merged_moments_are_those_of_the_whole() -> None:
     x = torch.randn(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 1000
     parts = torch.stack([moments(part, torch.ones_like(part)) for part in x.split([1, 0, 60, 39])])
     assert_close(merge_moments(parts), torch.stack([torch.tensor(100.0), x.mean(), x.var() * 99]).double())
+
+
+def test_padding_and_other_rows_change_no_bit_of_a_row_s_moments() -> None:
+    x = torch.randn(8, 37, generator=torch.Generator().manual_seed(0)) * 3 + 1000
+    mask = torch.rand(8, 37, generator=torch.Generator().manual_seed(1)) < 0.7
+    whole = row_moments(x, mask)
+    for width in (64, 100, 1025):
+        wide, counts = torch.full((8, width), torch.nan), torch.zeros(8, width, dtype=torch.bool)
+        wide[:, :37], counts[:, :37] = x, mask
+        assert torch.equal(row_moments(wide[2:5], counts[2:5]), whole[2:5])
+    entries = [row[counts].double() for row, counts in zip(x, mask, strict=True)]
+    expected = torch.stack(
+        [torch.stack([torch.tensor(float(len(e))), e.mean(), e.var() * (len(e) - 1)]) for e in entries]
+    )
+    assert_close(whole, expected.double())
+    assert row_moments(torch.zeros(2, 0), torch.zeros(2, 0)).tolist() == [[0.0] * 3] * 2
 
 
 def test_masked_entries_count_nowhere_and_are_zero() -> None:

@@ -37,7 +37,16 @@ def test_accuracy_is_shown_until_the_next_validation() -> None:
 
 
 def test_what_a_run_does_not_log_is_not_shown() -> None:
-    assert shown((1, {"actor/loss": 0.1}, 101.0)) == ["step 1/10  left 0:09"]
+    assert shown((1, {"actor/grad_norm": 0.1}, 101.0)) == ["step 1/10  left 0:09"]
+
+
+def test_a_loss_is_shown_where_nothing_is_sampled() -> None:
+    sft = {"actor/loss": 1.25, "val/loss": 2.0}
+    assert shown((1, sft, 101.0)) == ["step 1/10  loss 1.250  left 0:09"]
+    both = {"actor/loss": 1.25, "critic/loss": 0.5}
+    assert shown((1, both, 101.0)) == ["step 1/10  actor loss 1.250  critic loss 0.500  left 0:09"]
+    for sampled in ("reward/mean", "rollout/length"):
+        assert "loss" not in shown((1, {"actor/loss": 0.1, sampled: 1.0}, 101.0))[0]
 
 
 def test_time_before_the_first_step_says_nothing_of_the_pace() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlflow.loggers.secrets import text_without_secrets, without_secrets
+from rlflow.loggers.log_lines import line_log
+from rlflow.loggers.secrets import arguments_without_secrets, text_without_secrets, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -126,3 +127,14 @@ def test_the_config_itself_is_left_as_it_was() -> None:
     config = {"api_key": "abc"}
     without_secrets(config)
     assert config == {"api_key": "abc"}
+
+
+def test_a_command_s_arguments_are_shown_without_secrets() -> None:
+    arguments = ["fit", "--reward.api_key=a;b c", "--my.hf_token", "x y", "--seed", "1", "--names+=" + SHAPES[0]]
+    shown = ["fit", "--reward.api_key=***", "--my.hf_token", "***", "--seed", "1", "--names+=***"]
+    assert arguments_without_secrets(arguments) == shown
+
+
+def test_a_warning_that_quotes_a_reward_is_one_line_that_only_reads(caplog: pytest.LogCaptureFixture) -> None:
+    line_log("rlflow.of_a_test").warning("it said %s", "\x1b[31mred\nrlflow: error: forged\npassword=opensesame")
+    assert caplog.messages == ["it said \\x1b[31mred\\nrlflow: error: forged\\npassword=***"]

@@ -28,12 +28,15 @@ def test_samples_and_config_are_text(tmp_path: Path) -> None:
     logger = TensorBoardLogger(samples=1)
     logger.start(tmp_path)
     logger.log_config({"seed": 3})
-    logger.log_samples([{"prompt": "1+1=", "response": "2"}, {"prompt": "left out", "response": ""}], step=1)
+    said = [{"role": "user", "content": "1+1=\n?"}, {"role": "tool", "name": "add", "content": "2", "ended": "over"}]
+    first = {"prompt": "1+1=", "response": "2", "messages": said}
+    logger.log_samples([first, {"prompt": "left out", "response": ""}], step=1)
     logger.finish()
     events = recorded(tmp_path)
     (samples,) = events.Tensors("samples/text_summary")
     (text,) = samples.tensor_proto.string_val
     assert b'"prompt": "1+1="' in text
+    assert text.endswith(b"    }\n\n    user: 1+1=\n    ?\n    \n    tool add: 2\n    \n    (over)\n")
     assert b"left out" not in text
     assert b'"seed": 3' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 

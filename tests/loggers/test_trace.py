@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.loggers.trace import TRACE_FILE, Trace, merge_traces
+from rlflow.loggers.trace import TRACE_FILE, Trace, merge_traces, step_windows
 
 
 @pytest.fixture
@@ -70,6 +70,27 @@ def test_waits_are_summed_and_flights_begin_and_end(tmp_path: Path) -> None:
     assert [event["ph"] for event in written[3:]] == ["b", "e"]
     assert written[4]["ts"] - written[3]["ts"] == pytest.approx(1e6, abs=1)
     assert written[3]["id"] == written[4]["id"]
+
+
+def test_turns_of_a_conversation_have_a_row_of_their_own_and_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlflow.loggers.trace.MOST_TURNS", 3)
+    trace = Trace(tmp_path, 0)
+    trace.span("run rollout", "RunNode", 0.5, 3.0, step=0)
+    for start, (of, conversation) in enumerate([("policy", 0), ("policy", 4), ("environment", 4), ("policy", 4)]):
+        trace.turn(of, conversation, start, start + 0.5, step=0)
+    events = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
+    named = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert named == {1: "conversation 0", 5: "conversation 4"}
+    turns = [event for event in events if event.get("cat") == "Turn"]
+    assert [(event["name"], event["tid"], event["dur"]) for event in turns] == [
+        ("policy", 1, pytest.approx(5e5)),
+        ("policy", 5, pytest.approx(5e5)),
+        ("environment", 5, pytest.approx(5e5)),
+    ]
+    first, last = step_windows(tmp_path)[1]
+    assert last - first == pytest.approx(2.5e6), "the step is that of its tasks"
 
 
 def _of_ranks(folder: Path, ranks: int, spans: int) -> None:

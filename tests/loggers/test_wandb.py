@@ -35,8 +35,13 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     sys.argv = given
     logger.log_config({"seed": 3, "module": {"class_path": "rlflow.algorithms.GRPO"}})
     logger.log_metrics({"reward/mean": 0.5}, step=1)
+    said = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2", "reward": 0.5, "ended": "over"}]
     logger.log_samples(
-        [{"prompt": "1+1=", "response": "2", "reward": 1.0}, {"prompt": "p", "response": "", "reward": 0}], 1
+        [
+            {"prompt": "1+1=", "response": "2", "reward": 1.0, "messages": said},
+            {"prompt": "p", "response": "", "reward": 0, "messages": []},
+        ],
+        1,
     )
     logger.log_metrics({"reward/mean": 0.75, "actor/kl": 0.01}, step=2)
     logger.finish()
@@ -97,8 +102,9 @@ def test_the_command_line_which_may_hold_a_secret_is_not_recorded(recorded: dict
 
 
 def test_samples_are_a_table_of_at_most_so_many_rows(recorded: dict[str, Any]) -> None:
-    assert recorded["table"]["columns"] == ["prompt", "response", "reward"]
-    assert recorded["table"]["data"] == [["1+1=", "2", 1.0]]
+    assert recorded["table"]["columns"] == ["prompt", "response", "reward", "messages"]
+    transcript = "user: 1+1=\n\nassistant, reward 0.5: 2\n\n(over)"
+    assert recorded["table"]["data"] == [["1+1=", "2", 1.0, transcript]]
 
 
 def test_the_run_is_named_after_its_folder(recorded: dict[str, Any]) -> None:

@@ -15,7 +15,8 @@ from rlflow.cli import main
 from rlflow.errors import UserError
 from rlflow.memory.out_of_memory import is_out_of_memory, memory_watched, to_generate, to_load, to_train
 from rlflow.models.causal_lm import CausalLM
-from rlflow.rollout.beside import EngineBeside, EngineProcessError
+from rlflow.rollout import EngineProcessError
+from rlflow.rollout.beside import EngineBeside
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
@@ -119,7 +120,8 @@ def test_a_backward_pass_that_runs_out_names_the_role_and_its_settings(folder: P
     assert ran.returncode == 2, ran.stderr
     (said,) = (line for line in ran.stderr.splitlines() if line.startswith("rlflow: error: "))
     assert "ran out of memory: step 1, node `actor_loss` of role `actor` (" in said
-    assert "lower `strategy.init_args.token_budget` (65536); set `module.init_args.gradient_checkpointing`" in said
+    lower = "lower `strategy.init_args.token_budget` (65536); set `module.init_args.actor.gradient_checkpointing`"
+    assert lower in said
 
 
 @pytest.mark.parametrize(
@@ -153,13 +155,13 @@ def test_other_errors_stay_as_they_are() -> None:
 def test_settings_that_are_as_they_should_be_are_not_named() -> None:
     strategy = DeepSpeedStrategy(stage=3, offload_optimizer=True)
     checkpointed = CausalLM("tiny", gradient_checkpointing=True)
-    strategy.parallel_devices = [torch.device("cpu")]
+    strategy.processes.parallel_devices = [torch.device("cpu")]
     assert to_train(strategy, checkpointed) == ["lower `strategy.init_args.token_budget` (4096)"]
 
 
 def test_what_loads_is_not_made_smaller_by_smaller_batches() -> None:
     strategy = DeepSpeedStrategy(stage=1, precision="bf16")
-    strategy.parallel_devices = [torch.device("cpu")]
+    strategy.processes.parallel_devices = [torch.device("cpu")]
     assert to_load(strategy) == [
         "raise `strategy.init_args.stage` (1) to 3",
         "take a smaller model, or train adapters (`lora`)",
@@ -169,10 +171,10 @@ def test_what_loads_is_not_made_smaller_by_smaller_batches() -> None:
 
 def test_an_engine_s_own_settings_are_named() -> None:
     strategy = SingleProcess()
-    strategy.parallel_devices = [torch.device("cpu")]
+    strategy.processes.parallel_devices = [torch.device("cpu")]
     assert to_generate(strategy, TransformersEngine(max_batch=7)) == ["lower `rollout.init_args.max_batch` (7)"]
     assert "`rollout.init_args.kv_cache_gib`" in to_generate(strategy, VLLMEngine())[0]
     beside = EngineBeside(TransformersEngine(max_batch=7), index=0, size=1, address="")
     assert to_generate(strategy, beside) == ["lower `rollout.init_args.max_batch` (7)"]
-    strategy.parallel_devices = [torch.device("cuda")]
+    strategy.processes.parallel_devices = [torch.device("cuda")]
     assert "`rollout.init_args.gpu_memory_utilization`" in to_generate(strategy, VLLMEngine())[0]

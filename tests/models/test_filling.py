@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
-from rlflow.models.filling import Filling
+from rlflow.models.filling import WeightFilling
 from rlflow.models.handle import ModelHandle
 from rlflow.models.lora import LoRA
 from rlflow.models.packed import PackedModel
-from rlflow.models.part import Part
+from rlflow.models.tensor_range import TensorRange
 from rlflow.models.tiny import write_tiny_model
 from rlflow.models.value_model import ValueModel
 from rlflow.models.weight_files import CHUNK_BYTES, WeightFiles
@@ -38,7 +38,7 @@ def filled(handle: ModelHandle, folder: Path, dtype: torch.dtype, ranks: int) ->
     for rank in range(ranks):
         model = handle.load(folder, dtype, CPU, empty=True)
         assert all(parameter.is_meta for parameter in model.parameters())
-        filling = Filling(model)
+        filling = WeightFilling(model)
         if rank == 0:
             order = [_nothing(each) for each in model.parameters()]
         made = dict(zip(model.parameters(), order, strict=True))
@@ -46,10 +46,10 @@ def filled(handle: ModelHandle, folder: Path, dtype: torch.dtype, ranks: int) ->
             for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 setattr(module, key, made[parameter])
 
-        def part_of(parameter: nn.Parameter, rank: int = rank) -> Part:
+        def part_of(parameter: nn.Parameter, rank: int = rank) -> TensorRange:
             size = -(-parameter.numel() // ranks)
             start = min(rank * size, parameter.numel())
-            return Part(start, parameter.detach().view(-1)[start : start + size])
+            return TensorRange(start, parameter.detach().view(-1)[start : start + size])
 
         filling.fill(part_of, CPU)
     return model
@@ -120,7 +120,7 @@ def test_any_range_of_a_tensor_is_read_and_not_much_more(tmp_path: Path, shape: 
         for end in range(start, flat.numel() + 1):
             read.clear()
             values = torch.full((end - start,), torch.nan, dtype=torch.float64)
-            files.read("weight", Part(start, values))
+            files.read("weight", TensorRange(start, values))
             assert torch.equal(values, flat[start:end].double())
             assert sum(read) <= end - start + 2 * (flat.numel() // (shape or (1,))[0])  # a row at each end
 
@@ -130,7 +130,7 @@ def test_no_more_than_a_chunk_is_read_at_once(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(rows, 1024, dtype=torch.int8)}, tmp_path / "model.safetensors")
     files = WeightFiles(tmp_path)
     read = _count(files, "weight")
-    files.read("weight", Part(5, torch.empty(rows * 1024 - 9, dtype=torch.int8)))
+    files.read("weight", TensorRange(5, torch.empty(rows * 1024 - 9, dtype=torch.int8)))
     assert max(read) <= CHUNK_BYTES // 8
     assert sum(read) == rows * 1024
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-import rlflow.rollout.vllm.engine
-from rlflow import Trainer
+import rlflow.rollout.vllm.process
+from rlflow import CausalLM, Trainer
 from rlflow.algorithms import SFT
 from rlflow.errors import UserError
 from rlflow.models.tiny import write_tiny_model
@@ -94,7 +94,7 @@ def test_the_cpu_and_a_driver_of_the_same_or_a_later_major_version_are_not(
 
 def test_cuda_without_a_gpu_is_refused_before_anything_is_read(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"`trainer\.accelerator` is 'cuda', and torch .* finds no CUDA GPU here"):
-        Trainer(str(tmp_path / "run"), accelerator="cuda").fit(SFT("no/such/model"), answers([3], 1))
+        Trainer(str(tmp_path / "run"), accelerator="cuda").fit(SFT(CausalLM("no/such/model")), answers([3], 1))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_vllm_for_the_cpu_is_refused_on_a_gpu() -> None:
 def test_vllm_for_cuda_is_refused_on_the_cpu_before_weights_are_loaded(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rlflow.rollout.vllm.engine, "version", {"vllm": "0.32.0"}.__getitem__)
+    monkeypatch.setattr(rlflow.rollout.vllm.process, "version", {"vllm": "0.32.0"}.__getitem__)
     VLLMEngine().check_device(GPU)
     unloadable = shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     trainer = Trainer(str(tmp_path / "run"), max_steps=1, accelerator="cpu", rollout=VLLMEngine())
@@ -170,12 +170,12 @@ ON_A_MACHINE_WITH_A_GPU = """
 import sys, torch
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
-from rlflow import Trainer
+from rlflow import CausalLM, Trainer
 from rlflow.algorithms import SFT
 from rlflow.strategies import DeepSpeedStrategy
 from tests.controller.runs import SGD, answers
 trainer = Trainer(sys.argv[2], max_steps=1, accelerator="cpu", strategy=DeepSpeedStrategy(2))
-trainer.fit(SFT(sys.argv[1], SGD), answers([3, 4], 2))
+trainer.fit(SFT(CausalLM(sys.argv[1], optimizer=SGD)), answers([3, 4], 2))
 import deepspeed
 print("deepspeed on", deepspeed.get_accelerator().device_name())
 """

@@ -11,11 +11,12 @@ from collections.abc import Callable
 import pytest
 
 from rlflow.process import startup
-from rlflow.process.startup import Phase, Startup
+from rlflow.process.startup import Startup, StartupPhase
 
 IMPORTS = """
 import sys
-import rlflow.commands.configuration
+import rlflow.commands.fit
+import rlflow.commands.graph
 heavy = {"lightning.pytorch", "transformers", "deepspeed", "vllm", "datasets", "matplotlib", "wandb"}
 assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
 import lightning
@@ -23,6 +24,11 @@ assert lightning.Trainer.__module__ == "lightning.pytorch.trainer.trainer"
 from torchmetrics import Metric
 assert Metric.__module__ == "torchmetrics.metric"
 """
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_counted_before() -> None:
+    startup.end()  # a command of another test in this process may have ended before its first step
 
 
 def test_phases_follow_one_another_and_add_up_to_the_whole() -> None:
@@ -44,7 +50,7 @@ def test_a_phase_of_no_length_is_not_shown() -> None:
     counted.passed("models")
     counted.passed("engine")
     assert "engine" not in counted.line()
-    assert isinstance(counted.phases[1], Phase)
+    assert isinstance(counted.phases[1], StartupPhase)
 
 
 def test_a_run_in_a_process_of_somebody_else_s_leaves_its_garbage_collection_alone() -> None:

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -17,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import UserError
-from rlflow.process.status import ENDED, Status, refusing_exits
+from rlflow.process.status import AT_FIRST, ENDED, Board, refusing_exits
 
+HERE = socket.gethostname()
 SCRIPT = Path(__file__).with_name("supervised_script.py")
 HAPPENINGS = [
     "comes to its end",
@@ -69,15 +71,27 @@ def test_what_comes_to_its_end_ends_with_code_0_and_without_a_word(scripts: dict
     assert ending(scripts["comes to its end"]) == (0, "")
 
 
+def test_a_parent_that_was_started_with_its_children_s_signal_ignored_waits_no_longer() -> None:
+    with subprocess.Popen(
+        [sys.executable, str(SCRIPT), "comes to its end"],
+        env=os.environ | {"PYTHONPATH": str(SCRIPT.parents[2])},
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+    ) as script:
+        try:
+            assert script.wait(60) == 0
+        finally:
+            script.kill()
+
+
 def test_what_leaves_by_c_s_own_exit_is_named_with_its_rank_and_task(
     scripts: dict[str, subprocess.Popen[str]],
 ) -> None:
-    line = "rlflow: error: rank 3 exited with code 0 (step 7, run rewards), before the run came to its end\n"
+    line = f"rlflow: error: rank 3 on {HERE} exited with code 0 (step 7, run rewards), before the run came to its end\n"
     assert ending(scripts["leaves by libc"]) == (1, line)
 
 
 def test_what_is_killed_is_named_and_the_signal_passed_on(scripts: dict[str, subprocess.Popen[str]]) -> None:
-    line = "rlflow: error: rank 3 was killed by SIGKILL (step 7, run rewards)\n"
+    line = f"rlflow: error: rank 3 on {HERE} was killed by SIGKILL (step 7, run rewards)\n"
     assert ending(scripts["is killed"]) == (-signal.SIGKILL, line)
 
 
@@ -135,12 +149,13 @@ def _runs(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_a_status_longer_than_its_place_is_cut(tmp_path: Path) -> None:
-    status = Status.in_file(tmp_path / "1")
-    status.write(1, "x" * 5000)
-    assert (status.rank, status.doing) == ("1", "x" * 510)
-    status.write(1, ENDED)
-    assert Status.in_file(tmp_path / "1").ended
+def test_a_status_longer_than_its_place_is_cut() -> None:
+    board = Board.make()
+    board[1].write(1, "x" * 5000)
+    assert (board[1].rank, board[1].doing) == ("1", "x" * 510)
+    assert board[0].doing == board[2].doing == AT_FIRST
+    board[1].write(1, ENDED)
+    assert Board(board.path)[1].ended
 
 
 def test_an_exit_within_a_run_is_the_user_s_error() -> None:

@@ -54,6 +54,21 @@ def cpgd_filtered(rewards: Sequence[float], groups: Sequence[int], cap: float) -
     return [min(cap, len(set(groups)) / max(len(telling), 1)) * a for a in dr_grpo(rewards, groups)]
 
 
+def rewards_to_go(rewards: Sequence[float], turn_rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+    """For each turn that any conversation has, of each: what it was given from this turn on, or from its last one.
+
+    What a reward has beside those of its turns is given at the end. Returns of turns: arXiv 2511.14846, undiscounted.
+    """
+    columns = []
+    for k in range(max(len(each) for each in turn_rewards)):
+        to_go = []
+        for whole, each in zip(rewards, turn_rewards, strict=True):
+            first = min(k, len(each) - 1)
+            to_go.append(math.fsum(each[first:]) + whole - math.fsum(each))
+        columns.append(to_go)
+    return columns
+
+
 def token_rewards(reward: float, penalties: Sequence[float]) -> list[float]:
     """`r_t = -penalty_t`, and the reward of the whole response on its last token: InstructGPT, arXiv 2203.02155."""
     rewards = [-penalty for penalty in penalties]

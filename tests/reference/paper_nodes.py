@@ -22,6 +22,7 @@ from rlflow.values.batch import Batch as Rows
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
+from tests.making import made
 from tests.node_context import node_context
 from tests.reference.paper_batches import LENGTHS, Batch, batch
 
@@ -80,9 +81,16 @@ def scored_batch(seed: int, policy: Path) -> tuple[Batch, Rollout]:
         path=RowPath.of_groups(data.group),
         version=torch.zeros_like(data.lengths),
         versions=torch.zeros_like(ids, dtype=torch.int32),
+        inherited=torch.zeros_like(data.lengths),
         experts=Ragged.from_lists([[] for _ in LENGTHS]),
+        segments=Ragged(torch.zeros(0, dtype=torch.int64), torch.zeros_like(data.lengths)),
+        turn_rewards=Ragged(torch.zeros(0), torch.zeros_like(data.lengths)),
+        ended=torch.zeros_like(data.lengths),
+        seat=torch.zeros_like(data.lengths),
         texts=["" for _ in LENGTHS],
+        messages=[[] for _ in LENGTHS],
         rows=rows,
+        progress=[{} for _ in LENGTHS],
     )
     return data, rollout
 
@@ -90,7 +98,7 @@ def scored_batch(seed: int, policy: Path) -> tuple[Batch, Rollout]:
 def step(algorithm: type[RLModule], policy: Path, given: Mapping[str, Any], **settings: Any) -> Step:
     """Every node of the actor and of no role, in order, but those that are given; then the actor's loss."""
     kept = type(algorithm.__name__, (KeepsLogprobs, algorithm), {})
-    module = kept(str(policy), **settings)
+    module = made(kept, policy, **settings)
     module.configure_models()
     graph = read_graph(module)
     module.actor.attach(module.actor.load(policy, torch.float64, torch.device("cpu")), ForwardPlan())

@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.reference import advantages_float64 as worth
 from tests.reference import surrogates_float64 as surrogates
 from tests.reference.papers import deepseek_v32, dppo, maxrl, sapo
+from tests.reference.sample import Sample
 from tests.reference.update import (
     DEFAULT_STEP,
     Step,
@@ -29,39 +30,6 @@ from tests.reference.update import (
     response_scores,
     response_values,
 )
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One sampled response.
-
-    Attributes:
-        prompt_ids: Token ids, at least one.
-        response_ids: Token ids, the end-of-sequence token included.
-        reward: Of the response, by its verifier.
-        group: Which prompt it answers.
-        loss_mask: Which tokens of the response count; None is all.
-        rollout_logprobs: The engine's; None leaves the importance weights out.
-        old_logprobs: The policy's at the start of the step; None for those of the policy that is being updated.
-        finished: Whether it ended by itself.
-        greedy_reward: Of the greedy response to the same prompt, for ReMax.
-        old_values: The critic's before each token at the start of the step; None for those of the critic given.
-    """
-
-    prompt_ids: Sequence[int]
-    response_ids: Sequence[int]
-    reward: float
-    group: int
-    loss_mask: Sequence[bool] | None = None
-    rollout_logprobs: Sequence[float] | None = None
-    old_logprobs: Sequence[float] | None = None
-    finished: bool = True
-    greedy_reward: float | None = None
-    old_values: Sequence[float] | None = None
-
-    @property
-    def mask(self) -> list[bool]:
-        return [True] * len(self.response_ids) if self.loss_mask is None else [bool(m) for m in self.loss_mask]
 
 
 @dataclass(frozen=True)
@@ -105,6 +73,7 @@ class Objective:
         loss_aggregation: As in `mean_loss`.
         max_response_length: The divisor of the `constant` aggregation.
         temperature: Of sampling.
+        by_turn: Turns of conversations have advantages, of what was given from each on.
     """
 
     advantages: str = "grpo"
@@ -141,6 +110,7 @@ class Objective:
     loss_aggregation: str = "token-mean"
     max_response_length: int | None = None
     temperature: float = 1.0
+    by_turn: bool = False
 
 
 @dataclass(frozen=True)
@@ -318,7 +288,7 @@ def _scored(policy: torch.nn.Module, samples: Sequence[Sample], objective: Objec
         reward = sample.reward + objective.reward_model_coef * score
         if objective.overlong_buffer is not None:
             assert objective.max_response_length is not None
-            length = len(sample.response_ids)
+            length = sum(sample.mask)
             reward += worth.overlong(length, objective.max_response_length, objective.overlong_buffer)
         penalties = [0.0] * len(old)
         if objective.kl_in_reward and objective.kl_coef:
@@ -358,14 +328,31 @@ def _advantages(scored: list[Scored], objective: Objective, folders: Folders) ->
         return worth.whitened([worth.discounted(s.rewards, objective.gamma) for s in scored])
     if kind == "gae":
         return worth.whitened([advantages for advantages, _ in _estimated(scored, objective, folders)])
-    whole = _whole_advantages(scored, objective)
+    if objective.by_turn:
+        return _turn_advantages(scored, objective)
+    whole = _whole_advantages(scored, [_of_whole(s) for s in scored], objective)
     repeated = [[a] * len(s.counted) for s, a in zip(scored, whole, strict=True)]
     return worth.whitened(repeated) if kind == "reinforce++ baseline" else repeated
 
 
-def _whole_advantages(scored: list[Scored], objective: Objective) -> list[float]:
-    """Of each response. Without a token that counts its reward still speaks in its group."""
-    rewards = [sum(s.rewards) if s.counted else s.reward for s in scored]
+def _turn_advantages(scored: list[Scored], objective: Objective) -> list[list[float]]:
+    """Of each token: what its turn's rewards-to-go are worth beside those of this turn in the group."""
+    given = [s.sample.turn_rewards or [] for s in scored]
+    by_turn = [
+        _whole_advantages(scored, column, objective)
+        for column in worth.rewards_to_go([_of_whole(s) for s in scored], given)
+    ]
+    turns = [s.sample.turns if s.counted else [] for s in scored]
+    return [[by_turn[k][i] for k in turns[i]] for i in range(len(scored))]
+
+
+def _of_whole(s: Scored) -> float:
+    """The reward of a response; without a token that counts it still speaks in its group."""
+    return sum(s.rewards) if s.counted else s.reward
+
+
+def _whole_advantages(scored: list[Scored], rewards: list[float], objective: Objective) -> list[float]:
+    """Of each response."""
     groups = [s.sample.group for s in scored]
     match objective.advantages:
         case "grpo":
@@ -375,7 +362,7 @@ def _whole_advantages(scored: list[Scored], objective: Objective) -> list[float]
         case "rloo":
             return worth.rloo(rewards, groups)
         case "opo":
-            return worth.opo(rewards, groups, [len(s.sample.response_ids) for s in scored])
+            return worth.opo(rewards, groups, [sum(s.sample.mask) for s in scored])
         case "gpg":
             return worth.gpg(rewards, groups)
         case "maxrl":
@@ -456,6 +443,8 @@ def _surrogate(s: Scored, advantages: list[float], objective: Objective) -> list
             return surrogates.cispo(s.new, s.old, advantages, objective.clip_high)
         case "cpgd":
             return surrogates.cpgd(s.new, s.old, advantages, *clips, objective.drift_coef, objective.drift_clip)
+        case "gspo" if objective.by_turn:
+            return surrogates.gspo_token(s.new, s.old, advantages, *clips)
         case "gspo":
             return surrogates.gspo(s.new, s.old, advantages[0], *clips)
         case "gmpo":

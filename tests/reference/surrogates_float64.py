@@ -57,6 +57,20 @@ def cpgd(new: Tokens, old: Numbers, A: Numbers, low: float, high: float, drift: 
     return losses
 
 
+def gspo_token(new: Tokens, old: Numbers, A: Numbers, low: float, high: float) -> list[Tensor]:
+    """`-min(s_t A_t, clip(s_t, 1 - low, 1 + high) A_t)`, `s_t = sg(s) pi_t / sg(pi_t)`: GSPO, arXiv 2507.18071, eq. 13.
+
+    With `s` the ratio of the sequence as in `gspo`, and an advantage for each token.
+    """
+    s = math.exp(math.fsum(n.item() - o for n, o in zip(new, old, strict=True)) / len(new))
+    losses = []
+    for n, a in zip(new, A, strict=True):
+        s_t = s * torch.exp(n - n.item())
+        inside = s_t if 1 - low <= s <= 1 + high else torch.full_like(s_t, 1 - low if s < 1 else 1 + high)
+        losses.append(-min(s_t * a, inside * a, key=Tensor.item))
+    return losses
+
+
 def gspo(new: Tokens, old: Numbers, A: float, low: float, high: float) -> list[Tensor]:
     """`-min(s A, clip(s) A)`, `s = (prod_t r_t)^(1/T)`: GSPO, arXiv 2507.18071, equations 5 and 7."""
     ratios = [torch.exp(n - o) for n, o in zip(new, old, strict=True)]

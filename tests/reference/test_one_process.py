@@ -42,7 +42,7 @@ def test_an_update_of_grpo_in_any_micro_batches_is_that_of_the_reference(
     expected = policy_update(policy, samples, objective, Step(lr=LR), Folders(reference))
 
     strategy = SingleProcess("fp64", token_budget, packing)
-    Fabric(accelerator="cpu", devices=1, strategy=strategy).launch()
+    Fabric(accelerator="cpu", devices=1, strategy=strategy.processes).launch()
     optimizer = Optimizer(name="sgd", lr=LR, gradient_clipping=0.0)
     actor = CausalLM(str(policy), optimizer=optimizer, temperature=objective.temperature)
     frozen = CausalLM(str(reference), trainable=False, temperature=objective.temperature)

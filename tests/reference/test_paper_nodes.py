@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlflow import RLModule, Rollout
+from rlflow import CausalLM, RLModule, Rollout
 from rlflow.algorithms import (
     CPGD,
     DPPO,
@@ -178,14 +178,14 @@ def test_opo(run: Run, data: Batch) -> None:
 def test_remax(run: Run, data: Batch) -> None:
     """The loss is divided by the step's tokens, as in the authors' code, where the paper divides by its responses."""
     greedy = data.A
-    made = run(ReMax, {"greedy": None, "greedy_rewards": greedy})
+    made = run(ReMax, {"greedy": None, "greedy_rewards": None, "baseline": greedy})
     r, b = data.rewards.tolist(), greedy.tolist()
     assert_advantages(data, made.values["advantages"], of_tokens([x - y for x, y in zip(r, b, strict=True)]))
     assert_gradient(data, made, lambda new: remax.loss(new, r, b), scale=len(LENGTHS) / sum(LENGTHS))
 
 
 def test_the_full_step_kl_of_remax(run: Run, data: Batch) -> None:
-    given = {"greedy": None, "greedy_rewards": data.A}
+    given = {"greedy": None, "greedy_rewards": None, "baseline": data.A}
     made = run(ReMax, given, kl_coef=BETA, kl_in_reward=True, kl_kind="k1", group_size=1)
     old, ref = numbers(data, data.log_old), numbers(data, data.log_ref)
     wanted = remax.advantages_with_kl(data.rewards.tolist(), data.A.tolist(), old, ref, BETA)
@@ -221,7 +221,7 @@ def test_cpgd(run: Run, data: Batch, weight: str) -> None:
 
 @pytest.mark.parametrize("reverse_kl", ["token", "sequence"])
 def test_on_policy_distillation(run: Run, data: Batch, reverse_kl: str) -> None:
-    settings = {"teacher_path": "teacher", "group_size": 1, "reverse_kl": reverse_kl}
+    settings = {"teacher": CausalLM("teacher"), "group_size": 1, "reverse_kl": reverse_kl}
     given = {"teacher_logprobs": data.log_ref, "old_logprobs": data.log_pi}
     made = run(OnPolicyDistillation, given, **settings)
     log_q, log_p = data.rows(data.log_pi), data.rows(data.log_ref)

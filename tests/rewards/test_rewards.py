@@ -13,7 +13,16 @@ import torch
 
 from rlflow.data.tasks import ReasoningGym
 from rlflow.errors import UserError
-from rlflow.rewards import CallableReward, ExactMatch, MathVerify, ReasoningGymScore, Reward, Scores, WeightedSum
+from rlflow.rewards import (
+    CallableReward,
+    ExactMatch,
+    MathVerify,
+    ReasoningGymScore,
+    Reward,
+    Scores,
+    SumValue,
+    WeightedSum,
+)
 from rlflow.rewards.reward import scored
 
 
@@ -99,10 +108,10 @@ def test_a_function_is_found_by_its_dotted_path() -> None:
 @pytest.mark.parametrize(
     ("path", "complaint"),
     [
-        ("length", "names no module"),
-        ("nowhere.length", "cannot be imported"),
-        ("tests.rewards.test_rewards.lengths", "has no function 'lengths'. Did you mean \"length\"?"),
-        ("tests.rewards.test_rewards.__doc__", "has no function"),
+        ("length", "is no path of a module and a name"),
+        ("nowhere.length", "there is no module nowhere"),
+        ("tests.rewards.test_rewards.lengths", 'test_rewards has no lengths. Did you mean "length"?'),
+        ("tests.rewards.test_rewards.__doc__", "no function; name one"),
     ],
 )
 def test_a_path_that_leads_nowhere_is_named_before_anything_is_scored(path: str, complaint: str) -> None:
@@ -255,3 +264,28 @@ def test_a_part_is_not_called_as_another_metric(name: str) -> None:
     reward = WeightedSum({name: CallableReward(length)}, {name: 1.0})
     with pytest.raises(UserError, match=f"has a part `{name}`, and another number is logged under this name"):
         scored(reward, ["a"], [{}])
+
+
+@pytest.mark.parametrize(
+    ("question", "response", "points"),
+    [
+        ("5 + 9 - 2", "12", 1.0),
+        ("0 - 9 - 9", "-18", 1.0),
+        ("5 + 9 - 2", "13", 0.0),
+        ("5 + 9 - 2", " 12", 0.0),
+        ("12", "12", 0.0),  # no sum
+        ("5 + + 9", "14", 0.0),
+        ("5 + 9; 2", "14", 0.0),
+        ("", "0", 0.0),
+    ],
+)
+def test_a_sum_is_worked_out_and_what_is_no_sum_has_no_value(question: str, response: str, points: float) -> None:
+    reward = SumValue("metadata.expression")
+    assert reward.score([response], [{"metadata": {"expression": question}}]).total == [points]
+
+
+def test_a_column_that_a_reward_steps_into_and_that_is_not_there_is_named() -> None:
+    with pytest.raises(
+        UserError, match=r"the reward reads column `metadata\.expresion`, which the dataset's row lacks"
+    ):
+        SumValue("metadata.expresion").score(["1"], [{"metadata": {"expression": "1 + 0"}}])

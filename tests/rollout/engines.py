@@ -6,17 +6,16 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import Tensor
 
-from rlflow.rollout import Completion, RolloutEngine, Sampling, SyncReport
+from rlflow.rollout import Completion, EnginePlace, RolloutEngine, Sampling, SyncReport
 
 
 class Broken(RolloutEngine):
     """Complains when it is set up, fails when it shall load, exits when it shall generate, and sleeps for long."""
 
-    def setup(self, model_path: str, **rank: Any) -> None:
+    def setup(self, model_path: str, place: EnginePlace) -> None:
         print("an engine's errors", file=sys.stderr)
 
     def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:

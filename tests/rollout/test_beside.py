@@ -31,6 +31,7 @@ from rlflow.rollout import (
 )
 from rlflow.rollout.shared import share
 from tests.rollout.engines import Broken
+from tests.rollout.stepping import check_steps
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, perturb, setup
 
 SEEDS = list(range(len(PROMPTS)))
@@ -38,10 +39,10 @@ SAMPLING = Sampling(24, 1.0, STOP)
 VERSIONS = itertools.count()
 SCRIPT = """
 import torch
-from rlflow.rollout import EngineBeside
+from rlflow.rollout import EngineBeside, EnginePlace
 from tests.rollout.engines import Broken
 engine = EngineBeside(Broken(), index=0, size=1, address="")
-engine.setup("", dtype=torch.float32, device=torch.device("cpu"), rank=0, world_size=1, local_rank=0, seed=0)
+engine.setup("", EnginePlace(torch.float32, torch.device("cpu")))
 print(engine._process._popen.pid, flush=True)
 engine.sleep()
 """
@@ -88,6 +89,12 @@ def test_responses_and_logprobs_are_those_of_the_engine_in_this_process(
         ] * 2
         expected = here.generate(PROMPTS, SEEDS, SAMPLING, version)
         assert engine.generate(PROMPTS, SEEDS, SAMPLING, version) == expected
+
+
+def test_turns_that_come_one_by_one_are_those_of_one_call(engine: RolloutEngine, model: Any) -> None:
+    version = next(VERSIONS)
+    engine.update_weights(buckets(model), version)
+    check_steps(engine, version)
 
 
 def test_the_engine_is_not_in_this_process(engine: RolloutEngine) -> None:

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.rollout import Completion, EngineBeside, RolloutEngine, Sampling, VLLMEngine
+from rlflow.rollout import Completion, EngineBeside, EnginePlace, RolloutEngine, Sampling, VLLMEngine
 from rlflow.rollout.beside import free_address
 from tests.ranks import RankPool
+from tests.rollout.stepping import stepped
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, perturb
 
 SEEDS = list(range(len(PROMPTS)))
@@ -20,15 +21,7 @@ SAMPLING = Sampling(24, 1.0, STOP)
 
 
 def _setup(engine: RolloutEngine, folder: Path, rank: int, size: int) -> RolloutEngine:
-    engine.setup(
-        str(folder),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        rank=rank,
-        world_size=size,
-        local_rank=rank,
-        seed=0,
-    )
+    engine.setup(str(folder), EnginePlace(torch.float32, torch.device("cpu"), rank, size, rank))
     return engine
 
 
@@ -47,7 +40,7 @@ def _alone(folder: Path, tensor_parallel_size: int) -> list[list[Completion]]:
 
 
 def _beside(folder: Path, owners: list[int]) -> list[list[Completion]]:
-    """The same where only `owners` have an engine, and only rank 0 has the weights."""
+    """The same where only `owners` have an engine, and only rank 0 has the weights; at last prompt by prompt."""
     rank, size, model = dist.get_rank(), dist.get_world_size(), load(folder)
     address = [free_address() if rank == owners[0] else ""]
     dist.broadcast_object_list(address, src=owners[0])
@@ -63,7 +56,9 @@ def _beside(folder: Path, owners: list[int]) -> list[list[Completion]]:
     completions = []
     for version in range(2):
         engine.update_weights(_from_rank_0(model), version)
-        completions.append(engine.generate(PROMPTS, SEEDS, SAMPLING, version))
+        if version == 0:
+            completions.append(engine.generate(PROMPTS, SEEDS, SAMPLING, version))
+    completions.append(stepped(engine, SAMPLING, 1))
     engine.close()
     return completions
 

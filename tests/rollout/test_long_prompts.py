@@ -13,7 +13,15 @@ import torch.distributed as dist
 
 import rlflow.rollout.vllm.engine
 from rlflow.models.tiny import write_tiny_model
-from rlflow.rollout import Completion, EngineBeside, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
+from rlflow.rollout import (
+    Completion,
+    EngineBeside,
+    EnginePlace,
+    RolloutEngine,
+    Sampling,
+    TransformersEngine,
+    VLLMEngine,
+)
 from rlflow.rollout.rewind import RewindableGenerator
 from tests.ranks import RankPool
 from tests.rollout.trained import buckets, load, logprob_gap, perturb, setup
@@ -175,8 +183,7 @@ def _of_two_ranks(folder: Path) -> list[tuple[list[Completion], bool]]:
     found = []
     for budget in (AT_ONCE, IN_PARTS):
         engine, rank = vllm(budget, tensor_parallel_size=2), dist.get_rank()
-        place = {"rank": rank, "world_size": 2, "local_rank": rank}
-        engine.setup(str(folder), dtype=torch.float32, device=torch.device("cpu"), seed=0, **place)
+        engine.setup(str(folder), EnginePlace(torch.float32, torch.device("cpu"), rank, 2, rank))
         engine.update_weights(buckets(trained(folder)), 0)
         with random_numbers() as entered:
             completions = engine.generate(prompts(), SEEDS, SAMPLING, 0)

@@ -17,7 +17,9 @@ from torch import Tensor
 
 import rlflow.rollout.vllm.engine
 from rlflow.errors import UserError
-from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine, VLLMEngine, WeightSyncError
+from rlflow.rollout import EnginePlace, RolloutEngine, Sampling, TransformersEngine, VLLMEngine, WeightSyncError
+from tests.rollout.stepping import check_steps
+from tests.rollout.test_continued import check_continued, lively
 from tests.rollout.test_parts import check_parts
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, logprob_gap, perturb, setup
 
@@ -49,6 +51,15 @@ def model(folder: Path) -> Any:
 
 def test_parts_make_the_response_that_is_made_at_once(engine: RolloutEngine, model: Any) -> None:
     check_parts(engine, _sync(engine, model))
+
+
+def test_a_response_that_was_cut_goes_on_as_it_did_before(engine: RolloutEngine, folder: Path) -> None:
+    check_continued(engine, _sync(engine, lively(folder)))
+
+
+def test_turns_that_come_one_by_one_are_those_of_one_call(engine: RolloutEngine, model: Any) -> None:
+    check_steps(engine, _sync(engine, model))
+    _sync(engine, model)  # refused where requests are in progress
 
 
 def _sync(engine: RolloutEngine, model: Any) -> int:
@@ -320,9 +331,7 @@ def _next_element(tensor: Tensor) -> Tensor:
 
 def test_ranks_that_do_not_divide_are_refused() -> None:
     with pytest.raises(UserError, match="`tensor_parallel_size` is 2, which does not divide 3 ranks"):
-        VLLMEngine(tensor_parallel_size=2).setup(
-            "any", dtype=torch.float32, device=torch.device("cpu"), rank=0, world_size=3, local_rank=0, seed=0
-        )
+        VLLMEngine(tensor_parallel_size=2).setup("any", EnginePlace(torch.float32, torch.device("cpu"), world_size=3))
 
 
 def test_float64_is_refused(tied: Path) -> None:

@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoTokenizer
 
+from rlflow.environments.environment_calls import SharedCalls
 from rlflow.models.tiny import write_tiny_model
-from rlflow.rollout import Completion, Sampling, VLLMEngine, WeightSyncError
+from rlflow.rollout import Completion, EnginePlace, Sampling, VLLMEngine, WeightSyncError
 from tests.ranks import RankPool
+from tests.rollout.test_conversation_turns import BrokenEcho, SlowEcho, held
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, logprob_gap, perturb
 
 SAME_SEEDS = [list(range(len(PROMPTS)))] * 2
@@ -23,25 +26,40 @@ OWN_SEEDS = [[seed + 100 * rank for seed in range(len(PROMPTS))] for rank in ran
 def _setup(folder: Path, tensor_parallel_size: int) -> tuple[VLLMEngine, Any]:
     engine = VLLMEngine(tensor_parallel_size, kv_cache_gib=0.25)
     rank = dist.get_rank()
-    engine.setup(
-        str(folder), dtype=torch.float32, device=torch.device("cpu"), rank=rank, world_size=2, local_rank=rank, seed=0
-    )
+    engine.setup(str(folder), EnginePlace(torch.float32, torch.device("cpu"), rank, 2, rank))
     shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "cpushm" in line]
     assert all("rlflow-" in line and line.endswith("(deleted)") for line in shared)  # no file stops the next run
     assert shared or tensor_parallel_size == 1
     return engine, load(folder)
 
 
-def _generate(folder: Path, tensor_parallel_size: int, seeds: list[list[int]]) -> tuple[list[Completion], float]:
-    """This rank's completions after two syncs, and their gap to the training forward."""
+def _generate(folder: Path, tensor_parallel_size: int, seeds: list[list[int]]) -> tuple[list[Completion], float, Any]:
+    """This rank's completions after two syncs, their gap to the training forward, and conversations of two ranks."""
     engine, model = _setup(folder, tensor_parallel_size)
     for version in range(2):
         perturb(model, version)
         engine.update_weights(buckets(model), version)
     completions = engine.generate(PROMPTS, seeds[dist.get_rank()], Sampling(24, 1.0, STOP), 1)
+    conversations_of = _converse(engine, folder) if tensor_parallel_size > 1 else ()
     engine.close()
     assert dist.get_world_size() == 2  # training's process group is still there
-    return completions, logprob_gap(model, PROMPTS, completions)
+    return completions, logprob_gap(model, PROMPTS, completions), conversations_of
+
+
+def _converse(engine: VLLMEngine, folder: Path) -> tuple[list[list[int]], ...]:
+    """The tokens of conversations with environments that answer in any order, and of the same in lockstep."""
+    tokenizer, first = AutoTokenizer.from_pretrained(folder), dist.get_rank() == 0
+
+    def bring(message: bytes) -> bytes:
+        brought = [message]
+        dist.broadcast_object_list(brought)
+        return brought[0]
+
+    found = []
+    for together, kind in ((False, SlowEcho), (True, SlowEcho if first else BrokenEcho)):  # what is not called is whole
+        sharing = SharedCalls(first, bring, 0.1)
+        found.append(held(engine, tokenizer, kind, lockstep=together, sharing=sharing, version=1))
+    return tuple([each.tokens for each in conversations] for conversations in found)
 
 
 def _syncs_with_one_element_changed(folder: Path) -> dict[str, str]:
@@ -71,7 +89,7 @@ def _last_changed(tensor: Tensor) -> Tensor:
 
 
 def test_an_engine_for_each_rank_answers_with_its_ranks_seeds(ranks2: RankPool, tied: Path) -> None:
-    (first, first_gap), (second, second_gap) = ranks2.run(_generate, tied, 1, OWN_SEEDS, timeout_s=300)
+    (first, first_gap, _), (second, second_gap, _) = ranks2.run(_generate, tied, 1, OWN_SEEDS, timeout_s=300)
     assert max(first_gap, second_gap) < 1e-4
     assert all(one.token_ids != other.token_ids for one, other in zip(first, second, strict=True))
 
@@ -80,16 +98,19 @@ def test_an_engine_for_each_rank_answers_with_its_ranks_seeds(ranks2: RankPool, 
 def test_an_engine_for_two_ranks_answers_alike_on_both(
     ranks2: RankPool, name: str, request: pytest.FixtureRequest
 ) -> None:
-    (first, first_gap), (second, second_gap) = ranks2.run(
+    """And holds the same conversations, whoever answers first and whether turns are taken together."""
+    (first, first_gap, conversations), (second, second_gap, others) = ranks2.run(
         _generate, request.getfixturevalue(name), 2, SAME_SEEDS, timeout_s=300
     )
     assert max(first_gap, second_gap) < 1e-4
     assert first == second
+    assert conversations[0] == conversations[1] == others[0] == others[1]
+    assert len({len(tokens) for tokens in conversations[0]}) > 1
 
 
 def test_a_key_head_that_both_ranks_hold_is_synced_to_both(ranks2: RankPool, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "one_key_head", layers=1, kv_heads=1, max_position=512)
-    (first, first_gap), (second, second_gap) = ranks2.run(_generate, folder, 2, SAME_SEEDS, timeout_s=300)
+    (first, first_gap, _), (second, second_gap, _) = ranks2.run(_generate, folder, 2, SAME_SEEDS, timeout_s=300)
     assert max(first_gap, second_gap) < 1e-4
     assert first == second
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlflow.rollout import Completion, RolloutEngine
+from rlflow.rollout import Completion, EnginePlace, RolloutEngine
 
 STOP = (0,)
 PROMPTS = [[ord(character) for character in text] for text in ("1+2=", "12+34=", "7+8=", "a", "99+1=", "0+0=")]
@@ -38,7 +38,7 @@ def buckets(model: Any, size: int = 3, leave_out: str = "") -> Iterator[list[tup
 
 def setup(engine: RolloutEngine, folder: Path, dtype: torch.dtype = torch.float32) -> RolloutEngine:
     """Build `engine` on the CPU, in one process."""
-    engine.setup(str(folder), dtype=dtype, device=torch.device("cpu"), rank=0, world_size=1, local_rank=0, seed=0)
+    engine.setup(str(folder), EnginePlace(dtype, torch.device("cpu")))
     return engine
 
 

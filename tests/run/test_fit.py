@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow import Batch, PerToken, UserError
+from rlflow import Batch, CausalLM, PerToken, UserError
 from rlflow.algorithms import SFT
 from rlflow.callbacks import Callback, EarlyStopping
 from rlflow.models.tiny import write_tiny_model
+from rlflow.rollout.engine import EnginePlace
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.trainer import Trainer
 from tests.controller.runs import ZERO2, Fit, OddCharacters, answers, failing_fit_of, fit, grpo, sums
@@ -57,6 +58,7 @@ def test_the_run_folder_holds_what_the_documents_say(policy: Path, tmp_path: Pat
         "model",
         "summary.json",
         "logs",
+        "rlflow.lock",
     }
     assert {path.name for path in (tmp_path / "run/traces").iterdir()} == {"rank0.jsonl"}
     assert json.loads((tmp_path / "run/summary.json").read_text()) == summary
@@ -70,20 +72,20 @@ def test_a_dev_run_leaves_the_real_one_s_folder_alone(policy: Path, tmp_path: Pa
     run = Fit(grpo(policy), sums(8, 2), tmp_path / "run", settings={"max_steps": 9, "fast_dev_run": True})
     assert fit(run).summary == {"steps": 2}
     assert {path.name for path in tmp_path.iterdir()} == {"run", "run-dev"}
-    assert {path.name for path in (tmp_path / "run-dev").iterdir()} == {"logs", "traces"}
+    assert {path.name for path in (tmp_path / "run-dev").iterdir()} == {"logs", "traces", "rlflow.lock"}
 
 
 def test_a_model_in_the_run_s_own_folder_is_refused(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "run/model", hidden_size=64, layers=1)
     with pytest.raises(UserError, match=r"`trainer.run_dir` is .*, and `actor` starts from .*run/model' in it"):
-        fit(Fit(SFT(str(tmp_path / "run/model")), answers((3,), 1), tmp_path / "run"))
+        fit(Fit(SFT(CausalLM(str(tmp_path / "run/model"))), answers((3,), 1), tmp_path / "run"))
 
 
 def test_early_stopping_on_a_training_metric_ends_the_run_with_a_last_validation(policy: Path, tmp_path: Path) -> None:
     notes = Notes()
     stop = EarlyStopping("actor/loss", mode="min", stopping_threshold=1e9)
     settings = {"max_steps": 5, "callbacks": [notes, stop]}
-    module = SFT(str(policy), reward=OddCharacters(), max_response_length=4)
+    module = SFT(CausalLM(str(policy)), reward=OddCharacters(), max_response_length=4)
     data = answers((3, 4), 2)
     data.validation = data.train
     assert fit(Fit(module, data, tmp_path, settings=settings)).summary["steps"] == 1
@@ -101,7 +103,7 @@ def test_early_stopping_on_validation_ends_the_run_before_its_first_step_if_the_
 def test_a_trainer_that_was_stopped_fits_again(policy: Path, tmp_path: Path) -> None:
     trainer = Trainer(str(tmp_path / "run"), max_steps=2, max_seconds=1e-9, accelerator="cpu")
     for _ in range(2):
-        assert trainer.fit(SFT(str(policy)), answers((3, 4), 2))["steps"] == 1
+        assert trainer.fit(SFT(CausalLM(str(policy))), answers((3, 4), 2))["steps"] == 1
 
 
 def test_metrics_are_recorded_every_so_many_steps_and_with_each_validation(policy: Path, tmp_path: Path) -> None:
@@ -128,9 +130,9 @@ class Setups(TransformersEngine):
 
     set_up = 0
 
-    def setup(self, model_path: str, **place: Any) -> None:
+    def setup(self, model_path: str, place: EnginePlace) -> None:
         self.set_up += 1
-        super().setup(model_path, **place)
+        super().setup(model_path, place)
 
 
 class Sleeps(TransformersEngine):
@@ -155,7 +157,7 @@ class ChecksSleep(SFT):
 
 
 def test_the_engine_of_validation_sleeps_while_a_graph_without_rollout_trains(policy: Path, tmp_path: Path) -> None:
-    module = ChecksSleep(str(policy), reward=OddCharacters(), max_response_length=4)
+    module = ChecksSleep(CausalLM(str(policy)), reward=OddCharacters(), max_response_length=4)
     module.engine = Sleeps()
     data = answers((3, 4), 2)
     data.validation = data.train

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from rlflow.commands.configuration import read_fit
+from rlflow.commands.fit import read_fit
 from rlflow.memory.estimate import memories
 from rlflow.run.memory_table import device_memory, run_workload
 from rlflow.run.prepare import prepare
@@ -57,7 +57,7 @@ def test_what_is_printed_is_what_is_predicted(engine: str, settings: dict[str, o
     module, data, trainer = configured.module, configured.data, configured.trainer
     assert configured.foretold is not None
     assert trainer.strategy is not None
-    trainer.strategy.parallel_devices = [torch.device("cpu")]  # type: ignore[attr-defined]
+    trainer.strategy.processes.parallel_devices = [torch.device("cpu")]  # type: ignore[attr-defined]
     prepared = prepare(
         module,
         data,

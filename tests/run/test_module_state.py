@@ -47,7 +47,9 @@ def taken(change: Callable[[list[Keeps]], None]) -> list[tuple[dict[str, Any], d
         state.begin()
     change(modules)
     with ThreadPoolExecutor(RANKS) as threads:
-        return [future.result() for future in [threads.submit(state.taken) for state in states]]
+        return [
+            future.result() for future in [threads.submit(lambda of=state: of.taken(*of.here())) for state in states]
+        ]
 
 
 def test_a_state_with_tensors_at_any_depth_comes_back() -> None:

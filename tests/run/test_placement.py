@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from rlflow import LoRA, Pairs, Rollout, UserError, node
+from rlflow import CausalLM, LoRA, Pairs, RewardModel, Rollout, UserError, node
 from rlflow.algorithms import GRPO, RewardModelTraining
+from rlflow.functional import KL
 from rlflow.run.placement import followed_role, layouts
 from rlflow.run.prepare import read_graph
 from rlflow.settings import Machines, Place, Placed
 from rlflow.values.layout import Layout
 from tests.controller.runs import OddCharacters
+from tests.making import made
 
 
 def grpo(**settings: object) -> GRPO:
-    return GRPO("tiny", OddCharacters(), kl_coef=0.1, **settings)  # type: ignore[arg-type]
+    return made(GRPO, "tiny", OddCharacters(), kl_coef=0.1, **settings)
 
 
 def test_a_scored_role_holds_the_rows_of_the_trained_one() -> None:
@@ -48,7 +50,7 @@ def test_a_graph_that_trains_nothing_is_refused() -> None:
 
 
 def test_an_algorithm_without_a_trained_language_model_has_none_to_follow() -> None:
-    module = RewardModelTraining("tiny")
+    module = RewardModelTraining(RewardModel("tiny"))
     assert followed_role(module, read_graph(module)) is None
 
 
@@ -58,7 +60,7 @@ class Samples(RewardModelTraining):
 
 
 def test_to_sample_with_no_trained_language_model_is_refused() -> None:
-    module = Samples("tiny")
+    module = Samples(RewardModel("tiny"))
     with pytest.raises(UserError, match="node `rollout` of Samples samples, and no node trains a CausalLM"):
         followed_role(module, read_graph(module))
 
@@ -96,7 +98,7 @@ def test_machines_have_names_under_slurm(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_view_of_a_model_lives_where_the_model_does() -> None:
-    module = GRPO("tiny", OddCharacters(), kl_coef=0.1, lora=LoRA(rank=2))
+    module = GRPO(CausalLM("tiny", lora=LoRA(rank=2)), OddCharacters(), kl=KL(0.1))
     placed = layouts(module, read_graph(module), FOUR, {"actor": 1}, {"actor": [1, 2]})
     assert placed["reference"].ranks == placed["actor"].ranks == (1, 2)
 

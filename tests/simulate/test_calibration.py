@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.commands.configuration import read_simulate
+from rlflow.commands.simulate import read_simulate
 from rlflow.errors import UserError
 from rlflow.memory.workload import Workload
 from rlflow.simulate.calibration import STEP, Measured, as_yaml, calibrated, works_seconds
@@ -32,8 +32,8 @@ TRUE = replace(
 
 def workload(prompts: int) -> Workload:
     """The quickstart's step on one rank, with a forward pass for old logprobs."""
-    sizes = [f"--data.prompts_per_step={prompts}", f"--module.samples_per_update={2 * prompts}"]
-    settings = ["--trainer.devices=1", "--module.model=tiny", "--module.anchor=old", *sizes, "--scaling=strong"]
+    sizes = [f"--data.prompts_per_step={prompts}", f"--module.actor.samples_per_update={2 * prompts}"]
+    settings = ["--trainer.devices=1", "--module.actor.model=tiny", "--module.anchor=old", *sizes, "--scaling=strong"]
     simulation = read_simulate(["--config", QUICKSTART, *settings]).simulation
     return replace(simulation, hardware=BARE).predicted.workload
 
@@ -92,7 +92,7 @@ def test_a_step_of_two_ranks_that_share_one_core_takes_as_long_as_that_of_one() 
 
 
 def simulation(ranks: int, sharing: dict[int, float]) -> Simulation:
-    settings = ["--module.model=tiny", "--scaling=strong"]
+    settings = ["--module.actor.model=tiny", "--scaling=strong"]
     machine = replace(TRUE, gpus_per_node=ranks, sharing=sharing)
     return replace(read_simulate(["--config", QUICKSTART, *settings]).simulation, hardware=machine)
 

@@ -24,7 +24,7 @@ from rlflow.simulate.costs import (
     train_seconds,
 )
 from rlflow.simulate.hardware import Hardware, read_hardware
-from rlflow.simulate.timeline import Work, scheduled
+from rlflow.simulate.timeline import WorkItem, scheduled
 
 # Round numbers: 1 GFLOP/s, 1 MB/s of memory, 1 MB/s in a node of 4, 0.5 MB/s between nodes, all of it reached.
 PLAIN = Hardware(1e9, 1e9, 1e6, 1e6, 0.5e6, 4, 1e-3, 2e-3, 1e-4, 1.0, 1.0, 1.0, 1.0, 1e-9, 1e-3, 1e6, 1e-6)
@@ -146,10 +146,10 @@ def test_the_fullest_of_many_shards_has_more_than_the_mean() -> None:
 def test_work_waits_for_its_lane_and_for_what_it_needs() -> None:
     timeline = scheduled(
         [
-            Work("a", "rollout", ("ranks",), 3.0),
-            Work("move", "exchange", ("links",), 5.0, ("a",)),
-            Work("b", "host", ("ranks",), 1.0),
-            Work("c", "train", ("ranks",), 2.0, ("move",)),
+            WorkItem("a", "rollout", ("ranks",), 3.0),
+            WorkItem("move", "exchange", ("links",), 5.0, ("a",)),
+            WorkItem("b", "host", ("ranks",), 1.0),
+            WorkItem("c", "train", ("ranks",), 2.0, ("move",)),
         ]
     )
     assert {name: span.start for name, span in timeline.spans.items()} == {"a": 0, "move": 3, "b": 3, "c": 8}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.commands.configuration import read_fit
+from rlflow.commands.fit import read_fit
 from rlflow.errors import UserError
 from rlflow.simulate.foretold import compared
 from rlflow.simulate.here import this_machine

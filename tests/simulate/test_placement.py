@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.cli import main
-from rlflow.commands.configuration import read_simulate
+from rlflow.commands.simulate import read_simulate
 from rlflow.errors import UserError
 from rlflow.simulate.simulation import Simulation
 
@@ -98,7 +98,7 @@ def test_a_placement_that_cannot_be_made_smaller_is_refused(tmp_path: Path) -> N
 
 
 def test_memory_that_is_short_names_rank_role_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["simulate", "--config", EIGHT, *APART, "--module.model=Qwen/Qwen2.5-72B"])
+    main(["simulate", "--config", EIGHT, *APART, "--module.actor.model=Qwen/Qwen2.5-72B"])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  ! rank 4"))
     assert "rank 4 is out of memory by" in line
     assert "while training; `actor` holds" in line

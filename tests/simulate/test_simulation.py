@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rlflow.cli import main
-from rlflow.commands.configuration import read_simulate
+from rlflow.commands.simulate import read_simulate
 from rlflow.simulate.designs import CONTROLLER, Design
-from rlflow.simulate.simulation import Predicted, Simulation
+from rlflow.simulate.simulation import PredictedStep, Simulation
 
 ROOT = Path(__file__).parents[2]
 SIXTEEN_NODES = str(ROOT / "configs" / "grpo_math_16nodes.yaml")
@@ -23,21 +23,21 @@ def simulation() -> Simulation:
 
 
 @pytest.fixture(scope="module")
-def largest(simulation: Simulation) -> Predicted:
+def largest(simulation: Simulation) -> PredictedStep:
     return simulation.predicted
 
 
-def step(predicted: Predicted, design: Design) -> float:
+def step(predicted: PredictedStep, design: Design) -> float:
     return predicted.timelines[design].seconds
 
 
-def controlled(predicted: Predicted, design: Design) -> float:
+def controlled(predicted: PredictedStep, design: Design) -> float:
     """Seconds that a controller is busy."""
     spans = predicted.timelines[design].spans.values()
     return sum(span.work.seconds for span in spans if CONTROLLER in span.work.lanes)
 
 
-def test_every_node_and_exchange_of_the_plan_is_on_the_timeline(largest: Predicted) -> None:
+def test_every_node_and_exchange_of_the_plan_is_on_the_timeline(largest: PredictedStep) -> None:
     assert list(largest.timelines["rlflow"].spans) == [
         "sync actor",
         "rollout",
@@ -51,7 +51,7 @@ def test_every_node_and_exchange_of_the_plan_is_on_the_timeline(largest: Predict
     ]
 
 
-def test_an_edge_moves_the_bytes_of_its_columns(largest: Predicted) -> None:
+def test_an_edge_moves_the_bytes_of_its_columns(largest: PredictedStep) -> None:
     # 512 ranks, 4,096 prompts x 16 samples. A sample: prompt 8 x (1 + 512), response ids 8, mask 1 and logprobs 4 a
     # token of 1,536, and lengths 8, version 8; what ended and its group the actor does not read. 511 of 512 rows lie
     # elsewhere.
@@ -60,8 +60,8 @@ def test_an_edge_moves_the_bytes_of_its_columns(largest: Predicted) -> None:
     assert edge.nbytes == pytest.approx(65_536 * sample * 511 / 512)
 
 
-def test_a_padded_row_is_as_long_as_the_config_allows(largest: Predicted) -> None:
-    sample = 8 * 1025 + 17 * 3072 + 17  # who it is, is known
+def test_a_padded_row_is_as_long_as_the_config_allows(largest: PredictedStep) -> None:
+    sample = 8 * 1025 + 17 * 3072 + 41  # who it is, is known
     assert largest.timelines["padded"].spans["rollout ->"].work.nbytes == pytest.approx(65_536 * sample)
 
 
@@ -79,15 +79,15 @@ def test_with_weak_scaling_a_controller_is_busy_in_proportion_to_the_ranks(
     assert controlled(growth[512], design) == pytest.approx(64 * controlled(growth[8], design), rel=0.02)
 
 
-def test_rlflow_has_no_controller(largest: Predicted) -> None:
+def test_rlflow_has_no_controller(largest: PredictedStep) -> None:
     assert controlled(largest, "rlflow") == 0
 
 
-def test_padding_costs_a_controller_more_and_a_store_less_than_packing(largest: Predicted) -> None:
+def test_padding_costs_a_controller_more_and_a_store_less_than_packing(largest: PredictedStep) -> None:
     assert step(largest, "rlflow") < step(largest, "store") < step(largest, "packed") < step(largest, "padded")
 
 
-def test_the_spans_of_the_critical_path_add_up_to_the_step(largest: Predicted) -> None:
+def test_the_spans_of_the_critical_path_add_up_to_the_step(largest: PredictedStep) -> None:
     for timeline in largest.timelines.values():
         assert sum(span.work.seconds for span in timeline.critical_path()) == pytest.approx(timeline.seconds)
 
@@ -103,7 +103,8 @@ def test_zero_3_needs_less_memory_of_a_rank_the_more_there_are(simulation: Simul
 
 
 def test_a_model_that_does_not_fit_is_told_with_role_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["simulate", "--config", PPO, "--module.model", "Qwen/Qwen2.5-7B", "--scaling", "strong"])
+    larger = ["--module.actor", "Qwen/Qwen2.5-7B", "--module.critic", "Qwen/Qwen2.5-7B"]
+    main(["simulate", "--config", PPO, *larger, "--scaling", "strong"])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  ! rank"))
     # One process without DeepSpeed divides nothing: 7.6 thousand million float32 weights, gradients and two moments.
     assert line.startswith("  ! rank 0 is out of memory by ")
@@ -160,7 +161,7 @@ REFUSED: list[tuple[str, list[str] | Callable[[Path], list[str]], str]] = [
     ),
     (
         "an unknown model",
-        ["--module.model", "nowhere"],
+        ["--module.actor.model", "nowhere"],
         "`model` is 'nowhere', where no config.json says how large it is",
     ),
     (

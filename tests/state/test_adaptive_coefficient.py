@@ -54,3 +54,8 @@ def test_a_module_keeps_its_coefficients_in_checkpoints() -> None:
     saved.kl.value = 0.75
     loaded.load_state_dict(saved.state_dict())
     assert (saved.state_dict(), loaded.kl.value) == ({"kl": 0.75}, 0.75)
+
+
+def test_what_a_module_does_not_keep_is_refused_in_one_line() -> None:
+    with pytest.raises(UserError, match="the checkpoint has `kl` of its module, and RLModule keeps no such thing; con"):
+        RLModule().load_state_dict({"kl": 0.5})

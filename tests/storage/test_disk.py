@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from rlflow.storage.disk import Disk
-from rlflow.storage.tensors import Entry
+from rlflow.storage.tensors import StoredTensor
 
-ENTRIES = [Entry(str(number), (3,), torch.float32) for number in range(20)]
+ENTRIES = [StoredTensor(str(number), (3,), torch.float32) for number in range(20)]
 
 
 def test_what_a_job_raised_is_raised_by_wait_and_later_jobs_are_not_done() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,21 @@ def test_a_rank_that_could_not_write_is_not_kept_waiting_for_others(tmp_path: Pa
     draft.add(Record(2, error="no room"))
     with pytest.raises(UserError, match="no room"):
         draft.collect(NODES, NODES, timeout_s=600)
+
+
+def test_a_rank_that_has_no_room_to_say_so_is_named_without_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = Draft(tmp_path / "folder")
+    draft.open()
+    with monkeypatch.context() as full:
+
+        def write(path: Path, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+        full.setattr(Path, "write_text", write)
+        with pytest.raises(OSError, match="No space left"):
+            draft.add(Record(1))
+    draft.add(Record(0))
+    with pytest.raises(UserError, match="cannot be written by rank 1 on node-b: No space left on device"):
+        draft.collect([0, 1], {0: "node-a", 1: "node-b"}, timeout_s=60)

@@ -12,11 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlflow.storage.tensors import NAMES, Entry, sha256, write_tensors
+from rlflow.storage.tensors import NAMES, StoredTensor, sha256, write_tensors
 
 
 def written(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> str:
-    return write_tensors(path, [Entry.of(key, of) for key, of in tensors.items()], tensors.values(), metadata)
+    return write_tensors(path, [StoredTensor.of(key, of) for key, of in tensors.items()], tensors.values(), metadata)
 
 
 def test_the_safetensors_library_reads_every_dtype_and_shape(tmp_path: Path) -> None:
@@ -47,10 +47,10 @@ def test_a_tensor_is_asked_for_when_those_before_are_on_their_way(tmp_path: Path
             sizes.append((tmp_path / "file").stat().st_size)
             yield torch.ones(1000)
 
-    write_tensors(tmp_path / "file", [Entry(key, (1000,), torch.float32) for key in "abc"], tensors())
+    write_tensors(tmp_path / "file", [StoredTensor(key, (1000,), torch.float32) for key in "abc"], tensors())
     assert [size - sizes[0] for size in sizes] == [0, 4000, 8000]
 
 
 def test_another_tensor_than_was_announced_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
-        write_tensors(tmp_path / "file", [Entry("a", (2,), torch.float32)], [torch.ones(3)])
+        write_tensors(tmp_path / "file", [StoredTensor("a", (2,), torch.float32)], [torch.ones(3)])

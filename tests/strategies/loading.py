@@ -53,7 +53,7 @@ def updates_with(
 ) -> Any:
     """The weights after two of the reference's updates; of a frozen role too, and whether ranks hold them twice."""
     strategy = DeepSpeedStrategy(stage, **settings)
-    Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy).launch()
+    Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy.processes).launch()
     layout = Layout(tuple(range(dist.get_world_size())), min(2, dist.get_world_size()))
     strategy.form_groups({"actor": layout, "reference": layout})
     handle = trained(folder, optimizer)
@@ -78,7 +78,7 @@ def updates_with(
 def live_elements(folder: Path, limit: int | None) -> tuple[int, int]:
     """The fewest and most elements that are gathered while a layer of a trained model computes, small ones apart."""
     strategy = DeepSpeedStrategy(3, live_elements=limit)
-    Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy).launch()
+    Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy.processes).launch()
     handle = trained(folder, Optimizer())
     strategy.setup_role("actor", handle, folder)
     model = strategy._roles["actor"].model

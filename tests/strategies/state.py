@@ -76,7 +76,7 @@ def weights_divided_twice(model: Path, state: State) -> tuple[dict[str, Tensor],
     found = []
     for settings in ({"partition_within": 2}, {}):
         strategy = DeepSpeedStrategy(3, **settings)  # type: ignore[arg-type]
-        Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy).launch()
+        Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy.processes).launch()
         handle = trained(model, ADAMW)
         strategy.setup_role("actor", handle, model)
         strategy.load_state_parts("actor", InMemory(state), 3)

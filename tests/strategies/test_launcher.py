@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from rlflow.errors import UserError
 from rlflow.process.environment import PLACE
 from rlflow.strategies.launcher import RankLauncher, _say, require_command
 
+HERE = socket.gethostname()
 SCRIPT = Path(__file__).with_name("ranks_script.py")
 HAPPENINGS = [
     "rank 1 exits with 3 and rank 0 hangs",
@@ -80,21 +82,23 @@ def endings() -> dict[str, Ending]:
 
 def test_a_rank_that_exits_ends_one_that_hangs_with_its_code_and_one_line(endings: dict[str, Ending]) -> None:
     ending = endings["rank 1 exits with 3 and rank 0 hangs"]
-    line = "rank 1 exited with code 3 (before its first step), before the run came to its end; ended the other ranks\n"
+    why = "exited with code 3 (before its first step), before the run came to its end"
+    line = f"rank 1 on {HERE} {why}; ended the other ranks\n"
     assert (ending.code, ending.errors) == (3, line)
     assert ending.ranks_alive() == []
 
 
 def test_a_rank_that_leaves_with_code_0_has_died_and_is_named_with_what_it_did(endings: dict[str, Ending]) -> None:
     ending = endings["rank 1 leaves with code 0 and rank 0 hangs"]
-    line = "rank 1 exited with code 0 (step 2, run rewards), before the run came to its end; ended the other ranks\n"
+    why = "exited with code 0 (step 2, run rewards), before the run came to its end"
+    line = f"rank 1 on {HERE} {why}; ended the other ranks\n"
     assert (ending.code, ending.errors) == (1, line)
     assert ending.ranks_alive() == []
 
 
 def test_a_killed_rank_is_named_rather_than_the_collective_that_it_broke(endings: dict[str, Ending]) -> None:
     ending = endings["rank 1 is killed and rank 0's collective fails"]
-    line = "rank 1 was killed by SIGKILL (before its first step); ended the other ranks\n"
+    line = f"rank 1 on {HERE} was killed by SIGKILL (before its first step); ended the other ranks\n"
     assert (ending.code, ending.errors) == (1, line)
     assert ending.ranks_alive() == []
 

@@ -22,7 +22,7 @@ from tests.strategies.update import Stage
 def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     """In float64 and one process."""
     strategy = SingleProcess("fp64")
-    Fabric(accelerator="cpu", devices=1, strategy=strategy).launch()
+    Fabric(accelerator="cpu", devices=1, strategy=strategy.processes).launch()
     return adapted_updates(strategy, tiny, tmp_path_factory.mktemp("alone"))
 
 

@@ -31,7 +31,7 @@ def reference(folder: Path) -> Reference:
 
 def alone() -> SingleProcess:
     strategy = SingleProcess("fp64")
-    Fabric(accelerator="cpu", devices=1, strategy=strategy).launch()
+    Fabric(accelerator="cpu", devices=1, strategy=strategy.processes).launch()
     return strategy
 
 

@@ -12,7 +12,7 @@ from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.single import SingleProcess
-from rlflow.strategies.strategy import scheduled
+from rlflow.strategies.update import scheduled
 from tests.strategies.reference import distance, plain_update
 from tests.strategies.update import backward, trained, update
 
@@ -21,7 +21,7 @@ CLIP = 0.5
 
 def single(precision: str) -> SingleProcess:
     strategy = SingleProcess(precision=precision)
-    Fabric(accelerator="cpu", devices=1, strategy=strategy).launch()
+    Fabric(accelerator="cpu", devices=1, strategy=strategy.processes).launch()
     return strategy
 
 
@@ -50,7 +50,7 @@ def test_an_update_that_is_not_finite_counts_for_nothing(tiny: Path) -> None:
 
 def test_more_devices_than_one_are_refused() -> None:
     with pytest.raises(UserError, match=r"`trainer\.devices` is 2"):
-        Fabric(accelerator="cpu", devices=2, strategy=SingleProcess())
+        Fabric(accelerator="cpu", devices=2, strategy=SingleProcess().processes)
 
 
 def test_a_schedule_that_ends_needs_to_know_when(tiny: Path) -> None:

@@ -31,10 +31,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "module": {
             "class_path": "rlflow.algorithms.GRPO",
             "init_args": {
-                "model": str(model),
+                "actor": {"model": str(model), "optimizer": {"lr": 3e-3}},
                 "group_size": 4,
                 "max_response_length": 8,
-                "optimizer": {"lr": 3e-3},
                 "reward": {"class_path": "tests.controller.runs.OddCharacters"},
             },
         },

@@ -50,7 +50,7 @@ def strategy_of(stage: Stage, precision: str = "fp32", token_budget: int = 4096,
 def launch(stage: Stage, precision: str = "fp32", token_budget: int = 4096, **more: Any) -> DistributedStrategy:
     """A strategy over the pool's processes."""
     strategy = strategy_of(stage, precision, token_budget, **more)
-    Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy).launch()
+    Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy.processes).launch()
     return strategy
 
 
@@ -113,7 +113,7 @@ def one_update(
 def overlapping_update(folder: Path, stage: Stage, overlap_comm: bool, optimizer: Optimizer) -> tuple[bool, Outcome]:
     """Whether DeepSpeed reduces gradients beside the backward pass, and one update."""
     strategy = DeepSpeedStrategy(stage, overlap_comm=overlap_comm)  # type: ignore[arg-type]
-    Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy).launch()
+    Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy.processes).launch()
     outcome = update(strategy, folder, optimizer)
     return strategy._engines["actor"].zero_overlap_comm(), outcome
 

@@ -60,11 +60,11 @@ def test_a_part_without_rows_decides_neither_dtype_nor_shape() -> None:
 
 def test_what_stayed_elsewhere_for_one_part_is_missing_from_the_whole() -> None:
     @dataclass(frozen=True)
-    class Said:
+    class ParsedTurn:
         texts: Annotated[list[str], Cut.JSON]
 
     assert join_rows([["a"], ["b", "c"]], Texts) == ["a", "b", "c"]
-    joined = join_rows([Said(["a"]), Said(Absent("texts"))], Said)  # type: ignore[arg-type]
+    joined = join_rows([ParsedTurn(["a"]), ParsedTurn(Absent("texts"))], ParsedTurn)  # type: ignore[arg-type]
     assert isinstance(joined.texts, Absent)
 
 

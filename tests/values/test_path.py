@@ -22,6 +22,21 @@ def test_siblings_are_a_group_and_so_are_all_rows_below_one_of_a_level() -> None
     assert ANSWERS.root.tolist() == [7, 7, 7, 4, 4]
 
 
+def test_groups_of_rows_are_the_same_numbers_on_every_rank() -> None:
+    here, there = ANSWERS.take(torch.tensor([0, 1])), ANSWERS.take(torch.tensor([2, 3, 4]))
+    assert torch.cat([here.group, there.group]).tolist() == ANSWERS.group.tolist()
+    assert bool((ANSWERS.group < 0).all()), "no prompt's id"
+
+
+def test_groups_that_have_no_number_are_refused() -> None:
+    # of two numbers a child has 63 // 3 = 21 bits, and a prompt's id 42
+    most = RowPath(torch.tensor([[(1 << 42) - 1, (1 << 21) - 1, 0], [0, 0, 0]]), LEVELS)
+    assert most.group.tolist() == [-(1 << 63), -1]
+    for numbers in ([[0, 1 << 21, 0]], [[1 << 42, 0, 0]]):
+        with pytest.raises(UserError, match=r"rows 2 levels deep"):
+            _ = RowPath(torch.tensor(numbers), LEVELS).group
+
+
 def test_the_group_of_samples_of_prompts_is_the_prompts_id() -> None:
     samples = RowPath.of_groups(torch.tensor([9, 9, 2]))
     assert samples.numbers.tolist() == [[9, 0], [9, 1], [2, 0]]

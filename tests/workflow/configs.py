@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.commands.configuration import read_fit
+from rlflow.commands.fit import read_fit
 from rlflow.dag.graph import Graph
 from rlflow.errors import UserError
 from rlflow.module import RLModule

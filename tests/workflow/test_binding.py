@@ -112,7 +112,7 @@ REFUSALS = [  # what is written of a node, and what is said of it, both from whe
     ),
     (
         "x, call: rlflow.functional.kl_estimat",
-        'calls rlflow.functional.kl_estimat, and rlflow.functional has no kl_estimat. Did you mean "kl_estimate"?',
+        'calls rlflow.functional.kl_estimat, but rlflow.functional has no kl_estimat. Did you mean "kl_estimate"?',
     ),
     ("x, call: STEPS.constant", "calls STEPS.constant, and that is 3, no function. Name one"),
     ("x, call: torch.neg", "calls torch.neg, whose parameters cannot be read ("),
@@ -176,7 +176,7 @@ REFUSALS = [  # what is written of a node, and what is said of it, both from whe
     ),
     (
         "x, role: actor, call: actor.logprobs, dependencies: {rows: rewards}",
-        "reads `rewards` as Responses, but `rewards` returns PerSample (",
+        "reads `rewards` as Scorable, but `rewards` returns PerSample (",
     ),
     (
         "x, call: actor.logprobs, dependencies: {rows: rollout}",
@@ -246,13 +246,11 @@ def test_what_reads_nothing_of_value_is_told(tmp_path: Path) -> None:
     [
         ("{log: MODEL}", "`models.log` is given, and `log` of Workflow is something else; give the model another name"),
         ("{rollout: MODEL}", "`models.rollout` is given, and that is no name for a model; give the model another name"),
-        ("{critic: WARM}", "`models.critic` has the `temperature` 0.7 and samples are drawn at 1.0"),
     ],
 )
 def test_a_model_that_cannot_be_is_told(model: str, wrong: str, tmp_path: Path) -> None:
     plain = "{class_path: rlflow.CausalLM, init_args: {model: tiny}}"
-    warm = "{class_path: rlflow.CausalLM, init_args: {model: tiny, temperature: 0.7}}"
-    given = model.replace("MODEL", plain).replace("WARM", warm)
+    given = model.replace("MODEL", plain)
     assert refusal(tmp_path, options=("--models", given)).startswith(wrong)
 
 

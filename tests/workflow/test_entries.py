@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.cli import main
-from rlflow.commands.configuration import read_fit
+from rlflow.commands.fit import read_fit
 from rlflow.run.prepare import read_graph
 from tests.workflow.configs import CONFIGS, STEPS, WORKFLOW, graph_of, module_of, refusal
 
@@ -77,7 +77,7 @@ def test_a_node_is_added_to_an_algorithm_and_its_optional_readers_read_it(tmp_pa
 
 
 def test_a_node_of_an_algorithm_is_removed(tmp_path: Path) -> None:
-    options = ("--module.kl_coef", "0.1")
+    options = ("--module.kl.coef", "0.1")
     assert "ref_logprobs" in graph_of(tmp_path, on=GRPO, options=options).nodes
     assert (
         "ref_logprobs" not in graph_of(tmp_path, "- {id: ref_logprobs, remove: true}", on=GRPO, options=options).nodes

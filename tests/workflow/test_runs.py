@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow.commands.configuration import read_fit
+from rlflow.commands.fit import read_fit
 from rlflow.models.tiny import write_tiny_model
 from rlflow.module import RLModule
 from tests.controller.runs import ZERO2, Fit, OddCharacters, Result, fit, sums
@@ -75,7 +75,7 @@ def workflow(policy: Path) -> RLModule:
 
 @pytest.fixture
 def algorithm(policy: Path) -> RLModule:
-    return module("--config", str(CONFIGS / "grpo.yaml"), "--module.model", str(policy))
+    return module("--config", str(CONFIGS / "grpo.yaml"), "--module.actor.model", str(policy))
 
 
 def test_the_workflow_that_is_shipped_trains_as_grpo_does(
@@ -101,8 +101,15 @@ def test_a_config_on_top_adds_a_reference_and_more_updates_as_settings_of_grpo_d
     shipped, actor = str(CONFIGS / "workflow_grpo.yaml"), ["--models.actor.init_args.model", str(policy)]
     ours = module("--config", shipped, "--config", str(tmp_path / "restrained.yaml"), *actor)
     theirs = module(
-        *("--config", str(CONFIGS / "grpo.yaml"), "--module.model", str(policy), "--module.samples_per_update", "8"),
-        *("--module.kl_coef", "0.1", "--module.entropy_coef", "0.01"),
+        *(
+            "--config",
+            str(CONFIGS / "grpo.yaml"),
+            "--module.actor.model",
+            str(policy),
+            "--module.actor.samples_per_update",
+            "8",
+        ),
+        *("--module.kl.coef", "0.1", "--module.entropy_coef", "0.01"),
         *("--module.importance", "{level: geometric, mode: mask, low: 0.9, high: 1.1}"),
     )
     expected = fit(run(theirs, tmp_path / "algorithm"))

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from rlflow.databuffer.transport import Transport
-from rlflow.rollout import RolloutEngine, Sampling, Share, TransformersEngine, VLLMEngine, WeightSyncError
+from rlflow.rollout import EnginePlace, RolloutEngine, Sampling, Share, TransformersEngine, VLLMEngine, WeightSyncError
 from rlflow.rollout.assignment import EngineSettings
-from rlflow.rollout.engines import RankEngines, engines_of_rank
+from rlflow.rollout.rank_engines import RankEngines, engines_of_rank
 from rlflow.values.layout import Layout
 from tests.ranks import RankPool
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, logprob_gap, perturb, setup
@@ -117,10 +117,10 @@ def _two_of_a_rank(folders: dict[str, Path]) -> list[float]:
     transport = Transport(torch.device("cpu"))
     engines = EngineSettings(VLLMEngine(kv_cache_gib=0.25)).assigned([*folders])
     here = engines_of_rank(engines, dict.fromkeys(folders, Layout((0, 1), 2)), transport, on_cpu=True)
-    place = {"rank": transport.rank, "world_size": 2, "local_rank": transport.rank, "seed": 0}
+    place = EnginePlace(torch.float32, torch.device("cpu"), transport.rank, 2, transport.rank)
     models = policies(folders)
     for policy, engine in here.own.items():
-        engine.setup(str(folders[policy]), dtype=torch.float32, device=torch.device("cpu"), **place)
+        engine.setup(str(folders[policy]), place)
         engine.update_weights(buckets(models[policy]), 0)
     gaps = []
     for policy, engine in here.own.items():

@@ -1,0 +1,36 @@
+"""A folder to make mistakes in."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.models.scoring import ScoringModel
+from tests.bad_input.refusal import Refused, refusal
+from tests.own_folder import make, write
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    make(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())  # `main` puts the folder there
+    for name in ("my_algorithm", "my_rewards", "my_asks", "broken_algorithm", "leaving_algorithm"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def refused(folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refused:
+    def line(changes: dict[str, Any]) -> str:
+        write(folder / "my.yaml", changes)
+        loaded: list[Path] = []
+        monkeypatch.setattr(ScoringModel, "load", lambda path, *_: loaded.append(path))
+        found = refusal(capfd, "fit", "--config", "my.yaml")
+        assert loaded == []
+        return found
+
+    return line

@@ -1,0 +1,198 @@
+"""`rlflow play`: environments of both forms, played by pipe, script and a person, without weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from rlflow.cli import main
+from rlflow.models.tiny import write_tiny_model
+from tests.own_folder import CONFIG
+
+ROOT = Path(__file__).parent.parent.parent
+WORD, COUNT = "tests.environments.games.WordGame", "tests.environments.games.CountDown"
+ROWS = [
+    {"question": "Play.", "word": "house", "start": 1, "stones": 3},
+    {"question": "Again.", "word": "a", "start": 2},
+]
+GUESS = '<tool_call>{"name": "guess", "arguments": {"word": "house"}}</tool_call>'
+
+
+def config(folder: Path, name: str, environment: dict[str, Any] | None, **module: Any) -> str:
+    path = folder / f"{name}.yaml"
+    given = {"actor": {"model": str(folder / "model")}, "max_response_length": 400, **module}
+    if environment is not None:
+        given["environment"] = {"class_path": "rlflow.Environment", "init_args": environment}
+    source = {"class_path": "rlflow.data.JSONL", "init_args": {"path": str(folder / "rows.jsonl")}}
+    data = {"train": source, "chat_template": True, "max_prompt_length": 1000}
+    changed = {"module": {"class_path": "rlflow.algorithms.GRPO", "init_args": given}, "data": data}
+    path.write_text(yaml.safe_dump(CONFIG | changed))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without weights, and data."""
+    folder = tmp_path_factory.mktemp("play")
+    for weights in write_tiny_model(folder / "model", layers=1).glob("*.safetensors"):
+        weights.unlink()
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return folder
+
+
+def process(*arguments: str, **how: Any) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "rlflow.cli", "play", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, text=True, **{"stdout": pipe, "stderr": pipe, **how})
+
+
+def test_an_environment_of_tools_is_played_by_a_pipe(folder: Path) -> None:
+    played = process("--config", config(folder, "word", {"environment": WORD}), stdin=subprocess.PIPE)
+    output, errors = played.communicate(f"{GUESS}\nIt is house.\n", timeout=60)
+    assert (played.returncode, errors) == (0, "")
+    assert "Play. It has 5 letters.<|im_end|>" in output
+    assert "guess(word)" in output.split("  policy")[0], "the template tells of the tool"
+    assert output.count(GUESS + "<|im_end|>") == 1
+    assert "right<|im_end|>" in output
+    *_, turns, calls, rewards, ended, _ = output.split("\n")
+    assert re.fullmatch(r"2 turns, \d+ of \d+ tokens by the policy", turns)
+    assert calls == "tool calls: 1, of which 0 gave no value"
+    assert rewards == "rewards of the environment: 0, 1 (sum 1)"
+    assert ended == "ended: done, the policy called no tool"
+
+
+def test_an_environment_of_messages_is_played_by_a_person_who_leaves(folder: Path) -> None:
+    """At a terminal, by its keys: a line, and then the end of the input."""
+    ours, theirs = pty.openpty()
+    arguments = ["--config", config(folder, "count", {"environment": COUNT}), "--row", "1"]
+    with process(*arguments, stdin=theirs, stdout=theirs) as played:
+        os.close(theirs)
+        seen = read_until(ours, "> ")
+        os.write(ours, b"2\n")
+        seen += read_until(ours, "> ")
+        os.write(ours, b"\x04")
+        seen += read_until(ours, "left before the end")
+        assert played.stderr is not None
+        assert (played.stderr.read(), played.wait(60)) == ("", 0)
+    os.close(ours)
+    assert "count down from 2" in seen
+    assert "next<|im_end|>" in seen
+
+
+def read_until(terminal: int, text: str) -> str:
+    seen = ""
+    while text not in seen:
+        assert select.select([terminal], [], [], 60)[0], seen
+        seen += os.read(terminal, 4096).decode()
+    return seen
+
+
+def play(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main(["play", *arguments])
+    return capsys.readouterr().out
+
+
+def test_tokens_are_those_that_the_template_writes_and_say_who_wrote_them(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "replies.jsonl"
+    script.write_text('"1"\n"zero\\n"\n')
+    path = config(folder, "count", {"environment": COUNT})
+    lines = play(capsys, "--config", path, "--replies", str(script), "--tokens").split("\n")
+    written = [(line.split()[0], ids(below)) for line, below in pairwise(lines) if "'" in below]
+    assert [who for who, _ in written] == ["prompt", "policy", "environment", "policy"]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    turns = ["Play.", "count down from 1"]
+    messages = [*({"role": "user", "content": each} for each in turns), {"role": "assistant", "content": "1"}]
+    messages += [{"role": "user", "content": "next"}, {"role": "assistant", "content": "zero\n"}]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("\n")
+    assert [token for _, of_part in written for token in of_part] == tokenizer(whole)["input_ids"]
+    assert tokenizer.decode(written[1][1]) == "1<|im_end|>"
+    assert lines[-3:-1] == ["rewards of the environment: 1, 0 (sum 1)", "ended: done, the environment ended it"]
+
+
+def ids(line: str) -> list[int]:
+    return [int(number) for number in re.findall(r"(?:^|  )(\d+) ['\"]", line.strip())]
+
+
+def test_a_player_takes_all_seats_of_a_game(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "two").write_text("1\n2\n")
+    path = config(folder, "stones", {"environment": "tests.environments.games.Stones"})
+    lines = play(capsys, "--config", path, "--replies", str(tmp_path / "two")).split("\n")
+    assert [line.split()[0] for line in lines if line.endswith(" tokens")] == ["prompt", "policy"] * 2
+    assert [line.partition(",")[0] for line in lines if "by the policy" in line] == [
+        "1 turn of `player`",
+        "1 turn of `opponent`",
+    ]
+    rewards = [line.rpartition(": ")[2] for line in lines if line.startswith("rewards")]
+    assert rewards == ["-0.75 (sum -0.75)", "1 (sum 1)"], "0.25 for a move, and the opponent took the last stone"
+
+
+def test_a_reply_that_is_too_long_is_cut_as_a_model_s_is(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one").write_text("far too much\n")
+    reward = {
+        "class_path": "rlflow.rewards.CallableReward",
+        "init_args": {"function": "tests.controller.answering.five"},
+    }
+    path = config(folder, "short", {"environment": WORD, "max_turn_length": 7}, reward=reward)
+    lines = play(capsys, "--config", path, "--replies", str(tmp_path / "one")).split("\n")
+    assert "    far too" in lines
+    assert lines[-2] == "reward of the module: 5"
+    assert lines[-3] == "ended: tokens, the policy's turn was cut at its longest length before it called a tool"
+
+
+def test_what_the_environment_said_to_nobody_is_shown(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "two").write_text(f"{GUESS}\n{GUESS}")
+    path = config(folder, "once", {"environment": WORD, "max_tool_calls": 1})
+    output = play(capsys, "--config", path, "--replies", str(tmp_path / "two"))
+    assert "  environment tool  which no turn reads\n    this call is refused: no more than 1 may be made" in output
+    assert output.endswith("ended: turns, as many tools were called as `max_tool_calls` allows\n")
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "line"),
+    [
+        (None, (), "`module` is GRPO without an environment, so there is nothing to play; set `module"),
+        ({"environment": WORD}, ("--row", "2"), "`--row` is 2, and .*rows.jsonl has the rows 0 to 1; give one"),
+        ({"environment": WORD}, ("--environment", "x"), "GRPO has the environments environment; name one by"),
+        ({"environment": WORD}, ("--replies", "{}/no"), "`--replies` is '.*/no', which cannot be read .*; name a file"),
+        ({"environment": WORD}, ("--replies", "{}/few"), "`--replies` .*/few has 1 replies, .* to turn 2; give more"),
+        ({"environment": WORD}, ("--replies", "{}/a.jsonl"), "`--replies` .*, line 1 is not JSON"),
+        ({"environment": "no.such.Game"}, (), "`environment` is 'no.such.Game', but there is no module no"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    environment: dict[str, Any] | None,
+    options: Sequence[str],
+    line: str,
+) -> None:
+    for name in ("few", "a.jsonl"):
+        (tmp_path / name).write_text(GUESS)
+    reward = {"reward": {"class_path": "rlflow.rewards.ExactMatch"}} if environment is None else {}
+    path = config(folder, "wrong", environment, **reward)
+    with pytest.raises(SystemExit) as ended:
+        main(["play", "--config", path, *(option.format(tmp_path) for option in options)])
+    assert ended.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"rlflow: error: {line}", said), said

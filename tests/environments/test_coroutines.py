@@ -1,0 +1,113 @@
+"""Environments whose methods are coroutines, side by side in the rank's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+from rlflow.environments.bridge import ParsedTurn
+from rlflow.environments.coroutines import Coroutines
+from rlflow.environments.environment import Environment
+from rlflow.environments.environment_calls import EnvironmentCalls
+from rlflow.environments.session import Session
+
+
+class Dicing:
+    """Draws before and after it waits, and in tasks of its own; `delays` says for how long each waits."""
+
+    delays = True
+
+    def initial_observation(self) -> str:
+        return str(random.random())
+
+    async def step(self, message: dict[str, str]) -> dict[str, str]:
+        said = [random.random()]
+        await self.pause()
+        said += await asyncio.gather(*(self.drawn(number) for number in range(3)))
+        return {"next_messages": f"{said} {random.random()}"}
+
+    async def drawn(self, number: int) -> float:
+        value = number + random.random()  # tasks begin in their order, and end in any
+        await self.pause()
+        return value
+
+    async def pause(self) -> None:
+        await asyncio.sleep(0.02 * time.monotonic_ns() % 0.02 if self.delays else 0)
+
+
+class Prompt(Dicing):
+    delays = False
+
+
+class Plain:
+    def initial_observation(self) -> str:
+        return "?"
+
+    def step(self, message: dict[str, str]) -> dict[str, str]:
+        return {"next_messages": "!"}
+
+
+class Endless(Plain):
+    async def step(self, message: dict[str, str]) -> dict[str, str]:  # type: ignore[override]
+        await asyncio.sleep(3600)
+        return {}
+
+
+async def wait(seconds: float) -> None:
+    """Wait.
+
+    Args:
+        seconds: As long.
+    """
+    await asyncio.sleep(seconds)
+
+
+PARSED = ParsedTurn("x", (), "x")
+
+
+def said(environment: Environment, conversations: int = 6) -> list[list[str]]:
+    """What each conversation is told, with seeds of their own and calls side by side."""
+    coroutines = Coroutines()
+    calls = EnvironmentCalls(environment.calls_at_once, limited=False)
+    definition = environment.definition_of({})
+    sessions = [Session(definition, environment.host(coroutines), seed=seed) for seed in range(conversations)]
+    found: list[list[str]] = [[] for _ in sessions]
+    for place, session in enumerate(sessions):
+        calls.submit(place, lambda session=session: session.begin([], {})[0]["content"])
+    for place, text in calls.answers(conversations):
+        found[place].append(text)
+    for place, session in enumerate(sessions):
+        calls.submit(place, lambda session=session: session.answer(PARSED, 0).messages[0]["content"])
+    for place, text in calls.answers(conversations):
+        found[place].append(text)
+    coroutines.close()
+    assert calls.close()
+    return found
+
+
+def test_what_a_coroutine_draws_is_its_conversation_s_whoever_runs_meanwhile() -> None:
+    outside = random.getstate()
+    alone = said(Environment(Prompt, at_once=1))
+    assert said(Environment(Dicing)) == alone
+    assert len({text for each in alone for text in each}) == 12
+    assert random.getstate() == outside, "the process's own numbers stay"
+
+
+def test_only_what_has_coroutines_overlaps() -> None:
+    assert [Environment(each).calls_at_once for each in (Plain, Dicing)] == [1, 64]
+    assert Environment(tools=[wait]).calls_at_once == 64
+    assert Environment(Dicing, seconds=10, workers=3).calls_at_once == 3
+
+
+def test_what_still_waits_when_all_is_closed_is_cancelled() -> None:
+    environment, coroutines = Environment(Endless), Coroutines()
+    calls = EnvironmentCalls(environment.calls_at_once, limited=False)
+    session = Session(environment.definition_of({}), environment.host(coroutines))
+    session.begin([], {})
+    calls.submit(0, lambda: session.answer(PARSED, 0))
+    began = time.monotonic()
+    time.sleep(0.05)
+    coroutines.close()
+    assert calls.close(), "its thread has ended"
+    assert time.monotonic() - began < 30

@@ -1,0 +1,81 @@
+"""Environments of several seats: who speaks, what each reads, and what each gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlflow.environments.definition import defined
+from rlflow.environments.game_session import GameSession
+from rlflow.environments.host import Host, InProcess
+from rlflow.environments.messages import message
+from rlflow.errors import UserError
+
+PROMPT = [message("user", "Win.")]
+
+
+def test_a_game_says_who_speaks_and_what_it_reads(host: Host) -> None:
+    game = GameSession(defined("games.Stones"), host)
+    began, first = game.begin(PROMPT, {"stones": 5, "first": "opponent"})
+    assert began == [message("user", "Win. There are 5 stones.")]
+    assert (first.seat, first.messages, first.rewards) == ("opponent", [message("user", "take")], {})
+    second = game.move("2", "opponent", 0)
+    assert (second.seat, second.messages) == ("player", [message("user", "2 taken, 3 left")])
+    assert second.rewards == {"opponent": 0.25}
+    last = game.move("3", "player", 0)
+    assert (last.done, last.rewards) == (True, {"player": 1.0, "opponent": -1.0})
+    assert game.rewards() == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("games.Seatless", "initial_observation` gave the seat 'dealer' as `next_seat`, and `seats` are player, opp"),
+        ("games.Misjudged", "step` at turn 2 of player gave the rewards {'dealer': 1.0}; give a number for each of"),
+    ],
+)
+def test_a_seat_that_is_none_is_refused_in_one_line(path: str, line: str) -> None:
+    with pytest.raises(UserError, match=line) as refused:
+        two_moves(GameSession(defined(path), InProcess()))
+    assert "\n" not in str(refused.value)
+
+
+def two_moves(game: GameSession) -> None:
+    game.begin(PROMPT, {"stones": 5})
+    game.move("2", "player", 2)
+
+
+class Twice:
+    seats = ("player", "player")
+
+    def initial_observation(self) -> None: ...
+
+    def step(self) -> None: ...
+
+
+class Mute:
+    seats = ("player", "opponent")
+
+    def guess(self, word: str) -> str:
+        """Guess.
+
+        Args:
+            word: A word.
+        """
+        return word
+
+
+class Single(Twice):
+    seats = "player"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("environment", "line"),
+    [
+        (Twice, "`.*Twice.seats` names one seat twice: player, player; give each"),
+        (Mute, "`.*Mute` has `seats` and no `initial_observation` and `step`"),
+        (Single, "`.*Single.seats` is 'player'; give names, such as"),
+    ],
+)
+def test_seats_that_cannot_be_are_refused_in_one_line(environment: type, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        defined(environment)

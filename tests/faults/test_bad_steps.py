@@ -1,0 +1,144 @@
+"""A bad number on one rank: all ranks skip the update to the bit, count it, and stop after a set number in a row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlflow import Batch, PerToken, node
+from rlflow.algorithms import SFT
+from rlflow.models.causal_lm import CausalLM
+from rlflow.models.optimizer import Optimizer
+from rlflow.models.tiny import write_tiny_model
+from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, TrainingStrategy
+from tests import own_folder
+from tests.controller.runs import Fit, Result, answers, failing_fit, fit
+from tests.faults.running import fit as command
+from tests.ranks import RankPool
+
+pytestmark = pytest.mark.row("bad steps")
+
+STRATEGIES = {
+    "zero1": partial(DeepSpeedStrategy, 1),
+    "zero2": partial(DeepSpeedStrategy, 2),
+    "zero3": partial(DeepSpeedStrategy, 3),
+    "fsdp": FSDPStrategy,
+    "zero2-bf16": partial(DeepSpeedStrategy, 2, precision="bf16"),
+    "fsdp-bf16": partial(FSDPStrategy, precision="bf16"),
+}
+SOME = [pytest.param(name, marks=() if name == "zero2" else pytest.mark.faults) for name in STRATEGIES]
+ADAM = Optimizer("adamw", lr=1e-2)
+LENGTHS = (3, 9, 1, 12)
+TIMES = 20.0
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("policy") / "policy", seed=1, intermediate_size=96)
+
+
+class Spoiled(SFT):
+    """The loss of the last rank is multiplied by `factor` in the steps given, counted from 0."""
+
+    def __init__(self, model: str, factor: float, steps: Sequence[int]) -> None:
+        super().__init__(CausalLM(model, optimizer=ADAM))
+        self.factor = factor
+        self.steps = steps
+        self.calls = -1
+
+    @node(role="actor", type="train")
+    def actor_loss(self, batch: Batch) -> PerToken:
+        self.calls += 1
+        spoils = dist.get_rank() == dist.get_world_size() - 1 and self.calls in self.steps
+        return -self.actor.logprobs(batch) * (self.factor if spoils else 1.0)
+
+
+def run(
+    how: Callable[[Fit], Result],
+    ranks: RankPool,
+    policy: Path,
+    folder: Path,
+    strategy: Callable[[], TrainingStrategy],
+    spoiled: tuple[float, Sequence[int]],
+    steps: int,
+    **more: Any,
+) -> list[Result]:
+    module = Spoiled(str(policy), *spoiled)
+    settings = {"max_steps": steps, "skip_spikes": TIMES, **more}
+    return ranks.run(how, Fit(module, answers(LENGTHS, 4), folder, strategy, settings=settings), timeout_s=200)
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1e6], ids=["nan", "inf", "spike"])
+def test_one_rank_spoils_an_update_and_all_leave_weights_and_optimizer_as_they_were(
+    factor: float, name: str, policy: Path, tmp_path: Path, ranks2: RankPool, seen: Callable[[str], None]
+) -> None:
+    # The 9th update is spoiled, after 8 norms were seen; the 9th of a run without is the 10th of one with.
+    spoiled = run(fit, ranks2, policy, tmp_path / "spoiled", STRATEGIES[name], (factor, (8,)), 10)
+    plain = run(fit, ranks2, policy, tmp_path / "plain", STRATEGIES[name], (1.0, ()), 9)
+    for with_fault, without in zip(spoiled, plain, strict=True):
+        assert [step.get("actor/skipped_updates", 0) for step in with_fault.steps] == [0] * 8 + [1, 0]
+        assert with_fault.weights.keys() == without.weights.keys() != set()
+        assert all(torch.equal(with_fault.weights[key], without.weights[key]) for key in without.weights)
+    seen(f"{name}: NaN, infinity and a spike on one rank skipped by both, weights and moments to the bit")
+
+
+def test_a_spike_just_after_a_resume_is_skipped_as_without_the_break(
+    policy: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    whole = run(fit, ranks2, policy, tmp_path / "whole", STRATEGIES["zero2"], (1e6, (8,)), 10)
+    run(fit, ranks2, policy, tmp_path / "parts", STRATEGIES["zero2"], (1.0, ()), 8, save_every_n_steps=8)
+    rest = run(fit, ranks2, policy, tmp_path / "parts", STRATEGIES["zero2"], (1e6, (0,)), 10, ckpt_path="last")
+    for at_once, continued in zip(whole, rest, strict=True):
+        assert [step.get("actor/skipped_updates", 0) for step in continued.steps] == [1, 0]
+        assert at_once.weights.keys() == continued.weights.keys() != set()
+        assert all(torch.equal(at_once.weights[key], continued.weights[key]) for key in at_once.weights)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), pytest.param(1e6, marks=pytest.mark.faults)], ids=["nan", "spike"])
+def test_the_third_in_a_row_ends_the_run_and_the_last_line_names_the_file_of_its_rows(
+    factor: float, policy: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    results = run(failing_fit, ranks2, policy, tmp_path, STRATEGIES["zero2"], (factor, (8, 9, 10)), 12)
+    for rank, result in enumerate(results):
+        assert len(result.steps) == 10
+        how = "infinite or NaN" if factor != factor else r"where up to"
+        assert "in 3 updates in a row" in result.error
+        assert how in result.error
+        file = Path(result.error.rpartition(" are in ")[2].partition(" (rank")[0])
+        assert file == tmp_path / f"logs/bad-update-actor-rank{rank}.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        assert len(rows) == 2  # of 4 on two ranks
+        assert all(row["batch.prompt_ids"] and row["batch.response_ids"] for row in rows)
+
+
+REWARDS = [
+    ("nan", "it returned nan"),
+    ("returns_infinity_in_float32", "it returned 1e+308, which float32 cannot hold"),
+    ("nan_on_rank_1", "it returned nan"),
+]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("function", "told"), REWARDS)
+def test_a_reward_that_is_not_finite_ends_the_run_in_a_line(
+    function: str, told: str, tmp_path: Path, seen: Callable[[str], None]
+) -> None:
+    own_folder.make(tmp_path)
+    more = (tmp_path / "my_rewards.py").read_text()
+    one = '\n\ndef nan_on_rank_1(text, row):\n    return float("nan" if os.environ.get("LOCAL_RANK") == "1" else 1)\n'
+    (tmp_path / "my_rewards.py").write_text(more + one)
+    own_folder.write(tmp_path / "my.yaml", own_folder.TWO_RANKS | own_folder.rewarded_by(function))
+    ended = command(tmp_path, "--config", "my.yaml")
+    assert ended.code != 0
+    assert "failed on sample" in ended.errors
+    assert told in ended.errors
+    assert "Traceback" not in ended.errors
+    seen("a reward that is not finite ends the run in a line")

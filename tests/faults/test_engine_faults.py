@@ -1,0 +1,149 @@
+"""An engine that dies, hangs or raises: one restart where it has a process of its own, else a clean stop."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.models.tiny import write_tiny_model
+from rlflow.rollout import EngineBeside, EngineProcessError, Sampling, TransformersEngine, VLLMEngine, WeightSyncError
+from tests import own_folder
+from tests.faults.running import fit, left_over
+from tests.rollout.stepping import assert_alike, stepped
+from tests.rollout.trained import PROMPTS, STOP, buckets, load, perturb, setup
+
+pytestmark = pytest.mark.row("engine faults")
+
+SEEDS = list(range(len(PROMPTS)))
+SAMPLING = Sampling(24, 1.0, STOP)
+ENGINES = {"transformers": TransformersEngine, "vllm": lambda: VLLMEngine(kv_cache_gib=0.25)}
+EACH = ["transformers", pytest.param("vllm", marks=pytest.mark.faults)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=1, intermediate_size=96, max_position=256)
+
+
+@pytest.fixture
+def model(folder: Path) -> Any:
+    return load(folder)
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[EngineBeside]:
+    beside = EngineBeside(ENGINES[request.param](), index=0, size=1, address="", timeout_s=60.0)
+    setup(beside, folder)
+    yield beside
+    beside.close()
+
+
+def fall(engine: EngineBeside, number: int) -> int:
+    """Send its process a signal; its id."""
+    process = engine._running()._popen
+    process.send_signal(number)
+    return process.pid
+
+
+@pytest.mark.parametrize("engine", EACH, indirect=True)
+def test_an_engine_that_is_killed_is_started_again_with_its_weights_and_answers_as_before(
+    engine: EngineBeside, model: Any, seen: Callable[[str], None]
+) -> None:
+    for version in range(2):
+        perturb(model, version)
+        engine.update_weights(buckets(model), version)
+    before = engine.generate(PROMPTS, SEEDS, SAMPLING, 1)
+    perturb(model, 2)  # which the engine must not be given
+    killed = fall(engine, signal.SIGKILL)
+    assert engine.generate(PROMPTS, SEEDS, SAMPLING, 1) == before
+    assert engine.policy_version == 1
+    assert engine._running()._popen.pid != killed
+    with pytest.raises(WeightSyncError, match="policy version 0 shall generate and the engine holds version 1"):
+        engine.generate(PROMPTS, SEEDS, SAMPLING, 0)
+    fall(engine, signal.SIGKILL)
+    with pytest.raises(EngineProcessError, match=r"^rank 0: .* was killed by SIGKILL when it should generate"):
+        engine.generate(PROMPTS, SEEDS, SAMPLING, 1)
+    seen("killed: one restart, the weights read back, the same tokens; killed again: the run ends")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("engine", EACH, indirect=True)
+def test_an_engine_that_was_killed_between_steps_gets_the_next_weights(engine: EngineBeside, model: Any) -> None:
+    engine.update_weights(buckets(model), 0)
+    fall(engine, signal.SIGKILL)
+    engine._running()._popen.wait()
+    perturb(model, 0)
+    report = engine.update_weights(buckets(model), 1)
+    assert report.tensors == len(list(model.parameters()))
+    assert len(engine.generate(PROMPTS, SEEDS, SAMPLING, 1)) == len(PROMPTS)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+def test_turns_in_progress_begin_again(engine: EngineBeside, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.update_weights(buckets(model), 0)
+    before = stepped(engine, SAMPLING, 0)
+    call, calls = engine._call, []
+
+    def killed_at_the_fourth(method: str, *given: Any, **more: Any) -> Any:
+        calls.append(method)
+        if len(calls) == 4:
+            fall(engine, signal.SIGKILL)
+        return call(method, *given, **more)
+
+    monkeypatch.setattr(engine, "_call", killed_at_the_fourth)
+    assert_alike(stepped(engine, SAMPLING, 0), before)
+    assert len(calls) > 4
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("engine", EACH, indirect=True)
+def test_an_engine_that_hangs_is_ended_and_started_again(engine: EngineBeside, model: Any) -> None:
+    engine.update_weights(buckets(model), 0)
+    before = engine.generate(PROMPTS, SEEDS, SAMPLING, 0)
+    engine._running()._timeout_s = 1.0
+    stopped = fall(engine, signal.SIGSTOP)
+    assert engine.generate(PROMPTS, SEEDS, SAMPLING, 0) == before
+    assert engine._running()._popen.pid != stopped
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("engine", ["transformers"], indirect=True)
+def test_after_a_sync_that_failed_there_are_no_weights_to_start_again_with(engine: EngineBeside, model: Any) -> None:
+    engine.update_weights(buckets(model), 0)
+    with pytest.raises(WeightSyncError):
+        engine.update_weights(buckets(model, leave_out="model.norm.weight"), 1)
+    fall(engine, signal.SIGKILL)
+    with pytest.raises(EngineProcessError, match="was killed by SIGKILL"):
+        engine.generate(PROMPTS, SEEDS, SAMPLING, 0)
+
+
+RAISES = """
+from rlflow.rollout import TransformersEngine
+
+
+class Raises(TransformersEngine):
+    def _generate(self, prompts, seeds, sampling):
+        if self.policy_version == 1:
+            raise RuntimeError("no kernel image is available")
+        return super()._generate(prompts, seeds, sampling)
+"""
+
+
+@pytest.mark.faults
+def test_an_engine_in_the_ranks_own_process_that_raises_ends_the_run(
+    tmp_path: Path, seen: Callable[[str], None]
+) -> None:
+    own_folder.make(tmp_path)
+    (tmp_path / "my_engine.py").write_text(RAISES)
+    own_folder.write(tmp_path / "my.yaml", own_folder.TWO_RANKS | {"rollout.class_path": "my_engine.Raises"})
+    with left_over(tmp_path) as left:
+        ended = fit(tmp_path, "--config", "my.yaml")
+    assert (ended.code, left) == (1, [])
+    assert "no kernel image is available" in ended.errors
+    assert "rank " in ended.last
+    seen("raises in the rank's process: the run ends with code 1 and names the rank")

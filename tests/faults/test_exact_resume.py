@@ -1,0 +1,85 @@
+"""A run that is killed anywhere goes on as if it had never been: all that it leaves is equal to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.models.tiny import write_tiny_model
+from tests.faults.covering import kinds, points, runs
+from tests.faults.killed_runs import POINTS, Kind, content, fit_to_the_end, fit_until_killed
+from tests.ranks import RankError, RankPool
+
+pytestmark = pytest.mark.row("bit-exact resume")
+
+QUICK = [
+    (Kind("grpo", "one", "single", "transformers", False), "in a reward"),
+    (Kind("ppo", "together", "zero2", "transformers", True), "before the commit"),
+]
+RESUMED = "while it is resumed"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("killed") / "tiny", hidden_size=64, layers=1)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind, RankPool], dict[str, Any]]:
+    """What a run of a kind leaves that nobody kills; each kind runs once."""
+    found: dict[Kind, dict[str, Any]] = {}
+
+    def left(kind: Kind, ranks: RankPool) -> dict[str, Any]:
+        if kind not in found:
+            folder = tmp_path_factory.mktemp(str(kind)) / "run"
+            ranks.run(fit_to_the_end, kind.run(model, folder), timeout_s=240)
+            found[kind] = content(folder)
+        return found[kind]
+
+    return left
+
+
+def check(kind: Kind, point: str, model: Path, folder: Path, expected: Callable[..., dict[str, Any]]) -> None:
+    with RankPool(kind.ranks) as ranks:
+        whole = expected(kind, ranks)
+        first = "end of a step" if point == RESUMED else point
+        killed(kind.run(model, folder), first, folder.with_name("pids"), ranks)
+        again = kind.run(model, folder, ckpt_path="auto")  # none yet where the first is written beside the steps
+        if point == RESUMED:
+            killed(again, point, folder.with_name("pids"), ranks)
+        ranks.run(fit_to_the_end, again, timeout_s=240)
+    left = content(folder)
+    assert sorted(left) == sorted(whole)
+    assert [name for name in whole if left[name] != whole[name]] == []
+
+
+def killed(run: Any, point: str, pids: Path, ranks: RankPool) -> None:
+    """Run until a rank comes to the point, when all are killed."""
+    with pytest.raises(RankError, match="exit code -9"):
+        ranks.run(fit_until_killed, run, point, pids, timeout_s=240)
+
+
+@pytest.mark.parametrize(("kind", "point"), QUICK, ids=[f"{kind}: {point}" for kind, point in QUICK])
+def test_a_run_that_is_killed_goes_on_to_the_byte(
+    kind: Kind, point: str, model: Path, tmp_path: Path, uninterrupted: Any
+) -> None:
+    check(kind, point, model, tmp_path / "run", uninterrupted)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("kind", "point"), runs(), ids=[f"{kind}: {point}" for kind, point in runs()])
+def test_runs_of_all_kinds_that_are_killed_anywhere_go_on_to_the_byte(
+    kind: Kind, point: str, model: Path, tmp_path: Path, uninterrupted: Any, seen: Callable[[str], None]
+) -> None:
+    check(kind, point, model, tmp_path / "run", uninterrupted)
+    seen(f"{len(runs())} runs of {len(kinds())} kinds, killed at {len({point for _, point in runs()})} kinds of points")
+
+
+def test_every_point_is_come_to_by_a_run() -> None:
+    every = {point for kind in kinds() for point in points(kind)}
+    assert {point for _, point in runs()} == every
+    assert every >= POINTS.keys()
+    assert len(every) >= 24

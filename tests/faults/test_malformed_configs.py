@@ -1,0 +1,84 @@
+"""A wrong config ends with exit code 2 and one line that names the key and the value, before a model is loaded."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlflow.models.scoring import ScoringModel
+from tests.bad_input.refusal import refusal
+from tests.faults.running import Running
+from tests.faults.wrong_configs import ALL, LISTS, MERGES, OWN, Wrong
+from tests.own_folder import make, write
+
+pytestmark = pytest.mark.row("malformed configs")
+MOST_BYTES, MOST_S = 2**30, 10.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    make(folder)
+    os.mkfifo(folder / "fifo")
+    (folder / "second.yaml").write_text("trainer: {max_steps: late}\n")
+    return folder
+
+
+def write_case(folder: Path, case: Wrong) -> None:
+    if case.content is None:
+        write(folder / "my.yaml", case.changes)
+    else:
+        content = case.content if isinstance(case.content, bytes) else case.content.encode()
+        (folder / "my.yaml").write_bytes(content)
+
+
+@pytest.mark.parametrize("case", ALL, ids=[case.name for case in ALL])
+def test_a_wrong_config_is_refused_in_one_line_and_no_model_is_loaded(
+    case: Wrong, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    loaded: list[Path] = []
+    monkeypatch.setattr(ScoringModel, "load", lambda path, *_: loaded.append(path))
+    write_case(folder, case)
+    line = refusal(capfd, "fit", "--config", "my.yaml", *case.options)
+    assert case.line in line
+    assert loaded == []
+
+
+def test_there_are_more_than_a_hundred_of_them(seen: Callable[[str], None]) -> None:
+    assert len({case.name for case in ALL}) == len(ALL) > 100
+    seen(f"{len(ALL)} wrong configs and options refused in one line")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("content", "options"),
+    [
+        (LISTS, ()),
+        (MERGES, ()),
+        (OWN, ("--trainer.max_steps", LISTS)),
+        (OWN.replace("seed: 0", "seed: -1"), ()),
+        (OWN, ("--module.actor.temperature", ".inf")),
+        (OWN, ("--module.actor.model", "nobody/nothing")),
+    ],
+    ids=["lists", "merges", "an option that explodes", "a seed", "a temperature", "a hub name without a network"],
+)
+def test_a_process_of_its_own_ends_with_2_in_10_seconds_and_1_gb(
+    tmp_path: Path, content: str, options: tuple[str, ...], seen: Callable[[str], None]
+) -> None:
+    make(tmp_path)
+    (tmp_path / "my.yaml").write_text(content)
+    ended = Running(tmp_path, "fit", "--config", "my.yaml", *options).ended()
+    assert ended.code == 2
+    (line,) = ended.errors.splitlines()
+    assert line.startswith("rlflow: error: `")
+    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # of the largest process so far
+    assert most < MOST_BYTES
+    assert ended.seconds < MOST_S * 6  # 10 on quiet cores
+    seen(f"up to {most / 2**20:.0f} MB")

@@ -1,0 +1,84 @@
+"""Signals that come from outside, to processes as users start them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import own_folder
+from tests.faults import preempted
+from tests.faults.running import Ended, Running, left_over
+
+pytestmark = pytest.mark.row("preemption")
+
+TWO_RANKS = {key.replace(".", "__"): value for key, value in own_folder.TWO_RANKS.items()}
+SAVED = "ended by {}: runs/own/checkpoint/step-00000001 is saved; continue with `--trainer.ckpt_path last`"
+BEFORE = "what was saved before is still there: continue with `--trainer.ckpt_path last`"
+
+
+def interrupted(folder: Path, send: Callable[[Running], None], *arguments: str, seconds: float) -> Ended:
+    """A run that waits so long before the rewards of its second step, and what is sent to it meanwhile."""
+    waits = preempted.waits("run rewards", 1, seconds)
+    with left_over(folder) as left, Running(folder, "fit", "--config", "my.yaml", waits, *arguments) as run:
+        until = time.monotonic() + 200
+        while not (folder / "waits-0").exists():
+            assert run.process.poll() is None, run.errors
+            assert time.monotonic() < until, run.errors
+            time.sleep(0.05)
+        send(run)
+        ended = run.ended(300)
+        time.sleep(1)  # a rank looks every so often whether the first one is there
+    assert left == []
+    return ended
+
+
+def test_a_signal_to_the_process_that_the_user_started_ends_two_ranks_with_one_line_and_code_3(tmp_path: Path) -> None:
+    folder = preempted.make(tmp_path, **TWO_RANKS)
+    ended = interrupted(folder, lambda run: run.process.terminate(), seconds=0.5)
+    assert (ended.code, ended.errors) == (3, f"rlflow: {SAVED.format('SIGTERM')}\n")
+
+
+@pytest.mark.faults
+def test_ctrl_c_reaches_every_process_of_the_group_and_is_one_signal(tmp_path: Path) -> None:
+    folder = preempted.make(tmp_path, **TWO_RANKS)
+    ended = interrupted(folder, lambda run: os.killpg(run.process.pid, signal.SIGINT), seconds=0.5)
+    assert (ended.code, ended.errors) == (3, f"rlflow: {SAVED.format('SIGINT')}\n")
+
+
+@pytest.mark.faults
+def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, seen: Callable[[str], None]) -> None:
+    def twice(run: Running) -> None:
+        run.process.terminate()
+        time.sleep(3)
+        run.process.terminate()
+
+    ended = interrupted(preempted.make(tmp_path, **TWO_RANKS), twice, seconds=120)
+    line = f"rlflow: ended by SIGTERM: another SIGTERM came before the state was saved; {BEFORE}\n"
+    assert (ended.code, ended.errors) == (3, line)
+    seen("a second SIGTERM ends it at once")
+
+
+@pytest.mark.faults
+def test_the_end_of_the_grace_ends_the_run(tmp_path: Path) -> None:
+    folder = preempted.make(tmp_path, **TWO_RANKS)
+    ended = interrupted(folder, lambda run: run.process.terminate(), "--trainer.grace_s=4", seconds=120)
+    line = f"rlflow: ended by SIGTERM: 4 s (`trainer.grace_s`) were over before the run had ended; {BEFORE}\n"
+    assert (ended.code, ended.errors) == (3, line)
+
+
+@pytest.mark.faults
+def test_a_run_that_has_not_begun_ends_at_once(tmp_path: Path) -> None:
+    folder = preempted.make(tmp_path)
+    with left_over(folder) as left, Running(folder, "fit", "--config", "my.yaml") as run:
+        run.ranks(1)
+        time.sleep(2)  # it imports
+        run.process.terminate()
+        ended = run.ended(120)
+    what = "the run had not begun, so nothing more was saved; start it again with the same command"
+    line = f"rlflow: ended by SIGTERM: {what}\n"
+    assert (ended.code, ended.errors, left) == (3, line, [])

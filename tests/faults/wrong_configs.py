@@ -1,0 +1,328 @@
+"""Configs and options that are wrong, each with a part of the line that refuses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from tests.own_folder import CONFIG
+
+INFINITE, NAN = float("inf"), float("nan")
+OWN = yaml.safe_dump(CONFIG)
+ACTOR, REWARD = "module.init_args.actor", "module.init_args.reward"
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A mistake.
+
+    Attributes:
+        name: Of the case.
+        line: What the refusal holds.
+        changes: Of the config at dotted keys.
+        content: Of the file instead.
+        options: Behind the config.
+    """
+
+    name: str
+    line: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    content: str | bytes | None = None
+    options: tuple[str, ...] = ()
+
+
+def _nines(opening: str, closing: str, entry: str) -> str:
+    """Nine of the one before, nine times: 3 GB in 35 s once they are expanded."""
+    lines = [f"a0: &a0 {opening}{entry.format(0, 'x')}{closing}\n"]
+    for i in range(1, 10):
+        parts = ", ".join(entry.format(j, f"*a{i - 1}") for j in range(9))
+        lines.append(f"a{i}: &a{i} {opening}{parts}{closing}\n")
+    return "".join(lines)
+
+
+LISTS, MAPPINGS = _nines("[", "]", "{1}"), _nines("{{", "}}", "k{0}: {1}").replace("{{", "{").replace("}}", "}")
+MERGES = "m0: &m0 {k: 1}\n" + "".join(f"m{i}: &m{i}\n  <<: *m{i - 1}\n  p: *m{i - 1}\n" for i in range(1, 25))
+MANY = "holds more than 20,000 entries once its aliases"
+DEEP = "is nested too deeply"
+
+
+def _of(key: str, *pairs: tuple[Any, str]) -> list[Wrong]:
+    """Values of one key."""
+    return [
+        Wrong(f"{key.rpartition('init_args.')[2]} = {str(value)[:40]!r}", line, {key: value}) for value, line in pairs
+    ]
+
+
+def _function(path: Any, line: str) -> Wrong:
+    reward = {"class_path": "rlflow.rewards.CallableReward", "init_args": {"function": path}}
+    return Wrong(f"reward function {path!r}", line, {REWARD: reward})
+
+
+FILES = [
+    Wrong("lists that explode", MANY, content=LISTS),
+    Wrong("mappings that explode", MANY, content=MAPPINGS),
+    Wrong("merges that explode", MANY, content=MERGES),
+    Wrong("many entries", MANY, content="a: [" + "1," * 21_000 + "]\n"),
+    Wrong("deep lists", DEEP, content="x: " + "[" * 5_000 + "]" * 5_000),
+    Wrong("deep lists without an end", DEEP, content="[" * 50_000),
+    Wrong("deep mappings", DEEP, content="a: " + "{a: " * 3_000 + "1" + "}" * 3_000),
+    Wrong("deep blocks", DEEP, content="".join(" " * i + "a:\n" for i in range(600))),
+    Wrong("a list in itself", "refers to itself (line 1)", content="a: &a [*a]\n"),
+    Wrong("a section in itself", "refers to itself (line 1)", content="trainer: &t {max_steps: *t}\n"),
+    Wrong("an unknown alias", "is not YAML (found undefined alias 'b', line 1)", content="trainer: *b\n"),
+    Wrong("a section twice", "has `trainer` twice, in lines", content=OWN + "trainer: {max_steps: 5}\n"),
+    Wrong(
+        "a key twice",
+        "has `trainer.max_steps` twice",
+        content=OWN.replace("  max_steps: 2", "  max_steps: 2\n  max_steps: 3"),
+    ),
+    Wrong("a key in quotes again", "has `seed` twice", content=OWN + "'seed': 1\n"),
+    Wrong("a key twice in a list", "has `callbacks.0.a` twice", content=OWN + "callbacks: [{a: 1, a: 2}]\n"),
+    Wrong("a merge twice", "has `<<` twice", content=OWN + "<<: {seed: 3}\n<<: {seed: 4}\n"),
+    Wrong("a list for a key", "found unhashable key", content="? [a]\n: 1\n"),
+    Wrong("a template's braces", "found unhashable key", content="seed: {{ seed }}\n"),
+    Wrong("null for a key", "`None` (1) is no known key", content=OWN + "~: 1\n"),
+    Wrong(
+        "a call of Python",
+        "(line 1): !!python/object/apply:os.system;",
+        content="seed: !!python/object/apply:os.system [ls]\n",
+    ),
+    Wrong("a name of Python", "(line 1): !!python/name:os.system;", content="seed: !!python/name:os.system\n"),
+    Wrong("a tag of one's own", "(line 1): !foo;", content="seed: !foo 3\n"),
+    Wrong("bytes", "!!binary; write plain YAML", content=OWN.replace("seed: 0", "seed: !!binary aGVsbG8=")),
+    Wrong("a set", "!!set; write plain YAML", content=OWN.replace("seed: 0", "seed: !!set {a, b}")),
+    Wrong("a word as a date", "!!timestamp; write", content=OWN.replace("seed: 0", "seed: !!timestamp hello")),
+    Wrong("a word as an integer", "a value that cannot be read", content=OWN.replace("seed: 0", "seed: !!int hello")),
+    Wrong("a word as a truth", "a value that cannot be read", content=OWN.replace("seed: 0", "seed: !!bool hello")),
+    Wrong("a date", "`seed` is '2001-01-01'; give an integer", content=OWN.replace("seed: 0", "seed: 2001-01-01")),
+    Wrong("minutes", "`seed` is '1:30'; give an integer", content=OWN.replace("seed: 0", "seed: 1:30")),
+    Wrong("an octal number", "`seed` is '010'; give an integer", content=OWN.replace("seed: 0", "seed: 010")),
+    Wrong("5,000 digits", "has `seed` of 5,000 digits", content=OWN.replace("seed: 0", "seed: " + "9" * 5_000)),
+    Wrong(
+        "50,000 digits of base 16",
+        "has `seed` of 50,002 digits",
+        content=OWN.replace("seed: 0", "seed: 0x" + "f" * 50_000),
+    ),
+    Wrong("1e400", "`seed` is inf; give an integer", content=OWN.replace("seed: 0", "seed: 1e400")),
+    Wrong("two documents", "expected a single document", content=OWN + "---\nseed: 1\n"),
+    Wrong("another version of YAML", "incompatible YAML document", content="%YAML 9.9\n---\n" + OWN),
+    Wrong("Latin-1", "is not UTF-8 at byte 13", content=b"seed: 0 # caf\xe9\n"),
+    Wrong("UTF-16", "is not UTF-8 at byte 0", content=OWN.encode("utf-16")),
+    Wrong("UTF-16 without a mark", "unacceptable character #x0000", content=OWN.encode("utf-16-le")),
+    Wrong(
+        "a mark of UTF-8", "`trainer.max_steps` is 'x'", content="\ufeff" + OWN.replace("max_steps: 2", "max_steps: x")
+    ),
+    Wrong(
+        "CRLF",
+        "`trainer.max_steps` is 'x'; give",
+        content=OWN.replace("max_steps: 2", "max_steps: x").replace("\n", "\r\n"),
+    ),
+    Wrong("tabs", "found character '\\t'", content="trainer:\n\tmax_steps: 2\n"),
+    Wrong("null bytes", "unacceptable character #x0000", content=OWN.encode() + bytes(9)),
+    Wrong("a terminal's codes", "unacceptable character #x001b", content="seed: \x1b[2J\n"),
+    Wrong(
+        "codes in a value",
+        r"`seed` is '\x1b[2Jrlflow: error: x\n'",
+        content=OWN.replace("seed: 0", 'seed: "\\e[2Jrlflow: error: x\\n"'),
+    ),
+    Wrong(
+        "a forged line in a key",
+        r"`\x1b[2J\nrlflow: error: forged` (1)",
+        content=OWN + '"\\e[2J\\nrlflow: error: forged": 1\n',
+    ),
+    Wrong("half a character", r"`\ud800` (1) is no known key", content=OWN + '"\\ud800": 1\n'),
+    Wrong("nothing", "`module` is missing; set it", content=""),
+    Wrong("a text", "holds no `key: value` lines but 'hello'", content="hello\n"),
+    Wrong("a list", "holds no `key: value` lines but ['a']", content="- a\n"),
+    Wrong("an image", "is not UTF-8 at byte 0", content=b"\x89PNG\r\n\x1a\n" + bytes(range(256))),
+    Wrong("a large file", "and a config has at most 262,144", content="#" * (2**18 + 1)),
+    Wrong("an open quote", "while scanning a quoted scalar", content="seed: '0\n"),
+    Wrong("a conflict of git", "is not YAML", content="<<<<<<< HEAD\nseed: 0\n=======\nseed: 1\n>>>>>>> b\n"),
+    Wrong("a merge of a number", "for merging, but found scalar", content="<<: 3\nseed: 1\n"),
+    Wrong("a key of 5,000 letters", "could not find expected ':'", content=OWN + "k" * 5_000 + ": 1\n"),
+]
+
+NUMBERS = [
+    *_of(
+        "seed",
+        (-1, "`seed` is -1; give a number from 0 to 4,294,967,295"),
+        (2**40, "is 1099511627776; give a number from 0"),
+    ),
+    *_of(
+        "seed",
+        (INFINITE, "is inf; give an integer"),
+        (True, "`seed` is True; give an integer"),
+        (None, "`seed` is null; give"),
+    ),
+    *_of(
+        f"{ACTOR}.temperature",
+        *((value, f".temperature` is {value}; it divides") for value in (INFINITE, NAN, -1.0, 1e308, 1e-9)),
+    ),
+    *_of(f"{ACTOR}.optimizer.lr", (INFINITE, "lr` is inf; give at most 1000"), (NAN, "lr` is nan; give 0 or more")),
+    *_of(f"{ACTOR}.optimizer.lr", (1e38, "lr` is 1e+38; give at most 1000"), ([1e-3], "lr` is [0.001]; give a number")),
+    *_of(
+        f"{ACTOR}.optimizer.eps",
+        (0.0, "eps` is 0.0, and where a gradient is 0 the step is 0 / eps; give 1e-30 or more"),
+    ),
+    *_of(
+        f"{ACTOR}.optimizer.betas",
+        ([0.9, 2.0], "betas` is (0.9, 2.0); give two numbers"),
+        (0.9, "betas` is 0.9; give a list of 2"),
+    ),
+    *_of(
+        f"{ACTOR}.optimizer",
+        ([1], "optimizer` is [1]; give a mapping of arguments or null"),
+        ("adam", "is 'adam'; give a mapping"),
+    ),
+    *_of(f"{ACTOR}.epochs", (10**30, "give at most 9,223,372,036,854,775,807"), (0, "epochs` is 0; give 1 or more")),
+    *_of("module.init_args.group_size", (10**30, "give at most 9,223"), (2.5, "group_size` is 2.5; give an integer")),
+    *_of("module.init_args.max_response_length", (2049, "its model takes 2048"), (INFINITE, "is inf; give an integer")),
+    *_of("module.init_args.clip.low", (NAN, "clip.low` is nan and"), ("x", "clip.low` is 'x'; give a number")),
+    *_of("module.init_args.clip", ([1], "clip` is [1]; give a mapping of arguments")),
+    *_of(
+        "module.init_args.kl.coef",
+        (INFINITE, "kl.coef` is inf; give 0 or more"),
+        (NAN, "kl.coef` is nan; give 0 or more"),
+    ),
+    *_of(
+        "data.max_prompt_length",
+        (10**30, "give at most 9,223"),
+        (3, "8 of 8 rows exceed `data.max_prompt_length` 3 tokens"),
+    ),
+    *_of("data.prompts_per_step", (9, "rows.jsonl has 8 rows, fewer than"), (NAN, "is nan; give an integer")),
+    *_of("trainer.max_steps", (10**30, "give at most 9,223"), ([2], "max_steps` is [2]; give an integer or null")),
+    *_of("trainer.max_steps", (None, "neither `trainer.max_steps` nor `trainer.max_epochs` is set")),
+    *_of(
+        "trainer.max_seconds",
+        (NAN, "max_seconds` is nan; give more than 0"),
+        (-1.0, "max_seconds` is -1.0; give more than 0"),
+    ),
+    *_of("trainer.devices", (0, "devices` is 0; give 1 or more"), (10**6, "devices` is 1000000; give at most 1,024")),
+    *_of("trainer.num_nodes", (2, "`trainer.num_nodes` is 2; SingleProcess runs on 1")),
+    *_of(
+        "trainer.balance",
+        ({"quadratic": NAN}, "quadratic` is nan; give 0 or more"),
+        ("of", "is 'of'; give one of 'auto', 'off'"),
+    ),
+]
+
+PATHS = [
+    *_of(
+        "trainer.run_dir",
+        *((value, f"run_dir` is {value!r}; name a folder") for value in ("", ".", "..", "/", "a\x00b")),
+    ),
+    *_of(
+        "trainer.run_dir", ("rows.jsonl", "where a file lies"), ("a" * 300, "which cannot be made (File name too long)")
+    ),
+    *_of("trainer.run_dir", ("/proc/nope", "which cannot be made"), ("~/runs", "means a home in a shell alone")),
+    *_of("trainer.run_dir", (["a", "b"], "run_dir` is ['a', 'b']; give a text"), (3, "run_dir` is 3; give a text")),
+    *_of(
+        "trainer.ckpt_path",
+        ("nowhere", "`trainer.ckpt_path` is 'nowhere'"),
+        (3, "ckpt_path` is 3; give a text or null"),
+    ),
+    *_of(
+        "trainer",
+        ("fifo", "`trainer` is 'fifo'; give a mapping of keys"),
+        ([1], "`trainer` is [1]; give a mapping of keys"),
+    ),
+    *_of("data", ("/dev/zero", "`data` is '/dev/zero'; give a mapping of keys")),
+    *_of(
+        f"{ACTOR}.model",
+        ("", "which has no config.json"),
+        ("a" * 5_000, "which is neither a folder nor a Hugging Face name"),
+    ),
+    *_of(f"{ACTOR}.model", ("nobody/nothing", "whose configuration cannot be loaded"), (3, "model` is 3; give a text")),
+    *_of(
+        "data.train.init_args.path",
+        ("", "path` is '', and there is no such file in"),
+        (".", "path` is '.', and there is no"),
+    ),
+]
+
+CLASSES = [
+    *_of(
+        "module",
+        ("os.system", "which is no RLModule"),
+        ("builtins.exec", "which is no RLModule"),
+        ([1], "`module` is [1]; give"),
+    ),
+    *_of("rollout", ("os.system", "which is no RolloutEngine"), (3, "`rollout` is 3; give a RolloutEngine or null")),
+    *_of("strategy", ("fspd", 'Did you mean "fsdp"?'), ("subprocess.Popen", "which is no TrainingStrategy")),
+    *_of("data.train", ("rows.jsonl", "but there is no module rows"), (None, "`data.train` is null; give a Source")),
+    *_of("logger", (3, "`logger` is 3; give a list"), ([{"class_path": "os.system"}], "which is no Logger")),
+    *_of(
+        REWARD,
+        ({"class_path": "rlflow.rewards.Reward"}, "which others are made of"),
+        ({"class_path": 3}, "is 3; give the path"),
+    ),
+    *_of(REWARD, ({"class_path": "a..b"}, "is 'a..b', which is no path of a class")),
+    *(
+        _function(path, f"function` is '{path}', a function of")
+        for path in (
+            "os.system",
+            "builtins.exec",
+            "builtins.eval",
+            "os._exit",
+            "subprocess.run",
+            "shutil.rmtree",
+            "sys.exit",
+        )
+    ),
+    *(
+        _function(path, f"function` is '{path}', a function of")
+        for path in ("pickle.loads", "torch.load", "my_rewards.os.system")
+    ),
+    _function("os.sep", "which is '/' and no function"),
+    _function(["a.b"], "function` is ['a.b']; give a text"),
+    *_of("modle", (3, 'Did you mean "module"?')),
+    *_of("trainer.max_step", (3, 'Did you mean "max_steps"?')),
+    *_of("module.init_args.group_sise", (3, 'Did you mean "group_size"?')),
+    *_of("nothing_like_it", (1, "`nothing_like_it` (1) is no known key. Known here:")),
+    *_of("models", ([1], "`models` is [1]; give a mapping")),
+    *_of("placement", ({"nobody": [0]}, "names no role of GRPO"), ({"actor": [7]}, "names the ranks 7")),
+    *_of("nodes", ({"a": 1}, "write a list, each node as")),
+    *_of("trainer.monitor", ("val/reward", "`trainer.save_top_k`")),
+    Wrong(
+        "a monitor of no validation",
+        "`callbacks.0.init_args.monitor` of EarlyStopping is 'val/reward', and `data.validation` is not set",
+        {"callbacks": [{"class_path": "EarlyStopping", "init_args": {"monitor": "val/reward", "patience": 1}}]},
+    ),
+    Wrong(
+        "a cache of no size",
+        "`rollout.init_args.kv_cache_gib` is nan; give a number",
+        {"rollout": {"class_path": "VLLMEngine", "init_args": {"kv_cache_gib": NAN}}},
+    ),
+    Wrong(
+        "a hub name without a network",
+        "cannot be loaded",
+        {"data.train": {"class_path": "HuggingFace", "init_args": {"path": "nobody/nothing"}}},
+    ),
+]
+
+OPTIONS = [
+    Wrong(f"option {' '.join(options)[:40]!r}", line, options=options)
+    for options, line in [
+        (("--seed", "-1"), "`seed` is -1; give a number from 0"),
+        (("--seed",), "`--seed` has no value"),
+        (("--seed", "9" * 5_000), "give an integer"),
+        (("--seed", "!!python/name:os.system"), "is '!!python/name:os.system'; give an integer"),
+        (("--trainer", "3"), "`trainer` is 3; give a mapping of keys"),
+        (("--trainer.max_steps", LISTS), "give an integer or null"),
+        (("--trainer.max_steps", "[" * 5_000), "give an integer or null"),
+        (("--trainer.max_steps", "{a: &a [*a]}"), "give an integer or null"),
+        (("--" + "a." * 3_000 + "b", "1"), "has 3,001 keys, and no setting lies so deep"),
+        (("--nodes+", "x"), "nodes are added as they are; write `--nodes`"),
+        (("--module.clip.low", "nan"), "`module.clip.low` is"),
+        (("--config", "nowhere.yaml"), "and there is no such file"),
+        (("--config", "."), "and there is no such file"),
+        (("--config", "/dev/zero"), "and there is no such file"),
+        (("--config", "a" * 5_000), "cannot be read ([Errno 36]"),
+        (("--config", "second.yaml"), "`trainer.max_steps` is 'late'; give an integer or null"),
+        (("stray",), "`stray` is neither an option nor a value"),
+    ]
+]
+
+ALL = [*FILES, *NUMBERS, *PATHS, *CLASSES, *OPTIONS]

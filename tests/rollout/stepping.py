@@ -1,0 +1,45 @@
+"""Turns fed to an engine one by one, while others are in progress."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from rlflow.rollout import Completion, RolloutEngine, Sampling
+from rlflow.rollout.request import Turn
+from tests.rollout.trained import PROMPTS, STOP
+
+SAMPLING = Sampling(24, 1.0, STOP)
+SEEDS = list(range(len(PROMPTS)))
+
+
+def turns(sampling: Sampling) -> dict[int, Turn]:
+    return {at: Turn(prompt, SEEDS[at], sampling.max_tokens) for at, prompt in enumerate(PROMPTS)}
+
+
+def stepped(engine: RolloutEngine, sampling: Sampling, version: int) -> list[Completion]:
+    """What `generate` gives of `PROMPTS` and `SEEDS`, where each prompt comes a step after the one before it."""
+    ended: dict[int, Completion] = {}
+    for at, turn in turns(sampling).items():
+        ended |= engine.step({at: turn}, sampling, version)
+    while len(ended) < len(PROMPTS):
+        ended |= engine.step({}, sampling, version)
+    return [ended[at] for at in range(len(PROMPTS))]
+
+
+def check_steps(engine: RolloutEngine, version: int) -> None:
+    """Who is beside changes nothing, in an engine that holds `version`; and what is given up is gone."""
+    at_once = engine.generate(PROMPTS, SEEDS, SAMPLING, version)
+    assert_alike(stepped(engine, SAMPLING, version), at_once)
+    engine.step(turns(SAMPLING), SAMPLING, version)
+    engine.abort()
+    assert engine.step({}, SAMPLING, version) == {}
+    assert_alike(stepped(engine, SAMPLING, version), at_once)
+
+
+def assert_alike(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    assert [each.finished for each in found] == [each.finished for each in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)

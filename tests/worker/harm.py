@@ -1,0 +1,98 @@
+"""What a user's code may do, in a worker. It imports the standard library alone."""
+
+import asyncio
+import os
+import sys
+import time
+from typing import Any
+
+
+def add(a: float, b: float) -> float:
+    return a + b
+
+
+async def add_later(a: float, b: float) -> float:
+    await asyncio.sleep(0.001)
+    return a + b
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def spin_in_c() -> None:
+    sum(range(1 << 60))
+
+
+def own_id() -> int:
+    return os.getpid()
+
+
+def leave() -> None:
+    print("so long")
+    os._exit(0)
+
+
+def give_up() -> None:
+    exit(0)
+
+
+def complain() -> None:
+    raise ValueError("of two\nlines")
+
+
+def talk(lines: int) -> int:
+    for _ in range(lines):
+        print("a" * 99_999)
+    return lines
+
+
+def take_memory() -> int:
+    return len(bytearray(64 << 30))
+
+
+def write_much(path: str) -> None:
+    with open(path, "wb") as file:
+        for _ in range(1 << 10):
+            file.write(bytes(1 << 20))
+
+
+def start_others(pids: str) -> None:
+    """One that leaves the session, and one of it."""
+    for leaves in (True, False):
+        if os.fork() == 0:
+            if leaves:
+                os.setsid()
+            with open(pids, "a") as file:
+                file.write(f"{os.getpid()}\n")
+            time.sleep(60)
+            sys.exit()
+    time.sleep(60)
+
+
+def multiply() -> None:
+    """64 processes, in sessions of their own, that spin; more would disturb other tests."""
+    for _ in range(6):
+        os.fork()
+        os.setsid() if os.getpid() != os.getsid(0) else None
+    while True:
+        pass
+
+
+def what_is_no_json() -> Any:
+    return {1, 2}
+
+
+def close_the_pipes() -> None:
+    os.closerange(3, 1 << 16)  # whatever their numbers
+    time.sleep(60)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def step(self, by: int = 1) -> int:
+        self.count += by
+        return self.count

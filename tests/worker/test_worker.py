@@ -1,0 +1,161 @@
+"""Real processes that run what a user might write, and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlflow.errors import UserError
+from rlflow.worker import Limits, Worker, WorkerDied, WorkerRaised, WorkerTimeout
+
+SHORT = Limits(seconds=0.5, memory_mb=2048, file_mb=4, output_kb=8)
+
+
+@pytest.fixture(autouse=True)
+def harm_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with Worker(SHORT) as worker:
+        yield worker
+
+
+def test_functions_and_coroutines_give_their_values(worker: Worker) -> None:
+    assert worker.function("harm.add", 1, b=2.5) == 3.5
+    assert worker.function("harm.add_later", 1, 2) == 3
+    assert worker.starts == 1
+
+
+def test_an_object_is_kept_from_call_to_call(worker: Worker) -> None:
+    worker.make("harm.Counter")
+    assert [worker.call("step"), worker.call("step", by=3)] == [1, 4]
+    worker.make("harm.Counter")
+    assert worker.call("step") == 1
+
+
+@pytest.mark.parametrize("function", ["spin", "spin_in_c"])
+def test_what_takes_too_long_is_killed_within_its_time(worker: Worker, function: str) -> None:
+    worker.function("harm.add", 1, 2)  # it has started
+    began = time.monotonic()
+    with pytest.raises(WorkerTimeout, match=rf"`harm.{function}` took longer than 0.5 s"):
+        worker.function(f"harm.{function}")
+    assert time.monotonic() - began < 5
+    assert not worker.runs
+    assert worker.function("harm.add", 1, 2) == 3, "the next call has a new process"
+
+
+def test_what_raises_says_so_in_one_line_and_the_worker_goes_on(worker: Worker) -> None:
+    with pytest.raises(WorkerRaised, match=r"^`harm.complain` raised ValueError at harm.py:\d+: of two lines$"):
+        worker.function("harm.complain")
+    with pytest.raises(WorkerRaised, match=r"`harm\.give_up` raised SystemExit"):
+        worker.function("harm.give_up")
+    with pytest.raises(WorkerRaised, match=r"`harm\.what_is_no_json` raised TypeError"):
+        worker.function("harm.what_is_no_json")
+    with pytest.raises(WorkerRaised, match=r"`harm\.nothing` raised AttributeError"):
+        worker.function("harm.nothing")
+    assert worker.starts == 1
+
+
+def test_a_process_that_leaves_is_named_with_its_code_and_last_words() -> None:
+    worker = Worker(Limits(seconds=30))
+    with pytest.raises(WorkerDied, match=r"`harm\.leave` ended its process with code 0; its last line was 'so long'"):
+        worker.function("harm.leave")
+    with pytest.raises(WorkerDied, match=r"`harm\.close_the_pipes` closed the pipe of its answers"):
+        worker.function("harm.close_the_pipes")
+    assert not worker.runs
+
+
+def test_memory_and_files_have_their_limits(worker: Worker, tmp_path: Path) -> None:
+    with pytest.raises(WorkerRaised, match="raised MemoryError"):
+        worker.function("harm.take_memory")
+    with pytest.raises((WorkerRaised, WorkerDied), match=r"File too large|SIGXFSZ"):
+        worker.function("harm.write_much", str(tmp_path / "much"))
+    assert (tmp_path / "much").stat().st_size <= 4 << 20
+
+
+def test_output_is_read_whatever_its_length_and_its_end_is_kept(worker: Worker) -> None:
+    assert worker.function("harm.talk", 100) == 100
+    assert 0 < len(worker.printed) <= 8 << 10
+
+
+def test_long_arguments_and_values_pass() -> None:
+    with Worker(Limits()) as worker:
+        assert len(worker.function("harm.add", "a" * (1 << 20), "b" * (1 << 20))) == 2 << 20
+
+
+def test_nothing_that_it_started_is_left(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    with Worker(Limits(seconds=2)) as worker, pytest.raises(WorkerTimeout):
+        worker.function("harm.start_others", str(pids))
+    started = [int(line) for line in pids.read_text().split()]
+    assert len(started) == 2
+    assert [pid for pid in started if _lives(pid)] == []
+
+
+def test_the_id_of_a_process_that_died_is_its_own_until_all_is_killed(worker: Worker) -> None:
+    pid = worker.function("harm.own_id")
+    os.kill(pid, signal.SIGKILL)
+    until = time.monotonic() + 10
+    while worker.runs and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not worker.runs
+    assert psutil.Process(pid).ppid() == os.getpid(), "no other process may have it"
+    worker.close()
+    assert not psutil.pid_exists(pid)
+
+
+def test_processes_that_multiply_are_killed() -> None:
+    before = {process.pid for process in psutil.process_iter()}
+    with Worker(Limits(seconds=0.5)) as worker:
+        worker.function("harm.add", 1, 2)
+        with pytest.raises(WorkerTimeout):
+            worker.function("harm.multiply")
+    left = [p for p in psutil.process_iter() if p.pid not in before and _lives(p.pid) and "child.py" in _command(p.pid)]
+    assert left == []
+
+
+def test_it_dies_with_the_process_that_made_it(tmp_path: Path) -> None:
+    code = (
+        f"import os, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from rlflow.worker import Limits, Worker\n"
+        "worker = Worker(Limits()); worker.function('harm.add', 1, 2)\n"
+        "print(worker._process.pid, flush=True); os.kill(os.getpid(), 9)\n"
+    )
+
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    pid = int(ran.stdout)
+    until = time.monotonic() + 10
+    while _lives(pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not _lives(pid)
+
+
+@pytest.mark.parametrize("name", ["seconds", "memory_mb", "file_mb", "output_kb"])
+def test_limits_are_above_0(name: str) -> None:
+    with pytest.raises(UserError, match=f"`{name}` is 0; give more than 0"):
+        Limits(**{name: 0})
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _command(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
