@@ -11,13 +11,17 @@ UV_FLAGS ?=
 PYTHONS ?= python3.12 python3.13
 # More arguments for both stages of the quickstart, such as STAGES="--trainer.max_steps 20".
 STAGES ?=
+# The rows of the table of faults that `make faults` runs, by parts of their names, such as ROW="bad data,leaks".
+ROW ?=
 # More arguments for `make learn`, such as LEARN="--only learn/ppo --jobs 2".
 LEARN ?=
+# What `make audit` calls: `uvx pip-audit` where uv is and pip-audit is not.
+PIP_AUDIT ?= pip-audit
 COMPILE := $(UV) pip compile --quiet $(UV_FLAGS) --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
-	--custom-compile-command "make lock"
+	--override requirements/overrides.txt --custom-compile-command "make lock"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart learn test exact check lint docs lock cuda-env wheel pythons clean
+.PHONY: help setup quickstart learn test exact faults check lint docs lock audit cuda-env wheel pythons clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -32,11 +36,14 @@ quickstart: setup ## Train a small language model with SFT, then with GRPO on tw
 learn: setup ## Train every algorithm with three seeds and check what they learn; a finished training is not run again
 	$(RUN)/python -m benchmarks.learning $(LEARN)
 
-test: setup ## Run the tests, all but those of `make exact`
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadgroup
+test: setup ## Run the tests, all but those of `make exact` and most of `make faults`
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2
 
 exact: setup ## Run the tests that `make test` leaves out: every algorithm, family and setting
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m exact
+
+faults: setup ## Try every fault and print the table of what holds; what passed is not run again: ROW="bad data"
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest tests/faults -m "" --rows "$(ROW)"
 
 check: lint docs test ## Run what CI runs
 
@@ -51,8 +58,16 @@ docs: setup ## Build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict --quiet
 
 lock: ## Resolve requirements/*.in into requirements/*.lock (needs uv)
-	$(COMPILE) $(TORCH_CPU) requirements/cpu.in --override requirements/overrides.txt -o requirements/cpu.lock
+	$(COMPILE) $(TORCH_CPU) requirements/cpu.in --override requirements/overrides_cpu.txt -o requirements/cpu.lock
 	$(COMPILE) requirements/cuda.in -o requirements/cuda.lock
+
+audit: ## Look up known vulnerabilities of the locked versions (needs pip-audit and the network)
+	@command -v $(firstword $(PIP_AUDIT)) >/dev/null || { echo "there is no $(firstword $(PIP_AUDIT)) here: pipx install pip-audit, or make audit PIP_AUDIT='uvx pip-audit'" >&2; exit 2; }
+	@mkdir -p build
+	@found=0; for lock in cpu cuda; do \
+		sed 's/+cpu$$//' requirements/$$lock.lock > build/audit-$$lock.txt && \
+		$(PIP_AUDIT) --disable-pip --no-deps -r build/audit-$$lock.txt || found=1; \
+	done; exit $$found
 
 cuda-env: ## Install the lock for GPUs beside, on any machine, and check what can be checked without a GPU (maintainers)
 	@requirements/install.sh .venv-cuda cuda

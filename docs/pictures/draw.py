@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rlflow.commands.configuration import ConfiguredGraph, read_graph
+from rlflow.commands.graph import ConfiguredGraph, read_graph
 
 PICTURES = Path(__file__).parent
 ROOT = PICTURES.parent.parent
