@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import stat
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,19 +38,26 @@ def require_folder(path: Path) -> None:
     try:
         if path.parts[0].startswith("~"):
             raise UserError(f"{said}, and `{path.parts[0]}` means a home in a shell alone; write the whole path")
-        if path.exists() and not path.is_dir():
-            raise UserError(f"{said}, where a file lies; name a folder")
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
+        found = _mode(path)
+        if found is None:  # tried beside it: ranks look at the same time, and none may see a folder come and go
+            Path(tempfile.mkdtemp(prefix=".rlflow-", dir=path.parent)).rmdir()
+        elif not stat.S_ISDIR(found):
+            raise UserError(f"{said}, where a file lies; name a folder")
+        elif not os.access(path, os.W_OK | os.X_OK):
             raise UserError(f"{said}, which cannot be written; name a folder that can be")
-        with suppress(FileExistsError):  # another rank makes it too
-            path.mkdir()
-            path.rmdir()
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
         reason = error.strerror if isinstance(error, OSError) else one_line(error)
         raise UserError(f"{said}, which cannot be made ({reason}); name a folder that can be written") from error
+
+
+def _mode(path: Path) -> int | None:
+    """Of what lies at the path; None if nothing does."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_mode
+    return None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pdb
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -55,15 +55,19 @@ class Replayed:
         rows: That it read.
         apart: The largest difference of a number to what the run made; NaN where that is not known.
         metrics: Of a train node: of its role, here and in the run, by name.
+        raised: Whether it raised in the run.
     """
 
     node: str
     rows: int
     apart: float
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    raised: bool = False
 
     def __str__(self) -> str:
-        if math.isnan(self.apart):
+        if self.raised:
+            found = "it did not raise this time"
+        elif math.isnan(self.apart):
             found = "what the run made was not kept"
         elif self.apart == 0:
             found = "equal to the run's, to the bit"
@@ -106,7 +110,7 @@ def replay(asked: Replay, prepared: Prepared, callbacks: Callbacks) -> list[Repl
             if _needs_weights(node) and not weights.found:
                 print(f"{node.id}: left out, for want of weights")
                 continue
-            results.append(_run(joined, controller, metrics, each, asked))
+            results.append(replace(_run(joined, controller, metrics, each, asked), raised=bool(each.failed)))
             print(results[-1])
     return results
 

@@ -16,6 +16,8 @@ import yaml
 from rlflow.cli import main
 
 MINE = """
+import os
+
 from rlflow import Each, Grouped, PerSample, node
 from rlflow.algorithms import PPO
 from rlflow.rewards import SampleReward
@@ -28,7 +30,7 @@ class Mine(PPO):
 
     @node
     def picky(self, batch: Grouped, of_prompt: PerSample) -> PerSample:
-        if bool((batch.group == 11).any()):  # the last prompt of step 3
+        if "MENDED" not in os.environ and bool((batch.group == 11).any()):  # the last prompt of step 3
             raise ValueError("it does not like prompt 11")
         return 2 * of_prompt
 
@@ -147,6 +149,13 @@ def test_what_a_node_read_that_raised_is_kept_and_raises_again(
     printed = capsys.readouterr()
     assert re.search(r"picky raised on rank \d: it does not like prompt 11", printed.out)
     assert "it does not like prompt 11" in printed.err.splitlines()[-1]
+
+
+def test_a_node_that_was_mended_is_said_not_to_raise(
+    replayed: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MENDED", "1")
+    assert replayed("--step", "3", "--node", "picky")["picky"].endswith("rows, it did not raise this time")
 
 
 def test_what_was_not_kept_is_one_line(

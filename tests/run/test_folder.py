@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from rlflow.errors import UserError
-from rlflow.run.folder import RunFolder
+from rlflow.run.folder import RunFolder, require_folder
 from rlflow.run.folder_lock import LOCK, FolderLock, require_own
 
 
@@ -81,3 +82,10 @@ def test_a_folder_with_files_of_somebody_else_s_is_refused_as_it_is(tmp_path: Pa
     with pytest.raises(UserError, match=r"has files that no run made \('thesis.tex' is one\)"):
         require_own(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_ranks_that_look_at_the_same_time_all_find_the_folder_free(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for _ in pool.map(require_folder, [tmp_path / "runs" / "own"] * 4000):
+            pass
+    assert list((tmp_path / "runs").iterdir()) == []
