@@ -26,8 +26,8 @@ SIZE = 1024  # bytes of a rank
 TEXT = 512  # of these, for its number and what it is doing
 SLOTS = 1024  # ranks of a machine
 BEAT_S = 0.5
-NUMBERS = struct.Struct("<qdddqq")  # process, last beat, its limit, failed since, exit code, collectives waited in
-PROCESS, BEAT, LIMIT, FAILED, CODE, WAITS = range(6)
+NUMBERS = struct.Struct("<qdddqqq")  # process, last beat, its limit, failed since, exit code, collectives, saved steps
+PROCESS, BEAT, LIMIT, FAILED, CODE, WAITS, SAVED = range(7)
 ENDED = "ended"
 AT_FIRST = "before its first step"
 PARENT_VARIABLE = "RLFLOW_LAUNCHER_PID"  # of a rank that rank 0 started: rank 0's process
@@ -145,6 +145,12 @@ class Board:
     def __getitem__(self, local_rank: int) -> Status:
         return Status(self._memory, local_rank)
 
+    @property
+    def how_to_go_on(self) -> str:
+        """After a line that says how the run ended: from what it goes on; empty where nothing is known to be saved."""
+        steps = int(self[0].get(SAVED))
+        return f"; continue with `--trainer.ckpt_path last`, after step {steps}" if steps else ""
+
     def begun(self) -> list[Status]:
         """Of the ranks whose processes have begun."""
         return [status for slot in range(SLOTS) if (status := self[slot]).process]
@@ -235,6 +241,11 @@ def end(code: int = 0) -> None:
     if os.getpid() == _owner:
         status.set(CODE, code)
         status.write(int(status.rank), ENDED)
+
+
+def saved(steps: int) -> None:
+    """There is a checkpoint after so many steps; 0 for none."""
+    mine().set(SAVED, steps)
 
 
 def failed() -> None:

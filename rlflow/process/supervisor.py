@@ -167,10 +167,10 @@ class _Supervisor:
     def _end(self, code: int) -> NoReturn:
         shared = self._shared
         if self._missing is not None:
-            _say(f"{self._missing}; ended the run")
+            _say(f"{self._missing}; ended the run{self._board.how_to_go_on}")
             os._exit(1)
         if not shared.ended and -code not in ASKED_FOR:
-            _say(f"{shared.named} {shared.ending(code)}")
+            _say(f"{shared.named} {shared.ending(code)}{self._board.how_to_go_on}")
         if code < 0:
             _die_of(signal.Signals(-code))
         os._exit(code or (int(shared.get(CODE)) if shared.ended else 1))

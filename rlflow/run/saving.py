@@ -15,6 +15,7 @@ from rlflow.controller import Controller
 from rlflow.dag.tasks import Load
 from rlflow.errors import UserError, did_you_mean
 from rlflow.metrics import Metrics
+from rlflow.process import status
 from rlflow.run.all_ranks import attempt, gather
 from rlflow.run.folder import RunFolder
 from rlflow.run.module_state import ModuleState
@@ -68,6 +69,7 @@ class Saving:
         self._sizes: dict[str, tuple[int, int]] = {}  # of each role's model and state
         self._state = ModuleState(self._module, self._transport.rank, partial(gather, self._transport))
         self.saved = resume.done if resume.goes_on else None
+        status.saved(self.saved or 0)
         self.before: dict[str, float] = {} if resume.progress is None else resume.progress.before
 
     def begin(self) -> None:
@@ -156,6 +158,7 @@ class Saving:
         if rank == 0:
             roles, timeout_s = self._prepared.stateful, self._timeout_s
             checkpoint.complete(draft, self._disk, roles, progress, self._nodes, timeout_s, self._retention)
+            self._disk.do(partial(status.saved, done))
         self.saved = done
         if not self._settings.async_save:
             self.wait()

@@ -148,7 +148,7 @@ class _Watch(threading.Thread):
                 raise Answered(self._exit_code(dead)) from error
             if absent is None:
                 raise
-            _say(self._terminal, f"{absent}; ended the other ranks")
+            _say(self._terminal, f"{absent}; ended the other ranks{self._board.how_to_go_on}")
             raise Answered(1) from error
         except BaseException:
             self._end_all()
@@ -206,7 +206,7 @@ class _Watch(threading.Thread):
         elif code != REPORTED or not last.ended:
             absent = missing(self._board.begun()) if last.failed_s else None
             said = absent or f"rank {rank} on {socket.gethostname()} {last.ending(code)}"
-            _say(self._terminal, f"{said}; ended the other ranks")
+            _say(self._terminal, f"{said}; ended the other ranks{self._board.how_to_go_on}")
         status.end(self._exit_code(rank))  # of this process, whose exit code follows from what is said here
 
 

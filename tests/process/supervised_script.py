@@ -24,6 +24,9 @@ def main(happening: str) -> None:
             ctypes.CDLL(None)._exit(0)
         case "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "is killed after a save":
+            status.saved(5)
+            os.kill(os.getpid(), signal.SIGKILL)
         case "exits with 2 after a word of its own":
             status.end()
             sys.exit(2)

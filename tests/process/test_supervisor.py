@@ -26,6 +26,7 @@ HAPPENINGS = [
     "comes to its end",
     "leaves by libc",
     "is killed",
+    "is killed after a save",
     "exits with 2 after a word of its own",
     "handles signals",
     "waits",
@@ -93,6 +94,11 @@ def test_what_leaves_by_c_s_own_exit_is_named_with_its_rank_and_task(
 def test_what_is_killed_is_named_and_the_signal_passed_on(scripts: dict[str, subprocess.Popen[str]]) -> None:
     line = f"rlflow: error: rank 3 on {HERE} was killed by SIGKILL (step 7, run rewards)\n"
     assert ending(scripts["is killed"]) == (-signal.SIGKILL, line)
+
+
+def test_a_run_that_had_saved_is_told_how_to_go_on(scripts: dict[str, subprocess.Popen[str]]) -> None:
+    errors = ending(scripts["is killed after a save"])[1]
+    assert errors.endswith("SIGKILL (step 7, run rewards); continue with `--trainer.ckpt_path last`, after step 5\n")
 
 
 def test_what_has_told_why_is_not_told_of_again(scripts: dict[str, subprocess.Popen[str]]) -> None:

@@ -17,6 +17,7 @@ from rlflow.callbacks import Callback
 from rlflow.errors import UserError
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.tiny import write_tiny_model
+from rlflow.process import status
 from rlflow.trainer import Trainer
 from tests.checkpoint.test_checkpoint import StopAfter, content
 from tests.controller.runs import ZERO2, ZERO3, Fit, failing_fit, fit, grpo, sums
@@ -85,6 +86,14 @@ def test_what_is_written_beside_the_steps_is_what_is_written_between_them(
     assert len({path.split("/")[0] for path in waits}) == 3
     assert waits == goes_on
     assert content(tmp_path / "waits/model") == content(tmp_path / "goes on/model")
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_who_waits_for_the_run_knows_what_is_saved(model: Path, tmp_path: Path, async_save: bool) -> None:
+    fit(run_of(model, tmp_path / "run", save_every_n_steps=2, async_save=async_save))
+    assert status.board().how_to_go_on == "; continue with `--trainer.ckpt_path last`, after step 3"
+    fit(run_of(model, tmp_path / "other", save_every_n_steps=None))
+    assert status.board().how_to_go_on == ""
 
 
 def test_a_file_that_changed_is_named_on_all_ranks_before_a_step_is_made(
