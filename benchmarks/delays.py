@@ -30,3 +30,16 @@ class Delayed:
 def delay(place: int, turn: int, median_s: float) -> float:
     """Seconds, log-normal."""
     return median_s and random.Random(f"{place}/{turn}").lognormvariate(math.log(median_s), SPREAD)
+
+
+class DelayedTool:
+    """The same as a tool of TRL's form, which the policy calls in each of its turns."""
+
+    def reset(self, place: int, median_s: float, **row: Any) -> None:
+        self.place, self.median_s, self.called = place, median_s, 0
+
+    def look(self) -> str:
+        """Look."""
+        time.sleep(delay(self.place, self.called, self.median_s))
+        self.called += 1
+        return f"{self.called:04}" * 3

@@ -143,6 +143,10 @@ class TestInTRL:
         assert (second["reward/mean"], second["val/accuracy"]) == (0.6, 0.9)
 
 
-def test_sums_that_were_not_trained_again_keep_their_lines() -> None:
-    lines = sums.table([sums.Claim("kept"), sums.Claim("new")], ["| config |", "|---|", "| `kept` | 300 |"])
-    assert lines[2:] == ["| `kept` | 300 |", "| `new` | not trained yet | | | | | | |"]
+def test_what_was_not_trained_again_keeps_its_lines(tmp_path: Path) -> None:
+    lines = sums.table([sums.Claim("kept"), sums.Claim("new")])
+    before = ["| config |", "|---|", "| `gone` | 1 |", "| `kept` | 300 | a |", "| `kept` | 300 | b |"]
+    page = tmp_path / "page.md"
+    page.write_text("\n".join(["above", "<!-- table: sums -->", *before, "<!-- end of sums -->", "below"]))
+    table.write(page, "sums", lines)
+    assert table.read(page, "sums")[2:] == [*before[3:], "| `new` | not trained yet | | | | | | |"]

@@ -64,24 +64,22 @@ def failures(task: Task) -> list[str]:
 
 
 def write() -> None:
-    """The tables and pictures, of what is there; sums that were not trained again keep their lines."""
+    """The tables, of what is there; and the pictures whose trainings all are."""
     table.write(PAGE, "chains", table.of_gates(GATES))
     table.write(PAGE, "faults in training", table.of_gates(FAULTY))
-    trained = [task for task in GATES if task.complete()]
-    if trained:
-        panels = {table.called(task): (ACCURACY, table.runs_of(task)) for task in trained}
+    if all(task.complete() for task in GATES):
+        panels = {table.called(task): (ACCURACY, table.runs_of(task)) for task in GATES}
         pictures.draw_panels(PICTURES / "learning_chains.svg", panels)
     if OURS.complete() and THEIRS.complete():
         both = {"rlflow": table.runs_of(OURS), "TRL": table.runs_of(THEIRS)}
         table.write(PAGE, "trl", table.of_both(*both.values(), BESIDE))
         pictures.draw_beside(PICTURES / "learning_trl.svg", both, BESIDE[1:4])
-    table.write(PAGE, "sums", sums.table(sums.CLAIMS, table.read(PAGE, "sums")))
+    table.write(PAGE, "sums", sums.table(sums.CLAIMS))
     table.write(OF_AGENTS, "agents", agents.table())
-    if shown := agents.panels():
-        pictures.draw_panels(PICTURES / "agents.svg", shown, columns=2)
-    learned = [claim for claim in sums.CLAIMS if claim.task.complete()]
-    if learned:
-        panels = {claim.config: (claim.validated, claim.runs) for claim in learned}
+    if all(task.complete() for task in AGENTS):
+        pictures.draw_panels(PICTURES / "agents.svg", agents.panels(), columns=2)
+    if all(claim.task.complete() for claim in sums.CLAIMS):
+        panels = {claim.config: (claim.validated, claim.runs) for claim in sums.CLAIMS}
         pictures.draw_panels(PICTURES / "learning.svg", panels, columns=5)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.learning.gates import ACCURACY, Run
 from benchmarks.learning.runs import Start, Task
-from benchmarks.learning.table import before_and_after, each, runs_of, with_error
+from benchmarks.learning.table import NOT_TRAINED, before_and_after, each, runs_of, with_error
 
 NAMES = "agents/"
 CALLS, TURNS, REWARD = "val/tool_calls", "val/turns", "val/reward"
@@ -63,7 +63,7 @@ def table() -> list[str]:
     for task, moves in AGENTS.items():
         name = f"`{task.name.removeprefix(NAMES)}`"
         if not task.complete():
-            lines.append(f"| {name} | not trained yet |" + " |" * 6)
+            lines.append(f"| {name} | {NOT_TRAINED} |" + " |" * 6)
             continue
         runs = runs_of(task)
         for move in moves:
@@ -77,10 +77,9 @@ def table() -> list[str]:
 
 
 def panels() -> dict[str, tuple[str, list[Run]]]:
-    """Of each finished training, its numbers by step."""
+    """Of each training, its numbers by step."""
     return {
         f"{task.name.removeprefix(NAMES)}: {move.metric}": (move.metric, runs_of(task))
         for task, moves in AGENTS.items()
-        if task.complete()
         for move in moves
     }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.learning.gates import ACCURACY, Run
 from benchmarks.learning.runs import Start, Task, curve, tenths
-from benchmarks.learning.table import before_and_after, each, runs_of, standard_error
+from benchmarks.learning.table import NOT_TRAINED, before_and_after, each, runs_of, standard_error
 
 
 @dataclass(frozen=True)
@@ -87,21 +87,15 @@ CLAIMS = (
 )
 
 
-def table(claims: Iterable[Claim], before: Iterable[str]) -> list[str]:
-    """A line of the page for each claim; where its runs are not there, the line that the page has.
-
-    Args:
-        claims: In their order.
-        before: Lines of the page.
-    """
+def table(claims: Iterable[Claim]) -> list[str]:
+    """A line of the page for each claim."""
     lines = [
         "| config | steps | validation | before | after | gain | in standard errors | in training |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    known = {line.split("`")[1]: line for line in before if line.startswith("| `")}
     for claim in claims:
         if not claim.task.complete():
-            lines.append(known.get(claim.config, f"| `{claim.config}` | not trained yet | | | | | | |"))
+            lines.append(f"| `{claim.config}` | {NOT_TRAINED} | | | | | | |")
             continue
         starts, ends = zip(*(before_and_after(run, claim.validated) for run in claim.runs), strict=True)
         gains = [after - before for before, after in zip(starts, ends, strict=True)]

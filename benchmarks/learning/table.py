@@ -10,9 +10,12 @@ from pathlib import Path
 from benchmarks.learning.gates import ACCURACY, Gate, Run
 from benchmarks.learning.runs import Task, curve, records, tenths
 
+NOT_TRAINED = "not trained yet"  # in a line of what is not there
+
 
 def write(page: Path, name: str, lines: Sequence[str]) -> None:
-    """Put lines between the marks of that name."""
+    """Put lines between the marks of that name; of what was not trained here the page keeps its lines."""
+    lines = kept(lines, read(page, name))
     begin, end = f"<!-- table: {name} -->", f"<!-- end of {name} -->"
     text = page.read_text(encoding="utf-8")
     page.write_text("\n".join([text.split(begin)[0] + begin, *lines, end + text.split(end)[1]]), encoding="utf-8")
@@ -25,6 +28,24 @@ def read(page: Path, name: str) -> list[str]:
     return text.split(begin)[1].split(end)[0].strip("\n").split("\n")
 
 
+def kept(lines: Iterable[str], before: Iterable[str]) -> list[str]:
+    """The lines; in place of one that says that something is not trained, those of its name from before.
+
+    Args:
+        lines: A name in backquotes begins each but those of the head.
+        before: What the page has.
+    """
+    known: dict[str, list[str]] = {}
+    for line in before:
+        known.setdefault(_name(line), []).append(line)
+    chosen = (known.get(_name(line), [line]) if NOT_TRAINED in line else [line] for line in lines)
+    return [line for of_name in chosen for line in of_name]
+
+
+def _name(line: str) -> str:
+    return line.partition("`")[2].partition("`")[0]
+
+
 def of_gates(gates: dict[Task, tuple[Gate, ...]]) -> list[str]:
     """A line for each task: validation of each seed, its gain, and what else its gates measure."""
     names = list(dict.fromkeys(gate.name for each in gates.values() for gate in each if gate.name != "gain"))
@@ -34,7 +55,7 @@ def of_gates(gates: dict[Task, tuple[Gate, ...]]) -> list[str]:
     ]
     for task, of_task in gates.items():
         if not task.complete():
-            lines.append(f"| `{called(task)}` | not trained yet |" + " |" * (len(names) + 4))
+            lines.append(f"| `{called(task)}` | {NOT_TRAINED} |" + " |" * (len(names) + 4))
             continue
         runs = runs_of(task)
         starts, ends = zip(*(before_and_after(run) for run in runs), strict=True)
