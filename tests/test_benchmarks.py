@@ -8,8 +8,8 @@ from pathlib import Path
 
 from benchmarks import turns
 from benchmarks.delays import delay
-from rlflow import CausalLM
-from rlflow.algorithms import DAPO
+from rlflow import CausalLM, Environment
+from rlflow.algorithms import DAPO, GRPO
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import TransformersEngine
 from tests.controller.runs import Fit, OddCharacters, fit, sums
@@ -44,10 +44,22 @@ def metrics_read(file: Path) -> set[str]:
     return {text for text in texts if METRIC.fullmatch(text)}
 
 
+def look() -> str:
+    """Look."""
+    return "nothing"
+
+
 def test_metrics_that_benchmarks_read_are_logged(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "policy", hidden_size=32, layers=1, max_position=256)
     module = DAPO(CausalLM(str(model)), OddCharacters(), group_size=4, max_response_length=8, max_draws=10)
     (step,) = fit(Fit(module, sums(8, 2), tmp_path / "run")).steps
+    environment = Environment(tools=[look], max_turns=2, max_turn_length=4)
+    talking = GRPO(CausalLM(str(model)), OddCharacters(), group_size=2, environment=environment)
+    talking.max_response_length = 60
+    data = sums(8, 2)
+    data.chat_template, data.max_prompt_length = True, 120
+    (of_conversations,) = fit(Fit(talking, data, tmp_path / "talks")).steps
+    step |= of_conversations
     read = {(name, file.name) for file in BENCHMARKS.rglob("*.py") for name in metrics_read(file)}
     assert ("time/step", "predicted.py") in read
     assert sorted((name, file) for name, file in read if name not in step) == []

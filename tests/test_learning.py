@@ -145,7 +145,7 @@ class TestInTRL:
 
 def test_what_was_not_trained_again_keeps_its_lines(tmp_path: Path) -> None:
     lines = sums.table([sums.Claim("kept"), sums.Claim("new")])
-    before = ["| config |", "|---|", "| `gone` | 1 |", "| `kept` | 300 | a |", "| `kept` | 300 | b |"]
+    before = [*lines[:2], "| `gone` | 1 |", "| `kept` | 300 | a |", "| `kept` | 300 | b |"]
     page = tmp_path / "page.md"
     page.write_text("\n".join(["above", "<!-- table: sums -->", *before, "<!-- end of sums -->", "below"]))
     table.write(page, "sums", lines)

@@ -64,7 +64,7 @@ def failures(task: Task) -> list[str]:
 
 
 def write() -> None:
-    """The tables, of what is there; and the pictures whose trainings all are."""
+    """The tables, of what is there; and each picture of which all trainings are."""
     table.write(PAGE, "chains", table.of_gates(GATES))
     table.write(PAGE, "faults in training", table.of_gates(FAULTY))
     if all(task.complete() for task in GATES):

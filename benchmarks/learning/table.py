@@ -28,7 +28,7 @@ def read(page: Path, name: str) -> list[str]:
     return text.split(begin)[1].split(end)[0].strip("\n").split("\n")
 
 
-def kept(lines: Iterable[str], before: Iterable[str]) -> list[str]:
+def kept(lines: Sequence[str], before: Sequence[str]) -> list[str]:
     """The lines; in place of one that says that something is not trained, those of its name from before.
 
     Args:
@@ -36,7 +36,8 @@ def kept(lines: Iterable[str], before: Iterable[str]) -> list[str]:
         before: What the page has.
     """
     known: dict[str, list[str]] = {}
-    for line in before:
+    lines, (head, *rest) = list(lines), before
+    for line in rest if head == lines[0] else ():  # under another head they would be other numbers
         known.setdefault(_name(line), []).append(line)
     chosen = (known.get(_name(line), [line]) if NOT_TRAINED in line else [line] for line in lines)
     return [line for of_name in chosen for line in of_name]

@@ -40,6 +40,8 @@ def require_folder(path: Path) -> None:
             raise UserError(f"{said}, and `{path.parts[0]}` means a home in a shell alone; write the whole path")
         path.parent.mkdir(parents=True, exist_ok=True)
         found = _mode(path)
+        if found is None and path.is_symlink():
+            raise UserError(f"{said}, a link to what is not there; name a folder")
         if found is None:  # tried beside it: ranks look at the same time, and none may see a folder come and go
             Path(tempfile.mkdtemp(prefix=".rlflow-", dir=path.parent)).rmdir()
         elif not stat.S_ISDIR(found):

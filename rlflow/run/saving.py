@@ -69,7 +69,7 @@ class Saving:
         self._sizes: dict[str, tuple[int, int]] = {}  # of each role's model and state
         self._state = ModuleState(self._module, self._transport.rank, partial(gather, self._transport))
         self.saved = resume.done if resume.goes_on else None
-        status.saved(self.saved or 0)
+        status.saved(0)
         self.before: dict[str, float] = {} if resume.progress is None else resume.progress.before
 
     def begin(self) -> None:

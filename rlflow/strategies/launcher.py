@@ -59,6 +59,7 @@ class RankLauncher(_SubprocessScriptLauncher):
         _set_num_threads_if_needed(num_processes=self.num_processes)
         terminal = os.dup(2)  # where the user looks, whatever the ranks redirect later
         status.beat()
+        status.saved(0)
         if environment.creates_processes_externally:
             status.report(environment.global_rank(), status.AT_FIRST)
             if PARENT_VARIABLE not in os.environ:

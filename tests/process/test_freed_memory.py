@@ -33,10 +33,10 @@ def _fewest_faults_of_a_tensor() -> int:
 
 @GLIBC
 def test_a_freed_tensors_pages_serve_the_next() -> None:
-    """In one of three processes: where the system put the heap below something else, it cannot grow there."""
+    """In one of many processes: where the system put the heap below something else, as often as not, it cannot grow."""
     code = f"from {__name__} import _fewest_faults_of_a_tensor as faults; print(faults())"
     faults = 16384
-    for _ in range(3):
+    for _ in range(25):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
         if (faults := int(done.stdout)) < 500:
             break

@@ -84,6 +84,12 @@ def test_a_folder_with_files_of_somebody_else_s_is_refused_as_it_is(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_a_link_to_a_folder_that_is_gone_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match="a link to what is not there; name a folder"):
+        require_folder(tmp_path / "run")
+
+
 def test_ranks_that_look_at_the_same_time_all_find_the_folder_free(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         for _ in pool.map(require_folder, [tmp_path / "runs" / "own"] * 4000):
