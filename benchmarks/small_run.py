@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-import rlflow.controller.controller
+import rlflow.controller.steps
 import rlflow.run.fit
 import rlflow.run.setup
 from rlflow import Callback, PerSample, PerToken, PromptData, Sampled, Tokens, Trainer, Written
@@ -138,7 +138,7 @@ def _instead(parts: Parts, transport: Callable[..., Transport]) -> Any:
     places: list[tuple[Any, str, Any]] = [
         (rlflow.run.setup, "Transport", transport),
         (rlflow.run.fit, "Prefetch", parts.prompts),
-        (rlflow.controller.controller, "DataBuffer", parts.buffer),
+        (rlflow.controller.steps, "DataBuffer", parts.buffer),
     ]
     before = [getattr(place, name) for place, name, _ in places]
     for place, name, part in places:

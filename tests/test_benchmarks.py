@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from benchmarks import turns
+from benchmarks import small_run, turns
 from benchmarks.delays import delay
 from rlflow import CausalLM, Environment
 from rlflow.algorithms import DAPO, GRPO
+from rlflow.data.prefetch import Prefetch
+from rlflow.databuffer.buffer import DataBuffer
+from rlflow.databuffer.transport import Transport
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import TransformersEngine
 from tests.controller.runs import Fit, OddCharacters, fit, sums
@@ -42,6 +47,25 @@ def metrics_read(file: Path) -> set[str]:
     nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return {text for text in texts if METRIC.fullmatch(text)}
+
+
+def built(folder: Path) -> set[str]:
+    """Which of a run's parts are those that a benchmark puts in their place; on one rank of its own."""
+    found: set[str] = set()
+
+    def instead(kind: type[Any]) -> Callable[..., Any]:
+        return lambda *arguments, **named: found.add(kind.__name__) or kind(*arguments, **named)
+
+    module = GRPO(CausalLM(str(folder / "policy")), OddCharacters(), group_size=2, max_response_length=8)
+    parts = small_run.Parts(instead(Transport), instead(DataBuffer), instead(Prefetch))
+    trained = small_run.train(module, sums(8, 2), 1, parts)
+    assert trained.weights
+    return found
+
+
+def test_benchmarks_put_other_parts_in_the_place_of_a_runs_own(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "policy", hidden_size=32, layers=1, max_position=256)
+    assert small_run.on_ranks(1, built, tmp_path) == [{"Transport", "DataBuffer", "Prefetch"}]
 
 
 def look() -> str:
