@@ -123,7 +123,7 @@ class Controller:
                 case Load():
                     self._draws.load(task, self._steps[step])
                 case SyncWeights():
-                    self.policies.sync(task.policy, step, self._observers.metrics.of(step), task.trained)
+                    self.policies.sync(task.policy, step, self._observers.metrics.of(step), task.changed)
                 case Sleep():
                     self.policies[task.policy].sleep()
                 case Tell():
@@ -188,8 +188,8 @@ class Controller:
         self._steps.begin(step, draw)
         put(task.layout, self._steps[step])
         for policy in node.generates:
-            trained = program.graph.trained_before(node)[policy]
-            self.policies.sync(policy, step, self._observers.metrics.of(step), trained)
+            changed = program.graph.changed_before(node)[policy]
+            self.policies.sync(policy, step, self._observers.metrics.of(step), changed)
         self.run(replace(task, frees=()), step)
         return self._steps[step]
 

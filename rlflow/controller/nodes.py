@@ -146,7 +146,7 @@ class Nodes:
         if not node.generates or not (staleness or self._draws.repeats) or self._transport.rank != run.layout.ranks[0]:
             return
         versions = now.spaces[node.id].versions
-        newest = self._policies.versions_of(now.step + staleness, self._program.graph.trained_before(node))
+        newest = self._policies.versions_of(now.step + staleness, self._program.graph.changed_before(node))
         ages = newest[node.generates[0]] - versions
         now.metrics.mean(f"{node.id}/staleness", ages.sum(), float(len(versions)))
 
@@ -159,7 +159,7 @@ class Nodes:
         """What the node makes, and what it generated from."""
         context, part = self._context, self._draws.part_of(node.id)
         context.under_way = None
-        versions = self._policies.versions_of(now.step, self._program.graph.trained_before(node))
+        versions = self._policies.versions_of(now.step, self._program.graph.changed_before(node))
         running = Running(node, space, layout, now.draw, versions, now.metrics, part)
         context.running = running
         after = dict.fromkeys(node.after, Trained())

@@ -23,8 +23,8 @@ class Policy:
         name: The role that it is.
         engine: Generates with it on this rank; None where none does.
         sync: Brings its weights to the engines; None on ranks that have no part in it.
-        updates_per_step: Train nodes that change its weights in a step; 0 where it is frozen.
-        start_step: The first step that trains it, from 0.
+        changes_per_step: How often a step changes its weights: its train nodes, 1 of an average; 0 where it is frozen.
+        start_step: The first step that does, from 0.
         gap: The alarm for wrong weights in the engines; None where it is frozen.
         probe: Compares engine and trainer after each sync, where no step does so by itself; None where steps do.
     """
@@ -32,14 +32,14 @@ class Policy:
     name: str
     engine: RolloutEngine | None
     sync: WeightSync | None
-    updates_per_step: int = 0
+    changes_per_step: int = 0
     start_step: int = 0
     gap: LogprobGap | None = None
     probe: Probe | None = None
 
     def version_after(self, steps: int) -> int:
-        """The version of the weights after so many steps: how often train nodes changed them."""
-        return self.updates_per_step * max(0, steps - self.start_step)
+        """The version of the weights after so many steps: how often they have changed."""
+        return self.changes_per_step * max(0, steps - self.start_step)
 
     def bring(self, version: int, metrics: StepMetrics, callbacks: Callbacks | None) -> bool:
         """Bring the engines to `version`, which the trainer has, unless they are; each verifies tensor by tensor.
@@ -105,14 +105,14 @@ class Policies(Mapping[str, Policy]):
     def __len__(self) -> int:
         return len(self._policies)
 
-    def versions_of(self, step: int, trained: Mapping[str, int]) -> dict[str, int]:
+    def versions_of(self, step: int, changed: Mapping[str, int]) -> dict[str, int]:
         """The versions that generate rows of `step`: the weights after the last step trained by then.
 
         Args:
             step: From 0.
-            trained: By policy: how many train nodes of the step have changed its weights before.
+            changed: By policy: how often the step has changed its weights before.
         """
-        return {name: self._version(name, step, trained.get(name, 0)) for name in self}
+        return {name: self._version(name, step, changed.get(name, 0)) for name in self}
 
     def version_after(self, name: str | None, steps: int) -> int:
         """The version of a policy's weights after so many steps; 0 where it does not generate."""
@@ -122,14 +122,14 @@ class Policies(Mapping[str, Policy]):
         """Bring the engines of a policy to its weights after so many steps; all ranks of its sync call it."""
         self._bring(name, self[name].version_after(steps), metrics)
 
-    def sync(self, name: str, step: int, metrics: StepMetrics, trained: int = 0) -> None:
+    def sync(self, name: str, step: int, metrics: StepMetrics, changed: int = 0) -> None:
         """Bring the engines of a policy to the weights that generate rows of `step`, see `versions_of`."""
-        self._bring(name, self._version(name, step, trained), metrics)
+        self._bring(name, self._version(name, step, changed), metrics)
 
-    def _version(self, name: str, step: int, trained: int) -> int:
+    def _version(self, name: str, step: int, changed: int) -> int:
         policy = self[name]
         begun = step >= policy.start_step
-        return policy.version_after(max(0, step - self._max_staleness)) + (trained if begun else 0)
+        return policy.version_after(max(0, step - self._max_staleness)) + (changed if begun else 0)
 
     def _bring(self, name: str, version: int, metrics: StepMetrics) -> None:
         if not self[name].bring(version, metrics, self._callbacks):

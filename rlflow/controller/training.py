@@ -18,9 +18,8 @@ from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.functional import loss_count, loss_sum, loss_weights
 from rlflow.metrics import StepMetrics
-from rlflow.models.causal_lm import Averaged
 from rlflow.models.handle import ModelHandle
-from rlflow.module import RLModule, handles
+from rlflow.module import RLModule
 from rlflow.process import preemption
 from rlflow.rollout.children import sampling_seed
 from rlflow.strategies.strategy import TrainingStrategy
@@ -129,15 +128,9 @@ class Training:
         for epoch in range(handle.epochs):
             for number in self._order(len(mini_batches), step, epoch):
                 self._update(node, handle, values, mini_batches[number], layout, metrics)
-        last = next(other for other in reversed(self._graph.order) if (other.kind, other.role) == ("train", node.role))
-        if node == last:
-            for name in self._averages_of(handle):
-                self._strategy.move_average(name)
-
-    def _averages_of(self, handle: ModelHandle) -> list[str]:
-        """The roles that follow it as a moving average, and that nodes use."""
-        found = {name: other for name, other in handles(self._module).items() if isinstance(other, Averaged)}
-        return [name for name, other in found.items() if other.owner is handle and name in self._graph.roles()]
+        for average in self._graph.changed_by(node)[1:]:
+            self._before_update(average)
+            self._strategy.move_average(average)
 
     def _order(self, count: int, step: int, epoch: int) -> list[int]:
         if epoch == 0:

@@ -28,11 +28,13 @@ class Graph:
     Attributes:
         nodes: By name, in the order of declaration: base classes first; an override keeps its place.
         order: The order of execution: by depth, then declaration, train nodes last; a filter and its ancestors first.
+        averages: By handle that is a moving average: the handle that it follows.
         fields: By node and value that it reads: which fields of the value, and why.
     """
 
     nodes: Mapping[str, Node]
     order: tuple[Node, ...]
+    averages: Mapping[str, str] = field(default_factory=dict, repr=False)
     fields: Mapping[tuple[str, str], FieldsRead] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -42,7 +44,7 @@ class Graph:
         roles: Collection[str] = (),
         found: Collection[Problem] = (),
         policies: Collection[str] | None = None,
-        owners: Mapping[str, str] = MappingProxyType({}),
+        averages: Mapping[str, str] = MappingProxyType({}),
     ) -> Self:
         """Read and check the graph of `module`, the instance: a node set to None in `__init__` is not part of it.
 
@@ -51,7 +53,7 @@ class Graph:
             roles: The names of its model handles.
             found: What is wrong with single nodes, to be reported with the rest.
             policies: Which of the handles are language models, which can generate; None for all.
-            owners: By handle that is a moving average: the handle that it follows.
+            averages: By handle that is a moving average: the handle that it follows.
 
         Raises:
             GraphError: All that is wrong, each with file and line.
@@ -62,7 +64,7 @@ class Graph:
             steps = "Mark the steps of the algorithm with `@node`, or write them under `nodes` in the config"
             raise UserError(f"`{type(module).__name__}` has no node. {steps}")
         nodes = {node.id: _without_absent(node, methods.nodes) for node in methods.nodes.values()}
-        order, cycles = in_order(nodes, owners)
+        order, cycles = in_order(nodes, averages)
         policies = roles if policies is None else policies
         nodes = {node.id: _with_policy(node, order, policies) for node in nodes.values()}
         order = tuple(nodes[node.id] for node in order)
@@ -87,7 +89,7 @@ class Graph:
         if problems:
             raise GraphError(*sorted(problems, key=lambda problem: (problem.file, problem.line)))
         nodes = {name: replace(node, space=spaces.of[name], inside=spaces.inside[name]) for name, node in nodes.items()}
-        made = cls(nodes, tuple(nodes[node.id] for node in order))
+        made = cls(nodes, tuple(nodes[node.id] for node in order), averages)
         reads = ((node, value) for node in made.order for value in node.reads)
         trained = made.trained_roles()
         fields = {
@@ -130,10 +132,23 @@ class Graph:
         """The roles that train nodes train, each once, in the order of execution."""
         return tuple(dict.fromkeys(node.role for node in self.order if node.kind == "train" and node.role is not None))
 
-    def trained_before(self, node: Node) -> Counter[str]:
-        """How many train nodes of each role come before a node in the order of execution."""
+    def changed_by(self, node: Node) -> tuple[str, ...]:
+        """The models whose weights a node changes: the role that it trains; the last that does, its averages too."""
+        if node.kind != "train":
+            return ()
+        role, used = str(node.role), self.roles()
+        last = next(other for other in reversed(self.order) if (other.kind, other.role) == ("train", node.role))
+        follow = (name for name, owner in self.averages.items() if owner == role and name in used)
+        return (role, *follow) if node == last else (role,)
+
+    def changed_roles(self) -> tuple[str, ...]:
+        """All models whose weights a step changes: those that are trained, and averages of them."""
+        return tuple(dict.fromkeys(name for node in self.order for name in self.changed_by(node)))
+
+    def changed_before(self, node: Node) -> Counter[str]:
+        """How often each model's weights have changed in the step when a node runs."""
         before = self.order[: self.order.index(node)]
-        return Counter(str(other.role) for other in before if other.kind == "train")
+        return Counter(name for other in before for name in self.changed_by(other))
 
     def policies(self) -> tuple[str, ...]:
         """What nodes generate with, each once, in the order of execution."""
@@ -157,8 +172,12 @@ class Graph:
         return (BATCH,) if space == BATCH else (*self.levels(self.nodes[space].inside), space)
 
     def roles(self) -> KeysView[str]:
-        """The roles that nodes score with, use or train, in the order of declaration: alike on every rank."""
+        """The roles that nodes score with, use or train, in the order of declaration: alike on every rank.
+
+        And averages that nodes generate with, whose weights are nowhere but with those that they follow.
+        """
         used = [role for node in self.nodes.values() for role in (node.role, *node.uses)]
+        used += [policy for node in self.nodes.values() for policy in node.generates if policy in self.averages]
         return dict.fromkeys(role for role in used if role is not None).keys()
 
 

@@ -23,7 +23,7 @@ def block(nodes: Mapping[str, Node]) -> frozenset[str]:
 
 
 def in_order(
-    nodes: Mapping[str, Node], owners: Mapping[str, str] = MappingProxyType({})
+    nodes: Mapping[str, Node], averages: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[tuple[Node, ...], list[Problem]]:
     """The nodes in the order of execution; and the cycles, whose nodes are left out.
 
@@ -33,14 +33,14 @@ def in_order(
 
     Args:
         nodes: By name, in the order of declaration.
-        owners: By role that is a moving average: the role that it follows.
+        averages: By role that is a moving average: the role that it follows.
     """
     needs = {node.id: [name for name in node.needs if name in nodes] for node in nodes.values()}
     problems = _without_cycles(nodes, needs, "Break the cycle")
     trained = [nodes[name] for name in needs if nodes[name].kind == "train" and _followed(nodes[name], nodes, needs)]
     later = {train.id: _descendants(train.id, needs) for train in trained}
     for train in trained:
-        using = [name for name in needs if _uses(nodes[name], train.role, owners)]
+        using = [name for name in needs if _uses(nodes[name], train.role, averages)]
         needs[train.id] += [name for name in using if name not in later[train.id]]
     why = "A train node that is read as Trained comes after what uses its role before. Break the cycle"
     problems += _without_cycles(nodes, needs, why)
@@ -79,14 +79,14 @@ def _descendants(name: str, needs: Mapping[str, Sequence[str]]) -> set[str]:
     return found
 
 
-def _uses(node: Node, role: str | None, owners: Mapping[str, str]) -> bool:
+def _uses(node: Node, role: str | None, averages: Mapping[str, str]) -> bool:
     """Whether a node that does not train calls this model or an average of it.
 
-    What generates may do so with any that is trained.
+    What generates, and does not say with which, may do so with any that is trained.
     """
-    called = {node.role, *node.uses}
-    called |= {owner for average, owner in owners.items() if average in called}
-    generates = node.kind == "rollout" and (not node.generates or role in node.generates)
+    called = {node.role, *node.uses, *node.generates}
+    called |= {owner for average, owner in averages.items() if average in called}
+    generates = node.kind == "rollout" and not node.generates
     return node.kind != "train" and (generates or role in called)
 
 

@@ -68,26 +68,27 @@ class SyncWeights(Task):
 
     Attributes:
         policy: Whose weights.
-        source: The ranks that train it; none of a frozen one, which every engine reads from its files.
-        target: The engines' ranks; those that do not train get the weights from the first that does.
-        trained: How many train nodes of the step have changed them before.
+        source: The ranks that train it, or move it as an average; none of a frozen one, which every engine reads from
+            its files.
+        target: The engines' ranks; those that are no source get the weights from the first that is.
+        changed: How often the step has changed them before.
     """
 
     policy: str
     source: tuple[int, ...]
     target: tuple[int, ...]
-    trained: int = 0
+    changed: int = 0
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that train and the engines'."""
+        """The sources and the engines'."""
         return tuple(sorted({*self.source, *self.target}))
 
     def __str__(self) -> str:
         if not self.source:
             return f"sync      {self.policy} -> {ROLLOUT}: from its files, {rank_ranges(self.target)}"
         across = "" if set(self.target) <= set(self.source) else f"{rank_ranges(self.source)} -> "
-        after = "; trained in this step" if self.trained else ""
+        after = "; changed in this step" if self.changed else ""
         ranks = rank_ranges(self.target if across else self.ranks)
         return f"sync      {self.policy} -> {ROLLOUT}: {across}{ranks}{after}"
 

@@ -14,8 +14,8 @@ from rlflow.values.layout import Layout
 
 
 def sync_of(policy: str, graph: Graph, layouts: Mapping[str, Layout]) -> SyncWeights:
-    """What brings a policy's weights to its engines: from the ranks that train it, or from its files."""
-    source = layouts[policy].ranks if policy in graph.trained_roles() else ()
+    """What brings a policy's weights to its engines: from ranks that hold them, if steps change them, or from files."""
+    source = layouts[policy].ranks if policy in graph.changed_roles() else ()
     return SyncWeights(policy, source, layouts[engine_of(policy)].ranks)
 
 
@@ -32,7 +32,7 @@ def with_syncs(
     training = {rank for node in graph.order if node.kind == "train" for rank in layouts[str(node.role)].ranks}
     awake: list[str] = []
     outdated: set[str] = set()
-    trained: Counter[str] = Counter()
+    changed: Counter[str] = Counter()
     last = max((place for place, task in enumerate(tasks) if _generates(task, graph)), default=-1)
 
     def sleep(policy: str) -> Sleep:
@@ -41,8 +41,8 @@ def with_syncs(
 
     for place, task in enumerate(tasks):
         needed = _generates(task, graph)
-        trains = str(graph.nodes[task.node_id].role) if isinstance(task, TrainNode) else None
-        ranks = {rank for policy in needed for rank in every[policy].target} | {*(task.ranks if trains else ())}
+        changes = graph.changed_by(graph.nodes[task.node_id]) if isinstance(task, TrainNode) else ()
+        ranks = {rank for policy in needed for rank in every[policy].target} | {*(task.ranks if changes else ())}
         for policy in [other for other in awake if other not in needed and ranks.intersection(every[other].target)]:
             yield sleep(policy)
         in_turns = len({shared.get(policy, policy) for policy in needed}) < len(needed)
@@ -55,11 +55,10 @@ def with_syncs(
                     continue
                 awake += [] if policy in awake else [policy]
                 outdated.discard(policy)
-                yield replace(every[policy], trained=trained[policy])
+                yield replace(every[policy], changed=changed[policy])
         yield task
-        if trains:
-            trained[trains] += 1
-            outdated.add(trains)
+        changed.update(changes)
+        outdated.update(changes)
         if place == last:
             for policy in list(awake):
                 several = any(other != policy for other in every)

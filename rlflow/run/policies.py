@@ -15,7 +15,7 @@ from rlflow.controller.probe import Probe
 from rlflow.controller.syncing import WeightSync
 from rlflow.dag.graph import Graph
 from rlflow.dag.tasks import SyncWeights
-from rlflow.models.causal_lm import CausalLM
+from rlflow.models.causal_lm import Averaged, CausalLM
 from rlflow.models.stored_weights import stored_weights
 from rlflow.module import handles
 from rlflow.rollout.engine import RolloutEngine
@@ -50,7 +50,7 @@ class PolicyBuilder:
 
         Args:
             task: Of the policy.
-            trained: Whether the ranks that train hold the weights; else engines read the policy's files.
+            trained: Whether the ranks that change the weights hold them; else engines read the policy's files.
         """
         strategy, transport = self.prepared.strategy, self.joined.transport
         if transport.rank not in task.ranks:
@@ -78,9 +78,10 @@ class PolicyBuilder:
         kind = type(self.prepared.engines[name]).__name__
         gap = LogprobGap(limit, dtype, name if several else "", made_by if several else None, kind)
         handle.watch = gap.observe
-        updates = sum(node.kind == "train" and node.role == name for node in graph.order)
+        changes = sum(name in graph.changed_by(node) for node in graph.order)
+        start = handle.owner.start_step if isinstance(handle, Averaged) else handle.start_step
         probe = self._probe(task, handle, engine, gap) if self._needs_probe(name) else None
-        return Policy(name, engine, sync, updates, handle.start_step, gap, probe)
+        return Policy(name, engine, sync, changes, start, gap, probe)
 
     def _needs_probe(self, name: str) -> bool:
         """Where steps overlap, or responses go on from older ones, few rows or none are of the trainer's own version.
@@ -105,13 +106,13 @@ def scores_its_rows(policy: str, graph: Graph) -> bool:
         policy: Its name, which is its model's role.
         graph: Of the module.
     """
-    generated: dict[int, set[str]] = {}  # by how often the role was trained in the step before
+    generated: dict[int, set[str]] = {}  # by how often the step has changed the weights before
     scored: dict[int, set[str]] = {}
     for node in graph.order:
-        trained = graph.trained_before(node)[policy]
+        changed = graph.changed_before(node)[policy]
         if policy in node.generates:
-            generated.setdefault(trained, set()).update({node.id} if node.generates == (policy,) else ())
+            generated.setdefault(changed, set()).update({node.id} if node.generates == (policy,) else ())
         if node.role == policy:
             rollouts = (value for value in node.reads if graph.type_of(value) is Rollout)
-            scored.setdefault(trained, set()).update(graph.space_of(value) for value in rollouts)
+            scored.setdefault(changed, set()).update(graph.space_of(value) for value in rollouts)
     return all(rows & scored.get(trained, set()) for trained, rows in generated.items())

@@ -52,8 +52,8 @@ def read_graph(module: RLModule) -> Graph:
     problems = bind(module)
     models = handles(module)
     policies = [name for name, of in models.items() if isinstance(of, CausalLM)]
-    owners = {name: owner_of(name, models) for name, of in models.items() if isinstance(of, Averaged)}
-    return Graph.read(module, models, problems, policies, owners)
+    averages = {name: owner_of(name, models) for name, of in models.items() if isinstance(of, Averaged)}
+    return Graph.read(module, models, problems, policies, averages)
 
 
 def plan_run(module: RLModule, settings: Settings, engines: EngineSettings) -> Planned:
@@ -244,12 +244,6 @@ def _loaded(module: RLModule, graph: Graph) -> list[str]:
                 f" load `{role}` by itself, as CausalLM({handle.model!r}, trainable=False)"
             )
     for node in graph.order:
-        for name in node.generates:
-            if isinstance(found[name], Averaged):
-                raise UserError(
-                    f"node `{node.id}` generates with `{name}`, a moving average, whose weights no engine is sent;"
-                    " generate with the model that it follows, or with a frozen one of its own files"
-                )
         for name in node.uses:
             if found[name].trainable:
                 raise UserError(

@@ -13,7 +13,7 @@ from rlflow.dag.node import engine_of
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.memory.workload import Lengths, Workload, engine_here, loaded_role
-from rlflow.models.causal_lm import CausalLM, WithoutAdapters
+from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
 from rlflow.models.sizes import size_of
 from rlflow.module import RLModule, handles
 from rlflow.rollout.assignment import EngineSettings
@@ -126,7 +126,7 @@ def _of_size(module: RLModule, share: float, ranks: int) -> RLModule:
     for role, handle in copies.items():
         if handle.samples_per_update is not None:
             handle.samples_per_update = _scaled("samples_per_update", handle.samples_per_update, share, ranks)
-        if isinstance(handle, WithoutAdapters):
+        if isinstance(handle, WithoutAdapters | Averaged):
             owner = next(copies[name] for name, other in found.items() if other is handle.owner)
             assert isinstance(owner, CausalLM)
             handle.owner = owner

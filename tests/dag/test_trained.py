@@ -85,6 +85,34 @@ class Followed(RLModule):
     def late(self, rollout: Rollout, after: PerToken) -> PerToken: ...
 
 
+class Sampled(RLModule):
+    """An average of the policy samples before the policy learns, and after."""
+
+    def __init__(self) -> None:
+        self.actor = CausalLM("tiny")
+
+    def configure_models(self) -> None:
+        self.teacher = self.actor.averaged(0.9)
+
+    @node(generates="teacher")
+    def rollout(self, batch: Batch) -> Rollout: ...
+
+    @node(role="actor", type="train")
+    def first_loss(self, rollout: Rollout) -> PerToken: ...
+
+    @node
+    def first(self, rollout: Rollout, first_loss: Trained) -> PerSample: ...
+
+    @node(role="actor", type="train")
+    def actor_loss(self, rollout: Rollout, first: PerSample) -> PerToken: ...
+
+    @node(generates="teacher")
+    def early(self, batch: Batch) -> Rollout: ...
+
+    @node(generates="teacher")
+    def late(self, batch: Batch, actor_loss: Trained) -> Rollout: ...
+
+
 def order(module: object) -> list[str]:
     return [node.id for node in Graph.read(module, ROLES, policies=("actor", "reference")).order]
 
@@ -110,20 +138,33 @@ def test_weights_that_were_trained_come_to_the_engine_anew() -> None:
     tasks = plan(Graph.read(Twice(), ROLES, policies=("actor",)), LAYOUTS, world_size=2).tasks
     words = [task for task in tasks if isinstance(task, SyncWeights | Sleep | TrainNode)]
     assert [type(task) for task in words[:6]] == [SyncWeights, Sleep, TrainNode, SyncWeights, Sleep, TrainNode]
-    assert words[3] == SyncWeights("actor", BOTH, BOTH, trained=1)
-    assert str(words[3]) == "sync      actor -> rollout: ranks 0-1; trained in this step"
+    assert words[3] == SyncWeights("actor", BOTH, BOTH, changed=1)
+    assert str(words[3]) == "sync      actor -> rollout: ranks 0-1; changed in this step"
 
 
 def test_an_engine_apart_stays_awake_and_gets_trained_weights_too() -> None:
     layouts = {"actor.rollout": Layout((0,), 1), "actor": Layout((1,), 1, "balanced")}
     tasks = plan(Graph.read(Twice(), ROLES, policies=("actor",)), layouts, world_size=2).tasks
-    assert [task.trained for task in tasks if isinstance(task, SyncWeights)] == [0, 1]
+    assert [task.changed for task in tasks if isinstance(task, SyncWeights)] == [0, 1]
     assert not any(isinstance(task, Sleep) for task in tasks)
+
+
+def test_an_average_comes_to_its_engine_when_all_training_of_its_owner_is_done() -> None:
+    graph = read_graph(Sampled())
+    assert [each.id for each in graph.order] == ["rollout", "early", "first_loss", "first", "actor_loss", "late"]
+    assert graph.changed_roles() == ("actor", "teacher")
+    assert [graph.changed_before(each)["teacher"] for each in graph.order] == [0, 0, 0, 0, 0, 1]
+    apart = Layout((1,), 1, "balanced")
+    layouts = {"teacher.rollout": Layout((0,), 1), "actor": apart, "teacher": apart}
+    tasks = plan(graph, layouts, world_size=2).tasks
+    syncs = [task for task in tasks if isinstance(task, SyncWeights)]
+    assert syncs == [SyncWeights("teacher", (1,), (0,)), SyncWeights("teacher", (1,), (0,), changed=1)]
+    assert tasks.index(syncs[1]) > max(tasks.index(task) for task in tasks if isinstance(task, TrainNode))
 
 
 def test_the_training_of_another_model_brings_no_weights_anew() -> None:
     tasks = plan(Graph.read(Judged(), ROLES, policies=("actor",)), LAYOUTS, world_size=2).tasks
-    assert [task.trained for task in tasks if isinstance(task, SyncWeights)] == [0]
+    assert [task.changed for task in tasks if isinstance(task, SyncWeights)] == [0]
 
 
 def test_a_removed_training_is_not_waited_for_where_it_is_optional() -> None:
