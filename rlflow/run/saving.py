@@ -160,6 +160,7 @@ class Saving:
             checkpoint.complete(draft, self._disk, roles, progress, self._nodes, timeout_s, self._retention)
             self._disk.do(partial(status.saved, done))
         self.saved = done
+        self._disk.start()
         if not self._settings.async_save:
             self.wait()
 

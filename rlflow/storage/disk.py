@@ -57,7 +57,7 @@ class Disk:
 
     Args:
         asynchronous: The run goes on meanwhile, so what is to be written is copied first; the copies' memory is kept
-            for the next time.
+            for the next time. Jobs wait for `start`, since the run waits for the copies, and not for what is written.
     """
 
     def __init__(self, asynchronous: bool = False) -> None:
@@ -69,11 +69,11 @@ class Disk:
 
     def do(self, job: Callable[[], object]) -> None:
         """Let the thread do a job, unless one before failed."""
-        self._start((lambda error: job(), False))
+        self._give((lambda error: job(), False))
 
     def report(self, job: Callable[[BaseException | None], object]) -> None:
         """As `do`, in any case, with the error of a job before."""
-        self._start((job, True))
+        self._give((job, True))
 
     def write(self, path: Path, entries: Sequence[StoredTensor]) -> Stream:
         """Write a file by `write_tensors`; its tensors are then put into the stream, each a copy."""
@@ -104,16 +104,24 @@ class Disk:
             held = self._copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
         return held.copy_(tensor.detach())
 
+    def start(self) -> None:
+        """Let the thread begin with what it was given, and do what it is given from here on."""
+        if self._thread is None:
+            # A daemon, so that a run that ends by an error does not wait for a disk that hangs.
+            self._thread = threading.Thread(target=self._work, name="disk", daemon=True)
+            self._thread.start()
+
     def wait(self) -> None:
         """Return when all jobs are done.
 
         Raises:
             BaseException: What the first of them that failed raised.
         """
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
-            self._thread = None
+        self.start()
+        assert self._thread is not None
+        self._jobs.put(None)
+        self._thread.join()
+        self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -127,12 +135,10 @@ class Disk:
         if error is None:
             self.wait()
 
-    def _start(self, job: tuple[Callable[[BaseException | None], object], bool]) -> None:
-        if self._thread is None:
-            # A daemon, so that a run that ends by an error does not wait for a disk that hangs.
-            self._thread = threading.Thread(target=self._work, name="disk", daemon=True)
-            self._thread.start()
+    def _give(self, job: tuple[Callable[[BaseException | None], object], bool]) -> None:
         self._jobs.put(job)
+        if not self.asynchronous:
+            self.start()
 
     def _work(self) -> None:
         while (given := self._jobs.get()) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,19 +13,26 @@ import pytest
 
 from tests import own_folder
 from tests.faults import preempted
-from tests.faults.running import Ended, Running, left_over
+from tests.faults.running import COMMAND, Ended, Running, left_over
 
 pytestmark = pytest.mark.row("preemption")
 
 TWO_RANKS = {key.replace(".", "__"): value for key, value in own_folder.TWO_RANKS.items()}
 SAVED = "ended by {}: runs/own/checkpoint/step-00000001 is saved; continue with `--trainer.ckpt_path last`"
-BEFORE = "what was saved before is still there: continue with `--trainer.ckpt_path last`"
+BEFORE = "continue with `--trainer.ckpt_path auto`: from what was saved before, or anew"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlflow.cli")
 
 
-def interrupted(folder: Path, send: Callable[[Running], None], *arguments: str, seconds: float) -> Ended:
+def interrupted(
+    folder: Path,
+    send: Callable[[Running], None],
+    *arguments: str,
+    seconds: float,
+    command: tuple[str, ...] = COMMAND,
+) -> Ended:
     """A run that waits so long before the rewards of its second step, and what is sent to it meanwhile."""
-    waits = preempted.waits("run rewards", 1, seconds)
-    with left_over(folder) as left, Running(folder, "fit", "--config", "my.yaml", waits, *arguments) as run:
+    given = "fit", "--config", "my.yaml", preempted.waits("run rewards", 1, seconds), *arguments
+    with left_over(folder) as left, Running(folder, *given, command=command) as run:
         until = time.monotonic() + 200
         while not (folder / "waits-0").exists():
             assert run.process.poll() is None, run.errors
@@ -82,3 +90,18 @@ def test_a_run_that_has_not_begun_ends_at_once(tmp_path: Path) -> None:
     what = "the run had not begun, so nothing more was saved; start it again with the same command"
     line = f"rlflow: ended by SIGTERM: {what}\n"
     assert (ended.code, ended.errors, left) == (3, line, [])
+
+
+@pytest.mark.faults
+def test_a_signal_to_torchruns_agent_reaches_the_ranks_which_save_and_go_on(
+    tmp_path: Path, seen: Callable[[str], None]
+) -> None:
+    folder = preempted.make(tmp_path, **TWO_RANKS)
+    ended = interrupted(folder, lambda run: run.process.terminate(), seconds=0.5, command=TORCHRUN)
+    assert ended.code == 1  # of the agent, whatever its ranks end with
+    assert ended.errors.count("rlflow: ") == 1
+    assert f"rlflow: {SAVED.format('SIGTERM')}\n" in ended.errors
+    with Running(folder, "fit", "--config", "my.yaml", "--trainer.ckpt_path=auto", command=TORCHRUN) as run:
+        assert run.ended(300).code == 0
+    assert [line["step"] for line in preempted.left(folder / "runs/own")[1]] == [1, 2, 3]
+    seen("SIGTERM to torchrun's agent: saved, and gone on")

@@ -46,6 +46,16 @@ def test_tensors_are_as_they_were_when_they_were_given(asynchronous: bool, tmp_p
     }
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_beside_a_run_nothing_is_written_before_all_is_copied(asynchronous: bool) -> None:
+    disk, done = Disk(asynchronous), threading.Event()
+    disk.do(done.set)
+    assert done.wait(0.2) is not asynchronous
+    disk.start()
+    assert done.wait(30)
+    disk.wait()
+
+
 def test_who_gives_tensors_does_not_wait_for_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     disk = Disk()
     stream = disk.write(tmp_path / "missing/file", ENTRIES)
