@@ -41,27 +41,43 @@ class Policy:
         """The version of the weights after so many steps: how often they have changed."""
         return self.changes_per_step * max(0, steps - self.start_step)
 
-    def bring(self, version: int, metrics: StepMetrics, callbacks: Callbacks | None) -> bool:
+    def bring(self, version: int, metrics: StepMetrics, callbacks: Callbacks | None, of_step: bool = True) -> bool:
         """Bring the engines to `version`, which the trainer has, unless they are; each verifies tensor by tensor.
+
+        Args:
+            version: Of the weights.
+            metrics: Of the step.
+            callbacks: Told if weights are sent.
+            of_step: Whether a step generates with them. What validation has sent, the next step logs and compares, so
+                that it logs the same in a run that goes on between the two.
 
         Returns:
             Whether weights were sent.
         """
         if self.sync is None:
             return False
+        sends = self.sync.version != version
+        if sends:
+            report = self.sync.run(version)
+            if report is not None and callbacks is not None:
+                callbacks.call(Callback.on_weight_sync, self.name, version)
+        else:
+            self.sync.wake_up()
+        if of_step:
+            self._compare(self.sync, version, metrics)
+        return sends
+
+    def _compare(self, sync: WeightSync, version: int, metrics: StepMetrics) -> None:
+        """Log what engines say of weights that no step has logged, and begin to compare what they generate."""
+        sent = sync.take_sent()
         if self.gap is not None and self.probe is None:
             self.gap.open(version, metrics)
-        if self.sync.version == version:
-            self.sync.wake_up()
-            return False
-        report = self.sync.run(version)
+        if sent is None:
+            return
         if self.probe is not None:
             self.probe.run(version, metrics)
-        if report is not None:
-            metrics.number("sync/verified_tensors", float(report.tensors))
-            if callbacks is not None:
-                callbacks.call(Callback.on_weight_sync, self.name, version)
-        return True
+        if sent.here is not None:
+            metrics.number("sync/verified_tensors", float(sent.here.tensors))
 
     def sleep(self) -> None:
         """Let its engines give back their memory, and weights that training changes; all ranks of the sync call it."""
@@ -119,8 +135,11 @@ class Policies(Mapping[str, Policy]):
         return self[name].version_after(steps) if name is not None and name in self else 0
 
     def bring(self, name: str, steps: int, metrics: StepMetrics) -> None:
-        """Bring the engines of a policy to its weights after so many steps; all ranks of its sync call it."""
-        self._bring(name, self[name].version_after(steps), metrics)
+        """Bring the engines of a policy to its weights after so many steps; all ranks of its sync call it.
+
+        For validation, after a step or before the first.
+        """
+        self._bring(name, self[name].version_after(steps), metrics, of_step=False)
 
     def sync(self, name: str, step: int, metrics: StepMetrics, changed: int = 0) -> None:
         """Bring the engines of a policy to the weights that generate rows of `step`, see `versions_of`."""
@@ -131,8 +150,8 @@ class Policies(Mapping[str, Policy]):
         begun = step >= policy.start_step
         return policy.version_after(max(0, step - self._max_staleness)) + (changed if begun else 0)
 
-    def _bring(self, name: str, version: int, metrics: StepMetrics) -> None:
-        if not self[name].bring(version, metrics, self._callbacks):
+    def _bring(self, name: str, version: int, metrics: StepMetrics, of_step: bool = True) -> None:
+        if not self[name].bring(version, metrics, self._callbacks, of_step):
             return
         for other in self:
             if other != name and self._owner(other) == self._owner(name):

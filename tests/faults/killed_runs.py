@@ -320,7 +320,7 @@ def _class_of(run: Fit) -> type:
 
 
 def content(folder: Path) -> dict[str, Any]:
-    """What a run left that must be equal, by name: files as bytes, JSON and tables without times."""
+    """What a run left that must be equal, by name: files as bytes, JSON and tables without times and memory."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -330,22 +330,23 @@ def content(folder: Path) -> dict[str, Any]:
         if path.name == "state.json":
             stored = json.loads(path.read_text())
             stored["files"] = sorted(stored["files"])  # whose content is compared; digests and sizes tell of times
-            found[name] = _without_times(stored)
+            found[name] = _without_measures(stored)
         elif path.name.startswith("logged-"):
-            found[name] = _without_times(json.loads(path.read_text()))
+            found[name] = _without_measures(json.loads(path.read_text()))
         elif path.suffix == ".jsonl":
-            found[name] = [_without_times(json.loads(line)) for line in path.read_text().splitlines()]
+            found[name] = [_without_measures(json.loads(line)) for line in path.read_text().splitlines()]
         else:
             found[name] = path.read_bytes()
     return found
 
 
-def _without_times(value: Any) -> Any:
+def _without_measures(value: Any) -> Any:
     if isinstance(value, dict):
-        stays = {key: each for key, each in value.items() if not _of_time(key)}
-        return {key: _without_times(each) for key, each in stays.items() if key != "sha256"}
-    return [_without_times(each) for each in value] if isinstance(value, list) else value
+        stays = {key: each for key, each in value.items() if not _measured(key)}
+        return {key: _without_measures(each) for key, each in stays.items() if key != "sha256"}
+    return [_without_measures(each) for each in value] if isinstance(value, list) else value
 
 
-def _of_time(key: str) -> bool:
-    return key.startswith("time/") or key.endswith(("_seconds", "_wait"))
+def _measured(key: str) -> bool:
+    """Of the process: a run that goes on does not hold what was of use before it was saved."""
+    return key.startswith("time/") or key.endswith(("_seconds", "_wait", "held_bytes_max"))

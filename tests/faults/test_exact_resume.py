@@ -18,13 +18,14 @@ pytestmark = pytest.mark.row("bit-exact resume")
 QUICK = [
     (Kind("grpo", "one", "single", "transformers", False), "in a reward"),
     (Kind("ppo", "together", "zero2", "transformers", True), "before the commit"),
+    (Kind("partial", "one", "single", "transformers", False), "after the commit"),
 ]
 RESUMED = "while it is resumed"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("killed") / "tiny", hidden_size=64, layers=1)
+    return write_tiny_model(tmp_path_factory.mktemp("killed") / "tiny", hidden_size=128, layers=1)
 
 
 @pytest.fixture(scope="module")
