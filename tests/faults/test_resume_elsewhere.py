@@ -59,7 +59,7 @@ def test_losses_on_recorded_responses_are_those_of_as_many_ranks_as_before(
 def test_each_step_has_the_same_prompts(ranks: int, model: Path, tmp_path: Path, ranks2: RankPool) -> None:
     def run(folder: Path, **settings: Any) -> Fit:
         given = {"max_steps": 4, "save_every_n_steps": 1, **settings}
-        return Fit(grpo(model, max_response_length=4), sums(12, 3), folder, ZERO2, settings=given)
+        return Fit(grpo(model, max_response_length=4), sums(12, 4), folder, ZERO2, settings=given)
 
     ranks2.run(fit, run(tmp_path / "whole"))
     ranks2.run(fit, run(tmp_path / "parts", callbacks=[StopsAfter(2)]))
