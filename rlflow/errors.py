@@ -44,7 +44,7 @@ class Preempted(BaseException):
         agreed: Whether all ranks end, each for itself.
     """
 
-    GO_ON_FROM_BEFORE = "continue with `--trainer.ckpt_path auto`: from what was saved before, or anew"
+    GO_ON_FROM_BEFORE = "if anything was saved before, it is still there: continue with `--trainer.ckpt_path last`"
 
     def __init__(self, number: int, what: str, agreed: bool = False) -> None:
         super().__init__(f"{self.opening(number)} {what}")

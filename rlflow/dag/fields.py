@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -70,7 +70,7 @@ class FieldsRead:
         return "; ".join([*said, *(f"{why}: {', '.join(fields)}" for why, fields in self.added)])
 
 
-def fields_read(module: object, node: Node, value: str, made: Any, trained: bool) -> FieldsRead:
+def fields_read(module: object, node: Node, value: str, made: Any, watched: Collection[str]) -> FieldsRead:
     """What `node` and the framework around it read of `value`.
 
     Args:
@@ -78,13 +78,13 @@ def fields_read(module: object, node: Node, value: str, made: Any, trained: bool
         node: A node that reads the value.
         value: Its name.
         made: The value's type.
-        trained: Whether the node's role is: what it says of samples is compared with the logprobs that they came with.
+        watched: Models whose engines are: what they say of samples is compared with the logprobs that these came with.
     """
     every = columns(made)
     inputs = [each for each in node.inputs if each.name == value]
     asked = ", ".join(dict.fromkeys(_written(each) for each in inputs))
     named = {name for each in inputs for name in _named(each, made, every)}
-    framework = _framework(module, node, made, every, trained)
+    framework = _framework(module, node, made, every, watched)
     in_order = tuple(column.name for column in every if column.name in named)
     added, known = [], set(in_order)
     for why, fields in framework:
@@ -133,7 +133,7 @@ def _behind(member: str, made: Any, every: Sequence[Column]) -> Iterator[str]:
 
 
 def _framework(
-    module: object, node: Node, made: Any, every: Sequence[Column], trained: bool
+    module: object, node: Node, made: Any, every: Sequence[Column], watched: Collection[str]
 ) -> Iterator[tuple[str, Sequence[str]]]:
     """What is read beside the node, and why."""
     handle = getattr(module, node.role, None) if node.role is not None else None
@@ -144,7 +144,8 @@ def _framework(
     if node.kind == "train" and any(column.name == "loss_mask" for column in every):
         yield "a loss is of it", _SCORED
     sampled = isinstance(made, type) and issubclass(made, Rollout)
-    if trained and sampled and hasattr(handle, "watch"):
+    called = [name for name in (node.role, *node.uses) if name is not None and name in watched]
+    if sampled and any(hasattr(getattr(module, name, None), "watch") for name in called):
         yield "compared with the engine's logprobs", _COMPARED
     if sampled and getattr(handle, "replays_routing", False):
         yield "trained with these experts", ("experts",)

@@ -91,10 +91,9 @@ class Graph:
         nodes = {name: replace(node, space=spaces.of[name], inside=spaces.inside[name]) for name, node in nodes.items()}
         made = cls(nodes, tuple(nodes[node.id] for node in order), averages)
         reads = ((node, value) for node in made.order for value in node.reads)
-        trained = made.trained_roles()
+        watched = {*made.trained_roles(), *(policy for policy in made.policies() if policy in averages)}
         fields = {
-            (node.id, value): fields_read(module, node, value, made.type_of(value), node.role in trained)
-            for node, value in reads
+            (node.id, value): fields_read(module, node, value, made.type_of(value), watched) for node, value in reads
         }
         return replace(made, fields=fields)
 

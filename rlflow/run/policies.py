@@ -40,7 +40,7 @@ class PolicyBuilder:
         return self.joined.prepared
 
     def policies(self, callbacks: Callbacks) -> Policies:
-        """All of them, and the alarm of each that is trained set."""
+        """All of them, and the alarm of each whose weights change set."""
         prepared = self.prepared
         built = [self._policy(task) for task in prepared.syncs().values()] if prepared.generates else []
         return Policies(built, prepared.engines.shared, prepared.plan.max_staleness, callbacks)
@@ -115,4 +115,4 @@ def scores_its_rows(policy: str, graph: Graph) -> bool:
         if node.role == policy:
             rollouts = (value for value in node.reads if graph.type_of(value) is Rollout)
             scored.setdefault(changed, set()).update(graph.space_of(value) for value in rollouts)
-    return all(rows & scored.get(trained, set()) for trained, rows in generated.items())
+    return all(rows & scored.get(changed, set()) for changed, rows in generated.items())

@@ -159,6 +159,7 @@ def _stored(prepared: Prepared, asked: Replay) -> list[StoredInputs]:
     if asked.node is not None:
         wanted = prepared.graph.nodes[asked.node]
         used = {wanted.role, *wanted.uses, *wanted.generates}
+        used |= {owner for average, owner in prepared.graph.averages.items() if average in used}
         before = kept[: names.index(asked.node)]
         kept = [*(node for node in before if node.kind == "train" and node.role in used), wanted]
     found = [StoredInputs.read(folder, node.id) for node in kept]

@@ -195,7 +195,7 @@ class Saving:
         """As `wait` where the run ends by an error, which is the one to be reported; on this rank alone."""
         if self._pending and self._settings.async_save:
             with contextlib.suppress(Exception):
-                self._disk.wait()
+                self._disk.give_up()
 
     def require_space(self) -> None:
         """Look before the first step whether what the run is to save has room; called by all ranks, with roles loaded.

@@ -126,6 +126,11 @@ class Disk:
         if error is not None:
             raise error
 
+    def give_up(self) -> None:
+        """Return when what was begun is done; what was not is never."""
+        if self._thread is not None:
+            self.wait()
+
     def __enter__(self) -> Disk:
         return self
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlflow import Batch, CausalLM, Optimizer, PerToken, RLModule, Rollout, Trained, node
+from rlflow import Batch, CausalLM, Optimizer, PerToken, RLModule, Rollout, Tokens, Trained, node
 from rlflow.rollout.assignment import Share
 from rlflow.run.placement import Place
 from rlflow.strategies import TrainingStrategy
@@ -18,7 +18,7 @@ from tests.ranks import RankPool
 from tests.strategies.update import Stage, strategy_of
 
 STEPS = 3
-Tokens = dict[tuple[int, ...], list[int]]
+Made = dict[tuple[int, ...], list[int]]
 
 
 class FromAverage(RLModule):
@@ -28,10 +28,11 @@ class FromAverage(RLModule):
     max_response_length = 8
     stop_token_ids = STOPS
 
-    def __init__(self, model: Path, decay: float = 0.0) -> None:
-        self.actor = CausalLM(str(model), optimizer=Optimizer("adamw", lr=3e-3), samples_per_update=3)
+    def __init__(self, model: Path, decay: float = 0.0, start_step: int = 0) -> None:
+        adamw = Optimizer("adamw", lr=3e-3)
+        self.actor = CausalLM(str(model), optimizer=adamw, samples_per_update=3, start_step=start_step)
         self.decay = decay
-        self.record: dict[str, list[Tokens]] = {"rollout": [], "again": []}
+        self.record: dict[str, list[Made]] = {"rollout": [], "again": []}
 
     def configure_models(self) -> None:
         self.teacher = self.actor.averaged(self.decay)
@@ -70,6 +71,20 @@ class FromActor(FromAverage):
         return self.recorded("again", self.actor.generate(batch, n=2))
 
 
+class Scores(FromAverage):
+    """The average says what it thinks of its own responses, of which the node reads no more than tokens."""
+
+    again = None  # type: ignore[assignment]
+
+    @node(role="teacher")
+    def ref_logprobs(self, rollout: Tokens) -> PerToken:
+        return self.teacher.logprobs(rollout)
+
+    @node(role="actor", type="train")
+    def actor_loss(self, rollout: Rollout, ref_logprobs: PerToken) -> PerToken:
+        return -self.actor.logprobs(rollout) - 0 * ref_logprobs
+
+
 class FromBoth(FromAverage):
     """The policy samples first, its average after it has learned."""
 
@@ -83,7 +98,7 @@ def run(module: RLModule, folder: Path, **given: Any) -> Fit:
     return Fit(module, sums(12, prompts_per_step=3), folder, settings=settings, **given)
 
 
-def tokens(results: list[Result]) -> dict[str, list[Tokens]]:
+def tokens(results: list[Result]) -> dict[str, list[Made]]:
     """What each node generated in each step, over all ranks."""
     names = results[0].record
     steps = {name: zip(*(result.record[name] for result in results), strict=True) for name in names}
@@ -104,6 +119,21 @@ def test_an_average_that_keeps_nothing_samples_as_the_policy_that_it_follows(
     assert [step["actor/loss"] for step in found.steps] == [step["actor/loss"] for step in alone.steps]
     again = alone.record["again"]
     assert all(before != after for before, after in zip(alone.record["rollout"], again, strict=True))
+
+
+def test_it_moves_from_the_step_on_that_trains_its_owner(policy: Path, tmp_path: Path) -> None:
+    average, owner = (
+        fit(run(kind(policy, start_step=1), tmp_path / kind.__name__)) for kind in (FromAverage, FromActor)
+    )
+    assert tokens([average]) == tokens([owner])
+    first, second = (owner.record[name] for name in ("rollout", "again"))
+    assert [before != after for before, after in zip(first, second, strict=True)] == [True] * 3
+    assert "actor/loss" not in average.steps[0]
+
+
+def test_what_it_scores_of_its_own_is_compared_with_its_engine(policy: Path, tmp_path: Path) -> None:
+    found = fit(run(Scores(policy, decay=0.5), tmp_path))
+    assert all(0 < step["sync/logprob_gap/teacher"] < 1e-5 for step in found.steps)
 
 
 @pytest.mark.parametrize("stage", [2, 3, "fsdp"])

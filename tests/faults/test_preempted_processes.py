@@ -19,7 +19,7 @@ pytestmark = pytest.mark.row("preemption")
 
 TWO_RANKS = {key.replace(".", "__"): value for key, value in own_folder.TWO_RANKS.items()}
 SAVED = "ended by {}: runs/own/checkpoint/step-00000001 is saved; continue with `--trainer.ckpt_path last`"
-BEFORE = "continue with `--trainer.ckpt_path auto`: from what was saved before, or anew"
+BEFORE = "if anything was saved before, it is still there: continue with `--trainer.ckpt_path last`"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlflow.cli")
 
 
