@@ -41,7 +41,7 @@ class WeightSync:
         engine: Of this rank; None without.
         transport: To the other ranks; has formed the group of `sending_group`.
         bucket_bytes: Weights gathered, and sent, at once.
-        files: Reads the weights of a frozen policy, which no rank trains; None where they are trained.
+        files: Reads the weights of a frozen policy; None where steps change them.
         keeps: Whether the engine keeps the weights while it sleeps: those of files, in an engine of the policy's own.
 
     Attributes:

@@ -132,7 +132,7 @@ class Graph:
         return tuple(dict.fromkeys(node.role for node in self.order if node.kind == "train" and node.role is not None))
 
     def changed_by(self, node: Node) -> tuple[str, ...]:
-        """The models whose weights a node changes: the role that it trains; the last that does, its averages too."""
+        """The models whose weights a node changes: the role it trains first; the last that does, its averages too."""
         if node.kind != "train":
             return ()
         role, used = str(node.role), self.roles()

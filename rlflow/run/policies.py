@@ -45,19 +45,18 @@ class PolicyBuilder:
         built = [self._policy(task) for task in prepared.syncs().values()] if prepared.generates else []
         return Policies(built, prepared.engines.shared, prepared.plan.max_staleness, callbacks)
 
-    def sync(self, task: SyncWeights, trained: bool = True) -> WeightSync | None:
+    def sync(self, task: SyncWeights) -> WeightSync | None:
         """This rank's part in bringing weights to engines, if it has one.
 
         Args:
             task: Of the policy.
-            trained: Whether the ranks that change the weights hold them; else engines read the policy's files.
         """
         strategy, transport = self.prepared.strategy, self.joined.transport
         if transport.rank not in task.ranks:
             return None
         engine, bucket_bytes = self.joined.engines.by_policy.get(task.policy), self.prepared.settings.sync_bucket_bytes
         files: Callable[[], Iterator[list[tuple[str, Tensor]]]] | None = None
-        if not trained or not task.source:
+        if not task.source:
             path = self.prepared.policies[task.policy]
             files = partial(stored_weights, path, strategy.dtype, bucket_bytes)
         engines = self.prepared.engines
