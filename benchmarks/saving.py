@@ -2,11 +2,11 @@
 
     python benchmarks/saving.py
 
-GRPO on two gloo ranks, ZeRO-2 and ZeRO-3, AdamW, a model of 26 million float32 weights: 105 MB of model and 315 MB of
-state at each save. **Generation is emulated by sleeps**, so that writing ends before the next save. Seconds are those
-of the slower rank: that the step waits; of these on a core, which is what it waits where it has one for itself; of
-these for looking whether all numbers are finite; and from the beginning of a save until both ranks have written all of
-it to the disk (fsync included). The first save also makes the memory for the copies. The last line is JSON.
+GRPO on two gloo ranks, ZeRO-2, ZeRO-3 and FSDP2, AdamW, a model of 26 million float32 weights: 105 MB of model and 315
+MB of state at each save. **Generation is emulated by sleeps**, so that writing ends before the next save. Seconds are
+those of the slower rank: that the step waits; of these on a core, which is what it waits where it has one for itself;
+and from the beginning of a save until both ranks have written all of it to the disk (fsync included). The first save
+also makes the memory for the copies. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from rlflow import CausalLM, Optimizer
 from rlflow.algorithms import GRPO
 from rlflow.models.tiny import write_tiny_model
 from rlflow.run.saving import Saving
-from rlflow.strategies import DeepSpeedStrategy
+from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy
 
+STRATEGIES = {"ZeRO-2": partial(DeepSpeedStrategy, 2), "ZeRO-3": partial(DeepSpeedStrategy, 3), "FSDP2": FSDPStrategy}
 EVERY = 3  # steps between saves
 SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "layers": 8}
 
@@ -43,19 +44,19 @@ def main() -> None:
     table = []
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         write_tiny_model(Path(folder) / "model", **SHAPE)
-        for stage in (2, 3):
+        for name in STRATEGIES:
             for async_save in (False, True):
-                ranks = on_ranks(2, saves, Path(folder), stage, async_save, given.saves, given.generate_seconds)
+                ranks = on_ranks(2, saves, Path(folder), name, async_save, given.saves, given.generate_seconds)
                 slower = {key: [max(both) for both in zip(*(of[key] for of in ranks), strict=True)] for key in ranks[0]}
                 first, later = ({key: each[place] for key, each in slower.items()} for place in (0, slice(1, None)))
-                row: dict[str, Any] = {"stage": stage, "async_save": async_save}
+                row: dict[str, Any] = {"strategy": name, "async_save": async_save}
                 row |= {key: round(statistics.median(each), 3) for key, each in later.items()}
                 row |= {f"first_{key}": round(each, 3) for key, each in first.items()}
                 table.append(row)
                 print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     for waits, goes_on in zip(table[::2], table[1::2], strict=True):
         share = goes_on["waits"] / goes_on["written"]
-        print(f"ZeRO-{waits['stage']}: a step waits {share:.1%} of the writing time")
+        print(f"{waits['strategy']}: a step waits {share:.1%} of the writing time")
     print(json.dumps({"benchmark": "saving", "table": table}))
 
 
@@ -65,33 +66,27 @@ class TimedSaving(Saving):
     seconds: dict[str, list[float]]
 
     def save(self, *arguments: Any) -> None:
-        """See `Saving.save`; seconds of those that write."""
-        began, computed, looked = time.perf_counter(), time.thread_time(), len(self.seconds["looks"])
+        """See `Saving.save`."""
+        began, computed = time.perf_counter(), time.thread_time()
         super().save(*arguments)
-        if len(self.seconds["looks"]) > looked:
-            self.seconds["waits"].append(time.perf_counter() - began)
-            self.seconds["computes"].append(time.thread_time() - computed)
-            self._disk.report(lambda error: self.seconds["written"].append(time.perf_counter() - began))
-
-    def _require_finite(self, done: int, states: bool) -> None:
-        began = time.perf_counter()
-        super()._require_finite(done, states)
-        self.seconds["looks"].append(time.perf_counter() - began)
+        self.seconds["waits"].append(time.perf_counter() - began)
+        self.seconds["computes"].append(time.thread_time() - computed)
+        self._disk.report(lambda error: self.seconds["written"].append(time.perf_counter() - began))
 
 
-def saves(folder: Path, stage: Any, async_save: bool, count: int, generate_s: float) -> dict[str, list[float]]:
-    """Of each save of a run on this rank: how long the step waits, how much of it looks, and when all was written."""
-    seconds: dict[str, list[float]] = {"waits": [], "computes": [], "looks": [], "written": []}
+def saves(folder: Path, name: str, async_save: bool, count: int, generate_s: float) -> dict[str, list[float]]:
+    """Of each save of a run on this rank: how long the step waits, and is on a core, and when all was written."""
+    seconds: dict[str, list[float]] = {"waits": [], "computes": [], "written": []}
     rlflow.run.fit.Saving = type("OfThisRun", (TimedSaving,), {"seconds": seconds})  # type: ignore[misc]
     module = GRPO(CausalLM(str(folder / "model"), optimizer=Optimizer("adamw", lr=1e-4)), OddCharacters(), group_size=2)
     module.max_response_length = 8
-    run_dir = folder / f"{stage}-{async_save}"
+    run_dir = folder / f"{name}-{async_save}"
     train(
         module,
         prompts(folder, 64, 4),
         EVERY * count - 1,
         engine=ScriptedEngine(mean=6, sigma=0.3, seconds=generate_s),
-        strategy=partial(DeepSpeedStrategy, stage)(),
+        strategy=STRATEGIES[name](),
         run_dir=str(run_dir),
         save_every_n_steps=EVERY,
         async_save=async_save,

@@ -28,6 +28,7 @@ def write_checkpoint(strategy: TrainingStrategy, folder: Path, step: int, roles:
     strategy.barrier()
     with Disk() as disk:
         checkpoint.write_share(draft, disk, strategy, roles, nodes, rank)
+        checkpoint.leave(draft, disk, nodes, rank)
         if rank == 0:
             progress = checkpoint.Progress(step, step, 0, "rows", step)
             checkpoint.complete(draft, disk, roles, progress, nodes, 60, checkpoint.Retention(2))
@@ -52,7 +53,7 @@ def write_model(model: PackedModel, weights: dict[str, Tensor], folder: Path) ->
     folder.mkdir(parents=True)
     units = divided(model, {name: weight.to("meta") for name, weight in weights.items()}, 1)
     with Disk() as disk:
-        write_shard(folder / shard_name(0, 1), model, units, 0, [weights.items()], disk)
+        write_shard(folder / shard_name(0, 1), "actor", model, units, weights.items(), disk)
         disk.do(partial(model.save_config, folder))
 
 

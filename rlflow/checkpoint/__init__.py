@@ -29,7 +29,15 @@ from rlflow.checkpoint.manifest import (
 )
 from rlflow.checkpoint.reading import restore
 from rlflow.checkpoint.retention import Retention
-from rlflow.checkpoint.writing import complete, draft_of, read_logged, read_module_tensors, write_share
+from rlflow.checkpoint.writing import (
+    complete,
+    draft_of,
+    leave,
+    read_logged,
+    read_module_tensors,
+    write_share,
+    written_state,
+)
 
 __all__ = [
     "AUTO",
@@ -43,10 +51,12 @@ __all__ = [
     "draft_of",
     "find",
     "lacks",
+    "leave",
     "newest_first",
     "read_logged",
     "read_module_tensors",
     "read_progress",
     "restore",
     "write_share",
+    "written_state",
 ]

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from rlflow.checkpoint.kept_rows import write_kept
 from rlflow.checkpoint.manifest import NAME, Progress, StoredFile, lacks, monitored_value, write_manifest
-from rlflow.checkpoint.reading import Range, RoleIndex, StoredParameter, index_name
+from rlflow.checkpoint.reading import Range, RoleIndex, Stored, StoredParameter, index_name
 from rlflow.checkpoint.retention import Retention
 from rlflow.databuffer.kept import Kept
 from rlflow.models.tensor_range import TensorRange
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import Draft, Record, not_written, of_rank
-from rlflow.storage.tensors import StoredTensor, write_tensors
+from rlflow.storage.tensors import StoredTensor, all_finite, write_tensors
 
+LEFT = "left"  # see `leave`
 MODULE = "module-state"  # in the names of files of the module's tensors; no role is called so
 
 
@@ -87,7 +88,8 @@ class RoleShare:
 
     def write(self, path: Path) -> str:
         """The file, tensor by tensor; its SHA-256."""
-        return write_tensors(path, self._entries, self._values() if self._copies is None else self._copies)
+        values = self._values() if self._copies is None else self._copies
+        return write_tensors(path, self._entries, all_finite(path, self.role, self._entries, values))
 
     def _values(self) -> Iterator[Tensor]:
         for parameter, _, parts in self._strategy.state_parts(self.role):
@@ -174,6 +176,25 @@ def write_share(
     disk.report(record)
 
 
+def written_state(draft: Draft, role: str, ranks: Sequence[int], nodes: Mapping[int, str], timeout_s: float) -> Stored:
+    """A role's state in a checkpoint that has no name yet, once its ranks have written it; see `leave`.
+
+    Raises:
+        UserError: One could not, or says nothing in time.
+    """
+    return Stored(draft.path, role, index_of(role, draft.collect(ranks, nodes, timeout_s), len(nodes)))
+
+
+def leave(draft: Draft, disk: Disk, nodes: Mapping[int, str], rank: int) -> None:
+    """Let `disk` say that this rank neither writes nor reads the checkpoint's files any more; called by all ranks."""
+
+    def record(error: BaseException | None) -> None:
+        why = None if error is None else not_written(error, draft.target, rank, nodes[rank])
+        draft.add(Record(rank, error=why), LEFT)
+
+    disk.report(record)
+
+
 def complete(
     draft: Draft,
     disk: Disk,
@@ -183,7 +204,7 @@ def complete(
     timeout_s: float,
     retention: Retention,
 ) -> None:
-    """Let `disk` wait for all ranks' files, and give the checkpoint its name; by one rank.
+    """Let `disk` wait until all ranks have written and left it, and give the checkpoint its name; by one rank.
 
     It gets its name when it is complete, so a run that is killed meanwhile leaves the ones before. Checkpoints of later
     steps, which a run left that was continued from before them, are removed first: else a run that is killed between
@@ -205,6 +226,7 @@ def complete(
             return
         try:
             records = draft.collect(nodes, nodes, timeout_s)
+            draft.collect(nodes, nodes, timeout_s, LEFT)
             files = {
                 name: StoredFile(size, digest, record.rank)
                 for record in records

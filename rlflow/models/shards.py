@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from rlflow.models.packed import PackedModel
 from rlflow.models.weight_files import INDEX, shard_name
 from rlflow.storage.disk import Disk
-from rlflow.storage.tensors import StoredTensor
+from rlflow.storage.tensors import StoredTensor, all_finite, write_tensors
 
 
 @dataclass(frozen=True)
@@ -66,46 +66,82 @@ def divided(model: PackedModel, empty: dict[str, Tensor], shards: int) -> list[U
 
 def write_shard(
     path: Path,
+    role: str,
     model: PackedModel,
-    units: Iterable[Unit],
-    number: int,
-    buckets: Iterable[Iterable[tuple[str, Tensor]]],
+    units: Sequence[Unit],
+    weights: Iterable[tuple[str, Tensor]],
     disk: Disk,
 ) -> tuple[Path, ...]:
     """Let a disk write one file, while all weights pass by.
 
     Args:
         path: The file.
-        model: Whose weights they are.
-        units: Of all files.
-        number: Of the shard.
-        buckets: Whole weights by name, in the order of `divided`; taken to the end, for gathering them is a collective.
+        role: Whose weights they are.
+        model: Theirs.
+        units: Of this file.
+        weights: Whole ones by name, of all files, in the order of `divided`; taken to the end, for gathering them is a
+            collective. Each holds until the next.
         disk: Writes.
 
     Returns:
-        The file; nothing where no unit is of this shard.
+        The file; nothing where it would be empty.
     """
-    own = {key: unit for unit in units if unit.shard == number for key in unit.names}
-    passing = chain.from_iterable(buckets)
-    if not own:
-        deque(passing, maxlen=0)
+    if not units:
+        deque(weights, maxlen=0)
         return ()
-    stream = disk.write(path, [entry for unit in dict.fromkeys(own.values()) for entry in unit.entries])
-    waiting: dict[str, Tensor] = {}  # of a unit whose other weights are still to come
+    stream = disk.stream(partial(_write, path, role, units))
     try:
-        for key, weight in passing:
-            unit = own.get(key)
-            if unit is None:
-                continue
-            waiting[key] = weight if len(unit.names) == 1 else weight.clone()
-            if key == unit.names[-1]:
-                files = model.in_files(waiting)
-                for entry in unit.entries:
-                    stream.put(disk.copy(f"{path}/{entry.key}", files[entry.key]))
-                waiting = {}
+        for entry, tensor in _in_file(model, units, weights):
+            stream.put(disk.copy(f"{path}/{entry.key}", tensor))
     finally:
         stream.close()
     return (path,)
+
+
+def write_shard_later(
+    path: Path,
+    role: str,
+    model: PackedModel,
+    units: Sequence[Unit],
+    weights: Iterable[tuple[str, Tensor]],
+    disk: Disk,
+) -> tuple[Path, ...]:
+    """As `write_shard`, of weights that can be had when the disk asks for them; they are not copied.
+
+    Args:
+        path: The file.
+        role: Whose weights they are.
+        model: Theirs.
+        units: Of this file.
+        weights: Whole ones by name, in the order of `divided`; asked for in the disk's thread.
+        disk: Writes.
+    """
+    if not units:
+        return ()
+    disk.do(lambda: _write(path, role, units, (tensor for _, tensor in _in_file(model, units, weights))))
+    return (path,)
+
+
+def _write(path: Path, role: str, units: Sequence[Unit], tensors: Iterable[Tensor]) -> None:
+    entries = [entry for unit in units for entry in unit.entries]
+    write_tensors(path, entries, all_finite(path, role, entries, tensors), {"format": "pt"})
+
+
+def _in_file(
+    model: PackedModel, units: Sequence[Unit], weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[StoredTensor, Tensor]]:
+    """What a file of these units has, in its order."""
+    own = {key: unit for unit in units for key in unit.names}
+    waiting: dict[str, Tensor] = {}  # of a unit whose other weights are still to come
+    for key, weight in weights:
+        unit = own.get(key)
+        if unit is None:
+            continue
+        waiting[key] = weight if len(unit.names) == 1 else weight.clone()
+        if key == unit.names[-1]:
+            files = model.in_files(waiting)
+            yield from ((entry, files[entry.key]) for entry in unit.entries)
+            waiting = {}
 
 
 def write_index(folder: Path, units: Iterable[Unit], count: int) -> None:

@@ -186,7 +186,7 @@ class Fit:
         self._saving.wait()
         saved = settings.saves_checkpoints and done > resume.done  # with the last checkpoint
         if not saved and not settings.fast_dev_run:
-            self._saving.save_models(done)
+            self._saving.save_models()
         self._callbacks.call(Callback.on_fit_end)
         summary = {"steps": done, **compared(self._saving.before, after)}
         if self._prepared.validation is not None:

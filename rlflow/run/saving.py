@@ -126,11 +126,10 @@ class Saving:
             with_models: Whether models are written too; a checkpoint has all that a run needs to go on.
 
         Raises:
-            UserError: A weight, or what the optimizer keeps of it, is not finite; nothing was written.
+            UserError: As `wait`.
         """
         self.wait()
         done = standing.done
-        self._require_finite(done, states=True)
         module, tensors = self._state.taken(standing.module, standing.tensors)
         progress = Progress(
             step=done,
@@ -149,11 +148,12 @@ class Saving:
         )
         draft = checkpoint.draft_of(self._folder.checkpoint, done)
         models = self._open(draft, with_models)
-        self._write_models(models)
         rank, kept, logged = self._transport.rank, standing.kept, standing.logged
         checkpoint.write_share(
             draft, self._disk, self._strategy, self._prepared.stateful, self._nodes, rank, kept, logged, tensors
         )
+        self._write_models(models, draft if self._settings.async_save else None)
+        checkpoint.leave(draft, self._disk, self._nodes, rank)
         self._complete_models(models)
         if rank == 0:
             roles, timeout_s = self._prepared.stateful, self._timeout_s
@@ -168,13 +168,12 @@ class Saving:
         """Where the checkpoint after `done` steps lies."""
         return checkpoint.draft_of(self._folder.checkpoint, done).target
 
-    def save_models(self, done: int) -> None:
-        """Write every trained role in Hugging Face form, as it is after `done` steps; called by all ranks.
+    def save_models(self) -> None:
+        """Write every trained role in Hugging Face form, as it is now; called by all ranks.
 
         Raises:
-            UserError: A weight is not finite; nothing was written.
+            UserError: As `wait`.
         """
-        self._require_finite(done, states=False)
         models = self._open()
         self._write_models(models)
         self._complete_models(models)
@@ -184,7 +183,8 @@ class Saving:
         """Return when all that was begun is written; called by all ranks.
 
         Raises:
-            UserError: A rank could not write it; what was written before is still there.
+            UserError: A rank could not write it, or found a number of it infinite or NaN; what was written before is
+                still there.
         """
         if not self._pending:
             return
@@ -268,8 +268,13 @@ class Saving:
         self._pending = True
         return models
 
-    def _write_models(self, models: dict[str, Draft]) -> None:
-        """Let the disk write this rank's shares of them."""
+    def _write_models(self, models: dict[str, Draft], state: Draft | None = None) -> None:
+        """Let the disk write this rank's shares of them.
+
+        Args:
+            models: By role.
+            state: A checkpoint of now that is being written, to take weights from; None to gather them.
+        """
         rank, nodes = self._transport.rank, self._nodes
 
         def record(draft: Draft, written: tuple[Path, ...], error: BaseException | None) -> None:
@@ -281,7 +286,10 @@ class Saving:
 
         for role, draft in models.items():
             if self._strategy.holds(role):
-                written = self._strategy.save(role, draft.path, self._disk)
+                ranks, read = self._strategy.layout(role).ranks, None
+                if state is not None:
+                    read = partial(checkpoint.written_state, state, role, ranks, nodes, self._timeout_s)
+                written = self._strategy.save(role, draft.path, self._disk, read)
                 if self._strategy.leads(role):
                     self._disk.do(partial(self._prepared.tokenizer.save_pretrained, draft.path))
                 self._disk.report(partial(record, draft, written))
@@ -308,22 +316,6 @@ class Saving:
         """See `attempt`."""
         self._nodes = attempt(self._transport, self._folder.path, action)
 
-    def _require_finite(self, done: int, states: bool) -> None:
-        """Look before anything is written; ranks learn from one another what they found, so all end alike.
-
-        Args:
-            done: Steps, for the message.
-            states: Whether what a checkpoint holds is looked at too.
-        """
-        here = {
-            role: self._strategy.first_not_finite(role, states) for role in self._roles if self._strategy.holds(role)
-        }
-        for of_rank in gather(self._transport, here):
-            for role, found in of_rank.items():
-                if found is not None:
-                    name, kind = found
-                    raise UserError(_not_finite(role, name, kind, done))
-
     def _history(self, here: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """Of all ranks: each role's updates as the ranks that hold it know them."""
         held = {role: of for role, of in here["updates"].items() if self._strategy.holds(role)}
@@ -338,13 +330,3 @@ class Saving:
         of_ranks = gather(self._transport, here if self._transport.rank == loads else None)
         rows: list[dict[str, Any]] = of_ranks[loads]
         return rows
-
-
-def _not_finite(role: str, name: str, kind: str, step: int) -> str:
-    """What a user reads of tensors that are not saved."""
-    weights = f"the weights of `{role}`"
-    what = f"{weights} are" if kind == "weight" else f"{kind!r}, which the optimizer keeps of {weights}, is"
-    return (
-        f"{what} infinite or NaN after step {step}, of {name!r} first, so nothing was saved; what was saved before is"
-        " still there. Lower the learning rate, or look for NaN in rewards and loss"
-    )

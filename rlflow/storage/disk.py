@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from queue import Queue
 from types import TracebackType
 
 import torch
 from torch import Tensor
-
-from rlflow.storage.tensors import StoredTensor, write_tensors
 
 ON_THE_WAY = 2  # tensors that wait to be written, where the run waits for them anyway
 
@@ -75,18 +72,18 @@ class Disk:
         """As `do`, in any case, with the error of a job before."""
         self._give((job, True))
 
-    def write(self, path: Path, entries: Sequence[StoredTensor]) -> Stream:
-        """Write a file by `write_tensors`; its tensors are then put into the stream, each a copy."""
+    def stream(self, job: Callable[[Iterable[Tensor]], object]) -> Stream:
+        """As `do`, with tensors that are then put into the stream, each a copy."""
         stream = Stream(0 if self.asynchronous else ON_THE_WAY)
 
-        def job(error: BaseException | None) -> None:
+        def take(error: BaseException | None) -> None:
             try:
                 if error is None:
-                    write_tensors(path, entries, stream, {"format": "pt"})
+                    job(stream)
             finally:
                 stream.drain()  # so that who gives does not wait
 
-        self.report(job)
+        self.report(take)
         return stream
 
     def copy(self, key: str, tensor: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from typing import Any
 from rlflow.errors import UserError, one_line
 from rlflow.storage.tensors import sha256, sync
 
+RECORD = "rank-has-"  # how the names of ranks' records begin
+WRITTEN = "written"
 PAUSES = (0.01, 1.0)  # seconds between looks at the folder: the first, and the longest
 
 
@@ -72,13 +74,17 @@ class Draft:
             records[name] = digest or sha256(file), file.stat().st_size
         return records
 
-    def add(self, record: Record) -> None:
+    def add(self, record: Record, part: str = WRITTEN) -> None:
         """Say what this rank wrote; nothing of it is written after. An empty file says that it had no room to.
+
+        Args:
+            record: Of this rank.
+            part: Of what is done with the draft; `collect` asks for one.
 
         Raises:
             OSError: It could not be written.
         """
-        target = self._record(record.rank)
+        target = self._record(record.rank, part)
         unnamed = target.with_suffix(".part")
         try:
             unnamed.write_text(json.dumps(asdict(record)))
@@ -88,13 +94,16 @@ class Draft:
             target.touch()
             raise
 
-    def collect(self, ranks: Iterable[int], nodes: Mapping[int, str], timeout_s: float) -> list[Record]:
-        """What all of them wrote; by one rank.
+    def collect(
+        self, ranks: Iterable[int], nodes: Mapping[int, str], timeout_s: float, part: str = WRITTEN
+    ) -> list[Record]:
+        """What all of them wrote, once they have.
 
         Args:
             ranks: Who writes.
             nodes: Of each rank, its machine's name.
             timeout_s: Seconds to wait for those that are slower than this one.
+            part: See `add`.
 
         Raises:
             UserError: One could not write its files, or says nothing in time.
@@ -103,8 +112,8 @@ class Draft:
         began, pause = time.monotonic(), PAUSES[0]
         while True:
             present = {entry.name for entry in os.scandir(self.path)}
-            for rank in [rank for rank in missing if self._record(rank).name in present]:
-                found[rank] = self._read(rank, nodes[rank])
+            for rank in [rank for rank in missing if self._record(rank, part).name in present]:
+                found[rank] = self._read(rank, nodes[rank], part)
                 missing.remove(rank)
                 if (error := found[rank].error) is not None:
                     raise UserError(error)
@@ -118,13 +127,12 @@ class Draft:
                 )
             time.sleep(pause)
             pause = min(2 * pause, PAUSES[1])
-        records = [found[rank] for rank in sorted(found)]
-        for record in records:
-            self._record(record.rank).unlink()
-        return records
+        return [found[rank] for rank in sorted(found)]
 
     def complete(self) -> None:
-        """Give it its name; what was called so before is gone afterwards."""
+        """Give it its name, when no rank writes or reads it; what was called so before is gone afterwards."""
+        for record in self.path.glob(f"{RECORD}*.json"):
+            record.unlink()
         for path in (*self.path.rglob("*"), self.path):
             sync(path)
         before = self._before
@@ -144,16 +152,16 @@ class Draft:
     def _before(self) -> Path:
         return self.target.with_name(f"{self.target.name}.before")
 
-    def _read(self, rank: int, node: str) -> Record:
-        text = self._record(rank).read_text()
+    def _read(self, rank: int, node: str, part: str) -> Record:
+        text = self._record(rank, part).read_text()
         if not text:
             return Record(rank, error=not_written(OSError(errno.ENOSPC, "", self.path), self.target, rank, node))
         fields = json.loads(text)
         files = {name: (digest, size) for name, (digest, size) in fields["files"].items()}
         return Record(**{**fields, "files": files})
 
-    def _record(self, rank: int) -> Path:
-        return self.path / f"written-{rank:05d}.json"
+    def _record(self, rank: int, part: str) -> Path:
+        return self.path / f"{RECORD}{part}-{rank:05d}.json"
 
 
 def not_written(error: BaseException, target: Path, rank: int, node: str) -> str:

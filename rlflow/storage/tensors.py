@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from rlflow.errors import UserError
 
 BLOCK = 64 * 2**20  # bytes hashed and written at once
 # The names of the format: https://github.com/huggingface/safetensors#format
@@ -104,6 +106,24 @@ def write_tensors(
     return digest.hexdigest()
 
 
+def all_finite(path: Path, role: str, entries: Iterable[StoredTensor], tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The tensors, each looked at before it is handed on.
+
+    Args:
+        path: The file that they go to.
+        role: Whose weights they are.
+        entries: One of each; the key of what an optimizer keeps is `<weight>/<kind>`.
+        tensors: In the same order, on any device.
+
+    Raises:
+        UserError: An entry of one is infinite or NaN.
+    """
+    for entry, tensor in zip(entries, tensors, strict=True):
+        if not _is_finite(tensor.detach()):
+            raise UserError(_not_finite(path, role, entry.key))
+        yield tensor
+
+
 def sha256(path: Path) -> str:
     """Of a file, read block by block."""
     digest = hashlib.sha256()
@@ -121,3 +141,22 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.numel() or not tensor.is_floating_point():
+        return True
+    wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # of 8 bits torch knows no least and largest
+    # NaN is both the least and the largest, and one pass finds both: much faster than `isfinite` of every entry.
+    return bool(torch.stack(wide.aminmax()).isfinite().all())
+
+
+def _not_finite(path: Path, role: str, key: str) -> str:
+    """What a user reads of a tensor that is not saved."""
+    name, _, kind = key.partition("/")
+    weights = f"the weights of `{role}`"
+    what = f"{weights} are" if kind in ("", "weight") else f"{kind!r}, which the optimizer keeps of {weights}, is"
+    return (
+        f"{what} infinite or NaN, of {name!r} first, so {path.parent.stem} was not saved; what was saved before is"
+        " still there. Lower the learning rate, or look for NaN in rewards and loss"
+    )

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rlflow.models.lora import Weight
-from rlflow.models.shards import divided, write_index, write_shard
+from rlflow.models.packed import PackedModel
+from rlflow.models.shards import Unit, divided, write_index, write_shard, write_shard_later
 from rlflow.models.tensor_range import TensorRange
 from rlflow.models.weight_files import shard_name
 from rlflow.storage.disk import Disk
+from rlflow.storage.tensors import StoredTensor, all_finite
 from rlflow.strategies.roles import RankRoles
+from rlflow.strategies.state import WEIGHT, StoredState
 
 SAVE_BUCKET_BYTES = 64 * 2**20
 
@@ -43,34 +48,46 @@ class HeldWeights(RankRoles):
             return found
         return {key: gradient.float() / role.scaled_by for key, gradient in found.items()}
 
-    def save(self, name: str, folder: Path, disk: Disk) -> tuple[Path, ...]:
+    def save(
+        self, name: str, folder: Path, disk: Disk, state: Callable[[], StoredState] | None = None
+    ) -> tuple[Path, ...]:
         """Write the role's model in Hugging Face form, of a model with adapters only these, in peft's.
 
         Every rank of the role calls it. Weights are gathered bucket by bucket, and each rank writes its share of them
-        to a file of its own; the role's first rank writes the rest, and adapters.
+        to a file of its own; the role's first rank writes the rest, and adapters. Where `state` has them all, nothing
+        is gathered or copied: the disk reads them there.
 
         Args:
             name: The role.
             folder: Where to write; it is there.
             disk: Writes. All is there when its `wait` returns on every rank.
+            state: Gives the role's state of now; the disk asks for it. None where it is not stored.
 
         Returns:
             This rank's file of weights, if it has one.
+
+        Raises:
+            UserError: By the disk: a weight is infinite or NaN.
         """
         model, ranks = self._roles[name].model, self.layout(name).ranks
         weights = model.saved()
-        buckets = self._full(weights, SAVE_BUCKET_BYTES)
         if model.lora is not None:
-            state: dict[str, Tensor] = {}
-            for bucket in buckets:
+            adapters: dict[str, Tensor] = {}
+            for bucket in self._full(weights, SAVE_BUCKET_BYTES):
                 if self.leads(name):
-                    state |= {key: weight.to("cpu", copy=True) for key, weight in bucket}
+                    adapters |= {key: weight.to("cpu", copy=True) for key, weight in bucket}
             if self.leads(name):
-                disk.do(partial(model.save_adapter, folder, state))
+                disk.do(partial(_save_adapter, model, name, folder, adapters))
             return ()
-        units = divided(model, {weight.name: self._empty_whole(weight.parameter) for weight in weights}, len(ranks))
+        empty = {weight.name: self._empty_whole(weight.parameter) for weight in weights}
+        units = divided(model, empty, len(ranks))
         shards, number = 1 + max(unit.shard for unit in units), ranks.index(self.global_rank)
-        written = write_shard(folder / shard_name(number, shards), model, units, number, buckets, disk)
+        path, own = folder / shard_name(number, shards), [unit for unit in units if unit.shard == number]
+        if state is None or empty.keys() != {weight.name for weight in model.trained()}:
+            passing = chain.from_iterable(self._full(weights, SAVE_BUCKET_BYTES))
+            written = write_shard(path, name, model, own, passing, disk)
+        else:
+            written = write_shard_later(path, name, model, own, _read(state, own, empty), disk)
         if self.leads(name):
             disk.do(partial(model.save_config, folder))
             if shards > 1:
@@ -125,3 +142,19 @@ class HeldWeights(RankRoles):
     def _copies(self, name: str) -> tuple[int, int]:
         """This rank's place among those that hold the same parts of the role's state, and how many they are."""
         return 0, 1
+
+
+def _read(
+    state: Callable[[], StoredState], units: Iterable[Unit], empty: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of `units`, as forward passes read them, from the state that they are rounded from."""
+    stored, names = state(), {name for unit in units for name in unit.names}
+    for name, whole in empty.items():
+        if name in names:
+            yield name, stored.read(name, WEIGHT, 0, whole.numel()).view(whole.shape).to(whole.dtype)
+
+
+def _save_adapter(model: PackedModel, role: str, folder: Path, adapters: dict[str, Tensor]) -> None:
+    entries = [StoredTensor.of(name, tensor) for name, tensor in adapters.items()]
+    deque(all_finite(folder / "adapter", role, entries, adapters.values()), maxlen=0)
+    model.save_adapter(folder, adapters)

@@ -103,35 +103,6 @@ class TrainingState(HeldWeights):
         kinds = 1 + _kinds_kept(self._roles[name], self.root_device)
         return sum(self._full_shape(parameter).numel() for parameter in trained) * width * kinds
 
-    def first_not_finite(self, name: str, states: bool) -> tuple[str, str] | None:
-        """The first tensor with an infinite or NaN entry: whose it is, and `weight` or such as `exp_avg`; None if none.
-
-        Every rank of the role calls it, looks at what it holds itself, and learns the same.
-
-        Args:
-            name: A trained role.
-            states: Look at all of `state_parts` too, and not only at what `save` would write.
-        """
-        finite: dict[tuple[str, str], Tensor] = {}  # 0-dim, looked at once
-        for weight in self._roles[name].model.saved():
-            parts = [self._part_of(parameter) for parameter in weight.parameters]
-            finite[weight.name, WEIGHT] = torch.stack([self._is_finite(part.values) for part in parts]).all()
-        for key, _, kept in self.state_parts(name) if states else ():
-            for kind, part in kept.items():
-                here = self._is_finite(part.values)
-                finite[key, kind] = here & finite[key, kind] if (key, kind) in finite else here
-        of_all = torch.stack(list(finite.values())).tolist()
-        first = of_all.index(False) if False in of_all else len(of_all)
-        place = len(of_all) - self.agree(name, len(of_all) - first)
-        return None if place == len(of_all) else list(finite)[place]
-
-    def _is_finite(self, tensor: Tensor) -> Tensor:
-        """0-dim, on this rank's device, wherever an optimizer keeps its states."""
-        if not tensor.numel():
-            return torch.tensor(True, device=self.root_device)
-        # NaN is both the least and the largest, and one pass finds both: much faster than `isfinite` of every entry.
-        return torch.stack(tensor.detach().aminmax()).isfinite().all().to(self.root_device)
-
     def move_average(self, name: str) -> None:
         """Move a role that is another's average by one step; called by all its ranks."""
         role = self._roles[name]

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rlflow import checkpoint
 from rlflow.callbacks import Callback
 from rlflow.errors import UserError
+from rlflow.models.lora import LoRA
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.tiny import write_tiny_model
 from rlflow.strategies import SingleProcess, TrainingStrategy
@@ -240,48 +240,74 @@ def test_files_are_read_once_by_ranks_in_equal_shares_to_see_whether_they_change
 
 
 class Spoils(Callback):
-    """Makes an entry NaN on one rank, after a step: of the first weight, or of what the optimizer keeps of it."""
+    """Makes an entry NaN after a step.
 
-    def __init__(self, rank: int, after: int, kind: str = "weight") -> None:
+    Args:
+        rank: On this one alone; None for all.
+        after: The step.
+        kind: Of what a checkpoint has of the first weight; None for the weight that forward passes read.
+    """
+
+    def __init__(self, rank: int | None, after: int, kind: str | None = "weight") -> None:
         self.rank, self.after, self.kind = rank, after, kind
 
     def on_step_end(self, trainer: Trainer, module: Any, step: int, metrics: Mapping[str, float]) -> None:
         strategy = trainer.strategy
         assert strategy is not None
-        if step != self.after or strategy.global_rank != self.rank:
+        if step != self.after or self.rank not in (None, strategy.global_rank):
             return
-        role = strategy._roles["actor"]
-        if self.kind == "weight":
-            strategy._part_of(role.model.trained()[0].parameter).values.data[-1] = torch.nan
+        if self.kind is None:
+            strategy._part_of(strategy._roles["actor"].model.trained()[0].parameter).values.data[-1] = torch.nan
         else:
-            assert role.optimizer is not None
-            kept = next(iter(role.optimizer.state.values()))[self.kind]
-            (kept.to_local() if isinstance(kept, DTensor) else kept)[0] = torch.nan
+            parts = next(parts for _, _, parts in strategy.state_parts("actor") if parts[self.kind].values.numel())
+            parts[self.kind].values.data[-1] = torch.nan
 
 
 def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("kind", ["weight", "exp_avg"])
 @pytest.mark.parametrize("strategy", [ZERO2, ZERO3, FSDP])
 def test_what_one_rank_has_infinite_or_nan_is_not_saved_and_the_last_good_files_stay(
-    strategy: Callable[[], TrainingStrategy], kind: str, model: Path, tmp_path: Path, ranks2: RankPool
+    strategy: Callable[[], TrainingStrategy],
+    kind: str,
+    async_save: bool,
+    model: Path,
+    tmp_path: Path,
+    ranks2: RankPool,
 ) -> None:
     settings = {"max_steps": 2, "save_every_n_steps": 1, "callbacks": [StopAfter(1)]}
     run = Fit(grpo(model), sums(8, 2), tmp_path / "run", strategy, settings=settings)
     ranks2.run(fit, run)
     good = {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")}
-    again = {**settings, "callbacks": [Spoils(1, 2, kind)], "ckpt_path": "last"}
+    again = {**settings, "callbacks": [Spoils(1, 2, kind)], "ckpt_path": "last", "async_save": async_save}
     first, second = (result.error for result in ranks2.run(failing_fit, replace(run, settings=again)))
     assert first == second
     what = {
-        "weight": "the weights of `actor` are infinite or NaN after step 2, of 'model.embed_tokens",
-        "exp_avg": "'exp_avg', which the optimizer keeps of the weights of `actor`, is infinite or NaN after step 2",
+        "weight": "the weights of `actor` are infinite or NaN, of 'model.",
+        "exp_avg": "'exp_avg', which the optimizer keeps of the weights of `actor`, is infinite or NaN, of 'model.",
     }
     assert first.startswith(what[kind])
-    assert "first, so nothing was saved; what was saved before is still there" in first
+    assert re.search("first, so (step-00000002|model) was not saved; what was saved before is still there", first)
     assert {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")} == good
+    assert not [path.name for path in (tmp_path / "run").rglob("*.draft")]
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(4)])
+def test_a_model_with_nan_is_not_saved_where_no_checkpoints_are(
+    lora: LoRA | None, model: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    settings = {"max_steps": 2, "save_every_n_steps": None, "callbacks": [Spoils(None, 2, None)]}
+    module = grpo(model)
+    module.actor.lora = lora
+    run = Fit(module, sums(8, 2), tmp_path / "run", ZERO2, settings=settings)
+    first, second = (result.error for result in ranks2.run(failing_fit, run))
+    assert first == second
+    assert first.startswith("the weights of `actor` are infinite or NaN, of ")
+    assert "first, so model was not saved; what was saved before is still there" in first
+    assert not (tmp_path / "run/model").exists()
 
 
 def test_the_last_two_checkpoints_are_kept_and_those_of_an_abandoned_future_are_not(

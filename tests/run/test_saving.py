@@ -8,6 +8,7 @@ import resource
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from rlflow.models.tiny import write_tiny_model
 from rlflow.process import status
 from rlflow.trainer import Trainer
 from tests.checkpoint.test_checkpoint import StopAfter, content
-from tests.controller.runs import ZERO2, ZERO3, Fit, failing_fit, fit, grpo, sums
+from tests.controller.runs import FSDP, ZERO2, ZERO3, Fit, failing_fit, fit, grpo, sums
+from tests.families.models import write_family
 from tests.ranks import RankPool
 
 
@@ -71,17 +73,38 @@ def test_what_one_rank_cannot_write_is_said_by_all_and_the_last_good_files_stay(
     settings = {**run.settings, "callbacks": [Limits(1, 2, 50_000)], "ckpt_path": "last", "async_save": async_save}
     first, second = ranks2.run(failing_fit_then_unlimited, replace(run, settings=settings))
     assert first == second
-    assert "model.draft/model-00002-of-00002.safetensors cannot be written by rank 1 on " in first
+    assert "step-00000002.draft/actor-00001-of-00002.safetensors cannot be written by rank 1 on " in first
     assert ": File too large; what was saved before is still there: free some space there, and continue with" in first
     assert {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")} == good
     assert not [path.name for path in (tmp_path / "run").rglob("*.draft")]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("strategy", "family", "placement"),
+    [
+        (ZERO2, "qwen2", {}),
+        (ZERO3, "qwen2", {}),
+        (FSDP, "qwen2", {}),
+        (ZERO3, "qwen3_moe", {}),
+        (ZERO2, "qwen2", {"rollout": 0, "actor": 1}),
+    ],
+    ids=["zero2", "zero3", "fsdp", "experts", "apart"],
+)
 def test_what_is_written_beside_the_steps_is_what_is_written_between_them(
-    model: Path, tmp_path: Path, ranks2: RankPool
+    strategy: Any,
+    family: str,
+    placement: Mapping[str, int],
+    precision: str,
+    model: Path,
+    tmp_path: Path,
+    ranks2: RankPool,
 ) -> None:
+    if family != "qwen2":
+        model = write_family(family, tmp_path / "model")
     for name, async_save in (("waits", False), ("goes on", True)):
-        ranks2.run(fit, run_of(model, tmp_path / name, async_save=async_save, save_last=3))
+        run = run_of(model, tmp_path / name, async_save=async_save, save_last=3, placement=placement)
+        ranks2.run(fit, replace(run, strategy=partial(strategy, precision=precision)))
     waits, goes_on = (content(tmp_path / name / "checkpoint") for name in ("waits", "goes on"))
     assert len({path.split("/")[0] for path in waits}) == 3
     assert waits == goes_on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlflow.storage.disk import Disk
-from rlflow.storage.tensors import StoredTensor
+from rlflow.storage.tensors import StoredTensor, write_tensors
 
 ENTRIES = [StoredTensor(str(number), (3,), torch.float32) for number in range(20)]
 
@@ -33,7 +34,7 @@ def test_tensors_are_as_they_were_when_they_were_given(asynchronous: bool, tmp_p
     disk, released = Disk(asynchronous), threading.Event()
     if asynchronous:
         disk.do(released.wait)  # nothing is written before all are given
-    stream, weight = disk.write(tmp_path / "file", ENTRIES), torch.zeros(3)
+    stream, weight = disk.stream(partial(write_tensors, tmp_path / "file", ENTRIES)), torch.zeros(3)
     for entry in ENTRIES:
         weight += 1
         stream.put(disk.copy(entry.key, weight))
@@ -60,7 +61,7 @@ def test_beside_a_run_nothing_is_written_before_all_is_copied(asynchronous: bool
 
 def test_who_gives_tensors_does_not_wait_for_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     disk = Disk()
-    stream = disk.write(tmp_path / "missing/file", ENTRIES)
+    stream = disk.stream(partial(write_tensors, tmp_path / "missing/file", ENTRIES))
     for _ in ENTRIES:
         stream.put(torch.zeros(3))
     stream.close()
