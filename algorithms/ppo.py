@@ -94,6 +94,7 @@ class PPO(PolicyGradient):
                 epochs=self.actor.epochs,
                 samples_per_update=self.actor.samples_per_update,
                 gradient_checkpointing=self.actor.gradient_checkpointing,
+                trust_remote_code=self.actor.trust_remote_code,
             )
         if self.critic.loss_aggregation is None:
             self.critic.loss_aggregation = "token-mean"

@@ -30,7 +30,6 @@ from rlflow.run.folder import require_folder
 from rlflow.run.folder_lock import require_own
 from rlflow.run.prepare import prepare
 from rlflow.run.prepared_run import Prepared
-from rlflow.run.pretrained import load_config
 from rlflow.run.replay import Replay, Replayed, replay
 from rlflow.run.validation import validate
 from rlflow.run_state import RunState
@@ -336,7 +335,7 @@ class Trainer:
                 with about(engine):
                     if strategy.float32_head:
                         engine.use_float32_head()
-                    engine.check_model(load_config(prepared.policies[policy]))
+                    engine.check_model(prepared.configs[policy])
                     if any(handles(module)[user].replays_routing for user in prepared.engines.users(policy)):
                         engine.tell_experts()
                     engine.check_device(strategy.root_device)

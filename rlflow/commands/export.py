@@ -25,11 +25,13 @@ class Export:
         model: An adapter's folder, such as the `model` of a run with `lora`.
         to: A new folder.
         form: `merged` for a whole model in Hugging Face form, in its base's dtype; `adapter` for one in peft's form.
+        trust_remote_code: Whether code that lies beside the base may run.
     """
 
     model: Path
     to: Path
     form: Form = "merged"
+    trust_remote_code: bool = False
 
     def run(self) -> None:
         """Write the model and its tokenizer, and say where.
@@ -50,9 +52,10 @@ class Export:
         else:
             require_peft()
             with tempfile.TemporaryDirectory() as scratch:
-                base = merge(self.model, self.to, Path(scratch))
+                base = merge(self.model, self.to, Path(scratch), self.trust_remote_code)
                 has_own = (self.model / "tokenizer_config.json").is_file()
-                load_tokenizer(self.model if has_own else base).save_pretrained(self.to)
+                tokenizer = load_tokenizer(self.model if has_own else base, self.trust_remote_code)
+                tokenizer.save_pretrained(self.to)
         print(f"wrote {self.to}/ ({self.form})")
 
 
@@ -64,5 +67,8 @@ def read_export(arguments: Sequence[str]) -> Export:
     parser.add_argument("--model", type=str, required=True, help="an adapter's folder: `model` of a run with `lora`")
     parser.add_argument("--to", type=str, required=True, help="a new folder")
     parser.add_argument("--form", type=Form, default="merged", help="a whole model, or the adapter in peft's form")
+    parser.add_argument(
+        "--trust_remote_code", type=bool, default=False, help="run the code beside the base's weights; read it first"
+    )
     parsed = parsed_options(parser, arguments)
-    return Export(Path(parsed.model), Path(parsed.to), parsed.form)
+    return Export(Path(parsed.model), Path(parsed.to), parsed.form, parsed.trust_remote_code)

@@ -19,9 +19,9 @@ from rlflow.data.prompts import Encoder
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.conversation_format import Bridges, ConversationFormat
 from rlflow.environments.environment import Environment
-from rlflow.errors import UserError
+from rlflow.errors import UserError, about
 from rlflow.loggers.transcript import text as written
-from rlflow.module import environments
+from rlflow.module import environments, handles
 from rlflow.process.status import refusing_exits
 from rlflow.rewards.reward import scored
 from rlflow.rollout.conversation import Conversation
@@ -71,7 +71,8 @@ class Play:
         graph = read_graph(module)
         policy = followed_role(module, graph) or graph.trained_roles()[0]
         model = model_path(module, policy, scratch)
-        tokenizer = load_tokenizer(model)
+        with about(handles(module)[policy]):
+            tokenizer = load_tokenizer(model, handles(module)[policy].trust_remote_code)
         bridges = Bridges(tokenizer, data.renderer, data.tool_calls)
         conversation_format = ConversationFormat(bridges, Encoder(data, tokenizer).messages, data.max_prompt_length)
         row = self._row()

@@ -9,11 +9,13 @@ import torch
 from rlflow.errors import UserError
 from rlflow.models.context import rotary_embeddings
 from rlflow.models.logprobs import unknown_logit_settings
+from rlflow.models.remote_code import class_beside
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ATTENTION = {"full_attention", "sliding_attention"}
+NEEDED = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")  # of code beside a model, too
 # Of a configuration: whose it is, how it was written, and what is fed to the model or kept between tokens
 NOT_ARCHITECTURE = {
     "_name_or_path",
@@ -30,33 +32,45 @@ NOT_ARCHITECTURE = {
 }
 
 
-def check_architecture(config: PretrainedConfig, said_by: str, scores_tokens: bool) -> None:
+def check_architecture(
+    config: PretrainedConfig, said_by: str, scores_tokens: bool, trust_remote_code: bool = False
+) -> None:
     """Refuse a model that packed sequences would be scored wrongly with.
 
     Args:
         config: The model's transformers configuration.
         said_by: What the error calls the setting that named it.
         scores_tokens: Whether it is read as a causal language model, whose output layer scores tokens.
+        trust_remote_code: Whether code that lies beside the model may run, and say how it computes.
 
     Raises:
         UserError: It cannot be trained or scored here.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    reason = None
+    auto = "AutoModelForCausalLM" if scores_tokens else "AutoModelForSequenceClassification"
+    kind = _class_of(config, auto, trust_remote_code)
+    reason: str | None
     if config.get_text_config() is not config:
         reason = "reads more than text, and only text is fed to models here; give a model of text alone"
-    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        reason = "is no causal language model of transformers'; give one"
+    elif kind is None:
+        beside = f", and `auto_map` of its config.json names no {auto}" if trust_remote_code else ""
+        reason = f"is no causal language model of transformers'{beside}; give one"
     elif getattr(config, "quantization_config", None) is not None:
         reason = "has quantised weights, which cannot be trained; give the model without quantisation"
     else:
-        reason = _refusal(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], scores_tokens)
+        reason = _refusal(config, kind, scores_tokens, trust_remote_code)
     if reason is not None:
         raise UserError(f"{said_by} is of the type {config.model_type!r}: it {reason}")
 
 
-def _refusal(config: Any, kind: Any, scores_tokens: bool) -> str | None:
+def _class_of(config: Any, auto: str, trust_remote_code: bool) -> Any:
+    """What the model is made of; of a model that transformers has, its causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    beside = class_beside(config, auto) if trust_remote_code else None
+    return beside or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
+def _refusal(config: Any, kind: Any, scores_tokens: bool, trust_remote_code: bool) -> str | None:
     others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
     if kind._is_stateful and not kind._supports_attention_backend:
         return (
@@ -68,6 +82,9 @@ def _refusal(config: Any, kind: Any, scores_tokens: bool) -> str | None:
             "has attention of its own, which cannot be kept within packed sequences; use a model for which transformers"
             " supports attention functions"
         )
+    lacking = [name for name in NEEDED if getattr(config, name, None) is None]
+    if lacking:
+        return f"has a configuration that does not say `{lacking[0]}`; give a decoder whose configuration does"
     if others:
         return f"has layers{_layers(others)}, which are not computed here; use a model of full or sliding attention"
     if any("dynamic" in rope.get("rope_type", "") for rope in rotary_embeddings(config)):
@@ -81,7 +98,7 @@ def _refusal(config: Any, kind: Any, scores_tokens: bool) -> str | None:
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):  # its layers, without weights
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)  # type: ignore[no-untyped-call]
         head = model.get_output_embeddings()
         if head.bias is not None:
             return "has a bias in its output layer, which tokens are scored without here; use a model without one"

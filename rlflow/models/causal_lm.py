@@ -46,6 +46,7 @@ class CausalLM(LanguageScores):
         gradient_checkpointing: Trade time for memory in the backward pass.
         lora: Train adapters of these settings instead of all weights.
         moe: How routers and experts of a mixture of experts are trained; None for as all weights are.
+        trust_remote_code: Run the code that lies beside its weights (`auto_map`) to load it; read that code first.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class CausalLM(LanguageScores):
         gradient_checkpointing: bool = False,
         lora: LoRA | None = None,
         moe: MoE | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         if not 1 / HOTTEST <= temperature <= HOTTEST:
             raise UserError(
@@ -67,7 +69,15 @@ class CausalLM(LanguageScores):
                 f" {HOTTEST:g}"
             )
         super().__init__(
-            model, trainable, optimizer, epochs, samples_per_update, start_step, gradient_checkpointing, lora
+            model,
+            trainable,
+            optimizer,
+            epochs,
+            samples_per_update,
+            start_step,
+            gradient_checkpointing,
+            lora,
+            trust_remote_code=trust_remote_code,
         )
         self._train_routers(moe)
         self.temperature = temperature
@@ -164,7 +174,9 @@ class CausalLM(LanguageScores):
         """A frozen model as this one is before training: without its adapters if it has any, else loaded once more."""
         if self.lora is not None:
             return self.without_adapters()
-        return CausalLM(self.model, trainable=False, temperature=self.temperature)
+        return CausalLM(
+            self.model, trainable=False, temperature=self.temperature, trust_remote_code=self.trust_remote_code
+        )
 
     def only_scores(self, like: CausalLM | None = None) -> None:
         """See `ModelHandle.only_scores`.
@@ -221,7 +233,7 @@ class CausalLM(LanguageScores):
         return Averaged(self, decay)
 
     def _read(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool) -> ScoringModel:
-        return ScoringModel.load(path, dtype, device, self.gradient_checkpointing, empty)
+        return ScoringModel.load(path, dtype, device, self.gradient_checkpointing, empty, self.trust_remote_code)
 
 
 class WithoutAdapters(CausalLM):
@@ -232,7 +244,9 @@ class WithoutAdapters(CausalLM):
     """
 
     def __init__(self, owner: CausalLM) -> None:
-        super().__init__(owner.model, trainable=False, temperature=owner.temperature)
+        super().__init__(
+            owner.model, trainable=False, temperature=owner.temperature, trust_remote_code=owner.trust_remote_code
+        )
         self.owner = owner
 
     def attach_to_owner(self) -> None:
@@ -255,7 +269,9 @@ class Averaged(CausalLM):
     """
 
     def __init__(self, owner: CausalLM, decay: float) -> None:
-        super().__init__(owner.model, trainable=False, temperature=owner.temperature)
+        super().__init__(
+            owner.model, trainable=False, temperature=owner.temperature, trust_remote_code=owner.trust_remote_code
+        )
         self.owner = owner
         self.decay = decay
 

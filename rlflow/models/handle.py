@@ -116,6 +116,7 @@ class ModelHandle(ABC):
         gradient_checkpointing: Trade time for memory in the backward pass.
         lora: Train adapters of these settings, and an output layer of one label, instead of all weights.
         loss_aggregation: How its losses per token become one number; None for as the module's.
+        trust_remote_code: Run the code that lies beside its weights (`auto_map`) to load it; read that code first.
 
     Attributes:
         default_optimizer: Of a trainable model that is given none.
@@ -134,6 +135,7 @@ class ModelHandle(ABC):
         gradient_checkpointing: bool = False,
         lora: LoRA | None = None,
         loss_aggregation: Aggregation | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         if epochs < 1:
             raise UserError(f"`epochs` is {epochs}; give 1 or more")
@@ -158,6 +160,7 @@ class ModelHandle(ABC):
         self.gradient_checkpointing = gradient_checkpointing
         self.lora = lora
         self.loss_aggregation = loss_aggregation
+        self.trust_remote_code = trust_remote_code
         self.plan = ForwardPlan()
         self.forwarded_tokens = 0
         self.useful_tokens = 0

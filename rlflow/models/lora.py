@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rlflow.errors import UserError, importable, one_line, require
 from rlflow.models.fingerprint import fingerprint
+from rlflow.models.remote_code import code_beside
 from rlflow.models.sizes import experts
 from rlflow.models.tiny import resolve_model
 
@@ -222,13 +223,14 @@ def save_adapter(
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def merge(adapter: Path, folder: Path, scratch: Path) -> Path:
+def merge(adapter: Path, folder: Path, scratch: Path, trust_remote_code: bool = False) -> Path:
     """Write the model of an adapter with it merged in: added in float32 at least, then in the base's dtype.
 
     Args:
         adapter: A folder in peft's form; it names its base.
         folder: Where to write.
         scratch: Folder for the embedded model.
+        trust_remote_code: Whether code that lies beside the base may run.
 
     Returns:
         Where the base lies.
@@ -248,11 +250,14 @@ def merge(adapter: Path, folder: Path, scratch: Path) -> Path:
     kind: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     settings = {"num_labels": 1} if scalar else {}
     try:
-        model: Any = kind.from_pretrained(base, dtype="auto", trust_remote_code=False, **settings)
+        with code_beside(base, "architecture", trust_remote_code, "the base of `--model`", "--trust_remote_code"):
+            model: Any = kind.from_pretrained(base, dtype="auto", trust_remote_code=trust_remote_code, **settings)
         dtype = model.dtype
         wide = torch.promote_types(dtype, torch.float32)
         merged: Any = PeftModel.from_pretrained(model.to(wide), str(adapter), autocast_adapter_dtype=False)
         merged = merged.merge_and_unload()
+    except UserError:
+        raise
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"`--model` {str(adapter)!r} on {str(base)!r} cannot be loaded: {reason}") from error

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from rlflow.errors import UserError
-from rlflow.models.packed import PackedModel, read
+from rlflow.models.packed import PackedModel
 from rlflow.models.packing import ALONE, Peers
+from rlflow.models.pretrained import read
 
 HEAD = "score"  # transformers' name of the output layer of decoders
 
@@ -38,6 +39,7 @@ class ScalarModel(PackedModel):
         gradient_checkpointing: bool = False,
         new_head: bool = False,
         empty: bool = False,
+        trust_remote_code: bool = False,
     ) -> ScalarModel:
         """Read a model; `check` says whether it is scored rightly. It is in evaluation mode, without dropout.
 
@@ -48,6 +50,7 @@ class ScalarModel(PackedModel):
             gradient_checkpointing: Keep each layer's input only, and compute the rest again in the backward pass.
             new_head: Give a causal language model an output layer of zeros; without it such a model is refused.
             empty: See `ModelHandle.load`.
+            trust_remote_code: See `ModelHandle`.
 
         Raises:
             UserError: There is no such model, or it has no output layer.
@@ -57,7 +60,7 @@ class ScalarModel(PackedModel):
         weights = (f"{HEAD}.weight", f"{HEAD}.bias")
         with torch.random.fork_rng(devices=[]):  # transformers draws what is missing
             kind: Any = AutoModelForSequenceClassification
-            classifier, files, missing = read(kind, path, dtype, empty, weights, num_labels=1)
+            classifier, files, missing = read(kind, path, dtype, empty, trust_remote_code, weights, num_labels=1)
         if not isinstance(getattr(classifier, HEAD, None), nn.Linear):
             raise UserError(f"{type(classifier).__name__} has no output layer `{HEAD}`; use a decoder's model")
         if missing and not new_head:

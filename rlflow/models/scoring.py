@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from rlflow.models.logprobs import LogitShape, Readout, TokenHead
-from rlflow.models.packed import PackedModel, read
+from rlflow.models.packed import PackedModel
+from rlflow.models.pretrained import read
 
 
 class ScoringModel(PackedModel):
@@ -33,6 +34,7 @@ class ScoringModel(PackedModel):
         device: torch.device,
         gradient_checkpointing: bool = False,
         empty: bool = False,
+        trust_remote_code: bool = False,
     ) -> ScoringModel:
         """Read a model; `check` says whether it is scored rightly. It is in evaluation mode, without dropout.
 
@@ -42,13 +44,14 @@ class ScoringModel(PackedModel):
             device: Where they are.
             gradient_checkpointing: Keep each layer's input only, and compute the rest again in the backward pass.
             empty: See `ModelHandle.load`.
+            trust_remote_code: See `ModelHandle`.
 
         Raises:
             UserError: There is no such model.
         """
         from transformers import AutoModelForCausalLM
 
-        causal_lm, files, _ = read(AutoModelForCausalLM, path, dtype, empty)
+        causal_lm, files, _ = read(AutoModelForCausalLM, path, dtype, empty, trust_remote_code)
         if not empty:
             causal_lm.to(device)
         if gradient_checkpointing:

@@ -141,8 +141,12 @@ KNOWN: dict[str, ModelSize] = {
 }
 
 
-def size_of(model: str) -> ModelSize:
+def size_of(model: str, trust_remote_code: bool = False) -> ModelSize:
     """The size of a folder's model, of one in the table, or of one whose config can be fetched.
+
+    Args:
+        model: A folder, or a Hugging Face name.
+        trust_remote_code: Whether code that lies beside a model that is not in a folder may run.
 
     Raises:
         UserError: None of these.
@@ -162,7 +166,7 @@ def size_of(model: str) -> ModelSize:
     try:
         from transformers import AutoConfig
 
-        return _read(model, AutoConfig.from_pretrained(model, trust_remote_code=False).to_dict())
+        return _read(model, AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).to_dict())
     except (OSError, ValueError) as error:
         raise UserError(
             f"`model` is {model!r}, whose size is not in the table, and its config cannot be had"

@@ -11,15 +11,18 @@ from torch import Tensor
 from rlflow.models.scoring import ScoringModel
 
 
-def stored_weights(path: Path, dtype: torch.dtype, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+def stored_weights(
+    path: Path, dtype: torch.dtype, bucket_bytes: int, trust_remote_code: bool = False
+) -> Iterator[list[tuple[str, Tensor]]]:
     """Full tensors on the CPU by Hugging Face name; tied ones come once. The model is held whole meanwhile.
 
     Args:
         path: A folder in Hugging Face form, or a Hugging Face name.
         dtype: Of the tensors.
         bucket_bytes: A bucket holds at most this, or one larger tensor.
+        trust_remote_code: Whether code that lies beside the weights may run.
     """
-    model = ScoringModel.load(path, dtype, torch.device("cpu"), False, False)
+    model = ScoringModel.load(path, dtype, torch.device("cpu"), trust_remote_code=trust_remote_code)
     bucket: list[tuple[str, Tensor]] = []
     held = 0
     for weight in model.weights():

@@ -48,4 +48,6 @@ class ValueModel(ModelHandle):
         return self._scores(no_rows())[0].sum()
 
     def _read(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool) -> ScalarModel:
-        return ScalarModel.load(path, dtype, device, self.gradient_checkpointing, self.trainable, empty)
+        return ScalarModel.load(
+            path, dtype, device, self.gradient_checkpointing, self.trainable, empty, self.trust_remote_code
+        )

@@ -102,7 +102,7 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class EnginePlace:
-    """Where an engine is set up, and in what numbers it computes.
+    """Where an engine is set up, in what numbers it computes, and whose code it may run.
 
     Attributes:
         dtype: Of weights and computation.
@@ -111,6 +111,7 @@ class EnginePlace:
         world_size: Of that group, or 1.
         local_rank: Rank on this machine.
         seed: Of the run. What is sampled depends on the seeds given to `generate`, not on this one.
+        trust_remote_code: Whether code that lies beside the model's weights may run.
     """
 
     dtype: torch.dtype
@@ -119,6 +120,7 @@ class EnginePlace:
     world_size: int = 1
     local_rank: int = 0
     seed: int = 0
+    trust_remote_code: bool = False
 
 
 class RolloutEngine(ABC):

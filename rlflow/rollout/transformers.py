@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from rlflow.errors import UserError
 from rlflow.models.context import positions as positions_of
 from rlflow.models.moe import ROUTING, Routing, expert_dtype, watch_routers
+from rlflow.models.remote_code import code_beside
 from rlflow.rollout.engine import Completion, EngineMemory, EnginePlace, Sampling
 from rlflow.rollout.engine_here import EngineHere
 from rlflow.rollout.manifest import Piece
@@ -58,14 +60,15 @@ class TransformersEngine(EngineHere):
     def setup(self, model_path: str, place: EnginePlace) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+        with code_beside(Path(model_path), "configuration", place.trust_remote_code):
+            config = AutoConfig.from_pretrained(model_path, trust_remote_code=place.trust_remote_code)
         # Transformers' other ways to attend leave the cap out.
         capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
         attention = {"attn_implementation": "eager"} if capped else {}
         # Random weights: no version is held before the first sync.
         with torch.random.fork_rng(devices=[place.device] if place.device.type == "cuda" else []), place.device:
             self._model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=place.dtype, trust_remote_code=False, **attention
+                config, dtype=place.dtype, trust_remote_code=place.trust_remote_code, **attention
             )
         self._model.eval()
         if self._tells_experts:

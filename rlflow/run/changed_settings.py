@@ -50,6 +50,7 @@ WITHOUT_EFFECT = frozenset(
 )
 MAX_STEPS = "trainer.max_steps"  # counts where a learning rate ends with the run
 SCHEDULE = ".schedule"
+TRUST = ".trust_remote_code"  # of a model; the configs of older checkpoints do not have it
 LONGEST = 60  # characters of a value
 
 
@@ -75,7 +76,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], where: s
 
 
 def _differences(before: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
-    if before == now or key in WITHOUT_EFFECT:
+    if before == now or key in WITHOUT_EFFECT or (key.endswith(TRUST) and not (before or now)):
         return
     nested = isinstance(before, Mapping) and isinstance(now, Mapping)
     if not nested:

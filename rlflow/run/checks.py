@@ -21,7 +21,6 @@ from rlflow.models.handle import ModelHandle
 from rlflow.models.moe import check_moe
 from rlflow.module import RLModule, environments, handles
 from rlflow.run.prepared_run import Prepared
-from rlflow.run.pretrained import load_config
 from rlflow.settings import Settings
 from rlflow.values.batch import Pairs
 from rlflow.values.layout import Layout
@@ -167,14 +166,14 @@ def check_rows(prepared: Prepared) -> None:
     prepared.train.require_enough()
     prompt, response = prepared.longest_prompt, module.max_response_length
     longest_row = max(loader.scan.longest_row for loader in prepared.loaders if loader is not None)
-    for role, path in prepared.paths.items():
-        config = load_config(path)
+    for role in prepared.paths:
+        config = prepared.configs[role]
         check_positions(config, longest_row, role, "the longest row of the data")
         if prepared.generates:
             of = f"a prompt of {prompt} tokens and a response of up to {response}"
             check_positions(config, prompt + response, role, of)
     for policy, engine in prepared.engines.own.items() if prepared.generates else ():
-        config = load_config(prepared.policies[policy])
+        config = prepared.configs[policy]
         with about(engine):
             engine.check_lengths(
                 prompt,

@@ -40,6 +40,7 @@ from rlflow.run.setup import Joined, join
 from rlflow.run.size_table import size_table
 from rlflow.run.standing import Standing
 from rlflow.run.summary import closing_lines, compared
+from rlflow.run.trusted_code import trusted_code
 from rlflow.run.validation import measure
 from rlflow.run_state import RunState
 
@@ -264,7 +265,7 @@ def _build(
     """Load models and engine, and give them to a controller; on the terminal, what the run comes to."""
     prepared = joined.prepared
     module, settings, strategy = prepared.module, prepared.settings, prepared.strategy
-    for line in (*size_table(prepared), *memory_table(prepared)):
+    for line in (*trusted_code(prepared), *size_table(prepared), *memory_table(prepared)):
         console.say(line)
     startup.passed("ranks")
     trained = prepared.graph.trained_roles()

@@ -57,13 +57,16 @@ def run_workload(prepared: Prepared) -> Workload:
     graph, layouts, models = prepared.graph, prepared.layouts, handles(module)
     on_cpu = strategy.root_device.type == "cpu"
     rows = data.prompts_per_step * module.group_size
+    sizes = {
+        name: size_of(str(path), models[name].trust_remote_code)
+        for name, path in (prepared.paths | prepared.policies).items()
+    }
     roles = {
-        role: loaded_role(role, models, size_of(str(path)), strategy, layouts[role], rows, on_cpu)
-        for role, path in prepared.paths.items()
+        role: loaded_role(role, models, sizes[role], strategy, layouts[role], rows, on_cpu) for role in prepared.paths
     }
     policies = {
-        name: loaded_role(name, models, size_of(str(path)), strategy, layouts[name], rows, on_cpu)
-        for name, path in prepared.policies.items()
+        name: loaded_role(name, models, sizes[name], strategy, layouts[name], rows, on_cpu)
+        for name in prepared.policies
         if name not in roles
     }
     sampled = any(node.kind == "rollout" for node in graph.order)

@@ -58,7 +58,8 @@ class PolicyBuilder:
         files: Callable[[], Iterator[list[tuple[str, Tensor]]]] | None = None
         if not task.source:
             path = self.prepared.policies[task.policy]
-            files = partial(stored_weights, path, strategy.dtype, bucket_bytes)
+            trusted = handles(self.prepared.module)[task.policy].trust_remote_code
+            files = partial(stored_weights, path, strategy.dtype, bucket_bytes, trusted)
         engines = self.prepared.engines
         alone = engines.owner(task.policy) == task.policy and engines.users(task.policy) == (task.policy,)
         keeps = not task.source and alone

@@ -27,7 +27,7 @@ from rlflow.rollout.assignment import EngineSettings
 from rlflow.run import checks
 from rlflow.run.placement import followed_role, layouts, owner_of
 from rlflow.run.prepared_run import Planned, Prepared
-from rlflow.run.pretrained import load_config, load_tokenizer, require_same_vocabulary, stop_tokens
+from rlflow.run.pretrained import load_config, load_tokenizer, loading, require_same_vocabulary, stop_tokens
 from rlflow.run.schedules import check_schedules
 from rlflow.settings import Settings
 from rlflow.strategies.strategy import TrainingStrategy
@@ -36,7 +36,7 @@ from rlflow.workflow.binding import bind
 from rlflow.workflow.models import configure
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 def read_graph(module: RLModule) -> Graph:
@@ -148,18 +148,18 @@ def prepare(
     names = _generating_policies(graph, made.follows)
     checks.check_sides(module, graph, data)
     paths = {role: model_path(module, role, scratch) for role in _loaded(module, graph)}
-    for role, path in paths.items():
-        handle, config = handles(module)[role], _model_config(module, role, path)
+    policies = {name: paths.get(name) or model_path(module, name, scratch) for name in names}
+    configs = {name: _model_config(module, name, path) for name, path in (paths | policies).items()}
+    for role in paths:
+        handle, config = handles(module)[role], configs[role]
         if placed[role].copies > 1:
             check_sequence_parallel(config, placed[role].copies, role, strategy.packing)
         whole = strategy.packing and placed[role].copies == 1
         checks.check_experts(handle, role, config, names, settings.cuts_off, whole)
-    policies = {name: paths.get(name) or model_path(module, name, scratch) for name in names}
-    configs = {name: _model_config(module, name, path) for name, path in policies.items()}
-    made.engines.check_shared(configs, {name: placed[engine_of(name)] for name in names})
+    of_policies = {name: configs[name] for name in names}
+    made.engines.check_shared(of_policies, {name: placed[engine_of(name)] for name in names})
     check_schedules(module, graph, data.prompts_per_step)
-    tokenizer = load_tokenizer(paths[lead])
-    require_same_vocabulary(policies | paths, lead, tokenizer)
+    tokenizer = _same_tokenizer(module, policies | paths, lead)
     checks.require_end(made.plan, settings, chooses_prompts(module))
     ranks, seed = settings.machines.world_size, settings.seed
     held_out = None if settings.limit_val_batches is None else settings.limit_val_batches * data.prompts_per_step
@@ -185,6 +185,7 @@ def prepare(
         engines=made.engines,
         paths=paths,
         policies=policies,
+        configs=configs,
         tokenizer=tokenizer,
         bridges=Bridges(tokenizer, data.renderer, data.tool_calls),
         stop_token_ids=stop_tokens(paths[lead], tokenizer, module.stop_token_ids),
@@ -215,9 +216,22 @@ def _model_config(module: RLModule, role: str, path: Path) -> PretrainedConfig:
     """The configuration of a role's model, which can be trained or scored here."""
     handle = handles(module)[role]
     with about(handle):
-        config = load_config(path)
-        check_architecture(config, _said_by(module, role), isinstance(handle, CausalLM))
+        config = load_config(path, handle.trust_remote_code)
+        with loading("architecture", path, handle.trust_remote_code):
+            check_architecture(config, _said_by(module, role), isinstance(handle, CausalLM), handle.trust_remote_code)
     return config
+
+
+def _same_tokenizer(module: RLModule, paths: Mapping[str, Path], lead: str) -> PreTrainedTokenizerBase:
+    """The lead's tokenizer, whose vocabulary those of all other roles have."""
+    found: dict[str, PreTrainedTokenizerBase] = {}
+    for role, path in paths.items():
+        handle = handles(module)[role]
+        if role == lead or path != paths[lead]:
+            with about(handle):
+                found[role] = load_tokenizer(path, handle.trust_remote_code)
+    require_same_vocabulary(paths, lead, found)
+    return found[lead]
 
 
 def _said_by(module: RLModule, role: str) -> str:

@@ -25,7 +25,7 @@ from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.layout import Layout
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Prepared(Planned):
         strategy: How training is spread.
         paths: Model folder or hub name of each role that a node uses.
         policies: Model folder or hub name of each policy that generates, in the graph or to validate.
+        configs: The transformers configuration of each of these.
         tokenizer: Of the lead.
         bridges: Write the turns of environments.
         stop_token_ids: What ends a response: the end tokens of the tokenizer, of the model's generation config and of
@@ -79,6 +80,7 @@ class Prepared(Planned):
     strategy: TrainingStrategy
     paths: dict[str, Path]
     policies: dict[str, Path]
+    configs: dict[str, PretrainedConfig]
     tokenizer: PreTrainedTokenizerBase
     bridges: Bridges
     stop_token_ids: tuple[int, ...]

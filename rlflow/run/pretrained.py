@@ -8,60 +8,86 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlflow.errors import UserError
+from rlflow.models.remote_code import code_beside
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer in a model's folder, or of that hub name.
 
+    Args:
+        path: The folder or name.
+        trust_remote_code: Whether code that lies there may run.
+
     Raises:
-        UserError: There is none to be had.
+        UserError: There is none to be had, or only by such code.
     """
     from transformers import AutoTokenizer
 
-    with _found("tokenizer", path):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    with loading("tokenizer", path, trust_remote_code):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     return tokenizer
 
 
-def load_config(path: Path) -> PretrainedConfig:
+def load_config(path: Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """The configuration in a model's folder, or of that hub name.
 
+    Args:
+        path: The folder or name.
+        trust_remote_code: Whether code that lies there may run.
+
     Raises:
-        UserError: There is none to be had.
+        UserError: There is none to be had, or only by such code.
     """
     from transformers import AutoConfig
 
-    with _found("configuration", path):
-        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    with loading("configuration", path, trust_remote_code):
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     return config
 
 
 @contextmanager
-def _found(part: str, path: Path) -> Iterator[None]:
+def loading(part: str, path: Path, trust_remote_code: bool) -> Iterator[None]:
+    """Around what loads a part of a model, such as its tokenizer: whatever fails is an error of `model`.
+
+    Args:
+        part: What is loaded, for errors.
+        path: Folder or Hugging Face name of the model.
+        trust_remote_code: Whether code that lies there may run.
+
+    Raises:
+        UserError: It cannot be loaded, or only by such code.
+    """
     try:
-        yield
+        with code_beside(path, part, trust_remote_code):
+            yield
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
-        if "trust_remote_code" in str(error):
-            raise UserError(
-                f"`model` is {str(path)!r}, whose {part} is code that lies beside it (`auto_map`), and rlflow runs no"
-                " code of a model; take one that transformers knows by itself"
-            ) from error
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"`model` is {str(path)!r}, whose {part} cannot be loaded ({reason}); check the name"
         ) from error
 
 
-def require_same_vocabulary(paths: Mapping[str, Path], follows: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Every role reads the token ids that the followed one writes."""
-    vocabulary = tokenizer.get_vocab()
-    for role, path in paths.items():
-        if path == paths[follows]:
-            continue
-        other = load_tokenizer(path).get_vocab()
+def require_same_vocabulary(
+    paths: Mapping[str, Path], follows: str, tokenizers: Mapping[str, PreTrainedTokenizerBase]
+) -> None:
+    """Every role reads the token ids that the followed one writes.
+
+    Args:
+        paths: Folder or Hugging Face name of each role's model.
+        follows: The role that is followed.
+        tokenizers: Of it, and of roles with another model.
+
+    Raises:
+        UserError: One has another vocabulary.
+    """
+    vocabulary = tokenizers[follows].get_vocab()
+    for role, tokenizer in tokenizers.items():
+        other, path = tokenizer.get_vocab(), paths[role]
         differing = {token for token, _ in vocabulary.items() ^ other.items()}
         if differing:
             token = min(differing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -129,7 +129,8 @@ class Joined:
             of = f" of `{policy}`" if len(engines) > 1 else ""
             remedies = partial(to_generate, strategy, engine)
             with memory_watched(f"setting up the rollout engine{of}", remedies, strategy), about(engine):
-                engine.setup(str(prepared.policies[policy]), place)
+                trusted = handles(prepared.module)[policy].trust_remote_code
+                engine.setup(str(prepared.policies[policy]), replace(place, trust_remote_code=trusted))
                 if len(engines) > 1:
                     engine.sleep()
         self.engines.check_context(prepared.longest_prompt, prepared.module.max_response_length)

@@ -19,6 +19,7 @@ from rlflow.process.status import report
 from rlflow.run.policies import PolicyBuilder
 from rlflow.run.prepared_run import Prepared
 from rlflow.run.setup import Joined, join
+from rlflow.run.trusted_code import trusted_code
 from rlflow.run_state import RunState
 from rlflow.values.layout import Layout
 
@@ -40,7 +41,9 @@ def validate(prepared: Prepared, callbacks: Callbacks, state: RunState, resolved
     with ExitStack() as stack:
         folder = joined.open_folder(stack.enter_context(joined.locked_folder()))
         log = folder.logs / f"rank{joined.transport.rank}.log"
-        stack.enter_context(Console(log, prepared.steps, shows=joined.is_first))
+        console = stack.enter_context(Console(log, prepared.steps, shows=joined.is_first))
+        for line in trusted_code(prepared):
+            console.say(line)
         if joined.context.conversations is not None:
             stack.callback(joined.context.conversations.close)
         for role in prepared.paths if has_validation_step(module) else [prepared.lead]:

@@ -63,8 +63,8 @@ def with_lengths(simulation: Simulation) -> Simulation:
     module, data, graph = simulation.module, simulation.data, simulation.graph
     lead = followed_role(module, graph) or graph.trained_roles()[0]
     with tempfile.TemporaryDirectory() as scratch:
-        model = handles(module)[lead].model
-        tokenizer = load_tokenizer(resolve_model(model, Path(scratch), "`model`"))
+        model = handles(module)[lead]
+        tokenizer = load_tokenizer(resolve_model(model.model, Path(scratch), "`model`"), model.trust_remote_code)
     rows = list(range(min(READ, len(data.train))))
     examples = Encoder(data, tokenizer)(data.train, rows)
     prompt = statistics.fmean(len(example.prompt_ids) for example in examples)

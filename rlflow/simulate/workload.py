@@ -80,7 +80,7 @@ def read_workload(
         name: loaded_role(
             name,
             models,
-            size_of(models[name].model),
+            size_of(models[name].model, models[name].trust_remote_code),
             strategy or _default_strategy(world, placed[name]),
             placed[name],
             samples,

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlflow.errors import UserError
-from rlflow.models.packed import read
+from rlflow.models.pretrained import read
 from rlflow.models.tiny import write_tiny_model
 
 pytestmark = pytest.mark.row("safety")

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ForwardPlan
+from rlflow.models.lora import LoRA
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packing import take
 from rlflow.models.tiny import write_tiny_model
@@ -206,3 +207,10 @@ def test_bfloat16_scores_are_float32(handle: Build, rows: Batch) -> None:
 def test_settings_out_of_range_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         CausalLM("tiny", **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("trusts", [False, True])
+def test_what_follows_a_model_trusts_its_code_as_it_does(trusts: bool) -> None:
+    whole, adapted = (CausalLM("tiny", lora=lora, trust_remote_code=trusts) for lora in (None, LoRA()))
+    followers = [whole.initial(), whole.averaged(0.9), adapted.initial(), adapted.without_adapters()]
+    assert [follower.trust_remote_code for follower in followers] == [trusts] * 4

@@ -55,6 +55,14 @@ def test_a_changed_setting_is_reported_with_both_values(key: str, value: Any, wa
     ]
 
 
+TRUST = "module.init_args.actor.init_args.trust_remote_code"
+
+
+def test_a_checkpoint_older_than_trust_in_code_was_written_without_it() -> None:
+    assert changed((TRUST, False)) == []
+    assert changed((TRUST, True))[0].startswith(f"`{TRUST}` is True and was null when")
+
+
 def test_each_of_several_has_a_line() -> None:
     assert [line.split()[0] for line in changed((LR, 1), ("trainer.max_staleness", 1))] == [
         f"`{LR}`",

@@ -22,7 +22,7 @@ from rlflow.rollout.engine_here import EngineHere
 from rlflow.rollout.manifest import Piece, WeightSyncError
 from rlflow.rollout.request import Turn
 from rlflow.rollout.rewind import make_rewindable
-from rlflow.rollout.vllm.experts import as_loaded, pack_again, unserved
+from rlflow.rollout.vllm.experts import as_loaded, pack_again
 from rlflow.rollout.vllm.process import (
     import_vllm,
     installed,
@@ -31,18 +31,13 @@ from rlflow.rollout.vllm.process import (
     process_state_kept,
     shared_memory_named,
 )
+from rlflow.rollout.vllm.served import unserved
 from rlflow.rollout.vllm.weights import pack_heads_again, pieces_of, read_back, set_sinks, without_sinks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes, as vLLM's `CPUAttentionBackend` says
 CPU_BLOCK = 32  # vLLM's 128 share nothing of a short prompt; see docs/benchmarks.md
-# Types of models that vLLM 0.32 serves otherwise than training needs.
-UNSERVED = {
-    "cohere2": "sees one token more through its sliding windows in vLLM than in transformers",
-    "glm4": "has fused layers in vLLM, which lists them by other names than transformers'",
-}
 
 
 class VLLMEngine(EngineHere):
@@ -184,11 +179,7 @@ class VLLMEngine(EngineHere):
     def check_model(self, config: PretrainedConfig) -> None:
         text = config.get_text_config()
         _, of_cpu = installed()
-        reason = (
-            UNSERVED.get(text.model_type)
-            or unserved(text, self.tensor_parallel_size, of_cpu)
-            or (_without_kernel(text) if of_cpu else None)
-        )
+        reason = unserved(text, self.tensor_parallel_size, of_cpu)
         if reason is not None:
             raise UserError(
                 f"`rollout` is {type(self).__name__}, and the model, of the type {text.model_type!r}, {reason}; set"
@@ -221,7 +212,7 @@ class VLLMEngine(EngineHere):
             self._llm = vllm.LLM(
                 model_path,
                 load_format="dummy",  # the first sync brings the weights, and nothing is generated before
-                trust_remote_code=False,
+                trust_remote_code=place.trust_remote_code,
                 tensor_parallel_size=self.tensor_parallel_size,
                 distributed_executor_backend="uni" if makes_group else "external_launcher",
                 dtype=str(place.dtype).removeprefix("torch."),
@@ -339,12 +330,3 @@ def _completion(request: Any) -> Completion:
     """Of a vLLM `RequestOutput` that is final."""
     output = request.outputs[0]
     return Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), output.finish_reason == "stop")
-
-
-def _without_kernel(config: PretrainedConfig) -> str | None:
-    """Why vLLM's attention on the CPU does not compute a model; None where it does."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if size in CPU_HEADS:
-        return None
-    sizes = ", ".join(map(str, CPU_HEADS))
-    return f"has attention heads of the size {size}, and vLLM's attention on the CPU takes {sizes}"

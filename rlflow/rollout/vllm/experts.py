@@ -43,7 +43,7 @@ TRANSPOSED = {  # GPT-OSS's: [E, in, out], gate and up alternate
 }
 
 
-def unserved(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) -> str | None:
+def unserved_experts(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) -> str | None:
     """Why vLLM cannot generate with a mixture of experts so that each sync is verified; None where it can.
 
     Args:

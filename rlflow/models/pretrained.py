@@ -1,0 +1,86 @@
+"""Models of transformers, read from their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlflow.errors import UserError
+from rlflow.models.empty import finish
+from rlflow.models.remote_code import code_beside, register_decoder
+from rlflow.models.weight_files import WeightFiles
+
+
+def read(
+    kind: Any,
+    path: Path,
+    dtype: torch.dtype,
+    empty: bool,
+    trust_remote_code: bool = False,
+    may_lack: tuple[str, ...] = (),
+    **settings: Any,
+) -> tuple[Any, WeightFiles | None, bool]:
+    """A transformers model in evaluation mode, without dropout, with eager attention: transformers' own reference.
+
+    Args:
+        kind: The class that reads it, `AutoModelForCausalLM` say.
+        path: Folder or Hugging Face name.
+        dtype: Of the parameters.
+        empty: Leave parameters without memory, on the device `meta`, for `Filling`; buffers are on the CPU.
+        trust_remote_code: Whether code that lies beside the weights may run.
+        may_lack: Weights that may be missing; they are random numbers then.
+        settings: More of its configuration.
+
+    Returns:
+        The model, its files where it is empty, and whether some of `may_lack` are missing.
+
+    Raises:
+        UserError: There is no such model, or weights are missing.
+    """
+    from safetensors import SafetensorError
+
+    files = WeightFiles(path) if empty else None
+    if empty:
+        settings |= {"device_map": "meta", "use_safetensors": True}
+    if dtype == torch.float64:
+        settings["experts_implementation"] = "eager"  # torch's grouped products know no float64
+    with code_beside(path, "architecture", trust_remote_code):
+        try:
+            register_decoder(path, trust_remote_code)
+            loaded: Any = kind.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation="eager",
+                ignore_mismatched_sizes=True,  # which is said better below
+                output_loading_info=True,
+                trust_remote_code=trust_remote_code,
+                **settings,
+            )
+        except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+            raise UserError(f"`model` {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+        except UnpicklingError as error:  # transformers reads files of pickles with `weights_only`
+            raise UserError(
+                f"`model` {str(path)!r} cannot be loaded: its weights are no safetensors, and unpickling them would do"
+                " more than read tensors; take the model in safetensors"
+            ) from error
+    model, report = loaded
+    if report["mismatched_keys"]:
+        name, found, needed = min(report["mismatched_keys"])
+        raise UserError(
+            f"`model` {str(path)!r} cannot be loaded: {name!r} has the shape {list(found)} in its files, where"
+            f" {list(needed)} is needed; give a model whose config.json fits its weights"
+        )
+    missing = set(report["missing_keys"]) - set(may_lack)
+    if missing:
+        # Transformers would go on with random numbers in their place.
+        raise UserError(f"`model` {str(path)!r} lacks {len(missing)} weights, {min(missing)!r} the first of them")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if files is not None:
+        finish(model, files)
+    return model.eval(), files, bool(report["missing_keys"])

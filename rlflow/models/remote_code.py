@@ -1,0 +1,94 @@
+"""Code that lies beside a model's weights (`auto_map`): it runs for a role whose `trust_remote_code` says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlflow.errors import UserError, one_line
+
+
+@contextmanager
+def code_beside(
+    path: Path, part: str, trust_remote_code: bool, said_by: str = "`model`", key: str = "trust_remote_code"
+) -> Iterator[None]:
+    """Around what loads a part of a model that may be code.
+
+    Args:
+        path: Folder or Hugging Face name of the model.
+        part: What is loaded, for errors.
+        trust_remote_code: Whether code that lies there may run.
+        said_by: What errors call the setting that named the model.
+        key: Of the setting that says whether.
+
+    Raises:
+        UserError: It is code that may not run, or code that fails.
+    """
+    from transformers import dynamic_module_utils
+
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # seconds that a person is asked for; code asks where it loads parts
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise UserError(
+                f"{said_by} is {str(path)!r}, whose {part} is code that lies beside it (`auto_map`), and code"
+                f" that runs can do all that you can; read it, then set `{key}` to true, or take a model that"
+                " transformers knows by itself"
+            ) from error
+        if trust_remote_code and not isinstance(error, OSError | ValueError):
+            raise UserError(
+                f"{said_by} is {str(path)!r}, and the code that lies beside it fails where its {part} is loaded"
+                f" ({type(error).__name__}: {one_line(error)}); mend that code, or take another model"
+            ) from error
+        raise
+
+
+def class_beside(config: Any, kind: str) -> Any:
+    """The class that the code beside a model gives for a kind of `auto_map`; None without. Its file is run.
+
+    Args:
+        config: The model's transformers configuration, which was loaded from where the code lies.
+        kind: `AutoModelForCausalLM`, say.
+    """
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    reference = (getattr(config, "auto_map", None) or {}).get(kind)
+    return None if reference is None else get_class_from_dynamic_module(reference, config.name_or_path)
+
+
+def register_decoder(path: Path, trust_remote_code: bool) -> None:
+    """Let code find its decoder where it asks transformers for one, as a model for sequence classification may.
+
+    Args:
+        path: Folder or Hugging Face name of the model.
+        trust_remote_code: Whether its code may run; else nothing is done.
+    """
+    if not trust_remote_code:
+        return
+    from transformers import AutoConfig, AutoModel
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if type(config) not in MODEL_MAPPING:  # else other roles would get this one's code
+        decoder = class_beside(config, "AutoModel")
+        if decoder is not None:
+            AutoModel.register(type(config), decoder)
+
+
+def save_code(model: Any, config: Any, folder: Path) -> None:
+    """Copy the code that a model is made of, so that the folder can be loaded as the first one was.
+
+    Args:
+        model: The transformers model.
+        config: Its configuration, as it is about to be written; it is told the place of the code.
+        folder: Where to; it is there.
+    """
+    from transformers.dynamic_module_utils import custom_object_save
+
+    if model._auto_class is not None:  # set where the model's class came from a folder
+        custom_object_save(model, folder, config=config)
