@@ -22,7 +22,7 @@ from rlflow.config.arguments import (
     is_choice,
     is_configured,
 )
-from rlflow.config.classes import class_named
+from rlflow.config.classes import class_named, such_as
 from rlflow.config.reading import read
 from rlflow.dag.annotations import choices
 from rlflow.errors import UserError, did_you_mean
@@ -196,7 +196,8 @@ def _of_class(value: Mapping[str, Any], classes: list[type], keys: tuple[str, ..
         yield Mistake(keys, str(error), path)
         return
     if isabstract(cls):
-        yield Mistake(keys, f"names the class {path}, which others are made of; name one of those", path)
+        others = f"which others are made of; name one of those{such_as(path, classes)}"
+        yield Mistake(keys, f"names the class {path}, {others}", path)
     if isinstance(inner, Mapping):
         yield from _of_arguments(inner, arguments_of(cls), (*keys, "init_args"))
     else:

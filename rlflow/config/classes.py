@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 
 from rlflow.dotted_path import object_at
@@ -39,16 +40,29 @@ def class_named(path: str, bases: Sequence[type]) -> type:
     found = object_at(path, f"names the class {path}", WITH_CLASSES)
     if not inspect.isclass(found) or not issubclass(found, tuple(bases)):
         kinds = " or ".join(base.__name__ for base in bases)
-        raise UserError(f"names the class {path}, which is no {kinds}; name one that is")
+        raise UserError(f"names the class {path}, which is no {kinds}; name one that is{such_as(path, bases)}")
     cls: type = found
     return cls
 
 
-def _without_module(name: str, bases: Sequence[type]) -> type:
+def such_as(path: str, bases: Sequence[type]) -> str:
+    """`, such as Name`: that of rlflow's own classes of these whose name is nearest, or nothing where there is none."""
+    made = {name.lower(): name for name, cls in _own(bases).items() if cls not in bases and not inspect.isabstract(cls)}
+    nearest = get_close_matches(path.rpartition(".")[2].lower(), made, n=1, cutoff=0.0)
+    return f", such as {made[nearest[0]]}" if nearest else ""
+
+
+def _own(bases: Sequence[type]) -> dict[str, type]:
+    """rlflow's classes of these, by name."""
     known: dict[str, type] = {}
     for module in map(import_module, WITH_CLASSES):
         named = {each: getattr(module, each) for each in dir(module)}
         known |= {each: cls for each, cls in named.items() if inspect.isclass(cls) and issubclass(cls, tuple(bases))}
+    return known
+
+
+def _without_module(name: str, bases: Sequence[type]) -> type:
+    known = _own(bases)
     if name in known:
         return known[name]
     short = [each for each, path in SHORT_NAMES.items() if path.rpartition(".")[2] in known]

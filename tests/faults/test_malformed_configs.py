@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable
@@ -18,6 +19,12 @@ from tests.own_folder import make, write
 
 pytestmark = pytest.mark.row("malformed configs")
 MOST_BYTES, MOST_S = 2**30, 10.0
+# How a line says what is legal: a bound, a form, the nearest name, all names, or what to do.
+LEGAL = re.compile(
+    r"; (give|name|write|set|check|save it as|mend|lower|leave one out|make|take)\b|Did you mean|Known here: "
+    r"|its roles are |a config has (a few levels|at most)|, so (give|the metric)|Raise the limit|For more use `"
+    r"|no setting lies so deep|an option is `"
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +55,12 @@ def test_a_wrong_config_is_refused_in_one_line_and_no_model_is_loaded(
     write_case(folder, case)
     line = refusal(capfd, "fit", "--config", "my.yaml", *case.options)
     assert case.line in line
+    assert LEGAL.search(line), line
+    for key, value in case.changes.items():
+        keys = key.split(".")
+        assert any(".".join(keys[:count]) in line for count in (len(keys), len(keys) - 1)), line
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            assert repr(value)[1:40] in line or str(value)[:40] in line, line
     assert loaded == []
 
 

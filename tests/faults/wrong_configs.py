@@ -245,7 +245,7 @@ PATHS = [
 CLASSES = [
     *_of(
         "module",
-        ("os.system", "which is no RLModule"),
+        ("os.system", "which is no RLModule; name one that is, such as "),
         ("builtins.exec", "which is no RLModule"),
         ([1], "`module` is [1]; give"),
     ),
@@ -255,7 +255,7 @@ CLASSES = [
     *_of("logger", (3, "`logger` is 3; give a list"), ([{"class_path": "os.system"}], "which is no Logger")),
     *_of(
         REWARD,
-        ({"class_path": "rlflow.rewards.Reward"}, "which others are made of"),
+        ({"class_path": "rlflow.rewards.Reward"}, "which others are made of; name one of those, such as "),
         ({"class_path": 3}, "is 3; give the path"),
     ),
     *_of(REWARD, ({"class_path": "a..b"}, "is 'a..b', which is no path of a class")),
