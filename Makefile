@@ -66,7 +66,7 @@ audit: ## Look up known vulnerabilities of the locked versions (needs pip-audit 
 	@mkdir -p build
 	@found=0; for lock in cpu cuda; do \
 		sed 's/+cpu$$//' requirements/$$lock.lock > build/audit-$$lock.txt && \
-		$(PIP_AUDIT) --disable-pip --no-deps -r build/audit-$$lock.txt || found=1; \
+		$(PIP_AUDIT) --strict --disable-pip --no-deps -r build/audit-$$lock.txt || found=1; \
 	done; exit $$found
 
 cuda-env: ## Install the lock for GPUs beside, on any machine, and check what can be checked without a GPU (maintainers)

@@ -102,6 +102,18 @@ def test_an_audit_without_its_tool_says_how_to_get_it() -> None:
     assert ran.stderr.startswith("there is no not-there here: pipx install pip-audit, or make audit PIP_AUDIT=")
 
 
+def test_an_audit_of_what_cannot_be_looked_up_is_none(tmp_path: Path) -> None:
+    tool = tmp_path / "pip-audit"  # as pip-audit 2.10 does where it does not reach PyPI: skipped, and code 0
+    tool.write_text(
+        '#!/bin/sh\ncase " $* " in *" --strict "*) exit 1;; *) echo "No known vulnerabilities found";; esac\n'
+    )
+    tool.chmod(0o755)
+    command = ["make", "-s", "audit", f"PIP_AUDIT={tool}"]
+    ran = subprocess.run(command, cwd=ROOT, env=os.environ | {"MAKEFLAGS": ""}, capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert "No known" not in ran.stdout
+
+
 def test_the_cpu_lock_leaves_out_what_breaks_the_cpu_build_of_torch() -> None:
     assert pins("cpu.lock")["torch"].endswith("+cpu")
     assert {"torchvision", "torchaudio", "torchcodec"}.isdisjoint(pins("cpu.lock"))
