@@ -149,12 +149,16 @@ class Saving:
         draft = checkpoint.draft_of(self._folder.checkpoint, done)
         models = self._open(draft, with_models)
         rank, kept, logged = self._transport.rank, standing.kept, standing.logged
+        beside = self._settings.async_save
+        if not beside:  # before the states, so that no rank waits for their writing while weights are gathered
+            self._write_models(models)
         checkpoint.write_share(
             draft, self._disk, self._strategy, self._prepared.stateful, self._nodes, rank, kept, logged, tensors
         )
-        self._write_models(models, draft if self._settings.async_save else None)
+        if beside:
+            self._write_models(models, draft)
+        self._complete_models(models, draft)
         checkpoint.leave(draft, self._disk, self._nodes, rank)
-        self._complete_models(models)
         if rank == 0:
             roles, timeout_s = self._prepared.stateful, self._timeout_s
             checkpoint.complete(draft, self._disk, roles, progress, self._nodes, timeout_s, self._retention)
@@ -294,8 +298,8 @@ class Saving:
                     self._disk.do(partial(self._prepared.tokenizer.save_pretrained, draft.path))
                 self._disk.report(partial(record, draft, written))
 
-    def _complete_models(self, models: dict[str, Draft]) -> None:
-        """Let the disk give them their names when all ranks' shares are there."""
+    def _complete_models(self, models: dict[str, Draft], state: Draft | None = None) -> None:
+        """Let the disk give them their names when all ranks' shares are there, and those of the checkpoint, if any."""
 
         def complete(draft: Draft, ranks: tuple[int, ...], error: BaseException | None) -> None:
             if error is not None:  # of this rank, which reports it
@@ -303,6 +307,8 @@ class Saving:
                 return
             try:
                 draft.collect(ranks, self._nodes, self._timeout_s)
+                if state is not None:  # what another role could not write keeps this one's earlier model, too
+                    state.collect(self._nodes, self._nodes, self._timeout_s)
                 draft.complete()
             except BaseException:
                 draft.discard()

@@ -23,6 +23,7 @@ from rlflow.models.tiny import write_tiny_model
 from rlflow.strategies import SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
 from tests.controller.runs import FSDP, ZERO2, ZERO3, Fit, failing_fit, fit, grpo, sums
+from tests.faults.killed_runs import Kind
 from tests.ranks import RankPool
 from tests.saved import write_checkpoint, write_state
 from tests.strategies.update import Stage, all_weights, backward, launch, trained
@@ -246,10 +247,11 @@ class Spoils(Callback):
         rank: On this one alone; None for all.
         after: The step.
         kind: Of what a checkpoint has of the first weight; None for the weight that forward passes read.
+        role: Whose weight it is.
     """
 
-    def __init__(self, rank: int | None, after: int, kind: str | None = "weight") -> None:
-        self.rank, self.after, self.kind = rank, after, kind
+    def __init__(self, rank: int | None, after: int, kind: str | None = "weight", role: str = "actor") -> None:
+        self.rank, self.after, self.kind, self.role = rank, after, kind, role
 
     def on_step_end(self, trainer: Trainer, module: Any, step: int, metrics: Mapping[str, float]) -> None:
         strategy = trainer.strategy
@@ -257,9 +259,9 @@ class Spoils(Callback):
         if step != self.after or self.rank not in (None, strategy.global_rank):
             return
         if self.kind is None:
-            strategy._part_of(strategy._roles["actor"].model.trained()[0].parameter).values.data[-1] = torch.nan
+            strategy._part_of(strategy._roles[self.role].model.trained()[0].parameter).values.data[-1] = torch.nan
         else:
-            parts = next(parts for _, _, parts in strategy.state_parts("actor") if parts[self.kind].values.numel())
+            parts = next(parts for _, _, parts in strategy.state_parts(self.role) if parts[self.kind].values.numel())
             parts[self.kind].values.data[-1] = torch.nan
 
 
@@ -293,6 +295,22 @@ def test_what_one_rank_has_infinite_or_nan_is_not_saved_and_the_last_good_files_
     assert re.search("first, so (step-00000002|model) was not saved; what was saved before is still there", first)
     assert {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")} == good
     assert not [path.name for path in (tmp_path / "run").rglob("*.draft")]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_the_models_of_other_roles_stay_where_one_has_nan(
+    async_save: bool, model: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    settings = {"max_steps": 2, "save_every_n_steps": 1, "placement": {"rollout": 0, "actor": 0, "critic": 1}}
+    run = Kind("ppo", "together", "zero2", "transformers", async_save).run(model, tmp_path / "run")
+    run = replace(run, settings={**settings, "callbacks": [StopAfter(1)], "async_save": async_save})
+    ranks2.run(fit, run)
+    good = {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model", "model-critic")}
+    again = {**run.settings, "callbacks": [Spoils(1, 2, "exp_avg", "critic")], "ckpt_path": "last"}
+    first, second = (result.error for result in ranks2.run(failing_fit, replace(run, settings=again)))
+    assert first == second
+    assert "of the weights of `critic`, is infinite or NaN" in first
+    assert {name: content(tmp_path / "run" / name) for name in good} == good
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(4)])
