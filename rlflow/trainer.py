@@ -63,8 +63,8 @@ class Trainer:
         save_top_k: And so many of the best by `monitor`, which may be among the last; -1 for all.
         monitor: The metric that `save_top_k` goes by, as it was when the checkpoint was written.
         mode: Whether a smaller (`min`) or a larger (`max`) value of `monitor` is better.
-        async_save: Write checkpoints and models beside the steps: a step waits only until they are copied to the CPU's
-            memory.
+        async_save: Write checkpoints and models beside the steps: a step waits only until its rank's part of
+            the state is copied to the CPU's memory.
         ckpt_path: Continue from a checkpoint, to the bit: `last` of `run_dir`, or a checkpoint's folder; `auto` for the
             last if there is one, and else a new run.
         grace_s: Seconds from a signal that ends `rlflow fit` (SIGTERM, SIGUSR1, Ctrl-C) to its end, in which the step

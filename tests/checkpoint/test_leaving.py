@@ -1,0 +1,54 @@
+"""A checkpoint gets its name when no rank reads its files any more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlflow import checkpoint
+from rlflow.errors import UserError
+from rlflow.storage.disk import Disk
+from rlflow.storage.draft import Draft, Record
+
+NODES = {0: "first", 1: "second"}
+
+
+def written(folder: Path) -> Draft:
+    """A checkpoint that two ranks have written, and the first has left."""
+    draft = checkpoint.draft_of(folder, 1)
+    draft.open()
+    for rank in NODES:
+        draft.add(Record(rank))
+    with Disk() as disk:
+        checkpoint.leave(draft, disk, NODES, 0)
+    return draft
+
+
+def complete(draft: Draft, timeout_s: float) -> None:
+    with Disk() as disk:
+        progress = checkpoint.Progress(1, 1, 0, "rows", 1)
+        checkpoint.complete(draft, disk, (), progress, NODES, timeout_s, checkpoint.Retention(2))
+
+
+def test_it_waits_for_the_last_one(tmp_path: Path) -> None:
+    draft = written(tmp_path)
+    with pytest.raises(UserError, match="rank 1 on second"):
+        complete(draft, 0.1)
+    assert not draft.target.exists()
+    draft = written(tmp_path)
+    with Disk() as disk:
+        checkpoint.leave(draft, disk, NODES, 1)
+    complete(draft, 60)
+    assert [path.name for path in draft.target.iterdir()] == ["state.json"]
+
+
+def test_what_one_could_not_make_of_it_ends_it(tmp_path: Path) -> None:
+    draft, disk = written(tmp_path), Disk()
+    disk.do(lambda: 1 / 0)
+    checkpoint.leave(draft, disk, NODES, 1)
+    with pytest.raises(ZeroDivisionError):
+        disk.wait()
+    with pytest.raises(UserError, match="cannot be written by rank 1 on second: division by zero"):
+        complete(draft, 60)
+    assert list(tmp_path.iterdir()) == []
