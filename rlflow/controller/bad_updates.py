@@ -105,14 +105,32 @@ class UpdateWatch:
         metrics.number(f"{role}/skipped_updates", 1.0)
         if scale is not None and scale.can_fall:  # the next update is tried with a smaller one
             return
+        how = f"{norm:.3g}, where up to {largest:.3g} is usual," if math.isfinite(norm) else "infinite or NaN"
+        remedy = "Lower the learning rate, or look for NaN in rewards and loss"
+        self._count(role, f"the gradient of `{role}` was {how}", remedy, rows)
+
+    def note_failed(self, role: str, metrics: StepMetrics, rows: Mapping[str, Any]) -> None:
+        """An update was not made, for a reward failed on a sample of it whose `on_error` is `skip`.
+
+        Args:
+            role: That is trained.
+            metrics: Of the step.
+            rows: As `note`.
+
+        Raises:
+            UserError: Too many in a row were not made.
+        """
+        metrics.number(f"{role}/skipped_updates", 1.0)
+        self._count(role, f"the reward of `{role}` failed on samples", "Mend the reward, or let it `mask` them", rows)
+
+    def _count(self, role: str, what: str, remedy: str, rows: Mapping[str, Any]) -> None:
+        """One more update in a row was skipped, for this reason."""
         self._skipped[role] += 1
         if self._skipped[role] < self.rules.most:
             return
-        how = f"{norm:.3g}, where up to {largest:.3g} is usual," if math.isfinite(norm) else "infinite or NaN"
         raise UserError(
-            f"the gradient of `{role}` was {how} in {self._skipped[role]} updates in a row, which were skipped; what"
-            " was saved before is still there. Lower the learning rate, or look for NaN in rewards and loss"
-            f"{self._kept(role, rows)}"
+            f"{what} in {self._skipped[role]} updates in a row, which were skipped; what was saved before is still"
+            f" there. {remedy}{self._kept(role, rows)}"
         )
 
     def _kept(self, role: str, rows: Mapping[str, Any]) -> str:

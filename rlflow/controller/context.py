@@ -15,8 +15,10 @@ from torch import Tensor
 from rlflow.controller.calls import Calls
 from rlflow.controller.conversation_metrics import measure_conversations
 from rlflow.controller.conversations import ConversationRunner, ConverseCall
+from rlflow.controller.failures import Failures, note_failures
 from rlflow.controller.generating import callers_of, parents_of, policy_of, require_beginning, require_own_rows
 from rlflow.controller.memories import MemoryUpdates
+from rlflow.dag.failures import scores_rows
 from rlflow.dag.node import Node
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
@@ -52,6 +54,7 @@ class Running:
         part: How far it samples; None for whole responses.
         calls: Of `generate` that it has made.
         returned: What environments gave for rows, as far as it has asked.
+        failures: By the path of a row that a reward failed on: what is to be done with it.
     """
 
     node: Node
@@ -63,6 +66,7 @@ class Running:
     part: Part | None = None
     calls: Calls = field(default_factory=Calls)
     returned: list[tuple[Written, Tensor]] = field(default_factory=list)
+    failures: Failures = field(default_factory=dict)
 
 
 class NodeContext:
@@ -209,7 +213,14 @@ class NodeContext:
 
     def score(self, reward: Reward, rollout: Written, name: str) -> tuple[Tensor, Parts]:
         now = self._outside_training("reward_function")
+        if reward.leaves_out and not self._measures and now.node.makes_value and not scores_rows(now.node):
+            raise UserError(
+                f"node `{now.node.id}` scores responses ({now.node.place}), and {reward} leaves out samples that it"
+                " fails on, of which this node cannot tell those that train; score in a node that reads `rollout:"
+                " Written` and returns PerSample, or set `on_error` to raise or zero"
+            )
         scores = self._scored_alike(reward, rollout.texts, rollout.rows, now)
+        note_failures(now.failures, scores, rollout)
         given = next((on_host(returns).tolist() for rows, returns in now.returned if rows is rollout), None)
         self._on_scores(now.metrics.step, rollout, scores if given is None else scores.plus("environment", given))
         totals = torch.tensor(scores.total, dtype=self._dtype)

@@ -58,7 +58,8 @@ class NodeInputs:
     @contextmanager
     def around(self, node: Node, layout: Layout, now: InStep, program: Program, world_size: int) -> Iterator[NodeCall]:
         """Around the call of a node, whose inputs are written before it if they are asked for, else if it raises."""
-        asked = now.step + 1 in self.steps and (not self.nodes or node.id in self.nodes)
+        kept = not node.failures_of and (not self.nodes or node.id in self.nodes)  # those are run with their scorer
+        asked = now.step + 1 in self.steps and kept
         call = NodeCall(self.folder, node, layout, now, program, world_size, asked)
         if asked:
             call.write("")

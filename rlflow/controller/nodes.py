@@ -13,6 +13,7 @@ from rlflow.controller.bad_updates import UpdateWatch
 from rlflow.controller.calls import Calls
 from rlflow.controller.context import NodeContext, Running
 from rlflow.controller.draws import Draws
+from rlflow.controller.failures import failures_of_rows, tell
 from rlflow.controller.finite import require_finite
 from rlflow.controller.in_step import InStep
 from rlflow.controller.inputs import NodeCall, NodeInputs
@@ -22,6 +23,7 @@ from rlflow.controller.program import Program
 from rlflow.controller.responses import measure
 from rlflow.controller.steps import Steps
 from rlflow.controller.training import Training
+from rlflow.dag.failures import failed
 from rlflow.dag.node import Node
 from rlflow.dag.tasks import HoldBack, RunNode, TrainNode
 from rlflow.databuffer.rows import RowSpace
@@ -161,11 +163,17 @@ class Nodes:
         context.under_way = None
         versions = self._policies.versions_of(now.step, self._program.graph.changed_before(node))
         running = Running(node, space, layout, now.draw, versions, now.metrics, part)
+        if node.failures_of:
+            return tell(node, values, now), running.calls
+        named = {name: value for name, value in values.items() if name not in node.told}
         context.running = running
         after = dict.fromkeys(node.after, Trained())
         with within_node(node.id, node.place, self._transport.rank):
-            result = getattr(self._program.module, node.id)(**values, **after)
+            result = getattr(self._program.module, node.id)(**named, **after)
         context.running = None
+        if failed(node.id) in self._program.graph.nodes:
+            own = space.paths(space.held(layout, self._transport.rank)).numbers
+            now.failures[node.id] = failures_of_rows(running.failures, own, self._transport.device)
         if part is not None and context.under_way is not None and len(context.under_way) != len(result.lengths):
             raise UserError(
                 f"`trainer.partial_rollout` continues what `generate` gave, and node `{node.id}` returned other rows"

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from rlflow.controller.bad_updates import BadUpdates, UpdateWatch
+from rlflow.controller.failures import without_failed
+from rlflow.dag.failures import SKIP
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import Node
+from rlflow.dag.node import BATCH, Node
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
@@ -153,24 +155,29 @@ class Training:
         mode = handle.loss_aggregation or self._module.loss_aggregation
         mini = self._take(values, rows)
         scored = _scored(mini)
-        mask = _mask(scored, per_sample=node.returns == PerSample)
+        failures = self._failures(node, mini)
+        mask = without_failed(_mask(scored, per_sample=node.returns == PerSample), failures)
+        skips = any(bool((of == SKIP).any()) for of in failures)
         here = int(loss_count(on_host(mask), mode)), int(on_host(mask).sum()), _sequences(scored)
         prompts = [mini[name] for name in mini if self._graph.type_of(name) is Ragged]  # other ones, of the same rows
         parts = len(handle.plan.split(scored, prompts=prompts))
-        total, learnt_from, sequences, most, asked = self._agree(here, parts, layout)
-        if learnt_from == 0:
-            return  # on any rank
+        total, learnt_from, sequences, most, asked, skipped = self._agree(here, (parts, skips), layout)
+        if skipped:
+            self.watch.note_failed(role, metrics, mini)
+        if skipped or learnt_from == 0:
+            return  # on all ranks
         if self._at_first_update is not None:
             if asked and self._gives_up:
                 raise StepGivenUp(asked)
             self._at_first_update()
             self._at_first_update = None
         method = getattr(self._module, node.id)
+        named = {name: value for name, value in mini.items() if name not in node.told}
         loss_here: Tensor | float = 0.0  # float64, on the device
         balance_here: Tensor | None = None  # as it, of the load of experts
         for part, micro in enumerate(handle.plan.split(scored, most, prompts)):
             with handle.training():
-                loss = method(**self._take(mini, micro), **dict.fromkeys(node.after, Trained()))
+                loss = method(**self._take(named, micro), **dict.fromkeys(node.after, Trained()))
             counts = rows_at(mask, micro)
             _check_shape(node, loss, counts)
             share = loss_sum(loss, loss_weights(counts, mode, longest)) / total
@@ -192,13 +199,17 @@ class Training:
     def _take(self, values: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
         return {name: take_rows(value, self._graph.type_of(name), rows) for name, value in values.items()}
 
-    def _agree(self, counts: tuple[int, int, int], micro_batches: int, layout: Layout) -> tuple[int, ...]:
-        """The counts of the whole mini-batch, the largest number of micro-batches of a rank, and what asks to end."""
-        here = torch.tensor([*counts, micro_batches, preemption.received()])
-        every = torch.stack(self._transport.all_gather(here, layout.ranks))  # [ranks, 5]
-        total, learnt_from, sequences, *_ = every[:: layout.copies].sum(dim=0).tolist()
-        most, asked = every[:, 3:].amax(dim=0).tolist()
-        return total, learnt_from, sequences, most, asked
+    def _failures(self, node: Node, mini: Mapping[str, Any]) -> list[Tensor]:
+        """What the rewards that this training follows from failed on, `[B]` each, on the host."""
+        return [on_host(of) for name, of in mini.items() if name != BATCH and self._graph.nodes[name].failures_of]
+
+    def _agree(self, counts: tuple[int, int, int], most: tuple[int, bool], layout: Layout) -> tuple[int, ...]:
+        """Of all ranks: the counts of the mini-batch, the largest of `most`, and what asks to end between these."""
+        micro_batches, skips = most
+        here = torch.tensor([*counts, micro_batches, preemption.received(), skips])
+        every = torch.stack(self._transport.all_gather(here, layout.ranks))  # [ranks, 6]
+        summed = every[:: layout.copies, :3].sum(dim=0).tolist()
+        return (*summed, *every[:, 3:].amax(dim=0).tolist())
 
     def _log(
         self, role: str, loss_here: Tensor | float, balance_here: Tensor | None, layout: Layout, metrics: StepMetrics

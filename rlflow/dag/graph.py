@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from rlflow.dag import checks
+from rlflow.dag.failures import failed, scores_rows, with_failures
 from rlflow.dag.fields import FieldsRead, fields_read
 from rlflow.dag.methods import read_methods
 from rlflow.dag.node import BATCH, Input, Node
@@ -45,6 +46,7 @@ class Graph:
         found: Collection[Problem] = (),
         policies: Collection[str] | None = None,
         averages: Mapping[str, str] = MappingProxyType({}),
+        leaves_out: bool = False,
     ) -> Self:
         """Read and check the graph of `module`, the instance: a node set to None in `__init__` is not part of it.
 
@@ -54,6 +56,7 @@ class Graph:
             found: What is wrong with single nodes, to be reported with the rest.
             policies: Which of the handles are language models, which can generate; None for all.
             averages: By handle that is a moving average: the handle that it follows.
+            leaves_out: Whether training leaves out samples that the module's reward fails on.
 
         Raises:
             GraphError: All that is wrong, each with file and line.
@@ -63,12 +66,19 @@ class Graph:
         if not methods.nodes and not methods.problems and not found:
             steps = "Mark the steps of the algorithm with `@node`, or write them under `nodes` in the config"
             raise UserError(f"`{type(module).__name__}` has no node. {steps}")
-        nodes = {node.id: _without_absent(node, methods.nodes) for node in methods.nodes.values()}
+        made_here = {failed(node.id) for node in methods.nodes.values() if scores_rows(node)} if leaves_out else set()
+        known = {BATCH, *methods.nodes, *made_here}
+        nodes = {node.id: _without_absent(node, known) for node in methods.nodes.values()}
         order, cycles = in_order(nodes, averages)
         policies = roles if policies is None else policies
         nodes = {node.id: _with_policy(node, order, policies) for node in nodes.values()}
         order = tuple(nodes[node.id] for node in order)
         spaces, mixed = row_spaces(order)
+        untold: list[Problem] = []
+        if leaves_out and not cycles and not mixed:
+            nodes, untold = with_failures(nodes, order, spaces)
+            order, _ = in_order(nodes, averages)
+            spaces, _ = row_spaces(order)
         masks = {name: masked[0] for name, node in nodes.items() if len(masked := checks.masks_of(node, nodes)) == 1}
         problems = [
             *found,
@@ -85,6 +95,7 @@ class Graph:
             *mixed,
             *mislaid(nodes, spaces, masks),
             *unread_grown(nodes),
+            *untold,
         ]
         if problems:
             raise GraphError(*sorted(problems, key=lambda problem: (problem.file, problem.line)))
@@ -188,7 +199,7 @@ def _with_policy(node: Node, order: Sequence[Node], policies: Collection[str]) -
     return replace(node, generates=tuple(role for role in trained if role in policies)[:1])
 
 
-def _without_absent(node: Node, nodes: Mapping[str, Node]) -> Node:
+def _without_absent(node: Node, known: Collection[str]) -> Node:
     """`node` without the optional inputs that nobody makes, which keep their defaults."""
-    present = [value for value in node.inputs if value.required or value.name in nodes or value.name == BATCH]
+    present = [value for value in node.inputs if value.required or value.name in known]
     return replace(node, inputs=tuple(present))

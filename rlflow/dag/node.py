@@ -133,6 +133,9 @@ class Node:
         grows: Whether it makes rows without generating: its return type is `Grown`.
         space: The rows of its value: `batch`, the prompts', or the id of the node that made them.
         inside: The rows in which it sees the values that it reads.
+        failures_of: Where the framework added the node: the scorer whose failures it tells of, or another node that
+            does; empty of a node of the module. See `rlflow.dag.failures`.
+        told: Those of its inputs that are such nodes' and read by the framework alone.
     """
 
     id: str
@@ -147,6 +150,8 @@ class Node:
     grows: bool = False
     space: str = BATCH
     inside: str = BATCH
+    failures_of: str = ""
+    told: tuple[str, ...] = ()
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ class ExactMatch(SampleReward):
 
     Args:
         answer: Column of the answer.
-        on_error: `raise` or `zero`; see `SampleReward`.
+        on_error: `raise`, `zero`, `mask` or `skip`; see `SampleReward`.
     """
 
     def __init__(self, answer: str = "answer", on_error: OnError = "raise") -> None:

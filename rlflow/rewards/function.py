@@ -18,7 +18,7 @@ class CallableReward(SampleReward):
     Args:
         function: Dotted path such as `my_rewards.brevity`, or the function itself. Of a dict each part is logged, and
             nodes read it by `self.reward_parts`; inside a `WeightedSum` the sum alone is a part.
-        on_error: `raise` or `zero`; see `SampleReward`.
+        on_error: `raise`, `zero`, `mask` or `skip`; see `SampleReward`.
         seconds: What a sample may take. The function then runs in a process of its own that can be killed, and can
             neither hang the run nor end it; None for in the rank's own process, which is faster and has no limit.
         workers: How many such processes a rank has.

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import httpx
 
 from rlflow.errors import UserError, one_line
-from rlflow.rewards.reward import OnError, Reward, Scores, column
+from rlflow.rewards.reward import LeftOut, OnError, Reward, Scores, column, known_policy, left_out
 
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}  # the codes of what may go well another time
 LONGEST_WAIT_S = 60.0
@@ -85,7 +85,8 @@ class HTTPReward(Reward):
             (500, 502, 503, 504).
         columns: Of the row that are sent; None for all.
         headers: Of each request. A value `$NAME` is that of an environment variable, where secrets belong.
-        on_error: What samples get whose request failed: `raise` stops the run, `zero` scores them 0 and counts them.
+        on_error: What samples get whose request failed: `raise` stops the run, `zero` scores them 0 and counts them,
+            `mask` and `skip` keep them out of training too; see `SampleReward`.
     """
 
     def __init__(
@@ -103,13 +104,15 @@ class HTTPReward(Reward):
             raise UserError(f"`batch` is {batch}; send 1 sample or more at a time")
         if at_once < 1:
             raise UserError(f"`at_once` is {at_once}; send 1 request at a time or more")
-        if on_error not in get_args(OnError):
-            raise UserError(f"`on_error` is {on_error!r}; give raise or zero")
         self._endpoint = Endpoint(url, seconds, retries, with_environment(headers))
         self._batch = batch
         self._at_once = at_once
         self._columns = columns
-        self._on_error = on_error
+        self._on_error = known_policy(on_error)
+
+    @property
+    def leaves_out(self) -> bool:
+        return self._on_error in get_args(LeftOut)
 
     def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
         size = self._batch or max(1, len(texts))
@@ -121,15 +124,15 @@ class HTTPReward(Reward):
             raise UserError(f"{self} {failures[0]}; mend the server, or set `on_error: zero`")
         scores = [score for part in parts if not isinstance(part, str) for score in part]
         names = sorted({name for score in scores for name in score} - {""})
-        total, columns, errors = list[float](), {name: list[float]() for name in names}, 0
+        total, columns, failed = list[float](), {name: list[float]() for name in names}, list[int]()
         for at, part in zip(starts, parts, strict=True):
             count = len(texts[at : at + size])
-            errors += count if isinstance(part, str) else 0
+            failed += range(at, at + count) if isinstance(part, str) else ()
             of_part: Sequence[Mapping[str, float]] = [{}] * count if isinstance(part, str) else part
             total += [sum(score.values()) for score in of_part]
             for name in names:
                 columns[name] += [score.get(name, 0.0) for score in of_part]
-        return Scores(total, columns, errors)
+        return Scores(total, columns, len(failed), left_out(self._on_error, failed))
 
     def _scores(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[Mapping[str, float]] | str:
         """The parts of each sample's score, the only one under no name; or what failed."""

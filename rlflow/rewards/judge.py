@@ -31,7 +31,7 @@ class Judge(SampleReward):
         at_once: Requests side by side, of each rank.
         seconds: What a request may take.
         retries: See `HTTPReward`; an answer without grades is asked for again too.
-        on_error: `raise` or `zero`; see `SampleReward`.
+        on_error: `raise`, `zero`, `mask` or `skip`; see `SampleReward`.
     """
 
     def __init__(

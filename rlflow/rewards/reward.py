@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rlflow.errors import UserError, did_you_mean, one_line
 from rlflow.loggers.log_lines import line_log
 
-OnError = Literal["raise", "zero"]
+LeftOut = Literal["mask", "skip"]
+OnError = Literal["raise", "zero", "mask", "skip"]
 TAKEN = ("mean", "errors", "outcome", "overlong", "model")  # what is logged of a reward beside its parts
 LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
+DONE = {"zero": "scored 0", "mask": "scored 0 and masked", "skip": "scored 0, and their updates are skipped"}
 
 log = line_log(__name__)
 
@@ -29,11 +31,14 @@ class Scores:
         total: The reward of each sample.
         parts: Scores that went into the total, by name, each as long as `total`; no name of `TAKEN`.
         errors: How many samples the scorer failed on and were scored 0.
+        left_out: Those of them, by place, that training leaves out: `mask` takes the sample out of the loss, `skip`
+            leaves out each update that it is in. For a reward that `leaves_out`.
     """
 
     total: list[float]
     parts: dict[str, list[float]] = field(default_factory=dict)
     errors: int = 0
+    left_out: dict[int, LeftOut] = field(default_factory=dict)
 
     def plus(self, name: str, part: list[float]) -> Scores:
         """These scores and a further part, which is added to the total."""
@@ -52,6 +57,11 @@ class Reward(ABC):
             UserError: The scorer failed on a sample, or a row lacks what it needs.
         """
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether training may be told to leave out samples that this reward fails on."""
+        return False
+
     def __str__(self) -> str:
         return type(self).__name__
 
@@ -60,8 +70,8 @@ def scored(reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]])
     """What `reward` gives, checked: a finite number in float32 for each sample, and each part likewise.
 
     Raises:
-        UserError: It gives another length, or no number, or a part has the name of another metric of rewards; as
-            `Reward.score`.
+        UserError: It gives another length, or no number, or a part has the name of another metric of rewards, or it
+            leaves out what it may not; as `Reward.score`.
     """
     scores = reward.score(texts, rows)
     if not isinstance(scores, Scores):
@@ -71,6 +81,13 @@ def scored(reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]])
             f"{reward} has a part `{taken}`, and another number is logged under this name; give the part a name other"
             f" than {', '.join(TAKEN)}"
         )
+    if scores.left_out and not reward.leaves_out:
+        raise UserError(
+            f"{reward} leaves out {len(scores.left_out)} samples, and its property `leaves_out` is False, so that"
+            " training is not told; let it return True"
+        )
+    if wrong := [i for i in scores.left_out if i not in range(len(texts))]:
+        raise UserError(f"{reward} leaves out sample {wrong[0]} of {len(texts)}; give places from 0")
     for name, values in {"total": scores.total, **scores.parts}.items():
         if len(values) != len(texts):
             raise UserError(
@@ -91,15 +108,21 @@ class SampleReward(Reward):
 
     Args:
         on_error: What a sample gets whose scorer raises or returns no finite number: `raise` stops the run and names
-            the sample, `zero` scores it 0 and counts it.
+            the sample, `zero` scores it 0 and counts it; `mask` does so too and takes it out of the losses that depend
+            on the score; `skip` does so too and leaves out each update that the sample would be in, on all ranks. What
+            compares samples sees the 0, such as the mean of a group.
         at_once: Samples that are scored side by side, in threads; for what waits for others.
     """
 
     def __init__(self, on_error: OnError = "raise", at_once: int = 1) -> None:
         if at_once < 1:
             raise UserError(f"`at_once` is {at_once}; score 1 sample at a time or more")
-        self.on_error = on_error
+        self.on_error = known_policy(on_error)
         self.at_once = at_once
+
+    @property
+    def leaves_out(self) -> bool:
+        return self.on_error in get_args(LeftOut)
 
     @abstractmethod
     def score_sample(self, text: str, row: dict[str, Any]) -> float | Mapping[str, float]:
@@ -120,10 +143,12 @@ class SampleReward(Reward):
                 scores.append(None)
                 failures.append(failure)
         if failures:
-            log.warning("%d of %d samples were scored 0; %s", len(failures), len(texts), failures[0])
+            log.warning("%d of %d samples were %s; %s", len(failures), len(texts), DONE[self.on_error], failures[0])
         names = self._names(scores, texts, rows)
         parts = {name: [0.0 if score is None else score.parts[name] for score in scores] for name in names}
-        return Scores([0.0 if score is None else score.total for score in scores], parts, errors=len(failures))
+        total = [0.0 if score is None else score.total for score in scores]
+        failed = [i for i, score in enumerate(scores) if score is None]
+        return Scores(total, parts, len(failures), left_out(self.on_error, failed))
 
     def _begun(
         self, texts: Sequence[str], rows: Sequence[dict[str, Any]]
@@ -176,6 +201,23 @@ class _Score:
             except (TypeError, ValueError) as error:
                 raise type(error)(f"part `{name}`: {error}") from error
         return cls(_number(sum(parts.values())), parts)
+
+
+def known_policy(on_error: OnError) -> OnError:
+    """`on_error`, which is one.
+
+    Raises:
+        UserError: It is none.
+    """
+    if on_error not in get_args(OnError):
+        *others, last = get_args(OnError)
+        raise UserError(f"`on_error` is {on_error!r}; give {', '.join(others)} or {last}")
+    return on_error
+
+
+def left_out(on_error: OnError, failed: Iterable[int]) -> dict[int, LeftOut]:
+    """What training leaves out of the samples at these places, which the scorer failed on."""
+    return {i: on_error for i in failed if on_error == "mask" or on_error == "skip"}
 
 
 def column(row: dict[str, Any], name: str) -> Any:

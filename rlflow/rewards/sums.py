@@ -15,7 +15,7 @@ class SumValue(SampleReward):
 
     Args:
         question: Column of the sum; dots step into a column.
-        on_error: `raise` or `zero`; see `SampleReward`.
+        on_error: `raise`, `zero`, `mask` or `skip`; see `SampleReward`.
     """
 
     def __init__(self, question: str = "question", on_error: OnError = "raise") -> None:

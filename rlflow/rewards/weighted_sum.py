@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlflow.errors import UserError
-from rlflow.rewards.reward import Reward, Scores, scored
+from rlflow.rewards.reward import LeftOut, Reward, Scores, scored
 
 
 class WeightedSum(Reward):
@@ -28,11 +28,19 @@ class WeightedSum(Reward):
         self.parts = parts
         self.weights = weights
 
+    @property
+    def leaves_out(self) -> bool:
+        return any(part.leaves_out for part in self.parts.values())
+
     def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
         scores = {name: scored(part, texts, rows) for name, part in self.parts.items()}
+        left_out: dict[int, LeftOut] = {}
+        for part in scores.values():
+            left_out |= {i: how for i, how in part.left_out.items() if left_out.get(i) != "skip"}
         weighted = [[self.weights[name] * score for score in part.total] for name, part in scores.items()]
         return Scores(
             total=[sum(sample) for sample in zip(*weighted, strict=True)],
             parts={name: part.total for name, part in scores.items()},
             errors=sum(part.errors for part in scores.values()),
+            left_out=left_out,
         )

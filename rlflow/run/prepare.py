@@ -53,7 +53,8 @@ def read_graph(module: RLModule) -> Graph:
     models = handles(module)
     policies = [name for name, of in models.items() if isinstance(of, CausalLM)]
     averages = {name: owner_of(name, models) for name, of in models.items() if isinstance(of, Averaged)}
-    return Graph.read(module, models, problems, policies, averages)
+    leaves_out = module.reward is not None and module.reward.leaves_out
+    return Graph.read(module, models, problems, policies, averages, leaves_out)
 
 
 def plan_run(module: RLModule, settings: Settings, engines: EngineSettings) -> Planned:

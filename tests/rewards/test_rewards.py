@@ -23,7 +23,7 @@ from rlflow.rewards import (
     SumValue,
     WeightedSum,
 )
-from rlflow.rewards.reward import scored
+from rlflow.rewards.reward import DONE, OnError, scored
 
 
 def length(text: str, row: dict[str, Any]) -> float:
@@ -160,6 +160,49 @@ def test_under_zero_a_failed_sample_scores_0_and_is_counted(caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING):
         assert reward.score(["ab", "", "abcd", ""], [{}] * 4) == Scores([0.5, 0.0, 0.25, 0.0], errors=2)
     assert "2 of 4 samples were scored 0; reward `inverse` failed on sample 1" in caplog.text
+
+
+@pytest.mark.parametrize("on_error", ["mask", "skip"])
+def test_samples_that_training_leaves_out_are_named(on_error: OnError, caplog: pytest.LogCaptureFixture) -> None:
+    reward = CallableReward(inverse, on_error=on_error)
+
+    assert reward.leaves_out
+    with caplog.at_level(logging.WARNING):
+        scores = reward.score(["ab", "", "abcd", ""], [{}] * 4)
+    assert scores == Scores([0.5, 0.0, 0.25, 0.0], errors=2, left_out={1: on_error, 3: on_error})
+    assert f"2 of 4 samples were {DONE[on_error]}; reward `inverse` failed on sample 1" in caplog.text
+    assert not CallableReward(inverse, on_error="zero").leaves_out
+
+
+def test_of_two_parts_of_a_sum_the_one_that_skips_decides() -> None:
+    masks, skips = (CallableReward(inverse, on_error=how) for how in ("mask", "skip"))
+    for parts in ({"a": masks, "b": skips}, {"a": skips, "b": masks}):
+        reward = WeightedSum(parts, {"a": 1, "b": 1})
+        assert reward.leaves_out
+        assert reward.score(["", "a"], [{}] * 2).left_out == {0: "skip"}
+    alone = WeightedSum({"a": masks, "match": ExactMatch()}, {"a": 1, "match": 1})
+    assert alone.score(["", "a"], [{"answer": "a"}] * 2).left_out == {0: "mask"}
+    assert not WeightedSum({"match": ExactMatch()}, {"match": 1}).leaves_out
+
+
+def test_a_policy_that_is_none_is_refused() -> None:
+    with pytest.raises(UserError, match="`on_error` is 'ignore'; give raise, zero, mask or skip"):
+        CallableReward(inverse, on_error="ignore")  # type: ignore[arg-type]
+
+
+def test_a_reward_of_ones_own_must_say_that_it_leaves_samples_out() -> None:
+    class Own(Reward):
+        leaves_out = False
+
+        def score(self, texts: Any, rows: Any) -> Scores:
+            return Scores([0.0] * len(texts), left_out={2: "mask"})
+
+    with pytest.raises(UserError, match="Own leaves out 1 samples, and its property `leaves_out` is False"):
+        scored(Own(), ["a", "b", "c"], [{}] * 3)
+    Own.leaves_out = True
+    assert scored(Own(), ["a", "b", "c"], [{}] * 3).left_out == {2: "mask"}
+    with pytest.raises(UserError, match="Own leaves out sample 2 of 2; give places from 0"):
+        scored(Own(), ["a", "b"], [{}] * 2)
 
 
 def test_a_weighted_sum_adds_up_and_shows_its_parts() -> None:

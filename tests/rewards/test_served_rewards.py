@@ -91,7 +91,10 @@ def test_a_server_that_fails_ends_the_run_in_one_line_or_scores_0(server: Server
     assert len(server.requests) == 1, "what is wrong for good is not asked again"
     server.answer = lambda body: (400, {}) if "x" in body["texts"] else lengths(body)
     scores = HTTPReward(server.url, batch=1, on_error="zero").score(["ab", "x"], [{}] * 2)
-    assert (scores.total, scores.errors) == ([2, 0], 1)
+    assert (scores.total, scores.errors, scores.left_out) == ([2, 0], 1, {})
+    masking = HTTPReward(server.url, batch=2, on_error="mask")
+    assert masking.leaves_out
+    assert masking.score(["ab", "a", "x", "b", "c"], [{}] * 5).left_out == {2: "mask", 3: "mask"}
 
 
 @pytest.mark.parametrize("score", [None, "1", {"right": None}])

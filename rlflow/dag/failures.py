@@ -1,0 +1,101 @@
+"""Samples that a reward fails on, for training to leave them out: nodes that the framework adds to the graph.
+
+Beside a node that scores stands one more, `rewards_failed` beside `rewards`, whose value says of each row whether the
+scorer failed on it, and what is to be done. It is exchanged, kept and replayed as any other value is. Nodes that train
+or filter on what follows from the scores are told of it: they read it too, but are not called with it. A node that
+wants to know it names it as a parameter: `rewards_failed: PerSample | None = None`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from rlflow.dag.annotations import accepts, choices, members, names_fields
+from rlflow.dag.node import BATCH, Input, Node
+from rlflow.dag.problems import Problem
+from rlflow.dag.row_spaces import Spaces
+from rlflow.values.cuts import PerSample
+from rlflow.values.protocols import Grouped, Written
+from rlflow.values.rollout import Rollout
+
+MASK, SKIP = 1, 2  # what is to be done with a row; 0 where it was scored
+
+
+def failed(scorer: str) -> str:
+    """The name of the value that tells of a scorer's failures."""
+    return f"{scorer}_failed"
+
+
+def with_failures(
+    nodes: Mapping[str, Node], order: Sequence[Node], spaces: Spaces
+) -> tuple[dict[str, Node], list[Problem]]:
+    """The nodes, those added that tell of failures, and those told that train or filter on scores.
+
+    Args:
+        nodes: By name, in the order of declaration.
+        order: Those without cycles, each after what it reads.
+        spaces: Their rows.
+    """
+    found, problems = dict(nodes), []
+    of_below: dict[tuple[str, str], str] = {}  # by scorer and rows above its own: the node that tells of these
+    for scorer in (node for node in order if scores_rows(node)):
+        name = failed(scorer.id)
+        if name in nodes:
+            text = f"`{name}` is what tells of samples that `{scorer.id}` fails to score. Rename the node"
+            problems.append(Problem(nodes[name].file, nodes[name].line, text))
+            continue
+        found[name] = _telling(name, scorer, (Input(scorer.id, True, scorer.returns),), scorer.id)
+        for node in _following(scorer, order):
+            rows = _common(spaces, spaces.of[scorer.id], spaces.inside[node.id])
+            told = name
+            if rows != spaces.of[scorer.id]:
+                if not _grouped(rows, nodes):
+                    problems.append(_untold(node, scorer, rows))
+                    continue
+                told = of_below.setdefault((scorer.id, rows), f"{name}_in_{rows}")
+                each = Input(name, True, PerSample, each=True)
+                found[told] = _telling(told, scorer, (Input(rows, True, Grouped), each), name)
+            hears = found[node.id]
+            inputs = hears.inputs
+            if told not in hears.reads:
+                inputs = (*inputs, Input(told, True, PerSample))
+                found[node.id] = replace(hears, inputs=inputs, told=(*hears.told, told))
+    return found, problems
+
+
+def scores_rows(node: Node) -> bool:
+    """Whether a node may score responses: it reads their texts, and makes a value for each row."""
+    if node.kind in ("train", "filter") or node.makes_rows or not (node.makes_value and node.has_rows):
+        return False
+    asked = [choice for value in node.inputs for choice in choices(value.annotation) if names_fields(choice)]
+    return any(members(Written).keys() <= members(choice).keys() for choice in asked if choice is not Rollout)
+
+
+def _following(scorer: Node, order: Sequence[Node]) -> Iterator[Node]:
+    """The nodes that train or filter on what follows from a node's value."""
+    known = {scorer.id}
+    for node in order:
+        if known.isdisjoint(node.reads):
+            continue
+        known.add(node.id)
+        if node.kind in ("train", "filter"):
+            yield node
+
+
+def _common(spaces: Spaces, one: str, other: str) -> str:
+    """The deepest rows that rows of both descend from, or are."""
+    return next(rows for rows in reversed(spaces.lines[one]) if rows in spaces.lines[other])
+
+
+def _grouped(rows: str, nodes: Mapping[str, Node]) -> bool:
+    return rows == BATCH or accepts(Grouped, nodes[rows].returns)
+
+
+def _telling(name: str, scorer: Node, inputs: tuple[Input, ...], of: str) -> Node:
+    return Node(name, inputs, None, "compute", PerSample, scorer.file, scorer.line, failures_of=of)
+
+
+def _untold(node: Node, scorer: Node, rows: str) -> Problem:
+    text = f"`{node.id}` follows from what `{scorer.id}` scores through rows of `{rows}`, which cannot be told of"
+    return Problem(node.file, node.line, f"{text} failures. Set the reward's `on_error` to raise or zero")

@@ -1,0 +1,210 @@
+"""Samples that a reward fails on: out of the loss, or out of the update, wherever the rows are brought."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlflow import Each, Grouped, Grown, PerSample, PerToken, Rollout, Sampled, UserError, Written, node
+from rlflow.algorithms import RAFT
+from rlflow.rewards import WeightedSum
+from rlflow.rewards.reward import OnError
+from rlflow.strategies import SingleProcess
+from tests.checkpoint.test_checkpoint import StopAfter
+from tests.controller.runs import FSDP, SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, fit, sums
+from tests.controller.test_filling import Picky
+from tests.controller.test_ranks import FLOAT32, difference
+from tests.making import made
+from tests.ranks import RankPool
+
+STEPS, GROUP, NEEDED = 3, 4, 4
+APART = {"rollout": [0], "actor": [1]}
+
+
+def fails(text: str) -> bool:
+    """About one response in five."""
+    return sum(map(ord, text)) % 5 == 0
+
+
+class Failing(OddCharacters):
+    """Gives NaN for some responses."""
+
+    def score_sample(self, text: str, row: dict[str, Any]) -> float:
+        return float("nan") if fails(text) else super().score_sample(text, row)
+
+
+class Noting(RaggedGRPO):
+    """Records, on the ranks that score, how many of each step's samples failed."""
+
+    record: list[int]
+
+    def rewards(self, rollout: Written) -> PerSample:
+        self.record.append(sum(map(fails, rollout.texts)))
+        return super().rewards(rollout)
+
+
+class ByHand(Noting):
+    """Takes the same samples out of the loss mask in a node of its own."""
+
+    @node
+    def kept(self, rollout: Written) -> PerSample:
+        return torch.tensor([not fails(text) for text in rollout.texts], dtype=torch.bool)
+
+    @node
+    def masked(self, rollout: Rollout, kept: PerSample) -> Rollout:
+        return dataclasses.replace(rollout, loss_mask=rollout.loss_mask & kept[:, None])
+
+    def actor_loss(  # type: ignore[override]
+        self, masked: Sampled, advantages: PerSample, old_logprobs: PerToken, ref_logprobs: PerToken | None = None
+    ) -> PerToken:
+        return super().actor_loss(masked, advantages, old_logprobs, ref_logprobs)
+
+
+def module(policy: Path, on_error: OnError, kind: type[Any] = Noting, **given: Any) -> Any:
+    settings = {"optimizer": SGD, "group_size": GROUP, "max_response_length": 12, "samples_per_update": 8, **given}
+    found = made(kind, policy, Failing(on_error), **settings)
+    found.record = []
+    return found
+
+
+def run(policy: Path, folder: Path, on_error: OnError, kind: type[Any] = Noting, **more: Any) -> Fit:
+    strategy, given = more.pop("strategy", SingleProcess), more.pop("given", {})
+    settings = {"max_steps": STEPS, **more}
+    return Fit(module(policy, on_error, kind, **given), sums(12, NEEDED), folder, strategy, settings=settings)
+
+
+def same(one: Result, other: Result) -> bool:
+    assert one.weights.keys() == other.weights.keys()
+    return all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean-token-sum", "constant"])
+def test_masked_samples_count_as_those_whose_tokens_a_node_takes_out_of_the_loss(
+    aggregation: str, policy: Path, tmp_path: Path
+) -> None:
+    given = {"loss_aggregation": aggregation}
+    masked = fit(run(policy, tmp_path / "masked", "mask", given=given))
+    by_hand = fit(run(policy, tmp_path / "by hand", "zero", ByHand, given=given))
+    zero = fit(run(policy, tmp_path / "zero", "zero", given=given))
+    assert masked.record == by_hand.record
+    assert all(failed > 0 for failed in masked.record)
+    assert [step["reward/errors"] for step in masked.steps] == masked.record
+    assert same(masked, by_hand)
+    assert not same(masked, zero)
+    for found, expected in zip(masked.steps, by_hand.steps, strict=True):
+        assert found["actor/loss"] == expected["actor/loss"]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "zero2": {"strategy": ZERO2},
+    "fsdp": {"strategy": FSDP},
+    "apart": {"strategy": ZERO2, "placement": APART},
+    "overlapping": {"strategy": ZERO2, "placement": APART, "max_staleness": 1},
+    "partial": {"strategy": ZERO2, "partial_rollout": 5},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_marks_follow_their_rows_to_where_these_are_trained(
+    way: str, policy: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    masked = ranks2.run(fit, run(policy, tmp_path / "masked", "mask", **WAYS[way]), timeout_s=200)
+    by_hand = ranks2.run(fit, run(policy, tmp_path / "by hand", "zero", ByHand, **WAYS[way]), timeout_s=200)
+    assert sum(sum(result.record) for result in masked) > 0
+    for found, expected in zip(masked, by_hand, strict=True):
+        assert found.record == expected.record
+        assert difference(found.weights, expected.weights) < FLOAT32 if found.weights else not expected.weights
+
+
+class PickyFailing(Picky):
+    """Leaves out easy prompts; records the marks of kept rows too, in their order."""
+
+    @node
+    def marks(self, rollout: Grouped, rewards_failed: PerSample) -> PerSample:
+        self._note("marks", self.all_rows(rewards_failed))
+        return rewards_failed
+
+    @node
+    def failed(self, rollout: Written) -> PerSample:
+        self._note("failed", self.all_rows(torch.tensor([fails(text) for text in rollout.texts], dtype=torch.uint8)))
+        return rollout.lengths
+
+
+def picky(policy: Path, folder: Path, **more: Any) -> Fit:
+    found = run(policy, folder, "mask", PickyFailing, **more)
+    found.module.record = {}
+    return found
+
+
+def test_a_surplus_takes_its_marks_to_the_next_step_and_through_a_checkpoint(
+    policy: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    whole = ranks2.run(fit, picky(policy, tmp_path / "whole", strategy=ZERO2), timeout_s=200)
+    parts = {"strategy": ZERO2, "save_every_n_steps": 1}
+    ranks2.run(fit, picky(policy, tmp_path / "parts", callbacks=[StopAfter(1)], **parts), timeout_s=200)
+    rest = ranks2.run(fit, picky(policy, tmp_path / "parts", ckpt_path="last", **parts), timeout_s=200)
+    assert any(step["filter/surplus"] > 0 for step in whole[0].steps)
+    for through, continued in zip(whole, rest, strict=True):
+        assert through.record["marks"] == through.record["failed"]  # one each of what is kept
+        assert continued.record["marks"] == through.record["marks"][1:]
+        assert any(any(step) for step in through.record["marks"])
+        assert same(through, continued)
+
+
+def test_what_is_in_flight_takes_its_marks_through_a_checkpoint(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
+    way = {**WAYS["overlapping"], "save_every_n_steps": 1}
+    whole = ranks2.run(fit, run(policy, tmp_path / "whole", "mask", **way), timeout_s=200)
+    ranks2.run(fit, run(policy, tmp_path / "parts", "mask", **way, callbacks=[StopAfter(1)]), timeout_s=200)
+    rest = ranks2.run(fit, run(policy, tmp_path / "parts", "mask", **way, ckpt_path="last"), timeout_s=200)
+    assert all(same(*both) for both in zip(whole, rest, strict=True))
+
+
+@dataclass(eq=False)
+class RaggedRAFT(RAFT):
+    """RAFT whose random model ends a response after about six tokens."""
+
+    stop_token_ids: tuple[int, ...] = tuple(range(40, 60))
+
+
+class WholeGroups(RaggedRAFT):
+    """Leaves out, by itself, the groups that have a response which cannot be scored."""
+
+    @node
+    def fine(self, rollout: Written) -> PerSample:
+        return torch.tensor([not fails(text) for text in rollout.texts], dtype=torch.float32)
+
+    def best(  # type: ignore[override]
+        self, batch: Grouped, rollout: Each[Rollout], rewards: Each[PerSample], fine: Each[PerSample]
+    ) -> Grown[Rollout]:
+        differ = (rewards.max() > rewards.min()) & (fine.min() > 0)
+        return rollout.values.take(rewards.argmax()[differ])
+
+
+def test_groups_are_left_out_where_training_sees_rows_made_of_them(policy: Path, tmp_path: Path) -> None:
+    given = {"group_size": 3, "max_response_length": 12, "optimizer": SGD}
+
+    def trained(kind: type[RaggedRAFT], on_error: OnError) -> Result:
+        reward = WeightedSum({"odd": Failing(on_error)}, {"odd": 1.0})
+        of = made(kind, policy, reward, **given)
+        return fit(Fit(of, sums(12, NEEDED), tmp_path / f"{kind.__name__} {on_error}", settings={"max_steps": 2}))
+
+    masked, by_hand = trained(RaggedRAFT, "mask"), trained(WholeGroups, "zero")
+    assert difference(masked.weights, by_hand.weights) < FLOAT32
+    assert difference(masked.weights, trained(RaggedRAFT, "zero").weights) > 10 * FLOAT32
+
+
+def test_a_node_whose_rows_cannot_be_told_of_may_not_score(policy: Path, tmp_path: Path) -> None:
+    class Scoring(Noting):
+        @node(generates="actor")
+        def rollout(self, batch: Any) -> Rollout:
+            made = super().rollout(batch)
+            self.reward_function(made)
+            return made
+
+    with pytest.raises(UserError, match=r"node `rollout` scores responses .* cannot tell those that train"):
+        fit(run(policy, tmp_path, "mask", Scoring))
