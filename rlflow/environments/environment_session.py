@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rlflow.environments.definition import Definition
-from rlflow.environments.host import Host
+from rlflow.environments.host import Host, HostError
 from rlflow.environments.messages import Message, checked, message, text_of
 from rlflow.environments.watch import watch
 from rlflow.errors import UserError
@@ -93,8 +93,7 @@ class EnvironmentSession:
             conversations: Each with its `messages`, the `rewards` of its turns, its `row` and its `seat`.
 
         Raises:
-            HostError: The environment failed.
-            UserError: It gave something other than a finite number for each.
+            HostError: The environment failed, or gave something other than a finite number for each.
         """
         made, where = self._definition, f"`{self._definition.path}.get_group_rewards`"
         self._row = conversations[0]["row"]
@@ -102,7 +101,7 @@ class EnvironmentSession:
         self._host.make(made.path, **made.arguments)
         given = self._host.call("get_group_rewards", conversations=conversations)
         if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != len(conversations):
-            raise UserError(
+            raise HostError(
                 f"{where} gave {given!r:.60} for {len(conversations)} conversations; give a number for each"
             )
         return [self._number(value, where) for value in given]
@@ -128,8 +127,15 @@ class EnvironmentSession:
 
     def _number(self, value: Any, where: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise UserError(f"{where} gave the reward {value!r:.60}; give a finite number")
+            raise HostError(f"{where} gave the reward {value!r:.60}; give a finite number")
         return float(value)
+
+    def _messages(self, given: Any, where: str) -> list[Message]:
+        """What answers a turn, as messages."""
+        try:
+            return checked(given, where)
+        except UserError as error:
+            raise HostError(str(error)) from error
 
 
 def as_mapping(given: Any, names: Sequence[str]) -> Mapping[str, Any] | None:

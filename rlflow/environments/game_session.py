@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.environments.environment_session import EnvironmentSession, as_mapping, naming_row, written
-from rlflow.environments.messages import Message, checked, message
+from rlflow.environments.host import HostError
+from rlflow.environments.messages import Message, message
 from rlflow.errors import UserError
 
 
@@ -57,8 +58,8 @@ class GameSession(EnvironmentSession):
         """What the game says to what a seat said in its turn of this number.
 
         Raises:
-            HostError: The environment failed.
-            UserError: It gave what is no message, no finite reward or no seat.
+            HostError: The environment failed, or gave what is no message or no finite reward.
+            UserError: It gave no seat.
         """
         result = self._host.call("step", message=message("assistant", text))
         return self._moved(result, seat, f"`{self._definition.path}.step` at turn {turn} of {seat}")
@@ -74,7 +75,7 @@ class GameSession(EnvironmentSession):
         names = ("next_seat", "next_messages", "reward", "rewards", "episode_done")
         found = as_mapping(result, names)
         if found is None:
-            raise UserError(f"{where} gave {result!r:.60}; give `next_seat` and `next_messages`, or `episode_done`")
+            raise HostError(f"{where} gave {result!r:.60}; give `next_seat` and `next_messages`, or `episode_done`")
         rewards = dict(self._by_seat(found.get("rewards") or {}, where))
         if spoke and "reward" in found:
             rewards[spoke] = rewards.get(spoke, 0.0) + self._number(found["reward"], where)
@@ -86,7 +87,7 @@ class GameSession(EnvironmentSession):
                 f"{where} gave the seat {seat!r:.60} as `next_seat`, and `seats` are"
                 f" {', '.join(self._definition.seats)}; name one of them"
             )
-        return Move(seat, [written(each) for each in checked(found.get("next_messages"), where)], rewards)
+        return Move(seat, [written(each) for each in self._messages(found.get("next_messages"), where)], rewards)
 
     def _by_seat(self, given: Any, where: str) -> Mapping[str, float]:
         if not isinstance(given, Mapping) or not set(given) <= set(self._definition.seats):

@@ -124,8 +124,7 @@ class Session(EnvironmentSession):
         """What the environment says to a turn of the policy.
 
         Raises:
-            HostError: The environment failed.
-            UserError: It gave what is no message or no finite reward.
+            HostError: The environment failed, or gave what is no message or no finite reward.
         """
         reply = self._step(parsed, turn) if self._definition.answers_messages else self._call_tools(parsed.calls)
         return replace(reply, messages=[written(each) for each in reply.messages])
@@ -135,6 +134,9 @@ class Session(EnvironmentSession):
         """Of the whole conversation, from `get_reward`, or else from what the environment keeps as its `reward`.
 
         None where it has neither, and where it answers messages.
+
+        Raises:
+            HostError: The environment failed, or gave no finite number.
         """
         made = self._definition
         if not made.rewards:
@@ -149,9 +151,9 @@ class Session(EnvironmentSession):
         where = f"`{self._definition.path}.step` at turn {turn}"
         found = as_mapping(result, ("reward", "episode_done", "next_messages"))
         if found is None:
-            raise UserError(f"{where} gave {result!r:.60}; give `reward`, `episode_done` and `next_messages`")
+            raise HostError(f"{where} gave {result!r:.60}; give `reward`, `episode_done` and `next_messages`")
         reward = self._number(found.get("reward", 0.0), where)
-        return Reply(checked(found.get("next_messages"), where), reward, bool(found.get("episode_done", False)))
+        return Reply(self._messages(found.get("next_messages"), where), reward, bool(found.get("episode_done", False)))
 
     def _call_tools(self, calls: Sequence[ToolCall]) -> Reply:
         if not calls:

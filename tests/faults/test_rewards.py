@@ -51,7 +51,10 @@ def test_a_reward_that_misbehaves_costs_its_sample_or_ends_the_run_in_a_line(
     took = time.monotonic() - began
     assert took < SECONDS + OVER
     assert (scores.total, scores.errors) == ([0.0], 1)
-    assert zero.score(texts, rows).total == [1.0, 0.0, 1.0]
+    for on_error in ("mask", "skip"):
+        leaves_out = CallableReward(path, on_error=on_error, seconds=SECONDS, memory_mb=2048)
+        scores = leaves_out.score(texts, rows)
+        assert (scores.total, scores.left_out) == ([1.0, 0.0, 1.0], {1: on_error})
     ends = CallableReward(path, seconds=SECONDS, memory_mb=2048)
     with pytest.raises(UserError) as told:
         ends.score(texts, rows)
@@ -59,13 +62,13 @@ def test_a_reward_that_misbehaves_costs_its_sample_or_ends_the_run_in_a_line(
     assert KINDS[kind] in str(told.value)
     assert "\n" not in str(told.value)
     assert len(str(told.value)) < 1000
-    del zero, ends
-    left = [process for process in psutil.process_iter() if process.pid not in before and _sleeps(process)]
+    del zero, leaves_out, ends
+    left = [process for process in psutil.process_iter() if process.pid not in before and sleeps(process)]
     assert left == []
     seen(f"{kind}: {took:.1f} s")
 
 
-def _sleeps(process: psutil.Process) -> bool:
+def sleeps(process: psutil.Process) -> bool:
     """Whether it is one that `starts_children` started."""
     try:
         return "time.sleep(600)" in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE
