@@ -107,6 +107,7 @@ class Draft:
 
         Raises:
             UserError: One could not write its files, or says nothing in time.
+            OSError: What one says is damaged; the error has the file's name.
         """
         missing, found = set(ranks), {}
         began, pause = time.monotonic(), PAUSES[0]
@@ -153,12 +154,15 @@ class Draft:
         return self.target.with_name(f"{self.target.name}.before")
 
     def _read(self, rank: int, node: str, part: str) -> Record:
-        text = self._record(rank, part).read_text()
-        if not text:
-            return Record(rank, error=not_written(OSError(errno.ENOSPC, "", self.path), self.target, rank, node))
-        fields = json.loads(text)
-        files = {name: (digest, size) for name, (digest, size) in fields["files"].items()}
-        return Record(**{**fields, "files": files})
+        file = self._record(rank, part)
+        try:
+            if not (text := file.read_text()):
+                return Record(rank, error=not_written(OSError(errno.ENOSPC, "", self.path), self.target, rank, node))
+            fields = json.loads(text)
+            files = {name: (digest, size) for name, (digest, size) in fields["files"].items()}
+            return Record(**{**fields, "files": files})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OSError(f"{file} is damaged ({one_line(error)})") from error
 
     def _record(self, rank: int, part: str) -> Path:
         return self.path / f"{RECORD}{part}-{rank:05d}.json"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import resource
 import shutil
 from collections.abc import Iterator, Mapping
@@ -13,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from rlflow import checkpoint
 from rlflow.callbacks import Callback
+from rlflow.checkpoint.reading import Stored
 from rlflow.errors import UserError
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.tiny import write_tiny_model
 from rlflow.process import status
+from rlflow.storage.draft import Draft
 from rlflow.trainer import Trainer
 from tests.checkpoint.test_checkpoint import StopAfter, content
 from tests.controller.runs import FSDP, ZERO2, ZERO3, Fit, failing_fit, fit, grpo, sums
@@ -76,6 +82,38 @@ def test_what_one_rank_cannot_write_is_said_by_all_and_the_last_good_files_stay(
     file = "step-00000002.draft/actor-00001" if async_save else "model.draft/model-00002"
     assert f"{file}-of-00002.safetensors cannot be written by rank 1 on " in first
     assert ": File too large; what was saved before is still there: free some space there, and continue with" in first
+    assert {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")} == good
+    assert not [path.name for path in (tmp_path / "run").rglob("*.draft")]
+
+
+def failing_fit_on_a_disk_that_loses(run: Fit) -> str:
+    """As rank 1 finds it, the end of its own file is gone when models are made from the checkpoint's files."""
+    written_state = checkpoint.written_state
+
+    def cut(draft: Draft, *given: Any) -> Stored:
+        stored = written_state(draft, *given)
+        (own,) = draft.path.glob("actor-00001-of-*")
+        if dist.get_rank() == 1:
+            os.truncate(own, own.stat().st_size - 8)
+        return stored
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(checkpoint, "written_state", cut)
+        return failing_fit(run).error
+
+
+def test_a_file_that_the_disk_cuts_short_before_it_is_read_back_is_named_by_all(
+    model: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    run = replace(run_of(model, tmp_path / "run", callbacks=[StopAfter(1)]), strategy=ZERO3)
+    ranks2.run(fit, run)
+    good = {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")}
+    settings = {**run.settings, "callbacks": [], "ckpt_path": "last", "async_save": True}
+    first, second = ranks2.run(failing_fit_on_a_disk_that_loses, replace(run, settings=settings))
+    assert first == second
+    assert "\n" not in first
+    assert re.search(r"cannot be written by rank [01] on .*step-00000002.draft/actor-00001-of-.* is damaged", first)
+    assert "; what was saved before is still there: look at that disk, and continue with" in first
     assert {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")} == good
     assert not [path.name for path in (tmp_path / "run").rglob("*.draft")]
 
