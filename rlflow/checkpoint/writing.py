@@ -89,7 +89,7 @@ class RoleShare:
     def write(self, path: Path) -> str:
         """The file, tensor by tensor; its SHA-256."""
         values = self._values() if self._copies is None else self._copies
-        return write_tensors(path, self._entries, all_finite(path, self.role, self._entries, values))
+        return write_tensors(path, self._entries, all_finite(path.parent.stem, self.role, self._entries, values))
 
     def _values(self) -> Iterator[Tensor]:
         for parameter, _, parts in self._strategy.state_parts(self.role):
