@@ -21,10 +21,9 @@ from rlflow.checkpoint.retention import Retention
 from rlflow.databuffer.kept import Kept
 from rlflow.models.tensor_range import TensorRange
 from rlflow.storage.disk import Disk
-from rlflow.storage.draft import Draft, Record, not_written, of_rank
+from rlflow.storage.draft import LEFT, Draft, Record, not_written, of_rank
 from rlflow.storage.tensors import StoredTensor, all_finite, write_tensors
 
-LEFT = "left"  # see `leave`
 MODULE = "module-state"  # in the names of files of the module's tensors; no role is called so
 
 

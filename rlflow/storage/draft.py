@@ -16,7 +16,8 @@ from rlflow.errors import UserError, one_line
 from rlflow.storage.tensors import sha256, sync
 
 RECORD = "rank-has-"  # how the names of ranks' records begin
-WRITTEN = "written"
+WRITTEN, LEFT = "written", "left"  # parts of what ranks do with a draft
+WAITED_FOR = {WRITTEN: "nothing was written", LEFT: "its files were still read, to write models,"}  # `by rank 1`
 PAUSES = (0.01, 1.0)  # seconds between looks at the folder: the first, and the longest
 
 
@@ -79,7 +80,7 @@ class Draft:
 
         Args:
             record: Of this rank.
-            part: Of what is done with the draft; `collect` asks for one.
+            part: `WRITTEN`, or `LEFT` where the rank reads nothing of it any more; `collect` asks for one.
 
         Raises:
             OSError: It could not be written.
@@ -106,7 +107,7 @@ class Draft:
             part: See `add`.
 
         Raises:
-            UserError: One could not write its files, or says nothing in time.
+            UserError: One could not do its part, or says nothing in time.
             OSError: What one says is damaged; the error has the file's name.
         """
         missing, found = set(ranks), {}
@@ -123,7 +124,7 @@ class Draft:
             if time.monotonic() - began > timeout_s:
                 late = ", ".join(f"{rank} on {nodes[rank]}" for rank in sorted(missing))
                 raise UserError(
-                    f"{self.target} is not complete: {timeout_s:g} s after the others, nothing was written by rank"
+                    f"{self.target} is not complete: {timeout_s:g} s after the others, {WAITED_FOR[part]} by rank"
                     f" {late}; look at that disk, or raise `strategy.init_args.timeout_s`"
                 )
             time.sleep(pause)
