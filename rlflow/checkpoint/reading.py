@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rlflow.errors import UserError
+from rlflow.errors import UserError, one_line
 
 
 class Resumed(Protocol):
@@ -183,7 +183,11 @@ class Stored:
             )
 
     def read(self, parameter: str, kind: str, start: int, length: int) -> Tensor:
-        """`[length]`: a range of the flattened tensor, put together from the files where it lies."""
+        """`[length]`: a range of the flattened tensor, put together from the files where it lies.
+
+        Raises:
+            OSError: One of them is not there or damaged; the error has its name.
+        """
         ranges, end = self._index.parameters[parameter].ranges, start + length
         found: list[Tensor] = []
         place = max(0, bisect_right(ranges, start, key=lambda part: part.start) - 1)
@@ -192,11 +196,17 @@ class Stored:
                 break
             low, high = max(start, part.start), min(end, part.start + part.length)
             if low < high:
-                values = self._open(part.file).get_slice(f"{parameter}/{kind}")
-                found.append(values[low - part.start : high - part.start])
+                found.append(self._part(part.file, f"{parameter}/{kind}", low - part.start, high - part.start))
         whole = found[0] if len(found) == 1 else torch.cat([*found, torch.empty(0)])
         assert len(whole) == length, (parameter, kind, start, length)
         return whole
+
+    def _part(self, name: str, key: str, start: int, end: int) -> Tensor:
+        try:
+            values: Tensor = self._open(name).get_slice(key)[start:end]
+        except SafetensorError as error:
+            raise OSError(f"{self._folder / name} is damaged ({one_line(error)})") from error
+        return values
 
     def _open(self, name: str) -> Any:
         if name not in self._files:

@@ -21,10 +21,9 @@ from rlflow.checkpoint.retention import Retention
 from rlflow.databuffer.kept import Kept
 from rlflow.models.tensor_range import TensorRange
 from rlflow.storage.disk import Disk
-from rlflow.storage.draft import Draft, Record, not_written, of_rank
+from rlflow.storage.draft import LEFT, Draft, Record, not_written, of_rank
 from rlflow.storage.tensors import StoredTensor, all_finite, write_tensors
 
-LEFT = "left"  # see `leave`
 MODULE = "module-state"  # in the names of files of the module's tensors; no role is called so
 
 
@@ -89,7 +88,7 @@ class RoleShare:
     def write(self, path: Path) -> str:
         """The file, tensor by tensor; its SHA-256."""
         values = self._values() if self._copies is None else self._copies
-        return write_tensors(path, self._entries, all_finite(path, self.role, self._entries, values))
+        return write_tensors(path, self._entries, all_finite(path.parent.stem, self.role, self._entries, values))
 
     def _values(self) -> Iterator[Tensor]:
         for parameter, _, parts in self._strategy.state_parts(self.role):

@@ -71,6 +71,7 @@ def write_shard(
     units: Sequence[Unit],
     weights: Iterable[tuple[str, Tensor]],
     disk: Disk,
+    what: str | None = None,
 ) -> tuple[Path, ...]:
     """Let a disk write one file, while all weights pass by.
 
@@ -82,6 +83,7 @@ def write_shard(
         weights: Whole ones by name, of all files, in the order of `divided`; taken to the end, for gathering them is a
             collective. Each holds until the next.
         disk: Writes.
+        what: The model is called where a weight is infinite or NaN; None for the folder's name.
 
     Returns:
         The file; nothing where it would be empty.
@@ -89,7 +91,7 @@ def write_shard(
     if not units:
         deque(weights, maxlen=0)
         return ()
-    stream = disk.stream(partial(_write, path, role, units))
+    stream = disk.stream(partial(_write, path, what, role, units))
     try:
         for entry, tensor in _in_file(model, units, weights):
             stream.put(disk.copy(f"{path}/{entry.key}", tensor))
@@ -105,6 +107,7 @@ def write_shard_later(
     units: Sequence[Unit],
     weights: Iterable[tuple[str, Tensor]],
     disk: Disk,
+    what: str | None = None,
 ) -> tuple[Path, ...]:
     """As `write_shard`, of weights that can be had when the disk asks for them; they are not copied.
 
@@ -115,16 +118,18 @@ def write_shard_later(
         units: Of this file.
         weights: Whole ones by name, in the order of `divided`; asked for in the disk's thread.
         disk: Writes.
+        what: As `write_shard`.
     """
     if not units:
         return ()
-    disk.do(lambda: _write(path, role, units, (tensor for _, tensor in _in_file(model, units, weights))))
+    disk.do(lambda: _write(path, what, role, units, (tensor for _, tensor in _in_file(model, units, weights))))
     return (path,)
 
 
-def _write(path: Path, role: str, units: Sequence[Unit], tensors: Iterable[Tensor]) -> None:
+def _write(path: Path, what: str | None, role: str, units: Sequence[Unit], tensors: Iterable[Tensor]) -> None:
     entries = [entry for unit in units for entry in unit.entries]
-    write_tensors(path, entries, all_finite(path, role, entries, tensors), {"format": "pt"})
+    finite = all_finite(what or path.parent.stem, role, entries, tensors)
+    write_tensors(path, entries, finite, {"format": "pt"})
 
 
 def _in_file(

@@ -26,7 +26,7 @@ def seconds_since_process_start() -> float:
 
 
 def require_folder(path: Path) -> None:
-    """Make the folder that a run's results go into, above its own, which is tried.
+    """Refuse a folder that a run's results cannot go into; whether it can be made is tried, and nothing stays of it.
 
     Args:
         path: The run's.
@@ -38,13 +38,17 @@ def require_folder(path: Path) -> None:
     try:
         if path.parts[0].startswith("~"):
             raise UserError(f"{said}, and `{path.parts[0]}` means a home in a shell alone; write the whole path")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        found = _mode(path)
-        if found is None and path.is_symlink():
-            raise UserError(f"{said}, a link to what is not there; name a folder")
-        if found is None:  # tried beside it: ranks look at the same time, and none may see a folder come and go
-            Path(tempfile.mkdtemp(prefix=".rlflow-", dir=path.parent)).rmdir()
-        elif not stat.S_ISDIR(found):
+        while (found := _mode(path)) is None:
+            missing = next((each for each in path.parents[::-1] if _mode(each) is None), path)
+            if missing.is_symlink():
+                raise UserError(f"{said}, a link to what is not there; name a folder")
+            try:  # under another name: ranks look at the same time, and none may see a folder come and go
+                Path(tempfile.mkdtemp(prefix=".rlflow-", dir=missing.parent)).rmdir()
+                return
+            except FileNotFoundError:  # a run that was refused has removed what it had made
+                if missing.parent.is_dir():
+                    raise
+        if not stat.S_ISDIR(found):
             raise UserError(f"{said}, where a file lies; name a folder")
         elif not os.access(path, os.W_OK | os.X_OK):
             raise UserError(f"{said}, which cannot be written; name a folder that can be")

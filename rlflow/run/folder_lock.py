@@ -6,7 +6,7 @@ import fcntl
 import os
 import socket
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
@@ -23,6 +23,8 @@ class FolderLock:
     By POSIX record locks: they hold between the processes of a machine, and between machines on NFS and on parallel
     file systems that are mounted with locks. Where there are none, nothing is locked.
 
+    A run that is refused before it uses the folder leaves nothing: what the lock made is gone when it is let go.
+
     Args:
         folder: Of the run.
     """
@@ -30,6 +32,8 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: IO[str] | None = None
+        self._made: set[Path] = set()  # folders
+        self._removes = False  # whether `release` removes what was made
 
     def take(self) -> None:
         """Lock the folder, which is made if need be; the one that was locked before, and has been moved, is let go.
@@ -41,35 +45,87 @@ class FolderLock:
             return  # opened once more, it would be let go with the first that is closed
         until = time.monotonic() + PATIENCE_S
         while True:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # the folder was moved meanwhile
-                file = (self._folder / LOCK).open("a+", encoding="utf-8")
-                held_by = _locked_by_another(file)
-                if held_by is None and self._lies_there(file):
-                    break
-                file.close()
-                if held_by is not None and time.monotonic() > until:
+            late = time.monotonic() > until
+            try:
+                if self._try():
+                    return
+            except FileNotFoundError:  # the folder was moved meanwhile, or removed by a run that was refused
+                if late:
+                    raise
+            except BlockingIOError as held:
+                if late:
                     raise UserError(
-                        f"`trainer.run_dir` is {str(self._folder)!r}, where another run writes ({held_by}); give this"
+                        f"`trainer.run_dir` is {str(self._folder)!r}, where another run writes ({held}); give this"
                         " run a folder of its own, or wait for the end of that one"
-                    )
+                    ) from held
             time.sleep(0.1)
-        self.release()
-        self._file = file
+
+    def use(self) -> None:
+        """The run begins to write: the folder stays."""
+        self._removes = False
+
+    def release(self) -> None:
+        """Let other runs have the folder, if this one holds it; one that was not used is as it was before.
+
+        The file is removed while it is locked: who waits for it sees that it is gone, and begins anew. A folder is
+        removed where this lock made it and nothing lies in it.
+        """
+        file, self._file = self._file, None
+        if file is None:
+            return
+        made: list[Path] = []
+        with suppress(OSError):
+            if self._removes and self._lies_there(file):
+                (self._folder / LOCK).unlink()
+                made = sorted(self._made, reverse=True)
+                _remove_empty(made)
+        with suppress(OSError):  # of a disk that is full
+            file.close()
+        _remove_empty(made)  # NFS keeps a file that is open, under another name
+
+    def _try(self) -> bool:
+        """Whether the folder is locked now.
+
+        Raises:
+            BlockingIOError: Another process has it.
+            FileNotFoundError: It was removed meanwhile.
+        """
+        self._make()
+        with ExitStack() as stack:
+            try:
+                file, made = stack.enter_context((self._folder / LOCK).open("x+", encoding="utf-8")), True
+            except FileExistsError:
+                file, made = stack.enter_context((self._folder / LOCK).open("r+", encoding="utf-8")), False
+            locks = _lock(file)
+            if not self._lies_there(file):
+                return False
+            stack.pop_all()
+        if self._file is not None:
+            self._file.close()
+        self._file, self._removes = file, made and locks
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
+        return True
+
+    def _make(self) -> None:
+        """Make the folder and those above, and note which were not there."""
+        missing = [folder for folder in (self._folder, *self._folder.parents) if not folder.is_dir()]
+        for folder in reversed(missing):
+            try:
+                folder.mkdir()
+            except OSError:
+                if not folder.is_dir():
+                    raise
+            else:
+                self._made.add(folder)
 
     def _lies_there(self, file: IO[str]) -> bool:
-        """Whether the file is that of the folder, which may have been moved."""
-        path = self._folder / LOCK
-        return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
-
-    def release(self) -> None:
-        """Let other runs have the folder."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Whether the file is that of the folder, which may have been moved or removed."""
+        with suppress(FileNotFoundError):
+            held = os.fstat(file.fileno())
+            return held.st_nlink > 0 and os.path.samestat(held, (self._folder / LOCK).stat())
+        return False
 
 
 def require_own(folder: Path) -> None:
@@ -80,7 +136,9 @@ def require_own(folder: Path) -> None:
     """
     if not folder.is_dir() or (folder / LOCK).exists() or (folder / LOG).exists():
         return
-    first = min((path.name for path in folder.iterdir()), default=None)
+    first = None
+    with suppress(FileNotFoundError):  # made by a run that is refused, and gone again
+        first = min((path.name for path in folder.iterdir() if path.name != LOCK), default=None)
     if first is not None:
         raise UserError(
             f"`trainer.run_dir` is {str(folder)!r}, which has files that no run made ({first!r} is one), and a run's"
@@ -88,13 +146,24 @@ def require_own(folder: Path) -> None:
         )
 
 
-def _locked_by_another(file: IO[str]) -> str | None:
-    """Who holds the lock; None if it is this process now, or if the file system has no locks."""
+def _remove_empty(folders: list[Path]) -> None:
+    """Up to the first that is not empty."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def _lock(file: IO[str]) -> bool:
+    """Lock it; False where the file system has no locks.
+
+    Raises:
+        BlockingIOError: Another process holds it, which the error names.
+    """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+    except (BlockingIOError, PermissionError) as error:
         file.seek(0)
-        return file.read() or "it has just begun"
+        raise BlockingIOError(file.read() or "it has just begun") from error
     except OSError:
-        return None
-    return None
+        return False
+    return True

@@ -151,12 +151,12 @@ class Saving:
         rank, kept, logged = self._transport.rank, standing.kept, standing.logged
         beside = self._settings.async_save
         if not beside:  # before the states, so that no rank waits for their writing while weights are gathered
-            self._write_models(models)
+            self._write_models(models, done)
         checkpoint.write_share(
             draft, self._disk, self._strategy, self._prepared.stateful, self._nodes, rank, kept, logged, tensors
         )
         if beside:
-            self._write_models(models, draft)
+            self._write_models(models, done, draft)
         self._complete_models(models, draft)
         checkpoint.leave(draft, self._disk, self._nodes, rank)
         if rank == 0:
@@ -272,11 +272,12 @@ class Saving:
         self._pending = True
         return models
 
-    def _write_models(self, models: dict[str, Draft], state: Draft | None = None) -> None:
+    def _write_models(self, models: dict[str, Draft], done: int | None = None, state: Draft | None = None) -> None:
         """Let the disk write this rank's shares of them.
 
         Args:
             models: By role.
+            done: Steps; None at the end of the run.
             state: A checkpoint of now that is being written, to take weights from; None to gather them.
         """
         rank, nodes = self._transport.rank, self._nodes
@@ -293,7 +294,8 @@ class Saving:
                 ranks, read = self._strategy.layout(role).ranks, None
                 if state is not None:
                     read = partial(checkpoint.written_state, state, role, ranks, nodes, self._timeout_s)
-                written = self._strategy.save(role, draft.path, self._disk, read)
+                what = draft.target.name if done is None else f"{draft.target.name} after step {done}"
+                written = self._strategy.save(role, draft.path, self._disk, read, what)
                 if self._strategy.leads(role):
                     self._disk.do(partial(self._prepared.tokenizer.save_pretrained, draft.path))
                 self._disk.report(partial(record, draft, written))

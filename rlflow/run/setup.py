@@ -59,6 +59,8 @@ class Joined:
     def locked_folder(self) -> Iterator[FolderLock]:
         """Within, no other run has the run's folder, which rank 0 locks; called by all ranks.
 
+        It is as it was before where the run ends before `open_folder`.
+
         Raises:
             UserError: Another run has it, or it is no run's.
         """
@@ -70,8 +72,8 @@ class Joined:
                 require_own(folder)
                 lock.take()
 
-        attempt(self.transport, folder, take)
         try:
+            attempt(self.transport, folder, take)
             yield lock
         finally:
             lock.release()
@@ -84,6 +86,7 @@ class Joined:
             goes_on: Whether the run goes on in what lies there.
         """
         folder = RunFolder(self.prepared.settings.run_dir)
+        lock.use()
 
         def make() -> None:
             if self.is_first and not goes_on:

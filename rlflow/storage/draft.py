@@ -16,7 +16,8 @@ from rlflow.errors import UserError, one_line
 from rlflow.storage.tensors import sha256, sync
 
 RECORD = "rank-has-"  # how the names of ranks' records begin
-WRITTEN = "written"
+WRITTEN, LEFT = "written", "left"  # parts of what ranks do with a draft
+WAITED_FOR = {WRITTEN: "nothing was written", LEFT: "its files were still read, to write models,"}  # `by rank 1`
 PAUSES = (0.01, 1.0)  # seconds between looks at the folder: the first, and the longest
 
 
@@ -79,7 +80,7 @@ class Draft:
 
         Args:
             record: Of this rank.
-            part: Of what is done with the draft; `collect` asks for one.
+            part: `WRITTEN`, or `LEFT` where the rank reads nothing of it any more; `collect` asks for one.
 
         Raises:
             OSError: It could not be written.
@@ -106,7 +107,8 @@ class Draft:
             part: See `add`.
 
         Raises:
-            UserError: One could not write its files, or says nothing in time.
+            UserError: One could not do its part, or says nothing in time.
+            OSError: What one says is damaged; the error has the file's name.
         """
         missing, found = set(ranks), {}
         began, pause = time.monotonic(), PAUSES[0]
@@ -122,7 +124,7 @@ class Draft:
             if time.monotonic() - began > timeout_s:
                 late = ", ".join(f"{rank} on {nodes[rank]}" for rank in sorted(missing))
                 raise UserError(
-                    f"{self.target} is not complete: {timeout_s:g} s after the others, nothing was written by rank"
+                    f"{self.target} is not complete: {timeout_s:g} s after the others, {WAITED_FOR[part]} by rank"
                     f" {late}; look at that disk, or raise `strategy.init_args.timeout_s`"
                 )
             time.sleep(pause)
@@ -153,12 +155,15 @@ class Draft:
         return self.target.with_name(f"{self.target.name}.before")
 
     def _read(self, rank: int, node: str, part: str) -> Record:
-        text = self._record(rank, part).read_text()
-        if not text:
-            return Record(rank, error=not_written(OSError(errno.ENOSPC, "", self.path), self.target, rank, node))
-        fields = json.loads(text)
-        files = {name: (digest, size) for name, (digest, size) in fields["files"].items()}
-        return Record(**{**fields, "files": files})
+        file = self._record(rank, part)
+        try:
+            if not (text := file.read_text()):
+                return Record(rank, error=not_written(OSError(errno.ENOSPC, "", self.path), self.target, rank, node))
+            fields = json.loads(text)
+            files = {name: (digest, size) for name, (digest, size) in fields["files"].items()}
+            return Record(**{**fields, "files": files})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OSError(f"{file} is damaged ({one_line(error)})") from error
 
     def _record(self, rank: int, part: str) -> Path:
         return self.path / f"{RECORD}{part}-{rank:05d}.json"

@@ -106,11 +106,11 @@ def write_tensors(
     return digest.hexdigest()
 
 
-def all_finite(path: Path, role: str, entries: Iterable[StoredTensor], tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def all_finite(what: str, role: str, entries: Iterable[StoredTensor], tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """The tensors, each looked at before it is handed on.
 
     Args:
-        path: The file that they go to.
+        what: They are saved as, for the message.
         role: Whose weights they are.
         entries: One of each; the key of what an optimizer keeps is `<weight>/<kind>`.
         tensors: In the same order, on any device.
@@ -120,7 +120,7 @@ def all_finite(path: Path, role: str, entries: Iterable[StoredTensor], tensors: 
     """
     for entry, tensor in zip(entries, tensors, strict=True):
         if not _is_finite(tensor.detach()):
-            raise UserError(_not_finite(path, role, entry.key))
+            raise UserError(_not_finite(what, role, entry.key))
         yield tensor
 
 
@@ -151,12 +151,12 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.stack(wide.aminmax()).isfinite().all())
 
 
-def _not_finite(path: Path, role: str, key: str) -> str:
+def _not_finite(saved_as: str, role: str, key: str) -> str:
     """What a user reads of a tensor that is not saved."""
     name, _, kind = key.partition("/")
     weights = f"the weights of `{role}`"
     what = f"{weights} are" if kind in ("", "weight") else f"{kind!r}, which the optimizer keeps of {weights}, is"
     return (
-        f"{what} infinite or NaN, of {name!r} first, so {path.parent.stem} was not saved; what was saved before is"
+        f"{what} infinite or NaN, of {name!r} first, so {saved_as} was not saved; what was saved before is"
         " still there. Lower the learning rate, or look for NaN in rewards and loss"
     )

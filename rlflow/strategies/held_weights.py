@@ -49,7 +49,12 @@ class HeldWeights(RankRoles):
         return {key: gradient.float() / role.scaled_by for key, gradient in found.items()}
 
     def save(
-        self, name: str, folder: Path, disk: Disk, state: Callable[[], StoredState] | None = None
+        self,
+        name: str,
+        folder: Path,
+        disk: Disk,
+        state: Callable[[], StoredState] | None = None,
+        what: str | None = None,
     ) -> tuple[Path, ...]:
         """Write the role's model in Hugging Face form, of a model with adapters only these, in peft's.
 
@@ -62,6 +67,7 @@ class HeldWeights(RankRoles):
             folder: Where to write; it is there.
             disk: Writes. All is there when its `wait` returns on every rank.
             state: Gives the role's state of now; the disk asks for it. None where it is not stored.
+            what: The model is called where a weight is infinite or NaN; None for the folder's name.
 
         Returns:
             This rank's file of weights, if it has one.
@@ -77,7 +83,7 @@ class HeldWeights(RankRoles):
                 if self.leads(name):
                     adapters |= {key: weight.to("cpu", copy=True) for key, weight in bucket}
             if self.leads(name):
-                disk.do(partial(_save_adapter, model, name, folder, adapters))
+                disk.do(partial(_save_adapter, model, name, folder, adapters, what or folder.stem))
             return ()
         empty = {weight.name: self._empty_whole(weight.parameter) for weight in weights}
         units = divided(model, empty, len(ranks))
@@ -85,9 +91,9 @@ class HeldWeights(RankRoles):
         path, own = folder / shard_name(number, shards), [unit for unit in units if unit.shard == number]
         if state is None or empty.keys() != {weight.name for weight in model.trained()}:
             passing = chain.from_iterable(self._full(weights, SAVE_BUCKET_BYTES))
-            written = write_shard(path, name, model, own, passing, disk)
+            written = write_shard(path, name, model, own, passing, disk, what)
         else:
-            written = write_shard_later(path, name, model, own, _read(state, own, empty), disk)
+            written = write_shard_later(path, name, model, own, _read(state, own, empty), disk, what)
         if self.leads(name):
             disk.do(partial(model.save_config, folder))
             if shards > 1:
@@ -154,7 +160,7 @@ def _read(
             yield name, stored.read(name, WEIGHT, 0, whole.numel()).view(whole.shape).to(whole.dtype)
 
 
-def _save_adapter(model: PackedModel, role: str, folder: Path, adapters: dict[str, Tensor]) -> None:
+def _save_adapter(model: PackedModel, role: str, folder: Path, adapters: dict[str, Tensor], what: str) -> None:
     entries = [StoredTensor.of(name, tensor) for name, tensor in adapters.items()]
-    deque(all_finite(folder / "adapter", role, entries, adapters.values()), maxlen=0)
+    deque(all_finite(what, role, entries, adapters.values()), maxlen=0)
     model.save_adapter(folder, adapters)

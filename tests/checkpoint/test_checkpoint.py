@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,17 +242,25 @@ def test_files_are_read_once_by_ranks_in_equal_shares_to_see_whether_they_change
 
 
 class Spoils(Callback):
-    """Makes an entry NaN after a step.
+    """Makes an entry NaN after a step, or what else it is given.
 
     Args:
         rank: On this one alone; None for all.
         after: The step.
         kind: Of what a checkpoint has of the first weight; None for the weight that forward passes read.
         role: Whose weight it is.
+        value: Of the entry.
     """
 
-    def __init__(self, rank: int | None, after: int, kind: str | None = "weight", role: str = "actor") -> None:
-        self.rank, self.after, self.kind, self.role = rank, after, kind, role
+    def __init__(
+        self,
+        rank: int | None,
+        after: int,
+        kind: str | None = "weight",
+        role: str = "actor",
+        value: float = torch.nan,
+    ) -> None:
+        self.rank, self.after, self.kind, self.role, self.value = rank, after, kind, role, value
 
     def on_step_end(self, trainer: Trainer, module: Any, step: int, metrics: Mapping[str, float]) -> None:
         strategy = trainer.strategy
@@ -259,10 +268,10 @@ class Spoils(Callback):
         if step != self.after or self.rank not in (None, strategy.global_rank):
             return
         if self.kind is None:
-            strategy._part_of(strategy._roles[self.role].model.trained()[0].parameter).values.data[-1] = torch.nan
+            strategy._part_of(strategy._roles[self.role].model.trained()[0].parameter).values.data[-1] = self.value
         else:
             parts = next(parts for _, _, parts in strategy.state_parts(self.role) if parts[self.kind].values.numel())
-            parts[self.kind].values.data[-1] = torch.nan
+            parts[self.kind].values.data[-1] = self.value
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -292,9 +301,24 @@ def test_what_one_rank_has_infinite_or_nan_is_not_saved_and_the_last_good_files_
         "exp_avg": "'exp_avg', which the optimizer keeps of the weights of `actor`, is infinite or NaN, of 'model.",
     }
     assert first.startswith(what[kind])
-    assert re.search("first, so (step-00000002|model) was not saved; what was saved before is still there", first)
+    assert re.search(
+        "first, so (step-00000002|model after step 2) was not saved; what was saved before is still there", first
+    )
     assert {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")} == good
     assert not [path.name for path in (tmp_path / "run").rglob("*.draft")]
+
+
+def test_a_model_that_is_infinite_where_the_checkpoint_is_not_is_named_with_its_step(
+    model: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    # The largest number of float32, in which the optimizer keeps weights, is infinite in bf16, as the model has them.
+    spoils = Spoils(1, 2, value=torch.finfo(torch.float32).max)
+    settings = {"max_steps": 2, "save_every_n_steps": 2, "callbacks": [spoils], "async_save": True}
+    run = Fit(grpo(model), sums(8, 2), tmp_path, partial(ZERO2, precision="bf16"), settings=settings)
+    first, second = (result.error for result in ranks2.run(failing_fit, run))
+    assert first == second
+    assert first.startswith("the weights of `actor` are infinite or NaN, of 'model.")
+    assert "first, so model after step 2 was not saved; what was saved before is still there" in first
 
 
 @pytest.mark.parametrize("async_save", [False, True])

@@ -33,7 +33,8 @@ def complete(draft: Draft, timeout_s: float) -> None:
 
 def test_it_waits_for_the_last_one(tmp_path: Path) -> None:
     draft = written(tmp_path)
-    with pytest.raises(UserError, match="rank 1 on second"):
+    said = r"0.1 s after the others, its files were still read, to write models, by rank 1 on second; look at that disk"
+    with pytest.raises(UserError, match=said):
         complete(draft, 0.1)
     assert not draft.target.exists()
     draft = written(tmp_path)

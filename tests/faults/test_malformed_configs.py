@@ -53,6 +53,7 @@ def test_a_wrong_config_is_refused_in_one_line_and_no_model_is_loaded(
     loaded: list[Path] = []
     monkeypatch.setattr(ScoringModel, "load", lambda path, *_: loaded.append(path))
     write_case(folder, case)
+    before = {path.name for path in folder.iterdir()}
     line = refusal(capfd, "fit", "--config", "my.yaml", *case.options)
     assert case.line in line
     assert LEGAL.search(line), line
@@ -62,6 +63,7 @@ def test_a_wrong_config_is_refused_in_one_line_and_no_model_is_loaded(
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             assert repr(value)[1:40] in line or str(value)[:40] in line, line
     assert loaded == []
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} <= before  # nor does it leave anything
 
 
 def test_there_are_more_than_a_hundred_of_them(seen: Callable[[str], None]) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +19,19 @@ import pytest
 from rlflow.errors import UserError
 from rlflow.run.folder import RunFolder, require_folder
 from rlflow.run.folder_lock import LOCK, FolderLock, require_own
+
+
+@contextlib.contextmanager
+def taking(folder: Path, then: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A process that has locked the folder, and does `then` when it is told to."""
+    imports = "import time; from pathlib import Path; from rlflow.run.folder_lock import FolderLock"
+    takes = f"lock = FolderLock(Path({str(folder)!r})); lock.take(); print('locked', flush=True); input(); {then}"
+    command = [sys.executable, "-c", f"{imports}; {takes}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        yield other
+        other.kill()
 
 
 def test_what_lay_in_the_folder_is_kept_under_other_names(tmp_path: Path) -> None:
@@ -48,13 +66,8 @@ def test_a_stranger_s_summary_beside_a_model_is_left_alone(tmp_path: Path) -> No
 
 def test_a_folder_is_one_run_s_until_its_process_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlflow.run.folder_lock.PATIENCE_S", 0.2)
-    imports = "from pathlib import Path; from rlflow.run.folder_lock import FolderLock"
-    takes = f"lock = FolderLock(Path('{tmp_path}/run')); lock.take(); print('locked', flush=True); input()"
-    command = [sys.executable, "-c", f"{imports}; {takes}"]
     lock = FolderLock(tmp_path / "run")
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "locked\n"
+    with taking(tmp_path / "run") as other:
         with pytest.raises(UserError, match=rf"where another run writes \(process {other.pid} on "):
             lock.take()
         other.kill()
@@ -94,4 +107,109 @@ def test_ranks_that_look_at_the_same_time_all_find_the_folder_free(tmp_path: Pat
     with ThreadPoolExecutor(4) as pool:
         for _ in pool.map(require_folder, [tmp_path / "runs" / "own"] * 4000):
             pass
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_on_a_folder_that_was_not_used_leaves_nothing(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path / "runs/all/own")
+    lock.take()
+    assert (tmp_path / "runs/all/own" / LOCK).exists()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+    lock.take()
+    lock.use()
+    lock.release()
+    assert (tmp_path / "runs/all/own" / LOCK).exists()
+
+
+def test_what_was_there_before_a_lock_or_came_after_it_stays(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    lock = FolderLock(tmp_path / "there")
+    lock.take()
+    lock.release()
+    assert list((tmp_path / "there").iterdir()) == []
+    (tmp_path / "there" / LOCK).write_text("of a run before")
+    lock.take()
+    lock.release()
+    assert [path.name for path in (tmp_path / "there").iterdir()] == [LOCK]
+    lock = FolderLock(tmp_path / "runs/own")
+    lock.take()
+    (tmp_path / "runs/another").mkdir()
+    lock.release()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["another"]
+
+
+def test_a_lock_that_another_run_has_put_in_the_place_of_this_one_s_stays(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path / "run")
+    lock.take()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK).write_text("process 1 on another")
+    lock.release()
+    assert (tmp_path / "run" / LOCK).read_text() == "process 1 on another"
+    assert (tmp_path / "moved" / LOCK).exists()
+
+
+def test_nothing_is_removed_where_the_file_system_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", has_none)
+    lock = FolderLock(tmp_path / "run")
+    lock.take()
+    lock.release()
+    assert (tmp_path / "run" / LOCK).exists()
+
+
+def test_who_waits_for_a_folder_that_a_refused_run_removes_makes_it_anew(tmp_path: Path) -> None:
+    with taking(tmp_path / "runs/own", "lock.release(); print('gone', flush=True); input()") as other:
+        lock = FolderLock(tmp_path / "runs/own")
+        with ThreadPoolExecutor(1) as pool:
+            taken = pool.submit(lock.take)
+            assert other.stdin is not None
+            assert other.stdout is not None
+            print(file=other.stdin, flush=True)
+            assert other.stdout.readline() == "gone\n"
+            taken.result()
+        assert (tmp_path / "runs/own" / LOCK).read_text().startswith(f"process {os.getpid()} on ")
+        lock.release()
+    assert not (tmp_path / "runs/own" / LOCK).exists()
+
+
+def test_a_refused_run_leaves_the_folder_of_the_one_that_writes_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlflow.run.folder_lock.PATIENCE_S", 0.2)
+    with taking(tmp_path / "run") as other:
+        lock = FolderLock(tmp_path / "run")
+        with pytest.raises(UserError, match=rf"where another run writes \(process {other.pid} on "):
+            lock.take()
+        lock.release()
+        assert (tmp_path / "run" / LOCK).read_text().startswith(f"process {other.pid} on ")
+
+
+def test_looking_whether_a_folder_can_be_made_leaves_nothing(tmp_path: Path) -> None:
+    require_folder(tmp_path / "runs/all/own")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match="a link to what is not there; name a folder"):
+        require_folder(tmp_path / "link/own")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"which cannot be made \(Not a directory\)"):
+        require_folder(tmp_path / "file/own")
+
+
+def test_ranks_look_while_a_refused_run_removes_what_it_made(tmp_path: Path) -> None:
+    done = threading.Event()
+
+    def make_and_remove() -> None:
+        while not done.is_set():
+            with contextlib.suppress(OSError):  # a rank looks in it
+                (tmp_path / "runs").mkdir(exist_ok=True)
+                (tmp_path / "runs").rmdir()
+
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        stack.callback(done.set)
+        pool.submit(make_and_remove)
+        for _ in range(2000):
+            require_folder(tmp_path / "runs/own")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import resource
 import shutil
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,15 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+import rlflow.checkpoint.writing
+from rlflow import checkpoint
 from rlflow.callbacks import Callback
+from rlflow.checkpoint.reading import Stored
 from rlflow.errors import UserError
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.tiny import write_tiny_model
 from rlflow.process import status
+from rlflow.storage.draft import Draft
+from rlflow.storage.tensors import write_tensors
 from rlflow.trainer import Trainer
 from tests.checkpoint.test_checkpoint import StopAfter, content
-from tests.controller.runs import FSDP, ZERO2, ZERO3, Fit, failing_fit, fit, grpo, sums
+from tests.controller.runs import FSDP, ZERO2, ZERO3, Fit, Result, failing_fit, fit, grpo, sums
 from tests.families.models import write_family
 from tests.ranks import RankPool
 
@@ -80,6 +90,38 @@ def test_what_one_rank_cannot_write_is_said_by_all_and_the_last_good_files_stay(
     assert not [path.name for path in (tmp_path / "run").rglob("*.draft")]
 
 
+def failing_fit_on_a_disk_that_loses(run: Fit) -> str:
+    """As rank 1 finds it, the end of its own file is gone when models are made from the checkpoint's files."""
+    written_state = checkpoint.written_state
+
+    def cut(draft: Draft, *given: Any) -> Stored:
+        stored = written_state(draft, *given)
+        (own,) = draft.path.glob("actor-00001-of-*")
+        if dist.get_rank() == 1:
+            os.truncate(own, own.stat().st_size - 8)
+        return stored
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(checkpoint, "written_state", cut)
+        return failing_fit(run).error
+
+
+def test_a_file_that_the_disk_cuts_short_before_it_is_read_back_is_named_by_all(
+    model: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    run = replace(run_of(model, tmp_path / "run", callbacks=[StopAfter(1)]), strategy=ZERO3)
+    ranks2.run(fit, run)
+    good = {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")}
+    settings = {**run.settings, "callbacks": [], "ckpt_path": "last", "async_save": True}
+    first, second = ranks2.run(failing_fit_on_a_disk_that_loses, replace(run, settings=settings))
+    assert first == second
+    assert "\n" not in first
+    assert re.search(r"cannot be written by rank [01] on .*step-00000002.draft/actor-00001-of-.* is damaged", first)
+    assert "; what was saved before is still there: look at that disk, and continue with" in first
+    assert {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")} == good
+    assert not [path.name for path in (tmp_path / "run").rglob("*.draft")]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("strategy", "family", "placement"),
@@ -110,6 +152,63 @@ def test_what_is_written_beside_the_steps_is_what_is_written_between_them(
     assert len({path.split("/")[0] for path in waits}) == 3
     assert waits == goes_on
     assert content(tmp_path / "waits/model") == content(tmp_path / "goes on/model")
+
+
+class KeepsSecond(Callback):
+    """After step 4, of which nothing is saved yet, lets the disk begin and keeps a copy of what was saved after step 2.
+
+    Args:
+        disk: Writes once it is set.
+        folder: Of the run.
+    """
+
+    def __init__(self, disk: threading.Event, folder: Path) -> None:
+        self.disk, self.folder = disk, folder
+
+    def on_step_end(self, trainer: Trainer, module: Any, step: int, metrics: Mapping[str, float]) -> None:
+        saved = self.folder / "checkpoint/step-00000002"
+        assert not (step == 3 and saved.exists() and not self.disk.is_set())
+        if step == 4:
+            self.disk.set()
+            until = time.monotonic() + 60
+            while trainer.is_global_zero and not saved.exists():
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            if trainer.is_global_zero:
+                shutil.copytree(saved, self.folder / "kept/state")
+                shutil.copytree(self.folder / "model", self.folder / "kept/model")
+
+
+def fit_with_the_second_step_kept(run: Fit) -> Result:
+    """On a disk that begins to write after step 4, if the run does not wait for it."""
+    disk = threading.Event()
+    if not run.settings["async_save"]:
+        disk.set()
+
+    def write_later(*given: Any) -> str:
+        assert disk.wait(60)
+        return write_tensors(*given)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rlflow.checkpoint.writing, "write_tensors", write_later)
+        settings = {**run.settings, "callbacks": [StopAfter(9), KeepsSecond(disk, run.folder)]}
+        return fit(replace(run, settings=settings))
+
+
+@pytest.mark.parametrize("strategy", [ZERO2, ZERO3, FSDP], ids=["zero2", "zero3", "fsdp"])
+def test_what_is_written_two_steps_later_is_the_state_of_the_step_that_was_saved(
+    strategy: Any, model: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    for name, async_save in (("waits", False), ("goes on", True)):
+        run = run_of(model, tmp_path / name, max_steps=4, save_every_n_steps=2, async_save=async_save)
+        ranks2.run(fit_with_the_second_step_kept, replace(run, strategy=strategy))
+    waits, goes_on = (content(tmp_path / name / "kept") for name in ("waits", "goes on"))
+    assert waits == goes_on
+    assert {path.split("/")[0] for path in waits} == {"state", "model"}
+    for kept, later in (("state", "checkpoint/step-00000004"), ("model", "model")):  # each file of weights has changed
+        found = {path: of for path, of in content(tmp_path / "waits" / later).items() if path.endswith(".safetensors")}
+        assert found
+        assert all(waits[f"{kept}/{path}"] != of for path, of in found.items())
 
 
 @pytest.mark.parametrize("async_save", [False, True])

@@ -82,3 +82,13 @@ def test_a_rank_that_has_no_room_to_say_so_is_named_without_a_wait(
     draft.add(Record(0))
     with pytest.raises(UserError, match="cannot be written by rank 1 on node-b: No space left on device"):
         draft.collect([0, 1], {0: "node-a", 1: "node-b"}, timeout_s=60)
+
+
+@pytest.mark.parametrize("damage", [b"{", b"[1, 2]", b'{"rank": 1}', b"\xff\xfe"])
+def test_a_record_that_the_disk_damaged_is_named(damage: bytes, tmp_path: Path) -> None:
+    draft = opened(tmp_path)
+    draft.add(Record(1))
+    (record,) = draft.path.iterdir()
+    record.write_bytes(damage)
+    with pytest.raises(OSError, match=rf"{record} is damaged \(.+\)$"):
+        draft.collect([1], NODES, timeout_s=60)
