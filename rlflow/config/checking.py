@@ -85,7 +85,10 @@ def mistakes_of(value: Any, hint: Any, keys: tuple[str, ...]) -> Iterator[Mistak
     entries = _entries(value, hint)
     if entries is not None:
         for key, each in entries:
-            yield from mistakes_of(each, _entry_hint(hint, key), (*keys, str(key)))
+            if isinstance(value, Mapping) and not isinstance(key, str) and _is_mapping_of(hint, str):
+                found = f'({{value}}) has the key {key}, and a key must be text; write "{key}", in quotes'
+                yield Mistake((*keys, str(key)), found, each, True)
+            yield from mistakes_of(each, _entry_hint(hint, value), (*keys, str(key)))
     elif not accepts(hint, value):
         yield Mistake(keys, f"is {{value}}; give {described(hint)}", value, True)
 
@@ -216,8 +219,10 @@ def _of_implied_class(value: Mapping[str, Any], classes: list[type], keys: tuple
     yield Mistake(within if first is None else (*within, str(first)), found, inner if first is None else inner[first])
 
 
-def _is_mapping_of(hint: Any) -> bool:
-    return any(get_origin(choice) is dict or choice is dict for choice in choices(hint))
+def _is_mapping_of(hint: Any, keys: type | None = None) -> bool:
+    """Whether one of its types is a mapping, whose keys are of this type if one is given."""
+    mappings = [choice for choice in choices(hint) if get_origin(choice) is dict or choice is dict]
+    return bool(mappings) and (keys is None or all(get_args(each)[:1] == (keys,) for each in mappings))
 
 
 def _entries(value: Any, hint: Any) -> list[tuple[Any, Any]] | None:
@@ -230,7 +235,7 @@ def _entries(value: Any, hint: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _entry_hint(hint: Any, key: Any) -> Any:
-    wanted = list if isinstance(key, int) else dict
+def _entry_hint(hint: Any, value: Any) -> Any:
+    wanted = list if isinstance(value, list) else dict
     found = (get_args(choice)[-1] for choice in choices(hint) if get_origin(choice) is wanted)
     return next(found, Any)

@@ -44,8 +44,10 @@ def _nines(opening: str, closing: str, entry: str) -> str:
 
 LISTS, MAPPINGS = _nines("[", "]", "{1}"), _nines("{{", "}}", "k{0}: {1}").replace("{{", "{").replace("}}", "}")
 MERGES = "m0: &m0 {k: 1}\n" + "".join(f"m{i}: &m{i}\n  <<: *m{i - 1}\n  p: *m{i - 1}\n" for i in range(1, 25))
-MANY = "holds more than 20,000 entries once its aliases"
-DEEP = "is nested too deeply"
+MANY = "holds more than 20,000 entries in `{}` (line {}) once its aliases (`*name`) are expanded; write what is meant"
+DEEP = "is nested too deeply (line {}); give at most 50 levels"
+NO_TEXT = "has the key `{}` (line {}), and a key must be text; write "
+A_NAME = "a name without brackets, or a text in quotes"
 
 
 def _of(key: str, *pairs: tuple[Any, str]) -> list[Wrong]:
@@ -61,14 +63,14 @@ def _function(path: Any, line: str) -> Wrong:
 
 
 FILES = [
-    Wrong("lists that explode", MANY, content=LISTS),
-    Wrong("mappings that explode", MANY, content=MAPPINGS),
-    Wrong("merges that explode", MANY, content=MERGES),
-    Wrong("many entries", MANY, content="a: [" + "1," * 21_000 + "]\n"),
-    Wrong("deep lists", DEEP, content="x: " + "[" * 5_000 + "]" * 5_000),
-    Wrong("deep lists without an end", DEEP, content="[" * 50_000),
-    Wrong("deep mappings", DEEP, content="a: " + "{a: " * 3_000 + "1" + "}" * 3_000),
-    Wrong("deep blocks", DEEP, content="".join(" " * i + "a:\n" for i in range(600))),
+    Wrong("lists that explode", MANY.format("a5", 6), content=LISTS),
+    Wrong("mappings that explode", MANY.format("a4", 5), content=MAPPINGS),
+    Wrong("merges that explode", MANY.format("m12", 35), content=MERGES),
+    Wrong("many entries", MANY.format("a", 2), content="seed: 0\na: [" + "1," * 21_000 + "]\n"),
+    Wrong("deep lists", DEEP.format(2), content="seed: 0\nx: " + "[" * 5_000 + "]" * 5_000),
+    Wrong("deep lists without an end", DEEP.format(1), content="[" * 50_000),
+    Wrong("deep mappings", DEEP.format(1), content="a: " + "{a: " * 3_000 + "1" + "}" * 3_000),
+    Wrong("deep blocks", DEEP.format(51), content="".join(" " * i + "a:\n" for i in range(600))),
     Wrong("a list in itself", "refers to itself (line 1)", content="a: &a [*a]\n"),
     Wrong("a section in itself", "refers to itself (line 1)", content="trainer: &t {max_steps: *t}\n"),
     Wrong("an unknown alias", "is not YAML (found undefined alias 'b', line 1)", content="trainer: *b\n"),
@@ -81,9 +83,11 @@ FILES = [
     Wrong("a key in quotes again", "has `seed` twice", content=OWN + "'seed': 1\n"),
     Wrong("a key twice in a list", "has `callbacks.0.a` twice", content=OWN + "callbacks: [{a: 1, a: 2}]\n"),
     Wrong("a merge twice", "has `<<` twice", content=OWN + "<<: {seed: 3}\n<<: {seed: 4}\n"),
-    Wrong("a list for a key", "found unhashable key", content="? [a]\n: 1\n"),
-    Wrong("a template's braces", "found unhashable key", content="seed: {{ seed }}\n"),
-    Wrong("null for a key", "`None` (1) is no known key", content=OWN + "~: 1\n"),
+    Wrong("a list for a key", NO_TEXT.format("[a, b]", 2) + A_NAME, content="seed: 0\n? [a, b]\n: 1\n"),
+    Wrong("a template's braces", NO_TEXT.format("seed.{ seed }", 1) + A_NAME, content="seed: {{ seed }}\n"),
+    Wrong("null for a key", NO_TEXT.format("~", 1) + '"~", in quotes', content="~: 1\n" + OWN),
+    Wrong("null for a key in a section", NO_TEXT.format("trainer.null", 1), content="trainer: {null: 1}\n"),
+    Wrong("a number for a key", "`3` (1) is no known key. Known here:", content=OWN + "3: 1\n"),
     Wrong(
         "a call of Python",
         "(line 1): !!python/object/apply:os.system;",
@@ -94,8 +98,16 @@ FILES = [
     Wrong("bytes", "!!binary; write plain YAML", content=OWN.replace("seed: 0", "seed: !!binary aGVsbG8=")),
     Wrong("a set", "!!set; write plain YAML", content=OWN.replace("seed: 0", "seed: !!set {a, b}")),
     Wrong("a word as a date", "!!timestamp; write", content=OWN.replace("seed: 0", "seed: !!timestamp hello")),
-    Wrong("a word as an integer", "a value that cannot be read", content=OWN.replace("seed: 0", "seed: !!int hello")),
-    Wrong("a word as a truth", "a value that cannot be read", content=OWN.replace("seed: 0", "seed: !!bool hello")),
+    Wrong(
+        "a word as an integer",
+        "in which `trainer.max_steps` is `!!int hello` (line 1); give an integer, such as 3",
+        content="trainer: {max_steps: !!int hello}\n",
+    ),
+    Wrong(
+        "a word as a truth",
+        "in which `trainer.save_last` is `!!bool hello` (line 2); give true or false",
+        content="trainer:\n  save_last: !!bool hello\n",
+    ),
     Wrong("a date", "`seed` is '2001-01-01'; give an integer", content=OWN.replace("seed: 0", "seed: 2001-01-01")),
     Wrong("minutes", "`seed` is '1:30'; give an integer", content=OWN.replace("seed: 0", "seed: 1:30")),
     Wrong("an octal number", "`seed` is '010'; give an integer", content=OWN.replace("seed: 0", "seed: 010")),
@@ -282,6 +294,7 @@ CLASSES = [
     *_of("module.init_args.group_sise", (3, 'Did you mean "group_size"?')),
     *_of("nothing_like_it", (1, "`nothing_like_it` (1) is no known key. Known here:")),
     *_of("models", ([1], "`models` is [1]; give a mapping")),
+    *_of("placement", ({0: [0]}, '`placement.0` ([0]) has the key 0, and a key must be text; write "0", in quotes')),
     *_of("placement", ({"nobody": [0]}, "names no role of GRPO"), ({"actor": [7]}, "names the ranks 7")),
     *_of("nodes", ({"a": 1}, "write a list, each node as")),
     *_of("trainer.monitor", ("val/reward", "`trainer.save_top_k`")),
