@@ -249,8 +249,10 @@ PATHS = [
     *_of(f"{ACTOR}.model", ("nobody/nothing", "whose configuration cannot be loaded"), (3, "model` is 3; give a text")),
     *_of(
         "data.train.init_args.path",
-        ("", "path` is '', and there is no such file in"),
-        (".", "path` is '.', and there is no"),
+        ("", "path` is '', which names nothing; give a JSON Lines file"),
+        (".", "path` is '.', which is a folder; give a JSON Lines file, such as empty.jsonl"),
+        ("/dev/zero", "path` is '/dev/zero', which is a device; give a JSON Lines file"),
+        ("fifo", "path` is 'fifo', which is a pipe; give a JSON Lines file"),
     ),
 ]
 
@@ -330,8 +332,10 @@ OPTIONS = [
         (("--nodes+", "x"), "nodes are added as they are; write `--nodes`"),
         (("--module.clip.low", "nan"), "`module.clip.low` is"),
         (("--config", "nowhere.yaml"), "and there is no such file"),
-        (("--config", "."), "and there is no such file"),
-        (("--config", "/dev/zero"), "and there is no such file"),
+        (("--config", ""), "`--config` is '', which names nothing; give a YAML file"),
+        (("--config", "."), "`--config` is '.', which is a folder; give a YAML file, such as list.yaml"),
+        (("--config", "/dev/zero"), "`--config` is '/dev/zero', which is a device; give a YAML file"),
+        (("--config", "fifo"), "`--config` is 'fifo', which is a pipe; give a YAML file"),
         (("--config", "a" * 5_000), "cannot be read ([Errno 36]"),
         (("--config", "second.yaml"), "`trainer.max_steps` is 'late'; give an integer or null"),
         (("stray",), "`stray` is neither an option nor a value"),
