@@ -272,7 +272,12 @@ CLASSES = [
         ({"class_path": "rlflow.rewards.Reward"}, "which others are made of; name one of those, such as "),
         ({"class_path": 3}, "is 3; give the path"),
     ),
-    *_of(REWARD, ({"class_path": "a..b"}, "is 'a..b', which is no path of a class")),
+    *_of(
+        REWARD,
+        ({"class_path": "a..b"}, "reward.class_path` is 'a..b', which is no path of a class; write module.Class"),
+        ("a..b", "init_args.reward` is 'a..b', which is no path of a class; write module.Class"),
+        ({"class_path": "os.sep"}, "reward.class_path` names the class os.sep, which is no Reward; name one that is,"),
+    ),
     *(
         _function(path, f"function` is '{path}', a function of")
         for path in (
