@@ -47,6 +47,10 @@ MERGES = "m0: &m0 {k: 1}\n" + "".join(f"m{i}: &m{i}\n  <<: *m{i - 1}\n  p: *m{i 
 MANY = "holds more than 20,000 entries in `{}` (line {}) once its aliases (`*name`) are expanded; write what is meant"
 DEEP = "is nested too deeply (line {}); give at most 50 levels"
 NO_TEXT = "has the key `{}` (line {}), and a key must be text; write "
+AS_DATA = (
+    "`data.{}` is '{}', which names data, and a class is expected;"
+    " write `class_path: rlflow.data.{}` and `init_args: {{path: {}}}`"
+)
 A_NAME = "a name without brackets, or a text in quotes"
 
 
@@ -271,7 +275,14 @@ CLASSES = [
     *_of("strategy", ("fspd", 'Did you mean "fsdp"?'), ("subprocess.Popen", "which is no TrainingStrategy")),
     *_of(
         "data.train",
-        ("rows.jsonl", "but there is no module rows"),
+        ("rows.jsonl", AS_DATA.format("train", "rows.jsonl", "JSONL", "rows.jsonl")),
+        ("./my/rows.parquet", AS_DATA.format("train", "./my/rows.parquet", "Parquet", "./my/rows.parquet")),
+        ("openai/gsm8k", AS_DATA.format("train", "openai/gsm8k", "HuggingFace", "openai/gsm8k")),
+        ({"class_path": "a.json"}, AS_DATA.format("train.class_path", "a.json", "JSONL", "a.json")),
+        (
+            "my/rows.csv",
+            "`data.train` is 'my/rows.csv', which is no path of a class; write module.Class, such as rlflow.",
+        ),
         (None, "`data.train` is null; give a Source, such as `class_path: rlflow.data.JSONL` and"),
     ),
     *_of(
@@ -286,8 +297,11 @@ CLASSES = [
     ),
     *_of(
         REWARD,
-        ({"class_path": "a..b"}, "reward.class_path` is 'a..b', which is no path of a class; write module.Class"),
-        ("a..b", "init_args.reward` is 'a..b', which is no path of a class; write module.Class"),
+        (
+            {"class_path": "a..b"},
+            "reward.class_path` is 'a..b', which is no path of a class; write module.Class, such as rlflow.",
+        ),
+        ("a..b", "init_args.reward` is 'a..b', which is no path of a class; write module.Class, such as rlflow."),
         ({"class_path": "os.sep"}, "reward.class_path` names the class os.sep, which is no Reward; name one that is,"),
     ),
     *(
