@@ -194,7 +194,15 @@ NUMBERS = [
     ),
     *_of(f"{ACTOR}.epochs", (10**30, "give at most 9,223,372,036,854,775,807"), (0, "epochs` is 0; give 1 or more")),
     *_of("module.init_args.group_size", (10**30, "give at most 9,223"), (2.5, "group_size` is 2.5; give an integer")),
-    *_of("module.init_args.max_response_length", (2049, "its model takes 2048"), (INFINITE, "is inf; give an integer")),
+    *_of(
+        "module.init_args.max_response_length",
+        (
+            2049,
+            "takes 2048 (`max_position_embeddings` of its config.json);"
+            " lower `module.init_args.max_response_length` to at most 2044,",
+        ),
+        (INFINITE, "is inf; give an integer"),
+    ),
     *_of("module.init_args.clip.low", (NAN, "clip.low` is nan and"), ("x", "clip.low` is 'x'; give a number")),
     *_of("module.init_args.clip", ([1], "clip` is [1]; give a mapping of arguments, such as `{low: 0.2}`")),
     *_of(
@@ -205,7 +213,7 @@ NUMBERS = [
     *_of(
         "data.max_prompt_length",
         (10**30, "give at most 9,223"),
-        (3, "8 of 8 rows exceed `data.max_prompt_length` 3 tokens"),
+        (3, "; the longest prompt has 4. Raise `data.max_prompt_length` to at least 4"),
     ),
     *_of("data.prompts_per_step", (9, "rows.jsonl has 8 rows, fewer than"), (NAN, "is nan; give an integer")),
     *_of("trainer.max_steps", (10**30, "give at most 9,223"), ([2], "max_steps` is [2]; give an integer or null")),
