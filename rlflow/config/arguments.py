@@ -20,6 +20,7 @@ class Argument:
 
     hint: Any
     required: bool = False
+    default: Any = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ def arguments_of(cls: type) -> dict[str, Argument]:
                 hint = hints.get(each.name, Any)
                 if each.default is None and hint is not Any:
                     hint = hint | None
-                found.setdefault(each.name, Argument(hint, each.default is each.empty))
+                default = None if each.default is each.empty else each.default
+                found.setdefault(each.name, Argument(hint, each.default is each.empty, default))
         if all(each.kind is not each.VAR_KEYWORD for each in parameters):
             break
     return found

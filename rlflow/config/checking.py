@@ -23,19 +23,11 @@ from rlflow.config.arguments import (
     is_configured,
 )
 from rlflow.config.classes import class_named, such_as
+from rlflow.config.describing import described, example_of_one
 from rlflow.config.reading import read
 from rlflow.dag.annotations import choices
 from rlflow.errors import UserError, did_you_mean
 
-_NAMES = {
-    int: "an integer",
-    float: "a number",
-    str: "a text",
-    bool: "true or false",
-    list: "a list",
-    tuple: "a list",
-    dict: "a mapping",
-}
 MOST = 2**63 - 1
 _NUMBERS = (int, float, bool)
 _TO_CHOOSE = {"class_path", "init_args", "dict_kwargs"}
@@ -67,13 +59,14 @@ def mistakes(tree: Mapping[str, Any], shape: Group) -> Iterator[Mistake]:
     yield from _of_arguments(tree, shape.arguments, ())
 
 
-def mistakes_of(value: Any, hint: Any, keys: tuple[str, ...]) -> Iterator[Mistake]:
-    """All that is wrong with a value of a type."""
+def mistakes_of(value: Any, hint: Any, keys: tuple[str, ...], default: Any = None) -> Iterator[Mistake]:
+    """All that is wrong with a value of a type; a default is told as an example of it."""
     if isinstance(hint, Group):
         if isinstance(value, Mapping):
             yield from _of_arguments(value, hint.arguments, keys)
         elif value is not None:
-            yield Mistake(keys, "is {value}; give a mapping of keys", value, True)
+            form = f"a mapping of keys, such as `{example_of_one(hint.arguments)}`"
+            yield Mistake(keys, f"is {{value}}; give {form}", value, True)
         return
     if is_choice(hint, value) and not _is_mapping_of(hint):
         yield from _of_class(value, chosen_classes(hint), keys)
@@ -85,9 +78,12 @@ def mistakes_of(value: Any, hint: Any, keys: tuple[str, ...]) -> Iterator[Mistak
     entries = _entries(value, hint)
     if entries is not None:
         for key, each in entries:
-            yield from mistakes_of(each, _entry_hint(hint, key), (*keys, str(key)))
+            if isinstance(value, Mapping) and not isinstance(key, str) and _is_mapping_of(hint, str):
+                found = f'({{value}}) has the key {key}, and a key must be text; write "{key}", in quotes'
+                yield Mistake((*keys, str(key)), found, each, True)
+            yield from mistakes_of(each, _entry_hint(hint, value), (*keys, str(key)))
     elif not accepts(hint, value):
-        yield Mistake(keys, f"is {{value}}; give {described(hint)}", value, True)
+        yield Mistake(keys, f"is {{value}}; give {described(hint, default)}", value, True)
 
 
 def unreal_numbers(config: Any, keys: tuple[str, ...] = ()) -> Iterator[Mistake]:
@@ -138,35 +134,12 @@ def _number(text: str, choices_of_it: list[Any]) -> Any:
         return text
 
 
-def described(hint: Any) -> str:
-    """What to give: `an integer or null`."""
-    wanted = []
-    for choice in choices(hint):
-        if get_origin(choice) is Literal:
-            wanted.append(f"one of {', '.join(map(repr, get_args(choice)))}")
-        elif choice is not NoneType:
-            wanted.append(_name(choice))
-    if fields_of(hint, {}) is not None:
-        wanted = [each for each in wanted if each.startswith(("one of", *_NAMES.values()))]
-        wanted.append("a mapping of arguments")
-    if len(wanted) == 2 and wanted[0].startswith("one of"):
-        wanted[0] += ","
-    null = ["null"] if NoneType in choices(hint) else []
-    return " or ".join([*wanted, *null])
-
-
-def _name(hint: Any) -> str:
-    plain = get_origin(hint) or hint
-    count = len(get_args(hint)) if plain is tuple and Ellipsis not in get_args(hint) else 0
-    return f"a list of {count}" if count else _NAMES.get(plain, f"a {getattr(plain, '__name__', str(plain))}")
-
-
 def _of_arguments(
     tree: Mapping[str, Any], arguments: Mapping[str, Argument], keys: tuple[str, ...]
 ) -> Iterator[Mistake]:
     for key, value in tree.items():
         if key in arguments:
-            yield from mistakes_of(value, arguments[key].hint, (*keys, key))
+            yield from mistakes_of(value, arguments[key].hint, (*keys, key), arguments[key].default)
         else:
             known = ", ".join(sorted(arguments))
             hint = did_you_mean(str(key), arguments) or (f" Known here: {known}" if known else " It takes none")
@@ -193,11 +166,11 @@ def _of_class(value: Mapping[str, Any], classes: list[type], keys: tuple[str, ..
     try:
         cls = class_named(path, classes)
     except UserError as error:
-        yield Mistake(keys, str(error), path)
+        yield Mistake((*keys, "class_path"), str(error), path)
         return
     if isabstract(cls):
         others = f"which others are made of; name one of those{such_as(path, classes)}"
-        yield Mistake(keys, f"names the class {path}, {others}", path)
+        yield Mistake((*keys, "class_path"), f"names the class {path}, {others}", path)
     if isinstance(inner, Mapping):
         yield from _of_arguments(inner, arguments_of(cls), (*keys, "init_args"))
     else:
@@ -216,8 +189,10 @@ def _of_implied_class(value: Mapping[str, Any], classes: list[type], keys: tuple
     yield Mistake(within if first is None else (*within, str(first)), found, inner if first is None else inner[first])
 
 
-def _is_mapping_of(hint: Any) -> bool:
-    return any(get_origin(choice) is dict or choice is dict for choice in choices(hint))
+def _is_mapping_of(hint: Any, keys: type | None = None) -> bool:
+    """Whether one of its types is a mapping, whose keys are of this type if one is given."""
+    mappings = [choice for choice in choices(hint) if get_origin(choice) is dict or choice is dict]
+    return bool(mappings) and (keys is None or all(get_args(each)[:1] == (keys,) for each in mappings))
 
 
 def _entries(value: Any, hint: Any) -> list[tuple[Any, Any]] | None:
@@ -230,7 +205,7 @@ def _entries(value: Any, hint: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _entry_hint(hint: Any, key: Any) -> Any:
-    wanted = list if isinstance(key, int) else dict
+def _entry_hint(hint: Any, value: Any) -> Any:
+    wanted = list if isinstance(value, list) else dict
     found = (get_args(choice)[-1] for choice in choices(hint) if get_origin(choice) is wanted)
     return next(found, Any)

@@ -13,7 +13,7 @@ from rlflow.dag.problems import GraphError
 from rlflow.errors import SETTING, UserError
 from rlflow.loggers.secrets import HIDDEN, is_secret_key, text_without_secrets, without_secrets
 
-ARGUMENTS = "init_args"
+CLASS, ARGUMENTS = "class_path", "init_args"
 
 
 class ConfigError(UserError):
@@ -32,7 +32,7 @@ class ConfigError(UserError):
 
 
 class WrittenKeys:
-    """Keys as the user wrote them: with or without `init_args` in between.
+    """Keys as the user wrote them: with or without `init_args` in between, and `class_path` at their end.
 
     Args:
         layers: The configs and options, the last of which wins.
@@ -75,20 +75,26 @@ class WrittenKeys:
 
 
 def _along(tree: Any, keys: Sequence[str]) -> tuple[int, tuple[str, ...]]:
-    """How many of the keys a tree has, and the keys without each `init_args` that it leaves out."""
+    """How many of the keys a tree has, and the keys without each `class_path` and `init_args` that it leaves out."""
     found: list[str] = []
     for count, key in enumerate(keys):
-        here = isinstance(tree, Mapping)
-        if here and key in tree:
+        if isinstance(tree, Mapping) and key in tree:
             tree = tree[key]
         elif isinstance(tree, list) and key.isdigit() and int(key) < len(tree):
             tree = tree[int(key)]
-        elif here and key == ARGUMENTS and "class_path" not in tree and tree:
+        elif _leaves_out(tree, key):
             continue
         else:
             return count, (*found, *keys[count:])
         found.append(key)
     return len(keys), tuple(found)
+
+
+def _leaves_out(tree: Any, key: str) -> bool:
+    """Whether a tree is the arguments of an implied class, or a class by its path alone, where this key would stand."""
+    if isinstance(tree, Mapping):
+        return key == ARGUMENTS and CLASS not in tree and bool(tree)
+    return key == CLASS and isinstance(tree, str | Text)
 
 
 def _whole(keys: Sequence[str], config: Any) -> tuple[str, ...] | None:

@@ -13,6 +13,7 @@ import yaml
 
 from rlflow.config.reading import MOST_BYTES, composed, constructed, read
 from rlflow.errors import UserError, one_line
+from rlflow.no_file import no_file
 
 CONFIG = "config"
 MOST_KEYS = 20  # of an option: `--a.b.c` has three
@@ -108,7 +109,7 @@ def _file(path: str) -> Layer:
     what = f"`--{CONFIG}` is {path!r:.200}"
     try:
         if not Path(path).is_file():
-            raise UserError(f"{what}, and there is no such file in {Path.cwd()}; check the path")
+            raise UserError(f"{what}{no_file(path, 'a YAML file', '.yaml', '.yml')}")
         size = Path(path).stat().st_size
         if size > MOST_BYTES:
             raise UserError(f"{what}, which has {size:,} bytes, and a config has at most {MOST_BYTES:,}; name a config")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rlflow.data.lengths import DIGEST, PROMPT, RESPONSE
@@ -77,7 +78,8 @@ def scan(source: Source, data: PromptData, counts: Tensor) -> Scan:
             longest += f", the longest response {int(responses.max())}"
         raise UserError(
             f"{len(dropped):,} of {len(counts):,} rows exceed {limits} tokens, the first of them {places[0]};"
-            f" {longest}. Raise the limit" + (", or set `data.overlong: drop`" if len(kept) else "")
+            f" {longest}. Raise {_enough(data, prompts, responses)}"
+            + (", or set `data.overlong: drop`" if len(kept) else "")
         )
     return Scan(
         source=source.name,
@@ -89,3 +91,19 @@ def scan(source: Source, data: PromptData, counts: Tensor) -> Scan:
         longest_row=int((prompts + responses)[kept].max()),
         digest=hashlib.sha256(counts[kept][:, DIGEST].contiguous().numpy().tobytes()).hexdigest(),
     )
+
+
+def _enough(data: PromptData, prompts: Tensor, responses: Tensor) -> str:
+    """The limits that are too low, and the least that keeps all rows; where rows are dropped, that keeps one."""
+    limits = {"max_prompt_length": data.max_prompt_length}
+    lengths = {"max_prompt_length": prompts}
+    if data.max_response_length is not None:
+        limits["max_response_length"] = data.max_response_length
+        lengths["max_response_length"] = responses
+    if data.overlong == "error":
+        needed = {name: int(of_rows.max()) for name, of_rows in lengths.items()}
+    else:
+        beyond = torch.stack([(of_rows - limits[name]).clamp(min=0) for name, of_rows in lengths.items()])
+        nearest = int(beyond.sum(dim=0).argmin())
+        needed = {name: int(of_rows[nearest]) for name, of_rows in lengths.items()}
+    return " and ".join(f"`data.{name}` to at least {each}" for name, each in needed.items() if each > limits[name])

@@ -20,6 +20,7 @@ from threading import Lock
 from typing import Any, BinaryIO, cast
 
 from rlflow.errors import UserError, did_you_mean, one_line
+from rlflow.no_file import no_file
 from rlflow.process.hub import offline_unless_reached
 
 MOST_LETTERS = 1000  # of a path
@@ -94,11 +95,15 @@ class JSONL(Source):
 
     def digest(self) -> str | None:
         """Of the file's bytes."""
-        return digest_of_files(_existing(self.path), [_existing(self.path)])
+        return digest_of_files(self._existing, [self._existing])
 
     @cached_property
     def _file(self) -> BinaryIO:
-        return _existing(self.path).open("rb")
+        return self._existing.open("rb")
+
+    @property
+    def _existing(self) -> Path:
+        return _existing(self.path, "a JSON Lines file", ".jsonl", ".json")
 
     @cached_property
     def _lines(self) -> tuple[array[int], array[int], array[int]]:
@@ -155,14 +160,18 @@ class Parquet(Source):
 
     def digest(self) -> str | None:
         """Of the files' bytes and their places in the folder."""
-        path = _existing(self.path, folder=True)
+        path = self._existing
         return digest_of_files(path, sorted(path.rglob("*")) if path.is_dir() else [path])
+
+    @property
+    def _existing(self) -> Path:
+        return _existing(self.path, "a Parquet file or a folder of them", ".parquet", folder=True)
 
     @cached_property
     def _groups(self) -> _RowGroups:
         import pyarrow
 
-        path = _existing(self.path, folder=True)
+        path = self._existing
         try:
             return _RowGroups(path)
         except (pyarrow.ArrowException, OSError) as error:
@@ -285,14 +294,14 @@ def digest_of_files(folder: Path, files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _existing(path: str, folder: bool = False) -> Path:
+def _existing(path: str, wanted: str, *endings: str, folder: bool = False) -> Path:
     found = Path(path)
     try:
         is_there = found.is_file() or (folder and found.is_dir())
     except (OSError, ValueError):  # no name that a file can have
         is_there = False
     if not is_there:
-        raise UserError(f"`path` is {path!r:.200}, and there is no such file in {Path.cwd()}; check it")
+        raise UserError(f"`path` is {path!r:.200}{no_file(path, wanted, *endings)}")
     return found
 
 

@@ -44,7 +44,7 @@ def _limit(config: Any) -> tuple[str, int] | None:
     return "max_position_embeddings", limit
 
 
-def check_positions(config: Any, tokens: int, role: str, of: str) -> None:
+def check_positions(config: Any, tokens: int, role: str, of: str, prompt: int | None = None) -> None:
     """Refuse sequences that are longer than a model takes.
 
     Args:
@@ -52,17 +52,23 @@ def check_positions(config: Any, tokens: int, role: str, of: str) -> None:
         tokens: Of the longest sequence.
         role: For the message.
         of: What the sequence is, for the message.
+        prompt: Tokens of it that are the prompt's, where the rest is a response that is generated.
 
     Raises:
         UserError: They are longer.
     """
     limit = _limit(config)
-    if limit is not None and tokens > limit[1]:
-        raise UserError(
-            f"`{role}` reads {of}, {tokens} tokens, and its model takes {limit[1]} (`{limit[0]}` of its"
-            " config.json); lower `data.max_prompt_length` or `module.max_response_length`, or take a model of longer"
-            " context"
-        )
+    if limit is None or tokens <= limit[1]:
+        return
+    lower = "`data.max_prompt_length` or `module.max_response_length`"
+    if prompt is not None and prompt < limit[1]:
+        lower = f"`module.max_response_length` to at most {limit[1] - prompt}, or `data.max_prompt_length`"
+    elif prompt is not None:
+        lower = f"`data.max_prompt_length` to less than {limit[1]}"
+    raise UserError(
+        f"`{role}` reads {of}, {tokens} tokens, and its model takes {limit[1]} (`{limit[0]}` of its config.json);"
+        f" lower {lower}, or take a model of longer context"
+    )
 
 
 def cached_bytes(config: Any, dtype: torch.dtype, ranks: int) -> int:

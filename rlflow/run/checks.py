@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -166,12 +167,12 @@ def check_rows(prepared: Prepared) -> None:
     prepared.train.require_enough()
     prompt, response = prepared.longest_prompt, module.max_response_length
     longest_row = max(loader.scan.longest_row for loader in prepared.loaders if loader is not None)
-    for role in prepared.paths:
+    for role in sorted(prepared.paths, key=lambda role: positions(prepared.configs[role]) or inf):
         config = prepared.configs[role]
         check_positions(config, longest_row, role, "the longest row of the data")
         if prepared.generates:
             of = f"a prompt of {prompt} tokens and a response of up to {response}"
-            check_positions(config, prompt + response, role, of)
+            check_positions(config, prompt + response, role, of, prompt)
     for policy, engine in prepared.engines.own.items() if prepared.generates else ():
         config = prepared.configs[policy]
         with about(engine):

@@ -94,7 +94,7 @@ CASES: list[Case] = [
     (
         "a path of a file for a class",
         {"module.class_path": "../my.py"},
-        "`module` is '../my.py', which is no path",
+        "`module.class_path` is '../my.py', which is no path",
     ),
     (
         "an argument left out of a class in a mapping",
@@ -115,30 +115,30 @@ CASES: list[Case] = [
     (
         "a misspelt class within a class",
         {"module.init_args.reward.class_path": "rlflow.rewards.ExactMatsh"},
-        "`module.init_args.reward` names the class rlflow.rewards.ExactMatsh, but rlflow.rewards has no ExactMatsh."
-        ' Did you mean "ExactMatch"?',
+        "`module.init_args.reward.class_path` names the class rlflow.rewards.ExactMatsh, but rlflow.rewards has no"
+        ' ExactMatsh. Did you mean "ExactMatch"?',
     ),
     (
         "a misspelt module",
         {"module.class_path": "my_algoritm.ShortGRPO"},
-        "`module` names the class my_algoritm.ShortGRPO, but there is no module my_algoritm."
+        "`module.class_path` names the class my_algoritm.ShortGRPO, but there is no module my_algoritm."
         ' Did you mean "my_algorithm"?',
     ),
     (
         "a misspelt short class",
         {"module.class_path": "GRP"},
-        '`module` names the class GRP, which is not known without its module. Did you mean "GRPO"?',
+        '`module.class_path` names the class GRP, which is not known without its module. Did you mean "GRPO"?',
     ),
     (
         "a module that cannot be imported",
         {"module.class_path": "broken_algorithm.GRPO"},
-        "`module` names the class broken_algorithm.GRPO, which cannot be imported (No module named"
+        "`module.class_path` names the class broken_algorithm.GRPO, which cannot be imported (No module named"
         " 'a_module_that_nobody_has'); mend its module",
     ),
     (
         "a class of another kind",
         {"data.train.class_path": "rlflow.rewards.ExactMatch"},
-        "`data.train` names the class rlflow.rewards.ExactMatch, which is no Source; name one that is",
+        "`data.train.class_path` names the class rlflow.rewards.ExactMatch, which is no Source; name one that is",
     ),
     (
         "arguments without a class",

@@ -84,8 +84,8 @@ CASES: list[Case] = [
         "a prompt and a response beyond the model",
         {"module.init_args.max_response_length": 2045},
         "`actor` reads a prompt of 4 tokens and a response of up to 2045, 2049 tokens, and its model takes 2048"
-        " (`max_position_embeddings` of its config.json); lower `data.max_prompt_length` or"
-        " `module.init_args.max_response_length`, or take",
+        " (`max_position_embeddings` of its config.json); lower `module.init_args.max_response_length` to at most 2044,"
+        " or `data.max_prompt_length`, or take",
     ),
     (
         "a row beyond the model",

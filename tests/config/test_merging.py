@@ -109,3 +109,21 @@ def test_a_key_is_named_as_it_is_written(trees: list[dict[str, Any]], options: l
     given = [*(Layer("file", tree) for tree in trees), *layers(options)]
     keys = WrittenKeys(given, Merging({}).merged(given, TAKES))
     assert keys.key(("shape", "init_args", "side")) == key
+
+
+@pytest.mark.parametrize(
+    ("trees", "options", "key"),
+    [
+        ([SQUARE], [], "shape.class_path"),
+        ([{"shape": f"{HERE}.Square"}], [], "shape"),
+        ([SQUARE], ["--shape", "Post"], "shape"),  # the option wins, and is named
+        ([{"shape": f"{HERE}.Square"}], ["--shape.class_path", "Post"], "shape.class_path"),
+        ([SQUARE], ["--shape.side", "3"], "shape.class_path"),
+    ],
+)
+def test_a_class_is_named_by_its_class_path_where_that_is_written(
+    trees: list[dict[str, Any]], options: list[str], key: str
+) -> None:
+    given = [*(Layer("file", tree) for tree in trees), *layers(options)]
+    keys = WrittenKeys(given, Merging({}).merged(given, TAKES))
+    assert keys.key(("shape", "class_path")) == key

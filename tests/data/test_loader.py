@@ -162,7 +162,7 @@ def test_a_prompt_that_is_too_long_stops_the_run_by_default() -> None:
 
     assert str(raised.value) == (
         "2 of 3 rows exceed `data.max_prompt_length` 3 tokens, the first of them listed, row 1; the longest prompt"
-        " has 5. Raise the limit, or set `data.overlong: drop`"
+        " has 5. Raise `data.max_prompt_length` to at least 5, or set `data.overlong: drop`"
     )
 
 
@@ -175,8 +175,19 @@ def test_a_response_that_is_too_long_counts_its_end() -> None:
 
 
 def test_dropping_every_row_is_an_error() -> None:
-    with pytest.raises(UserError, match=r"2 of 2 rows exceed .* Raise the limit$"):
+    with pytest.raises(UserError, match=r"2 of 2 rows exceed .* Raise `data.max_prompt_length` to at least 2$"):
         loader(numbered(12)[10:], max_prompt_length=1, overlong="drop")  # two digits each
+
+
+def test_the_limits_that_are_told_keep_all_rows_and_where_rows_are_dropped_the_nearest() -> None:
+    rows = [{"question": "abcd", "answer": "12"}, {"question": "ab", "answer": "123"}]
+    limits = {"response": "answer", "max_prompt_length": 1, "max_response_length": 2}
+    told = "Raise `data.max_prompt_length` to at least {} and `data.max_response_length` to at least {}"
+    with pytest.raises(UserError, match=told.format(4, 4) + "$"):
+        loader(rows, **limits)
+    with pytest.raises(UserError, match=told.format(2, 4) + "$"):
+        loader(rows, overlong="drop", **limits)
+    assert loader(rows, overlong="drop", **(limits | {"max_prompt_length": 2, "max_response_length": 4})).size == 1
 
 
 def test_an_empty_dataset_is_refused() -> None:

@@ -139,13 +139,24 @@ def test_a_digest_is_of_the_rows_and_not_of_their_place(written, tmp_path: Path)
 def test_a_source_opens_nothing_until_it_is_read(kind) -> None:
     source = kind("nowhere/data")
 
-    with pytest.raises(UserError, match=r"`path` is 'nowhere/data', and there is no such file in .*; check it"):
+    with pytest.raises(UserError, match=r"`path` is 'nowhere/data', and there is no such file in .*; check the path"):
         len(source)
 
 
 def test_a_folder_is_no_jsonl_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no such file"):
+    with pytest.raises(UserError, match=r"which is a folder; give a JSON Lines file$"):
         len(JSONL(str(tmp_path)))
+    (tmp_path / "b.jsonl").touch()
+    (tmp_path / "a.parquet").touch()
+    with pytest.raises(UserError, match=r"which is a folder; give a JSON Lines file, such as .*/b\.jsonl$"):
+        len(JSONL(str(tmp_path)))
+
+
+def test_a_device_is_no_source_and_is_not_read() -> None:
+    with pytest.raises(UserError, match=r"`path` is '/dev/zero', which is a device; give a JSON Lines file$"):
+        len(JSONL("/dev/zero"))
+    with pytest.raises(UserError, match=r"which is a device; give a Parquet file or a folder of them$"):
+        len(Parquet("/dev/zero"))
 
 
 def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path: Path) -> None:

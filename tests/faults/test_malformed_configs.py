@@ -22,8 +22,8 @@ MOST_BYTES, MOST_S = 2**30, 10.0
 # How a line says what is legal: a bound, a form, the nearest name, all names, or what to do.
 LEGAL = re.compile(
     r"; (give|name|write|set|check|save it as|mend|lower|leave one out|make|take)\b|Did you mean|Known here: "
-    r"|its roles are |a config has (a few levels|at most)|, so (give|the metric)|Raise the limit|For more use `"
-    r"|no setting lies so deep|an option is `"
+    r"|its roles are |a config has at most|, so (give|the metric)|For more use `"
+    r"|Raise `data\.\w+` to at least \d+|no setting lies so deep|an option is `"
 )
 
 

@@ -44,8 +44,14 @@ def _nines(opening: str, closing: str, entry: str) -> str:
 
 LISTS, MAPPINGS = _nines("[", "]", "{1}"), _nines("{{", "}}", "k{0}: {1}").replace("{{", "{").replace("}}", "}")
 MERGES = "m0: &m0 {k: 1}\n" + "".join(f"m{i}: &m{i}\n  <<: *m{i - 1}\n  p: *m{i - 1}\n" for i in range(1, 25))
-MANY = "holds more than 20,000 entries once its aliases"
-DEEP = "is nested too deeply"
+MANY = "holds more than 20,000 entries in `{}` (line {}) once its aliases (`*name`) are expanded; write what is meant"
+DEEP = "is nested too deeply (line {}); give at most 50 levels"
+NO_TEXT = "has the key `{}` (line {}), and a key must be text; write "
+AS_DATA = (
+    "`data.{}` is '{}', which names data, and a class is expected;"
+    " write `class_path: rlflow.data.{}` and `init_args: {{path: {}}}`"
+)
+A_NAME = "a name without brackets, or a text in quotes"
 
 
 def _of(key: str, *pairs: tuple[Any, str]) -> list[Wrong]:
@@ -61,14 +67,14 @@ def _function(path: Any, line: str) -> Wrong:
 
 
 FILES = [
-    Wrong("lists that explode", MANY, content=LISTS),
-    Wrong("mappings that explode", MANY, content=MAPPINGS),
-    Wrong("merges that explode", MANY, content=MERGES),
-    Wrong("many entries", MANY, content="a: [" + "1," * 21_000 + "]\n"),
-    Wrong("deep lists", DEEP, content="x: " + "[" * 5_000 + "]" * 5_000),
-    Wrong("deep lists without an end", DEEP, content="[" * 50_000),
-    Wrong("deep mappings", DEEP, content="a: " + "{a: " * 3_000 + "1" + "}" * 3_000),
-    Wrong("deep blocks", DEEP, content="".join(" " * i + "a:\n" for i in range(600))),
+    Wrong("lists that explode", MANY.format("a5", 6), content=LISTS),
+    Wrong("mappings that explode", MANY.format("a4", 5), content=MAPPINGS),
+    Wrong("merges that explode", MANY.format("m12", 35), content=MERGES),
+    Wrong("many entries", MANY.format("a", 2), content="seed: 0\na: [" + "1," * 21_000 + "]\n"),
+    Wrong("deep lists", DEEP.format(2), content="seed: 0\nx: " + "[" * 5_000 + "]" * 5_000),
+    Wrong("deep lists without an end", DEEP.format(1), content="[" * 50_000),
+    Wrong("deep mappings", DEEP.format(1), content="a: " + "{a: " * 3_000 + "1" + "}" * 3_000),
+    Wrong("deep blocks", DEEP.format(51), content="".join(" " * i + "a:\n" for i in range(600))),
     Wrong("a list in itself", "refers to itself (line 1)", content="a: &a [*a]\n"),
     Wrong("a section in itself", "refers to itself (line 1)", content="trainer: &t {max_steps: *t}\n"),
     Wrong("an unknown alias", "is not YAML (found undefined alias 'b', line 1)", content="trainer: *b\n"),
@@ -81,9 +87,11 @@ FILES = [
     Wrong("a key in quotes again", "has `seed` twice", content=OWN + "'seed': 1\n"),
     Wrong("a key twice in a list", "has `callbacks.0.a` twice", content=OWN + "callbacks: [{a: 1, a: 2}]\n"),
     Wrong("a merge twice", "has `<<` twice", content=OWN + "<<: {seed: 3}\n<<: {seed: 4}\n"),
-    Wrong("a list for a key", "found unhashable key", content="? [a]\n: 1\n"),
-    Wrong("a template's braces", "found unhashable key", content="seed: {{ seed }}\n"),
-    Wrong("null for a key", "`None` (1) is no known key", content=OWN + "~: 1\n"),
+    Wrong("a list for a key", NO_TEXT.format("[a, b]", 2) + A_NAME, content="seed: 0\n? [a, b]\n: 1\n"),
+    Wrong("a template's braces", NO_TEXT.format("seed.{ seed }", 1) + A_NAME, content="seed: {{ seed }}\n"),
+    Wrong("null for a key", NO_TEXT.format("~", 1) + '"~", in quotes', content="~: 1\n" + OWN),
+    Wrong("null for a key in a section", NO_TEXT.format("trainer.null", 1), content="trainer: {null: 1}\n"),
+    Wrong("a number for a key", "`3` (1) is no known key. Known here:", content=OWN + "3: 1\n"),
     Wrong(
         "a call of Python",
         "(line 1): !!python/object/apply:os.system;",
@@ -94,8 +102,16 @@ FILES = [
     Wrong("bytes", "!!binary; write plain YAML", content=OWN.replace("seed: 0", "seed: !!binary aGVsbG8=")),
     Wrong("a set", "!!set; write plain YAML", content=OWN.replace("seed: 0", "seed: !!set {a, b}")),
     Wrong("a word as a date", "!!timestamp; write", content=OWN.replace("seed: 0", "seed: !!timestamp hello")),
-    Wrong("a word as an integer", "a value that cannot be read", content=OWN.replace("seed: 0", "seed: !!int hello")),
-    Wrong("a word as a truth", "a value that cannot be read", content=OWN.replace("seed: 0", "seed: !!bool hello")),
+    Wrong(
+        "a word as an integer",
+        "in which `trainer.max_steps` is `!!int hello` (line 1); give an integer, such as 3",
+        content="trainer: {max_steps: !!int hello}\n",
+    ),
+    Wrong(
+        "a word as a truth",
+        "in which `trainer.save_last` is `!!bool hello` (line 2); give true or false",
+        content="trainer:\n  save_last: !!bool hello\n",
+    ),
     Wrong("a date", "`seed` is '2001-01-01'; give an integer", content=OWN.replace("seed: 0", "seed: 2001-01-01")),
     Wrong("minutes", "`seed` is '1:30'; give an integer", content=OWN.replace("seed: 0", "seed: 1:30")),
     Wrong("an octal number", "`seed` is '010'; give an integer", content=OWN.replace("seed: 0", "seed: 010")),
@@ -169,18 +185,26 @@ NUMBERS = [
     *_of(
         f"{ACTOR}.optimizer.betas",
         ([0.9, 2.0], "betas` is (0.9, 2.0); give two numbers"),
-        (0.9, "betas` is 0.9; give a list of 2"),
+        (0.9, "betas` is 0.9; give a list of 2 numbers, such as `[0.9, 0.999]`"),
     ),
     *_of(
         f"{ACTOR}.optimizer",
-        ([1], "optimizer` is [1]; give a mapping of arguments or null"),
+        ([1], "optimizer` is [1]; give a mapping of arguments or null, such as `{name: adamw}`"),
         ("adam", "is 'adam'; give a mapping"),
     ),
     *_of(f"{ACTOR}.epochs", (10**30, "give at most 9,223,372,036,854,775,807"), (0, "epochs` is 0; give 1 or more")),
     *_of("module.init_args.group_size", (10**30, "give at most 9,223"), (2.5, "group_size` is 2.5; give an integer")),
-    *_of("module.init_args.max_response_length", (2049, "its model takes 2048"), (INFINITE, "is inf; give an integer")),
+    *_of(
+        "module.init_args.max_response_length",
+        (
+            2049,
+            "takes 2048 (`max_position_embeddings` of its config.json);"
+            " lower `module.init_args.max_response_length` to at most 2044,",
+        ),
+        (INFINITE, "is inf; give an integer"),
+    ),
     *_of("module.init_args.clip.low", (NAN, "clip.low` is nan and"), ("x", "clip.low` is 'x'; give a number")),
-    *_of("module.init_args.clip", ([1], "clip` is [1]; give a mapping of arguments")),
+    *_of("module.init_args.clip", ([1], "clip` is [1]; give a mapping of arguments, such as `{low: 0.2}`")),
     *_of(
         "module.init_args.kl.coef",
         (INFINITE, "kl.coef` is inf; give 0 or more"),
@@ -189,7 +213,7 @@ NUMBERS = [
     *_of(
         "data.max_prompt_length",
         (10**30, "give at most 9,223"),
-        (3, "8 of 8 rows exceed `data.max_prompt_length` 3 tokens"),
+        (3, "; the longest prompt has 4. Raise `data.max_prompt_length` to at least 4"),
     ),
     *_of("data.prompts_per_step", (9, "rows.jsonl has 8 rows, fewer than"), (NAN, "is nan; give an integer")),
     *_of("trainer.max_steps", (10**30, "give at most 9,223"), ([2], "max_steps` is [2]; give an integer or null")),
@@ -225,10 +249,10 @@ PATHS = [
     ),
     *_of(
         "trainer",
-        ("fifo", "`trainer` is 'fifo'; give a mapping of keys"),
+        ("fifo", "`trainer` is 'fifo'; give a mapping of keys, such as `{run_dir: runs/default}`"),
         ([1], "`trainer` is [1]; give a mapping of keys"),
     ),
-    *_of("data", ("/dev/zero", "`data` is '/dev/zero'; give a mapping of keys")),
+    *_of("data", ("/dev/zero", "`data` is '/dev/zero'; give a mapping of keys, such as `{train: {class_path: ")),
     *_of(
         f"{ACTOR}.model",
         ("", "which has no config.json"),
@@ -237,8 +261,10 @@ PATHS = [
     *_of(f"{ACTOR}.model", ("nobody/nothing", "whose configuration cannot be loaded"), (3, "model` is 3; give a text")),
     *_of(
         "data.train.init_args.path",
-        ("", "path` is '', and there is no such file in"),
-        (".", "path` is '.', and there is no"),
+        ("", "path` is '', which names nothing; give a JSON Lines file"),
+        (".", "path` is '.', which is a folder; give a JSON Lines file, such as empty.jsonl"),
+        ("/dev/zero", "path` is '/dev/zero', which is a device; give a JSON Lines file"),
+        ("fifo", "path` is 'fifo', which is a pipe; give a JSON Lines file"),
     ),
 ]
 
@@ -247,18 +273,45 @@ CLASSES = [
         "module",
         ("os.system", "which is no RLModule; name one that is, such as "),
         ("builtins.exec", "which is no RLModule"),
-        ([1], "`module` is [1]; give"),
+        ([1], "`module` is [1]; give a RLModule, such as `class_path: rlflow.algorithms.GRPO` and `init_args: {"),
     ),
-    *_of("rollout", ("os.system", "which is no RolloutEngine"), (3, "`rollout` is 3; give a RolloutEngine or null")),
+    *_of(
+        "rollout",
+        ("os.system", "which is no RolloutEngine"),
+        (3, "`rollout` is 3; give a RolloutEngine or null, such as `class_path: rlflow.rollout."),
+    ),
     *_of("strategy", ("fspd", 'Did you mean "fsdp"?'), ("subprocess.Popen", "which is no TrainingStrategy")),
-    *_of("data.train", ("rows.jsonl", "but there is no module rows"), (None, "`data.train` is null; give a Source")),
-    *_of("logger", (3, "`logger` is 3; give a list"), ([{"class_path": "os.system"}], "which is no Logger")),
+    *_of(
+        "data.train",
+        ("rows.jsonl", AS_DATA.format("train", "rows.jsonl", "JSONL", "rows.jsonl")),
+        ("./my/rows.parquet", AS_DATA.format("train", "./my/rows.parquet", "Parquet", "./my/rows.parquet")),
+        ("openai/gsm8k", AS_DATA.format("train", "openai/gsm8k", "HuggingFace", "openai/gsm8k")),
+        ({"class_path": "a.json"}, AS_DATA.format("train.class_path", "a.json", "JSONL", "a.json")),
+        (
+            "my/rows.csv",
+            "`data.train` is 'my/rows.csv', which is no path of a class; write module.Class, such as rlflow.",
+        ),
+        (None, "`data.train` is null; give a Source, such as `class_path: rlflow.data.JSONL` and"),
+    ),
+    *_of(
+        "logger",
+        (3, "`logger` is 3; give a list of Loggers, such as `[{class_path: rlflow.loggers.JSONLLogger}]`"),
+        ([{"class_path": "os.system"}], "which is no Logger"),
+    ),
     *_of(
         REWARD,
         ({"class_path": "rlflow.rewards.Reward"}, "which others are made of; name one of those, such as "),
         ({"class_path": 3}, "is 3; give the path"),
     ),
-    *_of(REWARD, ({"class_path": "a..b"}, "is 'a..b', which is no path of a class")),
+    *_of(
+        REWARD,
+        (
+            {"class_path": "a..b"},
+            "reward.class_path` is 'a..b', which is no path of a class; write module.Class, such as rlflow.",
+        ),
+        ("a..b", "init_args.reward` is 'a..b', which is no path of a class; write module.Class, such as rlflow."),
+        ({"class_path": "os.sep"}, "reward.class_path` names the class os.sep, which is no Reward; name one that is,"),
+    ),
     *(
         _function(path, f"function` is '{path}', a function of")
         for path in (
@@ -281,7 +334,9 @@ CLASSES = [
     *_of("trainer.max_step", (3, 'Did you mean "max_steps"?')),
     *_of("module.init_args.group_sise", (3, 'Did you mean "group_size"?')),
     *_of("nothing_like_it", (1, "`nothing_like_it` (1) is no known key. Known here:")),
-    *_of("models", ([1], "`models` is [1]; give a mapping")),
+    *_of("models", ([1], "`models` is [1]; give a mapping of names to ModelHandles, such as `{name: {class_path: ")),
+    *_of("engines", ([1], "`engines` is [1]; give a mapping of names to Shares or RolloutEngines, such as `{name: ")),
+    *_of("placement", ({0: [0]}, '`placement.0` ([0]) has the key 0, and a key must be text; write "0", in quotes')),
     *_of("placement", ({"nobody": [0]}, "names no role of GRPO"), ({"actor": [7]}, "names the ranks 7")),
     *_of("nodes", ({"a": 1}, "write a list, each node as")),
     *_of("trainer.monitor", ("val/reward", "`trainer.save_top_k`")),
@@ -317,8 +372,10 @@ OPTIONS = [
         (("--nodes+", "x"), "nodes are added as they are; write `--nodes`"),
         (("--module.clip.low", "nan"), "`module.clip.low` is"),
         (("--config", "nowhere.yaml"), "and there is no such file"),
-        (("--config", "."), "and there is no such file"),
-        (("--config", "/dev/zero"), "and there is no such file"),
+        (("--config", ""), "`--config` is '', which names nothing; give a YAML file"),
+        (("--config", "."), "`--config` is '.', which is a folder; give a YAML file, such as list.yaml"),
+        (("--config", "/dev/zero"), "`--config` is '/dev/zero', which is a device; give a YAML file"),
+        (("--config", "fifo"), "`--config` is 'fifo', which is a pipe; give a YAML file"),
         (("--config", "a" * 5_000), "cannot be read ([Errno 36]"),
         (("--config", "second.yaml"), "`trainer.max_steps` is 'late'; give an integer or null"),
         (("stray",), "`stray` is neither an option nor a value"),

@@ -38,5 +38,13 @@ def test_a_sequence_beyond_the_original_length_is_refused_with_that_setting() ->
         check_positions(phi3(), 257, "actor", "a row")
 
 
+def test_the_longest_response_that_fits_beside_a_prompt_is_told() -> None:
+    check_positions(phi3(), 256, "actor", "a prompt and a response", prompt=6)
+    with pytest.raises(UserError, match=r"; lower `module.max_response_length` to at most 250, or `data.max_prompt_l"):
+        check_positions(phi3(), 257, "actor", "a prompt and a response", prompt=6)
+    with pytest.raises(UserError, match=r"; lower `data.max_prompt_length` to less than 256, or take a model of long"):
+        check_positions(phi3(), 257, "actor", "a prompt and a response", prompt=256)
+
+
 def test_a_model_without_positions_has_no_limit() -> None:
     assert positions(transformers.BloomConfig()) is None
