@@ -161,7 +161,7 @@ CASES: list[Case] = [
     (
         "a folder below a file",
         {"trainer.run_dir": "rows.jsonl/own"},
-        "`trainer.run_dir` is 'rows.jsonl/own', which cannot be made (File exists); name",
+        "`trainer.run_dir` is 'rows.jsonl/own', which cannot be made (Not a directory); name",
     ),
     ("the folder itself", {"trainer.run_dir": "."}, "`trainer.run_dir` is '.'; name a folder, such as runs/mine"),
     ("a run without a folder", {"trainer.run_dir": ""}, "`trainer.run_dir` is ''; name a folder, such as runs/mine"),
