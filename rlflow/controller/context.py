@@ -213,14 +213,16 @@ class NodeContext:
 
     def score(self, reward: Reward, rollout: Written, name: str) -> tuple[Tensor, Parts]:
         now = self._outside_training("reward_function")
-        if reward.leaves_out and not self._measures and now.node.makes_value and not scores_rows(now.node):
+        tells = reward.leaves_out and now.node.makes_value and not self._measures
+        if tells and not scores_rows(now.node):
             raise UserError(
                 f"node `{now.node.id}` scores responses ({now.node.place}), and {reward} leaves out samples that it"
                 " fails on, of which this node cannot tell those that train; score in a node that reads `rollout:"
                 " Written` and returns PerSample, or set `on_error` to raise or zero"
             )
         scores = self._scored_alike(reward, rollout.texts, rollout.rows, now)
-        note_failures(now.failures, scores, rollout)
+        if tells:
+            note_failures(now.failures, scores, rollout)
         given = next((on_host(returns).tolist() for rows, returns in now.returned if rows is rollout), None)
         self._on_scores(now.metrics.step, rollout, scores if given is None else scores.plus("environment", given))
         totals = torch.tensor(scores.total, dtype=self._dtype)

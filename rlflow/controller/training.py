@@ -129,7 +129,7 @@ class Training:
         self.tried[node.role] += handle.epochs * len(mini_batches)
         for epoch in range(handle.epochs):
             for number in self._order(len(mini_batches), step, epoch):
-                self._update(node, handle, values, mini_batches[number], layout, metrics)
+                self._update(node, handle, values, mini_batches[number], layout, metrics, again=epoch > 0)
         for average in self._graph.changed_by(node)[1:]:
             self._before_update(average)
             self._strategy.move_average(average)
@@ -149,6 +149,7 @@ class Training:
         rows: Tensor,
         layout: Layout,
         metrics: StepMetrics,
+        again: bool,
     ) -> None:
         assert node.role is not None
         role, longest = node.role, self._module.max_response_length
@@ -162,7 +163,7 @@ class Training:
         prompts = [mini[name] for name in mini if self._graph.type_of(name) is Ragged]  # other ones, of the same rows
         parts = len(handle.plan.split(scored, prompts=prompts))
         total, learnt_from, sequences, most, asked, skipped = self._agree(here, (parts, skips), layout)
-        if skipped:
+        if skipped and not again:  # what a reward failed on is the same in every epoch
             self.watch.note_failed(role, metrics, mini)
         if skipped or learnt_from == 0:
             return  # on all ranks

@@ -14,10 +14,13 @@ from typing import Any, get_args
 import httpx
 
 from rlflow.errors import UserError, one_line
-from rlflow.rewards.reward import LeftOut, OnError, Reward, Scores, column, known_policy, left_out
+from rlflow.loggers.log_lines import line_log
+from rlflow.rewards.reward import DONE, LeftOut, OnError, Reward, Scores, column, known_policy, left_out
 
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}  # the codes of what may go well another time
 LONGEST_WAIT_S = 60.0
+
+log = line_log(__name__)
 
 
 class Endpoint:
@@ -132,6 +135,10 @@ class HTTPReward(Reward):
             total += [sum(score.values()) for score in of_part]
             for name in names:
                 columns[name] += [score.get(name, 0.0) for score in of_part]
+        if failures:
+            log.warning(
+                "%d of %d samples were %s; %s %s", len(failed), len(texts), DONE[self._on_error], self, failures[0]
+            )
         return Scores(total, columns, len(failed), left_out(self._on_error, failed))
 
     def _scores(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[Mapping[str, float]] | str:

@@ -167,7 +167,8 @@ class FailingAt(OddCharacters):
 
 def rewarded(policy: Path, folder: Path, calls: Sequence[int], name: str = "zero2", **more: Any) -> Fit:
     """GRPO in updates of `samples_per_update` of 16 samples, whose reward fails at these calls."""
-    given = {"optimizer": ADAM, "max_response_length": 12, "samples_per_update": more.pop("samples_per_update", None)}
+    of_actor = {name: more.pop(name) for name in ("samples_per_update", "epochs") if name in more}
+    given = {"optimizer": ADAM, "max_response_length": 12, **of_actor}
     module = made(RaggedGRPO, policy, FailingAt("skip", calls), group_size=4, **given)
     return Fit(module, sums(12, 4), folder, STRATEGIES[name], settings=more)
 
@@ -197,6 +198,13 @@ def test_one_update_of_two_is_skipped_and_the_other_is_made(policy: Path, tmp_pa
     for result in ranks2.run(fit, run, timeout_s=200):
         assert result.steps[0]["actor/skipped_updates"] == 1
         assert result.steps[0]["actor/grad_norm"] > 0
+
+
+def test_an_update_that_is_skipped_in_every_epoch_counts_once(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
+    run = rewarded(policy, tmp_path, (0, 1), max_steps=3, epochs=4)
+    for result in ranks2.run(fit, run, timeout_s=200):
+        assert [step.get("actor/skipped_updates", 0) for step in result.steps] == [1, 1, 0]
+        assert ["actor/loss" in step for step in result.steps] == [False, False, True]
 
 
 def test_the_third_update_in_a_row_that_a_reward_skips_ends_the_run_and_names_the_file_of_its_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -83,7 +84,9 @@ def test_a_server_that_is_busy_is_asked_again(server: Server) -> None:
     assert len(server.requests) == 3
 
 
-def test_a_server_that_fails_ends_the_run_in_one_line_or_scores_0(server: Server) -> None:
+def test_a_server_that_fails_ends_the_run_in_one_line_or_scores_0(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     server.answer = lambda body: (400, {})
     with pytest.raises(UserError, match=r"got no answer \(HTTPStatusError: .*400.*\); mend the server") as refused:
         HTTPReward(server.url).score(["ab"], [{}])
@@ -94,7 +97,9 @@ def test_a_server_that_fails_ends_the_run_in_one_line_or_scores_0(server: Server
     assert (scores.total, scores.errors, scores.left_out) == ([2, 0], 1, {})
     masking = HTTPReward(server.url, batch=2, on_error="mask")
     assert masking.leaves_out
-    assert masking.score(["ab", "a", "x", "b", "c"], [{}] * 5).left_out == {2: "mask", 3: "mask"}
+    with caplog.at_level(logging.WARNING):
+        assert masking.score(["ab", "a", "x", "b", "c"], [{}] * 5).left_out == {2: "mask", 3: "mask"}
+    assert f"2 of 5 samples were scored 0 and masked; reward of {server.url} got no answer" in caplog.text
 
 
 @pytest.mark.parametrize("score", [None, "1", {"right": None}])
