@@ -115,11 +115,20 @@ def test_a_rotten_row_is_refused_with_its_file_and_line(
     assert line in refused("JSONL", "x.jsonl", changes)
 
 
+IS = {
+    "empty": "which is a folder",
+    "fifo": "which is a pipe",
+    "/dev/zero": "which is a device",
+    "": "which names nothing",
+}
+
+
 @pytest.mark.parametrize("kind", ["JSONL", "Parquet", "HuggingFace"])
 @pytest.mark.parametrize("path", ["empty", "fifo", "/dev/zero", "loop", "", "a" * 5000])
 def test_what_is_no_dataset_is_refused_and_nothing_hangs(kind: str, path: str, refused: Callable[..., str]) -> None:
     line = refused(kind, path)
-    assert "check" in line or "has no rows" in line
+    named = {"JSONL": IS, "Parquet": {name: IS[name] for name in ("fifo", "/dev/zero")}}.get(kind, {})
+    assert f"{named[path]}; give a" in line if path in named else "check" in line or "has no rows" in line
 
 
 @pytest.mark.parametrize("rot", ["empty", "cut", "head", "data", "footer"])
