@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from rlflow.models.scoring import ScoringModel
 from tests.bad_input.refusal import refusal
-from tests.faults.running import Running
+from tests.faults.running import COMMAND, Running
 from tests.faults.wrong_configs import ALL, LISTS, MERGES, OWN, Wrong
 from tests.own_folder import make, write
 
@@ -71,6 +70,15 @@ def test_there_are_more_than_a_hundred_of_them(seen: Callable[[str], None]) -> N
     seen(f"{len(ALL)} wrong configs and options refused in one line")
 
 
+# Calls a command, and prints the memory in KiB that its largest process took.
+MEASURES = """
+import resource, subprocess, sys
+code = subprocess.call(sys.argv[1:])
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+sys.exit(code)
+"""
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("content", "options"),
@@ -89,11 +97,12 @@ def test_a_process_of_its_own_ends_with_2_in_10_seconds_and_1_gb(
 ) -> None:
     make(tmp_path)
     (tmp_path / "my.yaml").write_text(content)
-    ended = Running(tmp_path, "fit", "--config", "my.yaml", *options).ended()
+    measured = (sys.executable, "-c", MEASURES, *COMMAND)
+    ended = Running(tmp_path, "fit", "--config", "my.yaml", *options, command=measured).ended()
     assert ended.code == 2
     (line,) = ended.errors.splitlines()
     assert line.startswith("rlflow: error: `")
-    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # of the largest process so far
+    most = int(ended.output.split()[-1]) * 1024
     assert most < MOST_BYTES
     assert ended.seconds < MOST_S * 6  # 10 on quiet cores
-    seen(f"up to {most / 2**20:.0f} MB")
+    seen(f"below {(most // (100 * 2**20) + 1) * 100} MB")
