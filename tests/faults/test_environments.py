@@ -18,7 +18,7 @@ from rlflow.rollout import RolloutEngine, TransformersEngine
 from rlflow.rollout.conversation import Conversation
 from rlflow.values.ending import Ending
 from rlflow.worker import Limits
-from tests.faults.test_rewards import CHEAP, KINDS, OVER, SECONDS, sleeps
+from tests.faults.test_rewards import KINDS, OVER, SECONDS, sleeps
 from tests.rollout.test_conversation_turns import held
 from tests.rollout.trained import buckets, load, setup
 
@@ -55,7 +55,7 @@ def engine(model: Path) -> Iterator[RolloutEngine]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in CHEAP else pytest.mark.faults) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=() if kind == "none" else pytest.mark.faults) for kind in KINDS]
 )
 def test_an_environment_that_misbehaves_costs_its_conversation_or_ends_the_run_in_a_line(
     kind: str, engine: RolloutEngine, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, seen: Callable[[str], None]
