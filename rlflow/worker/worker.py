@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
@@ -19,12 +18,11 @@ from types import TracebackType
 from typing import IO, Any
 from uuid import uuid4
 
+from rlflow.worker.killing import ended, kill_all, marked
 from rlflow.worker.limits import MB, Limits
 
 CHILD = Path(__file__).with_name("child.py")
 PIPE_BYTES = 4096  # that can be written at once where a pipe is writable
-KILL_ROUNDS = 1000
-MARK = "RLFLOW_WORKER"  # in the environment of a worker and of all that it starts
 
 
 class WorkerError(Exception):
@@ -260,69 +258,3 @@ class Worker:
 def _lasting_thread() -> ThreadPoolExecutor:
     """One that lasts as long as this process: a worker that dies with its parent dies with its thread, prctl(2)."""
     return ThreadPoolExecutor(1, thread_name_prefix="starts-workers")
-
-
-def ended(process: subprocess.Popen[bytes], seconds: float = 0.0) -> bool:
-    """Whether a process ends in this time. It stays a zombie, so that no other process gets its id; see wait(2)."""
-    until, pause = time.monotonic() + seconds, 0.0005
-    while True:
-        try:
-            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                return True
-        except ChildProcessError:  # somebody waited for it
-            return True
-        if (left := until - time.monotonic()) <= 0:
-            return False
-        time.sleep(min(pause, left))
-        pause = min(2 * pause, 0.05)
-
-
-def marked(mark: str) -> dict[str, str]:
-    """What a process is started with to have this mark, beside those of the workers that this process runs in."""
-    return {MARK: " ".join([*os.environ.get(MARK, "").split(), mark])}
-
-
-def kill_all(leader: int, mark: str) -> None:
-    """Kill a worker, its session, and whatever else has its mark, until nothing is left that can be killed.
-
-    Args:
-        leader: Its process, which nobody has waited for yet, see `ended`.
-        mark: That all have which it started.
-    """
-    for _ in range(KILL_ROUNDS):
-        left = [pid for pid in _processes() if pid == leader or _of_session(pid, leader) or _has_mark(pid, mark)]
-        alive = [pid for pid in left if _state(pid) not in "ZX"]
-        if not alive:
-            return
-        for stop_first in (signal.SIGSTOP, signal.SIGKILL):  # what is stopped starts nothing more
-            for pid in alive:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, stop_first)
-        time.sleep(0.001)
-
-
-def _processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _of_session(pid: int, leader: int) -> bool:
-    try:
-        return os.getsid(pid) == leader
-    except (ProcessLookupError, PermissionError):
-        return False
-
-
-def _has_mark(pid: int, mark: str) -> bool:
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return any(entry.startswith(f"{MARK}=".encode()) and mark.encode() in entry for entry in entries)
-
-
-def _state(pid: int) -> str:
-    """One letter, as of `ps`; X of a process that is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"

@@ -71,6 +71,19 @@ def start_others(pids: str) -> None:
     time.sleep(60)
 
 
+def start_a_large_one(pids: str) -> None:
+    """One that leaves the session and its output, with memory that the kernel takes a tenth of a second to free."""
+    if os.fork() == 0:
+        os.setsid()
+        os.closerange(0, 3)
+        memory = bytearray(b"x") * (1 << 30)
+        with open(pids, "a") as file:
+            file.write(f"{os.getpid()}\n")
+        time.sleep(60)
+        sys.exit(len(memory))
+    time.sleep(60)
+
+
 def multiply() -> None:
     """64 processes, in sessions of their own, that spin; more would disturb other tests."""
     for _ in range(6):

@@ -14,8 +14,8 @@ import pytest
 
 from rlflow.worker import Limits, Sandbox
 from rlflow.worker.isolate import CANNOT
+from rlflow.worker.killing import MARK
 from rlflow.worker.sandbox import ISOLATE, why_not
-from rlflow.worker.worker import MARK
 
 if os.environ.get("RLFLOW_HAS_NAMESPACES") == "1":
     assert not why_not(), why_not()

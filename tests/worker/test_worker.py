@@ -93,12 +93,13 @@ def test_long_arguments_and_values_pass() -> None:
         assert len(worker.function("harm.add", "a" * (1 << 20), "b" * (1 << 20))) == 2 << 20
 
 
-def test_nothing_that_it_started_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("function", "processes"), [("start_others", 2), ("start_a_large_one", 1)])
+def test_nothing_that_it_started_is_left(function: str, processes: int, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     with Worker(Limits(seconds=2)) as worker, pytest.raises(WorkerTimeout):
-        worker.function("harm.start_others", str(pids))
+        worker.function(f"harm.{function}", str(pids))
     started = [int(line) for line in pids.read_text().split()]
-    assert len(started) == 2
+    assert len(started) == processes
     assert [pid for pid in started if _lives(pid)] == []
 
 
