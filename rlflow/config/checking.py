@@ -23,7 +23,7 @@ from rlflow.config.arguments import (
     is_configured,
 )
 from rlflow.config.classes import class_named, such_as
-from rlflow.config.describing import described, example_of_one
+from rlflow.config.describing import class_example, described, example_of_one
 from rlflow.config.reading import read
 from rlflow.dag.annotations import choices
 from rlflow.errors import UserError, did_you_mean
@@ -185,7 +185,9 @@ def _of_implied_class(value: Mapping[str, Any], classes: list[type], keys: tuple
         yield from _of_arguments(inner, arguments_of(cls), within)
         return
     first = next(iter(inner), None) if isinstance(inner, Mapping) else None
-    found = "({value}) is no key of its own; write `class_path: module.Class` and arguments under `init_args`"
+    example, _ = class_example(classes)
+    near = f", such as {example}," if example else ""
+    found = f"({{value}}) is no key of its own; write `class_path: module.Class`{near} and arguments under `init_args`"
     yield Mistake(within if first is None else (*within, str(first)), found, inner if first is None else inner[first])
 
 

@@ -143,7 +143,7 @@ CASES: list[Case] = [
     (
         "arguments without a class",
         {"module": {"model": "tiny"}},
-        "`module.model` ('tiny') is no key of its own; write `class_path: module.Class`",
+        "`module.model` ('tiny') is no key of its own; write `class_path: module.Class`, such as rlflow.",
     ),
     (
         "a misspelt function",
