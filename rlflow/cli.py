@@ -13,7 +13,8 @@ from typing import NoReturn
 
 from rlflow.errors import Preempted, UserError, one_line, readable
 from rlflow.loggers.secrets import text_without_secrets
-from rlflow.process import handed_arguments, preemption, startup, status
+from rlflow.process import handed_arguments, preemption, startup, status, terminal
+from rlflow.process.leaving import leave
 from rlflow.process.status import refusing_exits
 from rlflow.process.supervisor import supervise
 
@@ -122,6 +123,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "doctor": doctor,
 }
 RUNS = ("fit", "validate")
+PIPE_CODE, INTERRUPT_CODE = 141, 130  # as a shell has them of programs that SIGPIPE or SIGINT ended
 _FORGED = re.compile(r"^(?=rlflow\b)")  # of a line in an error's text that looks like one of ours
 
 
@@ -141,7 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: Instead of those of the command line; they are run in this process.
     """
-    if arguments is None:
+    of_process = arguments is None
+    if of_process:
         handed_arguments.take()
     parser = _OneLineParser(
         prog="rlflow",
@@ -152,32 +155,47 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, function in COMMANDS.items():
         commands.add_parser(name, help=function.__doc__, add_help=False)
     sys.path.insert(0, os.getcwd())  # a user's own `my_algorithm.py` lies beside the config
+    is_run = False
     try:
         chosen, rest = parser.parse_known_args(arguments)
-        startup.begin(of_process=arguments is None and chosen.command in RUNS)
-        if arguments is None and chosen.command in RUNS:
+        is_run = of_process and chosen.command in RUNS
+        startup.begin(of_process=is_run)
+        if is_run:
+            terminal.outlast()
             supervise()
         status.begin()
-        with preemption.handled(arguments is None) if chosen.command == "fit" else nullcontext():
+        with preemption.handled(of_process) if chosen.command == "fit" else nullcontext():
             COMMANDS[chosen.command](rest)
+        sys.stdout.flush()
         status.end()
+        if of_process:
+            leave(0)
     except SystemExit as error:  # the command has answered, or the launcher has reported a rank that died
-        status.end(error.code if isinstance(error.code, int) else int(error.code is not None))
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        status.end(code)
+        if of_process:
+            leave(code)
         raise
     except Preempted as error:
         if status.is_first():
             _tell(f"rlflow: {error}")
-        _end(preemption.EXIT_CODE)
+        _end(preemption.EXIT_CODE, of_process)
     except UserError as error:
         _tell(f"rlflow: error: {error}{_notes(error)}")
-        _end(2)
-    except Exception as error:
+        _end(2, of_process)
+    except KeyboardInterrupt as error:
+        _tell(f"rlflow: ended by SIGINT{_notes(error)}")
+        _end(INTERRUPT_CODE, of_process)
+    except BaseException as error:
+        if of_process and not is_run and isinstance(error, BrokenPipeError):  # `| head` has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest at its end
+            _end(PIPE_CODE, of_process)
         _tell(traceback.format_exc().rstrip("\n"))
         _tell(f"rlflow: {type(error).__name__}: {one_line(error)}{_notes(error)}")
-        _end(1)
+        _end(1, of_process)
 
 
-def _notes(error: Exception) -> str:
+def _notes(error: BaseException) -> str:
     return "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
 
 
@@ -187,8 +205,10 @@ def _tell(text: str) -> None:
     print("\n".join([first, *(_FORGED.sub("  ", line) for line in more)]), file=sys.stderr)
 
 
-def _end(code: int) -> None:
+def _end(code: int, of_process: bool) -> None:
     status.end(code)
+    if of_process:
+        leave(code)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         sys.exit(code)
     # Taking torch down closes the connections long before the process is gone, and rank 0 would report those.

@@ -12,6 +12,7 @@ from types import TracebackType
 
 from rlflow.loggers.log_limit import LogLimit
 from rlflow.loggers.progress import Display, LinePerStep, LiveBar
+from rlflow.process.terminal import lasting
 
 
 class Console:
@@ -37,7 +38,7 @@ class Console:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         _flush()
         self._stdout, self._stderr = os.dup(1), os.dup(2)
-        self._terminal = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
+        self._terminal = lasting(os.dup(1))
         with self._log.open("ab") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)

@@ -21,6 +21,7 @@ from rlflow.errors import Preempted
 from rlflow.process import status
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+OVER = 0  # no signal has this number
 EXIT_CODE = 3
 GRACE_S = 30.0  # from the first signal to the end at the latest, as torchrun, Slurm and Kubernetes have it by default
 BEGINNING_S = 5.0  # the same where nothing is to be saved yet, should the main thread wait in C
@@ -62,8 +63,9 @@ class _Preemption:
 
     def close(self) -> None:
         """End the thread, once signals go elsewhere."""
-        os.close(self._writer)
+        os.write(self._writer, bytes([OVER]))  # closing would not do: children may have it open too
         self._thread.join()
+        os.close(self._writer)
         os.close(self._reader)
         os.close(self._terminal)
 
@@ -90,7 +92,7 @@ class _Preemption:
                     self._end_at_once(BEGINNING)
                 self._end_at_once(f"{self.grace_s:g} s (`trainer.grace_s`) were over before the run had ended")
             numbers = os.read(self._reader, 64)
-            if not numbers:
+            if OVER in numbers:
                 return
             for number in numbers:
                 if number in SIGNALS:

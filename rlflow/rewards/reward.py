@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
-from rlflow.errors import UserError, did_you_mean, one_line
+from rlflow.errors import Preempted, UserError, did_you_mean, one_line
 from rlflow.loggers.log_lines import line_log
 
 LeftOut = Literal["mask", "skip"]
@@ -133,9 +133,9 @@ class SampleReward(Reward):
         for i, (text, row, score_of) in enumerate(zip(texts, rows, self._begun(texts, rows), strict=True)):
             try:
                 scores.append(_Score.of(score_of()))
-            except UserError:
-                raise  # the row or the configuration is at fault, not the response
-            except Exception as error:
+            except (UserError, Preempted, SystemExit, KeyboardInterrupt):
+                raise  # the row, the configuration or whoever ends the run is at fault, not the response
+            except BaseException as error:  # such as `asyncio.CancelledError`
                 reason = f"{type(error).__name__}: {one_line(error)}"
                 failure = f"{self} failed on sample {i} with {reason} ({_place(text, row)})"
                 if self.on_error == "raise":

@@ -1,0 +1,40 @@
+"""Standard output and error that outlast what reads them, such as a terminal that is closed or `| head`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from typing import Any, TextIO
+
+
+def outlast() -> None:
+    """From here on, what cannot be written to standard output or error is dropped; one that is closed is opened."""
+    for number in (1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, number)
+            if null != number:
+                os.close(null)
+    sys.stdout, sys.stderr = lasting(1, closefd=False), lasting(2, closefd=False)
+
+
+def lasting(number: int, closefd: bool = True) -> TextIO:
+    """The open file of a number for text, whose lines are dropped where they cannot be written.
+
+    Args:
+        number: Of the file, see `os.open`.
+        closefd: Whether closing what is returned closes it.
+    """
+    file = io.BufferedWriter(_LastingFile(number, "w", closefd=closefd))
+    return io.TextIOWrapper(file, "utf-8", "backslashreplace", line_buffering=number == 2 or os.isatty(number))
+
+
+class _LastingFile(io.FileIO):
+    def write(self, data: Any, /) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(data) or 0
+        return memoryview(data).nbytes
