@@ -124,6 +124,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
 }
 RUNS = ("fit", "validate")
 PIPE_CODE, INTERRUPT_CODE = 141, 130  # as a shell has them of programs that SIGPIPE or SIGINT ended
+MOST_SHOWN = 20_000  # characters of an error on the terminal
 _FORGED = re.compile(r"^(?=rlflow\b)")  # of a line in an error's text that looks like one of ours
 
 
@@ -201,7 +202,10 @@ def _notes(error: BaseException) -> str:
 
 def _tell(text: str) -> None:
     """A line for the terminal, on which what came from data or a config can do nothing but be read."""
-    first, *more = readable(text_without_secrets(text)).split("\n")
+    shown = text_without_secrets(text)
+    if len(shown) > MOST_SHOWN:
+        shown = f"{shown[: MOST_SHOWN // 2]} ... {shown[-MOST_SHOWN // 2 :]}"
+    first, *more = readable(shown).split("\n")
     print("\n".join([first, *(_FORGED.sub("  ", line) for line in more)]), file=sys.stderr)
 
 

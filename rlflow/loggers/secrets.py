@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 HIDDEN = "***"
+LONGEST = 2**19  # of a text that is shown; more than a config may have
 # Words of a key, of which one is enough: `wandb_password`, `clientSecret`.
 _ANYWHERE = {"apikey", "credential", "credentials", "passphrase", "passwd", "password", "pwd", "secret", "secrets"}
 _ANYWHERE |= {"accesskey", "accesstoken", "authtoken", "authorization", "privatekey", "secretkey"}
@@ -27,7 +28,7 @@ _SHAPES = re.compile(
     | \b(?:AKIA|ASIA)[0-9A-Z]{16}\b                         # AWS
     | \bAIza[\w-]{35} | \bya29\.[\w-]{16,}                  # Google
     | \bxox[abeprs]-[A-Za-z0-9-]{10,} | (?<=hooks\.slack\.com/services/)\S+
-    | \beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*                     # a JSON web token
+    | (?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*                     # a JSON web token
     | -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----.*?(?:-----END\ [A-Z ]*PRIVATE\ KEY-----|\Z)
     | (?<=://)[^/@\s'"`]+(?=@)                              # the login of a URL
     """,
@@ -35,7 +36,11 @@ _SHAPES = re.compile(
 )
 _BEARER = re.compile(r"\b(Bearer|Basic) +(?=[\w.~+/-]*[\d=])[\w.~+/=-]{8,}", re.I)
 _QUERY = re.compile(r"([?&](?:[\w-]*(?:token|key|secret|password|signature)|sig)=)[^&\s'\"`]+", re.I)
-_ENTRY = re.compile(r"""([A-Za-z][\w.-]*)(['"`]?\s*[:=]\s*)('[^']*'|"[^"]*"|[^\s'"`,;(){}\[\]]+)""")
+# A word is tried from its beginning alone: else a long one takes the square of its length.
+_ENTRY = re.compile(
+    r"""(?<![A-Za-z0-9_.-])(?P<before>[0-9_.-]*+)(?P<key>[A-Za-z][A-Za-z0-9_.-]*+)(?P<between>['"`]?\s*[:=]\s*)"""
+    r"""(?P<value>'[^']*'|"[^"]*"|[^\s'"`,;(){}\[\]]+)"""
+)
 _HEX = re.compile(r"[0-9a-f]{32,}", re.I)
 
 
@@ -57,11 +62,12 @@ def without_secrets(config: Any) -> Any:
 
 
 def text_without_secrets(text: str) -> str:
-    """`text` with `***` for what `without_shapes` hides, and for the value in `password: value`."""
-    return _ENTRY.sub(
-        lambda entry: f"{entry[1]}{entry[2]}{_quoted(entry[3])}" if is_secret_key(entry[1]) else entry[0],
-        without_shapes(text),
-    )
+    """`text` with `***` for what `without_shapes` hides, and for the value in `password: value`.
+
+    Of one that is longer than `LONGEST` characters, the rest is left out.
+    """
+    shown = _ENTRY.sub(_without_value, without_shapes(text[: 2 * LONGEST]))  # half a secret is not known as one
+    return shown if len(text) <= LONGEST else f"{shown[:LONGEST]}... ({len(text):,} characters)"
 
 
 def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
@@ -110,6 +116,12 @@ def _hidden(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: None if entry is None else _hidden(entry) for key, entry in value.items()}
     return HIDDEN
+
+
+def _without_value(entry: re.Match[str]) -> str:
+    if not is_secret_key(entry["key"]):
+        return entry[0]
+    return f"{entry['before']}{entry['key']}{entry['between']}{_quoted(entry['value'])}"
 
 
 def _quoted(value: str) -> str:

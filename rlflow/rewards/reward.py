@@ -13,10 +13,12 @@ from typing import Any, Literal, get_args
 
 from rlflow.errors import Preempted, UserError, did_you_mean, one_line
 from rlflow.loggers.log_lines import line_log
+from rlflow.loggers.secrets import text_without_secrets
 
 LeftOut = Literal["mask", "skip"]
 OnError = Literal["raise", "zero", "mask", "skip"]
 TAKEN = ("mean", "errors", "outcome", "overlong", "model")  # what is logged of a reward beside its parts
+MOST_SAID = 500  # characters of what a scorer raised
 LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
 DONE = {"zero": "scored 0", "mask": "scored 0 and masked", "skip": "scored 0, and their updates are skipped"}
 
@@ -136,7 +138,7 @@ class SampleReward(Reward):
             except (UserError, Preempted, SystemExit, KeyboardInterrupt):
                 raise  # the row, the configuration or whoever ends the run is at fault, not the response
             except BaseException as error:  # such as `asyncio.CancelledError`
-                reason = f"{type(error).__name__}: {one_line(error)}"
+                reason = f"{type(error).__name__}: {text_without_secrets(one_line(error)):.{MOST_SAID}}"
                 failure = f"{self} failed on sample {i} with {reason} ({_place(text, row)})"
                 if self.on_error == "raise":
                     raise UserError(f"{failure}; mend it, or set `on_error: zero`") from error

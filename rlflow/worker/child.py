@@ -31,6 +31,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+MOST_TEXT = 2**20  # characters of what an error says
 SEEDED: list[Any] = []  # the states of random numbers just after they were seeded
 
 
@@ -132,7 +133,7 @@ def _raised(error: BaseException) -> dict[str, str]:
     frames = traceback.extract_tb(error.__traceback__)
     last = next((frame for frame in reversed(frames) if frame.filename != __file__), None)
     where = f"{os.path.basename(last.filename)}:{last.lineno}" if last is not None else ""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error)[:MOST_TEXT].split()) or type(error).__name__
     return {"raised": type(error).__name__, "text": text, "where": where}
 
 

@@ -23,6 +23,10 @@ def _prints():
     raise ValueError("after 100 MB")
 
 
+def _raises_50_mb():
+    raise ValueError("y" * 50_000_000)
+
+
 raises = _for_x(lambda: {}["solution"])
 sleeps = _for_x(lambda: time.sleep(600))
 spins_in_c = _for_x(lambda: re.match(r"(a+)+$", "a" * 64 + "b"))
@@ -36,3 +40,4 @@ leaves = _for_x(lambda: os._exit(0))
 takes_memory = _for_x(lambda: len(bytearray(4 * 2**30)))
 starts_children = _for_x(_children)
 prints = _for_x(_prints)
+raises_50_mb = _for_x(_raises_50_mb)

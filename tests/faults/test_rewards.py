@@ -26,11 +26,12 @@ KINDS = {
     "none": "it returned None, not a number",
     "text": "it returned '1', not a number",
     "several": "it returned [1.0, 2.0], not a number",
-    "exits": "",
+    "exits": "SystemExit",
     "leaves": "ended its process with code 0",
     "takes_memory": "MemoryError",
     "starts_children": "took longer than 2 s",
     "prints": "after 100 MB",
+    "raises_50_mb": "raised ValueError at bad_rewards.py",
 }
 CHEAP = ("spins_in_c", "none")
 

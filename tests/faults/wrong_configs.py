@@ -115,6 +115,7 @@ FILES = [
     Wrong("a date", "`seed` is '2001-01-01'; give an integer", content=OWN.replace("seed: 0", "seed: 2001-01-01")),
     Wrong("minutes", "`seed` is '1:30'; give an integer", content=OWN.replace("seed: 0", "seed: 1:30")),
     Wrong("an octal number", "`seed` is '010'; give an integer", content=OWN.replace("seed: 0", "seed: 010")),
+    Wrong("a word of 200,000 letters", "`seed` is 'yyy", content=OWN.replace("seed: 0", "seed: " + "y" * 200_000)),
     Wrong("5,000 digits", "has `seed` of 5,000 digits", content=OWN.replace("seed: 0", "seed: " + "9" * 5_000)),
     Wrong(
         "50,000 digits of base 16",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from rlflow.loggers.log_lines import line_log
-from rlflow.loggers.secrets import arguments_without_secrets, text_without_secrets, without_secrets
+from rlflow.loggers.secrets import LONGEST, arguments_without_secrets, text_without_secrets, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -138,3 +140,17 @@ def test_a_command_s_arguments_are_shown_without_secrets() -> None:
 def test_a_warning_that_quotes_a_reward_is_one_line_that_only_reads(caplog: pytest.LogCaptureFixture) -> None:
     line_log("rlflow.of_a_test").warning("it said %s", "\x1b[31mred\nrlflow: error: forged\npassword=opensesame")
     assert caplog.messages == ["it said \\x1b[31mred\\nrlflow: error: forged\\npassword=***"]
+
+
+@pytest.mark.parametrize("part", ["y", "a-", "k=", "k='", "://a", "?a", "eyJ-", "Bearer ", "_", "a  "])
+def test_a_long_text_takes_no_longer_by_the_letter(part: str) -> None:
+    began = time.monotonic()
+    shown = text_without_secrets(part * (20_000_000 // len(part)) + " password=opensesame")
+    assert time.monotonic() - began < 20  # it took hours
+    assert len(shown) < 2**20
+    assert shown.endswith("characters)")
+
+
+def test_of_a_long_text_no_half_of_a_secret_is_shown() -> None:
+    for before in range(LONGEST - 30, LONGEST + 10, 5):
+        assert "hf_abc" not in text_without_secrets("a" * (before - 1) + " hf_" + "abc" * 20 + "b" * LONGEST)
