@@ -157,6 +157,11 @@ class Stored:
         self._folder, self._role, self._index = folder, role, index
         self._files: dict[str, Any] = {}  # open ones
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What there is of each parameter."""
+        return tuple(self._index.kinds)
+
     def require(self, shapes: dict[str, torch.Size], kinds: Iterable[str]) -> None:
         """Refuse a state of another model or optimizer."""
         stored, where = self._index.parameters, self._folder / index_name(self._role)

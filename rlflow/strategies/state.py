@@ -16,6 +16,10 @@ WEIGHT = "weight"
 class StoredState(Protocol):
     """One role's state in a checkpoint, read range by range."""
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What there is of each parameter: `WEIGHT`, and what the optimizer keeps once it has made an update."""
+
     def require(self, shapes: dict[str, torch.Size], kinds: Iterable[str]) -> None:
         """Refuse a state of another model or optimizer, before anything is read.
 

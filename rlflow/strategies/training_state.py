@@ -76,7 +76,8 @@ class TrainingState(HeldWeights):
             return
         trained = role.model.trained()
         self._make_optimizer_state(name, role)
-        kinds = _kept_by(role)
+        # Before its first update an optimizer keeps nothing, and its state is what an update of length 0 leaves.
+        kinds = [kind for kind in _kept_by(role) if updates_done or kind in stored.kinds]
         stored.require({weight.name: self._full_shape(weight.parameter) for weight in trained}, [WEIGHT, *kinds])
         for weight in trained:
             self._set_state_parts(name, weight.parameter, kinds, partial(stored.read, weight.name))

@@ -96,7 +96,7 @@ def test_long_arguments_and_values_pass() -> None:
 @pytest.mark.parametrize(("function", "processes"), [("start_others", 2), ("start_a_large_one", 1)])
 def test_nothing_that_it_started_is_left(function: str, processes: int, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    with Worker(Limits(seconds=2)) as worker, pytest.raises(WorkerTimeout):
+    with Worker(Limits(seconds=6)) as worker, pytest.raises(WorkerTimeout):
         worker.function(f"harm.{function}", str(pids))
     started = [int(line) for line in pids.read_text().split()]
     assert len(started) == processes
