@@ -169,31 +169,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
             COMMANDS[chosen.command](rest)
         sys.stdout.flush()
         status.end()
-        if of_process:
+        if is_run:
             leave(0)
     except SystemExit as error:  # the command has answered, or the launcher has reported a rank that died
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         status.end(code)
-        if of_process:
+        if is_run:
             leave(code)
         raise
     except Preempted as error:
         if status.is_first():
             _tell(f"rlflow: {error}")
-        _end(preemption.EXIT_CODE, of_process)
+        _end(preemption.EXIT_CODE, is_run)
     except UserError as error:
         _tell(f"rlflow: error: {error}{_notes(error)}")
-        _end(2, of_process)
+        _end(2, is_run)
     except KeyboardInterrupt as error:
         _tell(f"rlflow: ended by SIGINT{_notes(error)}")
-        _end(INTERRUPT_CODE, of_process)
+        _end(INTERRUPT_CODE, is_run)
     except BaseException as error:
         if of_process and not is_run and isinstance(error, BrokenPipeError):  # `| head` has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest at its end
-            _end(PIPE_CODE, of_process)
+            _end(PIPE_CODE, is_run)
         _tell(traceback.format_exc().rstrip("\n"))
         _tell(f"rlflow: {type(error).__name__}: {one_line(error)}{_notes(error)}")
-        _end(1, of_process)
+        _end(1, is_run)
 
 
 def _notes(error: BaseException) -> str:
@@ -209,11 +209,11 @@ def _tell(text: str) -> None:
     print("\n".join([first, *(_FORGED.sub("  ", line) for line in more)]), file=sys.stderr)
 
 
-def _end(code: int, of_process: bool) -> None:
+def _end(code: int, is_run: bool) -> None:
     status.end(code)
-    if of_process:
-        leave(code)
     if os.environ.get("LOCAL_RANK", "0") == "0":
+        if is_run:
+            leave(code)
         sys.exit(code)
     # Taking torch down closes the connections long before the process is gone, and rank 0 would report those.
     sys.stdout.flush()

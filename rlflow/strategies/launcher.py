@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import socket
@@ -19,7 +18,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
 from rlflow.errors import Preempted, UserError
 from rlflow.loggers.secrets import arguments_without_secrets
-from rlflow.process import preemption, status
+from rlflow.process import leaving, preemption, status
 from rlflow.process.environment import place_kept
 from rlflow.process.handed_arguments import handed
 from rlflow.process.missing import missing
@@ -136,7 +135,7 @@ class _Watch(threading.Thread):
 
     def over(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.start()
-        atexit.register(self._wait_for_all)
+        leaving.before(self._wait_for_all)
         try:
             return function(*args, **kwargs)
         except Exception as error:
