@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import select
 import sys
 from typing import Any, TextIO
 
@@ -36,5 +37,7 @@ def lasting(number: int, closefd: bool = True) -> TextIO:
 class _LastingFile(io.FileIO):
     def write(self, data: Any, /) -> int:
         with contextlib.suppress(OSError):
-            return super().write(data) or 0
+            while (written := super().write(data)) is None:  # its reader had it made non-blocking
+                select.select([], [self], [])
+            return written
         return memoryview(data).nbytes

@@ -69,12 +69,14 @@ def _belongs(pid: int, leader: int, mark: str) -> bool | None:
     try:
         if pid == leader or os.getsid(pid) == leader:
             return True
-        command, environment, again = (_read(pid, name) for name in ("cmdline", "environ", "cmdline"))
+        environment = _read(pid, "environ")
+        if not environment:
+            if not _read(pid, "cmdline"):
+                return False if _is_of_kernel(pid) else None
+            environment = _read(pid, "environ")  # its program has started meanwhile, or has none
     except OSError:  # it is gone, or another user's
         return False
-    if any(entry.startswith(f"{MARK}=".encode()) and mark.encode() in entry for entry in environment.split(b"\0")):
-        return True
-    return False if (command and again) or _is_of_kernel(pid) else None
+    return any(entry.startswith(f"{MARK}=".encode()) and mark.encode() in entry for entry in environment.split(b"\0"))
 
 
 def _read(pid: int, name: str) -> bytes:
