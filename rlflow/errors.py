@@ -56,6 +56,9 @@ class Preempted(BaseException):
         return f"ended by {signal.Signals(number).name}:"
 
 
+ENDING = (Preempted, SystemExit, KeyboardInterrupt)  # end the process, and are no failure of the code they come through
+
+
 class UserError(ValueError):
     """What a user did and can mend, in one line: what was found, why it cannot work, what to do.
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from rlflow.environments.coroutines import Coroutines
 from rlflow.environments.own_draws import OwnDraws
-from rlflow.errors import Preempted, one_line
+from rlflow.errors import ENDING, one_line
 from rlflow.worker import Limits, Worker, WorkerError, WorkerRaised
 
 
@@ -124,7 +124,7 @@ class InProcess(Host):
             if inspect.isawaitable(value):
                 value = self._coroutines.result(lambda: value, self._draws)
             return value if form is None else self._formed(form, value)
-        except (Preempted, SystemExit, KeyboardInterrupt):
+        except ENDING:
             raise
         except BaseException as error:  # such as `asyncio.CancelledError`
             raise HostError(f"`{what}` raised {type(error).__name__}: {one_line(error)}") from error

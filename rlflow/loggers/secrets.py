@@ -28,7 +28,8 @@ _SHAPES = re.compile(
     | \b(?:AKIA|ASIA)[0-9A-Z]{16}\b                         # AWS
     | \bAIza[\w-]{35} | \bya29\.[\w-]{16,}                  # Google
     | \bxox[abeprs]-[A-Za-z0-9-]{10,} | (?<=hooks\.slack\.com/services/)\S+
-    | (?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*                     # a JSON web token
+    # A JSON web token; a long one is tried from its beginning alone, as words below.
+    | (?:\beyJ[\w-]{8,500}+|(?<![\w-])eyJ[\w-]{8,}+)\.[\w-]{8,}\.[\w-]*
     | -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----.*?(?:-----END\ [A-Z ]*PRIVATE\ KEY-----|\Z)
     | (?<=://)[^/@\s'"`]+(?=@)                              # the login of a URL
     """,

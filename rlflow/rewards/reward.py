@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
-from rlflow.errors import Preempted, UserError, did_you_mean, one_line
+from rlflow.errors import ENDING, UserError, did_you_mean, one_line
 from rlflow.loggers.log_lines import line_log
 from rlflow.loggers.secrets import text_without_secrets
 
@@ -135,7 +135,7 @@ class SampleReward(Reward):
         for i, (text, row, score_of) in enumerate(zip(texts, rows, self._begun(texts, rows), strict=True)):
             try:
                 scores.append(_Score.of(score_of()))
-            except (UserError, Preempted, SystemExit, KeyboardInterrupt):
+            except (UserError, *ENDING):
                 raise  # the row, the configuration or whoever ends the run is at fault, not the response
             except BaseException as error:  # such as `asyncio.CancelledError`
                 reason = f"{type(error).__name__}: {text_without_secrets(one_line(error)):.{MOST_SAID}}"

@@ -31,7 +31,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-MOST_TEXT = 2**20  # characters of what an error says
+MOST_TEXT = 2**20  # characters of what an error says; more than is shown of any text
 SEEDED: list[Any] = []  # the states of random numbers just after they were seeded
 
 
