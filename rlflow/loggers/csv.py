@@ -46,7 +46,7 @@ class CSVLogger(Logger):
                 cells = _cells(line)
                 if number == 1 and _is_header(cells):
                     columns = cells
-                elif number > 1 and not damage.first == 1 and _is_row(cells, columns):
+                elif number > 1 and damage.first != 1 and _is_row(cells, columns):
                     rows.append(dict(zip(columns, cells, strict=True)))
                 else:
                     damage.add(number)
