@@ -50,7 +50,7 @@ class ReplayCommand:
             try:
                 found = configured(config_parser("fit", ""), ["--config", str(written)])
             except UserError as error:
-                raise UserError(str(error).replace(str(written), str(file))) from error
+                raise UserError(f"{error} (the config of the run: {file})") from error
             try:
                 found.trainer.replay(found.module, found.data, self.asked)
             except UserError:
