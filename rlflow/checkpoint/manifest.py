@@ -73,7 +73,7 @@ class StoredFile:
 def write_manifest(folder: Path, progress: Progress, files: Mapping[str, StoredFile]) -> None:
     """Write it into a checkpoint that is complete but for it, with a digest of itself."""
     stored = {"format": FORMAT, **asdict(progress), "files": {name: asdict(files[name]) for name in sorted(files)}}
-    (folder / STATE).write_text(json.dumps({"sha256": _digest(stored), **stored}, indent=2) + "\n")
+    (folder / STATE).write_text(json.dumps({"sha256": digest_of(stored), **stored}, indent=2) + "\n")
 
 
 def newest_first(run_dir: Path) -> list[Path]:
@@ -204,6 +204,23 @@ def changed_files(folder: Path, rank: int, world_size: int) -> list[str]:
     return sorted(changed)
 
 
+def damage(folder: Path, rank: int = 0, world_size: int = 1) -> str | None:
+    """What a checkpoint has in place of what was written, as far as this rank reads it; None for nothing.
+
+    Args:
+        folder: Of the checkpoint.
+        rank: This one.
+        world_size: The ranks that divide the files among them.
+    """
+    try:
+        if (what := lacks(folder)) is not None:
+            return what
+        changed = changed_files(folder, rank, world_size)
+    except OSError as error:
+        return f"{Path(error.filename or folder).name}, which cannot be read ({error.strerror})"
+    return f"another SHA-256 of {changed[0]} than {STATE} says" if changed else None
+
+
 def _read(folder: Path) -> dict[str, Any]:
     """The manifest; of an older format, which has no digest of itself, whatever is there.
 
@@ -212,10 +229,11 @@ def _read(folder: Path) -> dict[str, Any]:
     """
     stored: dict[str, Any] = json.loads((folder / STATE).read_text())
     written = stored.pop("sha256", None)
-    if _digest(stored) != written and (written is not None or stored["format"] == FORMAT):
+    if digest_of(stored) != written and (written is not None or stored["format"] == FORMAT):
         raise ValueError("its digest is another")
     return stored
 
 
-def _digest(stored: Mapping[str, Any]) -> str:
+def digest_of(stored: Mapping[str, Any]) -> str:
+    """SHA-256 of what JSON holds, without regard to its form."""
     return hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()

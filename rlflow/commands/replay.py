@@ -13,7 +13,8 @@ import yaml
 
 from rlflow.commands.configuration import config_parser, configured
 from rlflow.commands.parser import OneLineParser, parsed_options
-from rlflow.errors import UserError
+from rlflow.config.reading import read
+from rlflow.errors import UserError, one_line
 from rlflow.run.folder import RunFolder
 from rlflow.run.replay import Replay
 
@@ -22,6 +23,7 @@ LEFT_OUT = ("placement", "logger", "callbacks", "config", "predict")
 OF_STRATEGY = ("precision", "token_budget", "packing", "float32_head")
 ALONE: dict[str, Any] = {"devices": 1, "num_nodes": 1, "max_staleness": 0, "partial_rollout": None, "ckpt_path": None}
 ALONE |= {"keep_inputs": [], "keep_inputs_of": [], "fast_dev_run": False}
+MEND = "bring the file back as the run wrote it"
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class ReplayCommand:
         """Run the nodes; with the debugger, stop where each begins, and where one raises.
 
         Raises:
-            UserError: The run has no config, or kept nothing of that step.
+            UserError: The run has no config, or one that is damaged, or kept nothing of that step.
         """
         file = RunFolder(self.asked.run).config
         if not file.is_file():
@@ -44,8 +46,11 @@ class ReplayCommand:
             )
         with tempfile.TemporaryDirectory(prefix="rlflow-replay-") as scratch:
             written = Path(scratch) / "config.yaml"
-            written.write_text(yaml.safe_dump(alone(yaml.safe_load(file.read_text()), Path(scratch) / "run")))
-            found = configured(config_parser("fit", ""), ["--config", str(written)])
+            written.write_text(yaml.safe_dump(alone(config_of(file), Path(scratch) / "run")))
+            try:
+                found = configured(config_parser("fit", ""), ["--config", str(written)])
+            except UserError as error:
+                raise UserError(f"{error} (the config of the run: {file})") from error
             try:
                 found.trainer.replay(found.module, found.data, self.asked)
             except UserError:
@@ -56,6 +61,29 @@ class ReplayCommand:
                 raise
 
 
+def config_of(file: Path) -> dict[str, Any]:
+    """The config that a run left.
+
+    Raises:
+        UserError: It cannot be read, or is none of a run.
+    """
+    what = f"the config of the run is {file}"
+    try:
+        found = read(file.read_text(encoding="utf-8"), what)
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(f"{what}, which cannot be read ({one_line(error)}); {MEND}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{what}, which holds no `key: value` lines but {found!r:.80}; {MEND}")
+    for section in ("trainer", "strategy"):
+        if not isinstance(found.get(section), dict):
+            raise UserError(f"{what}, whose `{section}` is {found.get(section)!r:.80}, not what a run writes; {MEND}")
+    if not isinstance(found["strategy"].get("init_args", {}), dict):
+        raise UserError(f"{what}, whose `strategy.init_args` is no mapping; {MEND}")
+    return found
+
+
 def alone(config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
     """The config of a run on one process, which computes what that run does.
 
@@ -63,7 +91,7 @@ def alone(config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
         config: As the run resolved it.
         run_dir: For what a run writes.
     """
-    given = (config.get("strategy") or {}).get("init_args", {})
+    given = config["strategy"].get("init_args", {})
     return {
         **{name: value for name, value in config.items() if name not in LEFT_OUT},
         "trainer": {**config["trainer"], **ALONE, "run_dir": str(run_dir)},

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rlflow.commands.parser import OneLineParser, parsed_options
 from rlflow.commands.screen import Screen
-from rlflow.errors import UserError
+from rlflow.errors import UserError, one_line
 from rlflow.loggers.jsonl import SAMPLES_FILE, read_samples
 from rlflow.loggers.transcript import speaker, text
 
@@ -45,14 +45,20 @@ class Shown:
         """Print them, one after another: a run's may be more than memory.
 
         Raises:
-            UserError: There are none, or none of the step.
+            UserError: There are none, or none of the step, or their file is damaged.
         """
         screen, seen, shown = Screen(), 0, 0
         for sample in self._of_steps():
             seen += 1
-            if self._chosen(sample):
-                shown += 1
-                show(sample, screen)
+            try:
+                if self._chosen(sample):
+                    shown += 1
+                    show(sample, screen)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise UserError(
+                    f"{self.folder / SAMPLES_FILE} is damaged: of step {sample['step']} it has a sample that no run"
+                    f" writes ({type(error).__name__}: {one_line(error)}); remove its line"
+                ) from error
         if not shown:
             screen.line(f"none of {seen} samples is so")
 

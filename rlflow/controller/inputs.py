@@ -2,6 +2,7 @@
 
 step-00000007/advantages.json                          rows, what the node is, and why its inputs are kept
 step-00000007/advantages-00000-of-00002.safetensors    rank 0's rows, in the form of `rlflow.checkpoint.kept_rows`
+step-00000007/advantages-00000-of-00002.written.json   SHA-256 of the files that rank 0 wrote, by name
 step-00000007/advantages.state.json, .safetensors      the module's own state before the call
 step-00000007/advantages.made.json, ...                what it returned, likewise; none where it raised
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from rlflow.checkpoint import digest_of
 from rlflow.checkpoint.kept_rows import described, write_rows
 from rlflow.controller.in_step import InStep
 from rlflow.controller.program import Program
@@ -32,10 +34,12 @@ from rlflow.errors import one_line, readable
 from rlflow.loggers.secrets import text_without_secrets
 from rlflow.state.tensors import without_tensors
 from rlflow.storage.draft import of_rank
+from rlflow.storage.tensors import sha256
 from rlflow.strategies.collective_errors import of_a_collective
 from rlflow.values.layout import Layout
 
 MADE = "made"
+WRITTEN = "written"
 STATE = "state"
 FAILED = "failed"
 EACH = "each "  # before the name of rows that a node reads as `Each`
@@ -102,7 +106,7 @@ class NodeCall:
                 spaces[key] = self._laid(of, below)
             values[name] = KeptValue(graph.type_of(name), key, self.layout, rows)
         kept = Kept(rank, spaces, values)
-        self._write(node.id, kept, {"draw": now.draw})
+        written = self._write(node.id, kept, {"draw": now.draw})
         if failed:
             name = of_rank(f"{node.id}.{FAILED}", rank, self.world_size)
             (self._folder / f"{name}.txt").write_text(failed)
@@ -113,25 +117,38 @@ class NodeCall:
             save_file(
                 {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, f"{path}.safetensors"
             )
+            # Of ranks that raised each writes a state of its own over that of another.
+            written += [] if failed else [f"{path.name}.json", f"{path.name}.safetensors"]
+        self._sign(node.id, written)
 
     def made(self, result: Any, space: RowSpace) -> None:
         """Write what the node returned, if its inputs were asked for."""
         if self.asked and self.node.makes_value:
             value = KeptValue(self.node.returns, space.name, self.layout, result)
             kept = Kept(self.program.rank, {space.name: self._laid(space)}, {self.node.id: value})
-            self._write(f"{self.node.id}.{MADE}", kept, {})
+            name = f"{self.node.id}.{MADE}"
+            self._sign(name, self._write(name, kept, {}))
 
     @property
     def _folder(self) -> Path:
         assert self.folder is not None
         return folder_of(self.folder, self.now.step)
 
-    def _write(self, name: str, kept: Kept, more: dict[str, Any]) -> None:
+    def _write(self, name: str, kept: Kept, more: dict[str, Any]) -> list[str]:
+        """The names of the files that no other rank writes."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_rows(self._folder, name, kept, self.world_size)
+        signature_of(self._folder, name, self.program.rank, self.world_size).unlink(missing_ok=True)
+        written = write_rows(self._folder, name, kept, self.world_size)
         draft = self._folder / f"{name}.json.{self.program.rank}"  # of several ranks that write the same, one counts
-        draft.write_text(json.dumps({**described(kept, self.world_size), **more}))
+        content = {**described(kept, self.world_size), **more}
+        draft.write_text(json.dumps({"sha256": digest_of(content), **content}))
         os.replace(draft, self._folder / f"{name}.json")
+        return written
+
+    def _sign(self, name: str, written: Collection[str]) -> None:
+        """Write the digests of files that are written and stay as they are."""
+        signature = signature_of(self._folder, name, self.program.rank, self.world_size)
+        signature.write_text(json.dumps({file: sha256(self._folder / file) for file in written}))
 
     def _at(self, space: RowSpace) -> Partition:
         return space.partition(self.layout)
@@ -154,6 +171,11 @@ class NodeCall:
 def folder_of(folder: Path, step: int) -> Path:
     """Where a step's inputs are, counted from 0."""
     return folder / f"step-{step + 1:08d}"
+
+
+def signature_of(folder: Path, name: str, rank: int, world_size: int) -> Path:
+    """Where the digests are of what a rank wrote under a name; none where the run was killed meanwhile."""
+    return folder / f"{of_rank(name, rank, world_size)}.{WRITTEN}.json"
 
 
 def key_of(graph: Graph, node: Node, value: str) -> str:

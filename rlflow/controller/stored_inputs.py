@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rlflow.checkpoint import digest_of
 from rlflow.checkpoint.kept_rows import of_ranks, read_rows
 from rlflow.controller.in_step import InStep
-from rlflow.controller.inputs import EACH, FAILED, MADE, STATE, key_of
+from rlflow.controller.inputs import EACH, FAILED, MADE, STATE, key_of, signature_of
 from rlflow.controller.program import Program
 from rlflow.databuffer.kept import Kept, KeptValue
 from rlflow.databuffer.rows import NUMBERS, ROOT, RowSpace
-from rlflow.errors import UserError
+from rlflow.errors import UserError, one_line
 from rlflow.state.tensors import with_tensors
 from rlflow.storage.draft import of_rank
+from rlflow.storage.tensors import sha256
 from rlflow.values.absent import Absent
 from rlflow.values.columns import columns
 from rlflow.values.cuts import Cut
 from rlflow.values.host_copy import on_host
 from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
+
+MEND = "bring the file back, or run the step again with `trainer.keep_inputs`"
 
 
 @dataclass(frozen=True)
@@ -59,19 +65,26 @@ class StoredInputs:
         Raises:
             UserError: Nothing whole is.
         """
-        found = json.loads((folder / f"{node}.json").read_text())
-        ranks = tuple(next(iter(found["spaces"].values()))["dealt"][0][0]["ranks"])
+        found, ranks = _described(folder, node)
         there = tuple(rank for rank in ranks if (folder / f"{of_rank(node, rank, found['ranks'])}.json").is_file())
         if not there:
             raise UserError(f"{folder} has no rows of node `{node}`: the run was killed while it wrote them")
         files = {rank: folder / f"{of_rank(f'{node}.{FAILED}', rank, found['ranks'])}.txt" for rank in ranks}
-        failed = {rank: file.read_text() for rank, file in files.items() if file.is_file()}
-        return cls(folder, node, found["draw"], failed, ranks, there, of_ranks(found, there))
+        with readable_as(folder, node):
+            failed = {rank: file.read_text(errors="replace") for rank, file in files.items() if file.is_file()}
+        _check_written(folder, node, there, found["ranks"])
+        if (folder / f"{node}.{MADE}.json").is_file():
+            made, makers = _described(folder, f"{node}.{MADE}")
+            _check_written(folder, f"{node}.{MADE}", makers, made["ranks"])
+        with readable_as(folder, node):
+            return cls(folder, node, int(found["draw"]), failed, ranks, there, of_ranks(found, there))
 
     def state(self) -> dict[str, Any]:
         """The module's, before the call."""
-        path = self.folder / f"{self.node}.{STATE}"
-        return with_tensors(json.loads(Path(f"{path}.json").read_text()), load_file(f"{path}.safetensors"))
+        name = f"{self.node}.{STATE}"
+        with readable_as(self.folder, name):
+            path = self.folder / name
+            return with_tensors(json.loads(Path(f"{path}.json").read_text()), load_file(f"{path}.safetensors"))
 
     def put(self, program: Program, layout: Layout, now: InStep, device: torch.device) -> None:
         """Give a step of one process what the node reads, the rows of all ranks in the order of their paths."""
@@ -94,8 +107,8 @@ class StoredInputs:
         name, node = f"{self.node}.{MADE}", program.graph.nodes[self.node]
         if not (self.folder / f"{name}.json").is_file():
             return None
-        described = json.loads((self.folder / f"{name}.json").read_text())
-        (key,) = described["spaces"]
+        described, _ = _described(self.folder, name)
+        key = next(iter(described["spaces"]))
         values = {self.node: KeptValue(node.returns, key, layout, None)}
         kept = self._rows(name, described, values, program, layout, step, device)
         return kept.values[self.node].rows, kept.spaces[key]
@@ -111,16 +124,68 @@ class StoredInputs:
         device: torch.device,
     ) -> Kept:
         spaces = {}
-        for key in described["spaces"]:
-            levels = program.graph.levels(key.removeprefix(EACH))
-            none = torch.empty(len(levels) + len(NUMBERS), 0, dtype=torch.int64)
-            shards = [none] * layout.shards
-            spaces[key] = RowSpace.of_shards(levels[-1], layout, shards, above=levels[:-1] or ROOT)
-        read = read_rows(self.folder, name, described, Kept(layout.ranks[0], spaces, values), device)
+        with readable_as(self.folder, name):
+            for key in described["spaces"]:
+                levels = program.graph.levels(key.removeprefix(EACH))
+                none = torch.empty(len(levels) + len(NUMBERS), 0, dtype=torch.int64)
+                shards = [none] * layout.shards
+                spaces[key] = RowSpace.of_shards(levels[-1], layout, shards, above=levels[:-1] or ROOT)
+            read = read_rows(self.folder, name, described, Kept(layout.ranks[0], spaces, values), device)
         in_step = {
             key: space.at(seed=program.seed, step=step, balance=program.balance) for key, space in read.spaces.items()
         }
         return Kept(read.rank, in_step, read.values)
+
+
+@contextmanager
+def readable_as(folder: Path, name: str) -> Iterator[None]:
+    """Around reading what was kept under a name: an older run has no digests, so a damage shows where it is read.
+
+    Raises:
+        UserError: It cannot be read.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, RuntimeError,
+            SafetensorError, TypeError, ValueError) as error:  # fmt: skip
+        file = getattr(error, "filename", None) or folder / f"{name}.json or a file beside it"
+        raise UserError(
+            f"{file} cannot be read ({type(error).__name__}: {one_line(error)}): it is damaged or gone; {MEND}"
+        ) from error
+
+
+def _described(folder: Path, name: str) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """What `<name>.json` says, and the ranks that it is of."""
+    with readable_as(folder, name):
+        found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+        written = found.pop("sha256", None)  # none in that of an older run
+        if written not in (None, digest_of(found)):
+            raise UserError(f"{folder / name}.json is not what the run wrote: its SHA-256 is another; {MEND}")
+        return found, tuple(list(found["spaces"].values())[0]["dealt"][0][0]["ranks"])  # noqa: RUF015 (none is damage)
+
+
+def _check_written(folder: Path, name: str, ranks: Iterable[int], world_size: int) -> None:
+    """Refuse files that are not what ranks wrote; of an older run, or a rank that was killed, nothing is known."""
+    for rank in ranks:
+        signature = signature_of(folder, name, rank, world_size)
+        if not signature.is_file():
+            continue
+        with readable_as(folder, name):
+            for file, digest in _signed(signature).items():
+                if not (folder / file).is_file():
+                    raise UserError(f"{folder / file} is not there, and the run wrote it; {MEND}")
+                if sha256(folder / file) != digest:
+                    raise UserError(f"{folder / file} is not what the run wrote: its SHA-256 is another; {MEND}")
+
+
+def _signed(signature: Path) -> dict[str, str]:
+    try:
+        found: dict[str, str] = dict(json.loads(signature.read_text()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{signature} is damaged ({one_line(error)}); {MEND}") from error
+    return found
 
 
 def difference(here: Any, there: Any, annotation: Any, lengths: Tensor) -> float:

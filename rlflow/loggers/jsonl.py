@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlflow.loggers.lines import whole_lines
+from rlflow.errors import UserError
+from rlflow.loggers.lines import Damage, json_lines, parsed_lines
 from rlflow.loggers.logger import Logger
 
 METRICS_FILE = "metrics.jsonl"
@@ -19,12 +19,16 @@ SAMPLES_FILE = "samples.jsonl"
 class JSONLLogger(Logger):
     """One line for each call of `log_metrics` and for each sample, written out at once.
 
-    JSON has no NaN and no infinity: they are recorded as null.
+    JSON has no NaN and no infinity: they are recorded as null. A run that goes on leaves out lines that are damaged.
+
+    Attributes:
+        warnings: Of damaged files that a run goes on in, a line each.
     """
 
     def start(self, folder: Path, first_step: int = 0) -> None:
-        self._metrics = _continued(folder / METRICS_FILE, first_step)
-        self._samples = _continued(folder / SAMPLES_FILE, first_step)
+        self.warnings: list[str] = []
+        self._metrics = self._continued(folder / METRICS_FILE, first_step, _is_metrics)
+        self._samples = self._continued(folder / SAMPLES_FILE, first_step, _is_of_step)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -37,32 +41,49 @@ class JSONLLogger(Logger):
         self._metrics.close()
         self._samples.close()
 
+    def _continued(self, path: Path, first_step: int, is_right: Callable[[Any], bool]) -> TextIO:
+        """`path`, open for writing after its lines of steps before `first_step`; the others are dropped.
+
+        The file is replaced in one move, so that a run killed meanwhile leaves the old one or the new one.
+        """
+        draft, damage = path.with_suffix(".jsonl.draft"), Damage(path)
+        with draft.open("wb") as file:
+            try:
+                for number, (line, found) in enumerate(parsed_lines(path, is_right) if path.exists() else (), 1):
+                    if found is None:
+                        damage.add(number)
+                    elif found["step"] < first_step:
+                        file.write(line)
+            except UserError as error:
+                damage.unreadable = str(error)
+        self.warnings += damage.replace(draft)
+        return path.open("a", encoding="utf-8")
+
 
 def read_metrics(folder: Path) -> list[dict[str, float | None]]:
-    """The lines of a run folder's `metrics.jsonl`, in order."""
-    return _lines(folder / METRICS_FILE)
+    """The lines of a run folder's `metrics.jsonl`, in order.
+
+    Raises:
+        UserError: The file is damaged or not there.
+    """
+    return list(json_lines(folder / METRICS_FILE, _is_metrics))
 
 
 def read_samples(folder: Path) -> Iterator[dict[str, Any]]:
-    """The samples of a run folder's `samples.jsonl`, in order."""
-    return map(json.loads, whole_lines(folder / SAMPLES_FILE))
+    """The samples of a run folder's `samples.jsonl`, in order.
 
-
-def _continued(path: Path, first_step: int) -> TextIO:
-    """`path`, open for writing after its lines of steps before `first_step`; the others are dropped.
-
-    The file is replaced in one move, so that a run killed meanwhile leaves the old one or the new one.
+    Raises:
+        UserError: The file is damaged or not there.
     """
-    kept = [line for line in _lines(path) if line["step"] < first_step] if path.exists() else []
-    draft = path.with_suffix(".jsonl.draft")
-    with draft.open("w", encoding="utf-8") as file:
-        _write(file, kept)
-    os.replace(draft, path)
-    return path.open("a", encoding="utf-8")
+    return json_lines(folder / SAMPLES_FILE, _is_of_step)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in whole_lines(path)]
+def _is_of_step(found: Any) -> bool:
+    return isinstance(found, dict) and type(found.get("step")) is int
+
+
+def _is_metrics(found: Any) -> bool:
+    return _is_of_step(found) and all(value is None or type(value) in (int, float) for value in found.values())
 
 
 def _write(file: TextIO, lines: Sequence[Mapping[str, Any]]) -> None:

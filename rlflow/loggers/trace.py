@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlflow.loggers.lines import whole_lines
+from rlflow.loggers.lines import json_lines
 
 TRACE_FILE = "trace.json"
 WAIT, FLIGHT = "Wait", "Flight"  # categories beside those of tasks
@@ -179,16 +179,29 @@ def missing_ranks(folder: Path) -> list[int]:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    line = next(iter(whole_lines(file)), "{}")
-    header: dict[str, Any] = json.loads(line)
-    return header
+    return next(json_lines(file, _is_event), {})
 
 
 def _written(folder: Path, ranks: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
     """The events as the ranks wrote them, without one that a killed rank left unfinished."""
     for file in _files(folder):
         if ranks is None or _rank(file) in ranks:
-            yield from map(json.loads, whole_lines(file))
+            yield from json_lines(file, _is_event)
+
+
+def _is_event(found: Any) -> bool:
+    """Whether it has what is read of an event of its kind."""
+    if not isinstance(found, dict) or not {"name", "ph", "pid"} <= found.keys():
+        return False
+    times = [found[name] for name in ("ts", "dur") if name in found]
+    arguments = found.get("args", {})
+    task = found["ph"] == "X" and found.get("cat") not in (WAIT, TURN)
+    return (
+        len(times) == {"X": 2, "b": 1, "e": 1, "M": 0}.get(found["ph"])
+        and all(type(time) in (int, float) for time in times)
+        and isinstance(arguments, dict)
+        and (not task or type(arguments.get("step")) is int)
+    )
 
 
 def _files(folder: Path) -> list[Path]:

@@ -17,9 +17,9 @@ from rlflow.controller.observers import Observers
 from rlflow.controller.program import Program
 from rlflow.controller.training import StepGivenUp
 from rlflow.data.prefetch import Prefetch
-from rlflow.errors import Preempted
+from rlflow.errors import Preempted, UserError
 from rlflow.loggers.console import Console
-from rlflow.loggers.curves import draw_curves
+from rlflow.loggers.curves import CURVES_FILE, draw_curves
 from rlflow.loggers.logger import Logger
 from rlflow.loggers.trace import SAVE, Trace
 from rlflow.memory.out_of_memory import memory_watched, to_hold_rows
@@ -297,7 +297,10 @@ def _build(
 
 def _leave_behind(folder: RunFolder, prepared: Prepared, numbers: dict[str, Any]) -> dict[str, Any]:
     """The files that sum the run up, and on the terminal where they are; the summary."""
-    draw_curves(folder.path)
+    try:
+        draw_curves(folder.path)
+    except UserError as error:  # of metrics that were damaged during the run, which is done
+        print(f"warning: no {CURVES_FILE}: {error}")
     summary = folder.write_summary(numbers, prepared.paths[prepared.lead])
     for line in closing_lines(folder, summary):
         print(line)

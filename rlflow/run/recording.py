@@ -32,8 +32,9 @@ class Recording:
     def __init__(
         self, joined: Joined, folder: RunFolder, console: Console, loggers: Sequence[Logger], resume: Resume
     ) -> None:
-        own = [] if joined.prepared.settings.fast_dev_run else [JSONLLogger(), CSVLogger(), *loggers]
-        self._loggers = own if joined.is_first else []
+        records = joined.is_first and not joined.prepared.settings.fast_dev_run
+        self._own: list[JSONLLogger | CSVLogger] = [JSONLLogger(), CSVLogger()] if records else []
+        self._loggers: list[Logger] = [*self._own, *loggers] if records else []
         self._joined = joined
         self._folder = folder
         self._console = console
@@ -48,6 +49,7 @@ class Recording:
                 stack.callback(logger.finish)
                 if self._joined.config is not None:
                     logger.log_config(self._joined.config)
+            self._warn()
             self._started = stack.pop_all()
         return self
 
@@ -78,3 +80,10 @@ class Recording:
                 logger.log_metrics(metrics, done)
             if samples:
                 logger.log_samples(samples, done)
+        self._warn()
+
+    def _warn(self) -> None:
+        """Show what is damaged of the run's own files."""
+        for logger in self._own:
+            while logger.warnings:
+                self._console.say(logger.warnings.pop(0))

@@ -86,14 +86,21 @@ def replay(asked: Replay, prepared: Prepared, callbacks: Callbacks) -> list[Repl
         callbacks: None of the user's.
 
     Raises:
-        UserError: Nothing was kept of that step or node.
+        UserError: Nothing was kept of that step or node, or it is damaged, or the node that is asked for needs a model
+            and there are no weights.
     """
     stored = _stored(prepared, asked)
-    weights = _weights(asked)
     nodes = [prepared.graph.nodes[each.node] for each in stored]
     needs = any(_needs_weights(node) for node in nodes)
-    if needs:
-        print(weights.line)
+    weights = _weights(asked) if needs else _Weights(False, None, ())
+    if not weights.found and asked.node is not None and _needs_weights(prepared.graph.nodes[asked.node]):
+        raise UserError(
+            f"`--node` is {asked.node!r}, which needs a model: {'; '.join(weights.lines)}; bring a checkpoint back, or"
+            " give a node without one"
+        )
+    for line in weights.lines:
+        print(line)
+    logged = _logged(asked) if any(node.kind == "train" for node in nodes) else {}
     joined = join(prepared, None)
     with ExitStack() as stack:
         if joined.context.conversations is not None:
@@ -110,7 +117,7 @@ def replay(asked: Replay, prepared: Prepared, callbacks: Callbacks) -> list[Repl
             if _needs_weights(node) and not weights.found:
                 print(f"{node.id}: left out, for want of weights")
                 continue
-            results.append(replace(_run(joined, controller, metrics, each, asked), raised=bool(each.failed)))
+            results.append(replace(_run(joined, controller, metrics, each, asked, logged), raised=bool(each.failed)))
             print(results[-1])
     return results
 
@@ -121,20 +128,25 @@ class _Weights:
 
     found: bool
     folder: Path | None
-    line: str
+    lines: tuple[str, ...]
 
 
 def _weights(asked: Replay) -> _Weights:
     done = asked.step - 1
     if done == 0:
-        return _Weights(True, None, "weights: the models that the run began with")
+        return _Weights(True, None, ("weights: the models that the run began with",))
     steps = {int(folder.name.removeprefix("step-")): folder for folder in checkpoint.newest_first(asked.run)}
-    at = next((step for step, folder in steps.items() if step <= done and checkpoint.lacks(folder) is None), None)
-    if at is None:
-        line = f"weights: no checkpoint after {done} steps or fewer is there, so nodes that need a model are left out"
-        return _Weights(False, None, line)
-    earlier = "" if at == done else f", {done - at} steps before this one began: numbers that need a model will differ"
-    return _Weights(True, steps[at], f"weights: {steps[at]}{earlier}")
+    passed: list[str] = []
+    for at, folder in steps.items():
+        if at > done:
+            continue
+        if (what := checkpoint.damage(folder)) is not None:
+            passed.append(f"{folder} has {what}, so it is passed over")
+            continue
+        earlier = f", {done - at} steps before this one began: numbers that need a model will differ"
+        return _Weights(True, folder, (*passed, f"weights: {folder}{earlier if at < done else ''}"))
+    none = f"{asked.run} has no{' other' if passed else ''} checkpoint after {done} steps or fewer"
+    return _Weights(False, None, (*passed, none))
 
 
 def _needs_weights(node: Node) -> bool:
@@ -200,7 +212,14 @@ def _controller(joined: Joined, callbacks: Callbacks, metrics: Metrics, stack: E
     return Controller(program, policies, prepared.strategy, prompts, joined.context, joined.transport, observers)
 
 
-def _run(joined: Joined, controller: Controller, metrics: Metrics, stored: StoredInputs, asked: Replay) -> Replayed:
+def _run(
+    joined: Joined,
+    controller: Controller,
+    metrics: Metrics,
+    stored: StoredInputs,
+    asked: Replay,
+    logged: dict[str, float],
+) -> Replayed:
     prepared, program, step = joined.prepared, controller.program, asked.step - 1
     node, device = prepared.graph.nodes[stored.node], prepared.strategy.root_device
     prepared.module.load_state_dict(stored.state())
@@ -209,7 +228,7 @@ def _run(joined: Joined, controller: Controller, metrics: Metrics, stored: Store
     now = controller.replay(node.id, step, stored.draw, lambda layout, now: stored.put(program, layout, now, device))
     rows = len(now.spaces[node.inside])
     if node.kind == "train":
-        here, there = metrics.reduce(step, joined.transport, 0.0), _logged(asked)
+        here, there = metrics.reduce(step, joined.transport, 0.0), logged
         names = (f"{node.role}/loss", f"{node.role}/grad_norm")
         both = {name: (here[name], there[name]) for name in names if name in here and name in there}
         return Replayed(node.id, rows, max((_apart(a, b) for a, b in both.values()), default=math.nan), both)

@@ -108,17 +108,7 @@ def _listed(joined: Joined, run_dir: Path) -> list[Path]:
 def _damage(joined: Joined, folder: Path) -> str | None:
     """What a checkpoint has in place of what was written, the same on all ranks: each file is read by one of them."""
     transport = joined.transport
-
-    def look() -> str | None:
-        if (what := checkpoint.lacks(folder)) is not None:
-            return what
-        changed = checkpoint.changed_files(folder, transport.rank, transport.world_size)
-        return f"another SHA-256 of {changed[0]} than {checkpoint.STATE} says" if changed else None
-
-    try:
-        here = look()
-    except OSError as error:
-        here = f"{Path(error.filename or folder).name}, which cannot be read ({error.strerror})"
+    here = checkpoint.damage(folder, transport.rank, transport.world_size)
     return next((what for what in gather(transport, here) if what is not None), None)
 
 

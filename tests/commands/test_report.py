@@ -183,6 +183,23 @@ def test_a_line_that_a_killed_rank_left_unfinished_is_passed_over(tmp_path: Path
     assert (tmp_path / "timeline.png").is_file()
 
 
+@pytest.mark.parametrize("command", ["report", "trace"])
+@pytest.mark.parametrize(
+    "line", [b"{\n", b"\0\0\n", b"[]\n", b'{"name": "a", "ph": "X", "pid": 0, "ts": 1, "dur": 1}\n']
+)
+def test_a_damaged_trace_is_one_line(
+    tmp_path: Path, line: bytes, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "traces").mkdir()
+    file = tmp_path / "traces/rank0.jsonl"
+    file.write_bytes(json.dumps(EVENTS[0]).encode() + b"\n" + line)
+    with pytest.raises(SystemExit) as ended:
+        main([command, str(tmp_path)])
+    assert ended.value.code == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert f"{file} is damaged: line 2 is not what a run writes there; remove that line" in told
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -154,3 +154,23 @@ def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
         assert process.stdout.readline().startswith("step 1")
         process.stdout.close()
         assert (process.stderr.read(), process.wait()) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (b"\0\0\0\0\n", "is damaged: line 5 is not what a run writes there"),
+        (b'{"step": 6}\n', "is damaged: of step 6 it has a sample that no run writes"),
+        (b'{"step": 6, "parts": 3, "reward": "a"}\n', "is damaged: of step 6 it has a sample that no run writes"),
+    ],
+)
+def test_a_damaged_sample_is_one_line(
+    folder: Path, line: bytes, found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (folder / "samples.jsonl").open("ab") as file:
+        file.write(line)
+    with pytest.raises(SystemExit) as ended:
+        main(["samples", str(folder)])
+    assert ended.value.code == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert f"{folder}/samples.jsonl {found}" in told

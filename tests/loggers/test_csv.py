@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import pytest
+
 from rlflow.loggers import CSVLogger
 
 
@@ -55,3 +57,46 @@ def test_a_row_that_a_killed_run_left_unfinished_does_not_stop_its_continuation(
     logger.start(tmp_path, first_step=2)
     logger.log_metrics({"a": 1.0}, step=2)
     assert table(tmp_path) == [["step", "a"], ["1", "0.0"], ["2", "1.0"]]
+
+
+def go_on(folder: Path) -> list[str]:
+    """Continue a run with step 3; what it warns of."""
+    logger = CSVLogger()
+    logger.start(folder, first_step=3)
+    logger.log_metrics({"a": 3.0}, step=3)
+    return logger.warnings
+
+
+@pytest.mark.parametrize(
+    "row",
+    [b"x,0.0", b",0.0", b"1", b"1,0.0,5", b"1,a", b"1,0.0\0", bytes(64), b"1,\xff", b'1,"0.0', b"9" * 200_000],
+)
+def test_a_damaged_row_is_left_out_by_a_run_that_goes_on(tmp_path: Path, row: bytes) -> None:
+    before = b"step,a\r\n" + row + b"\r\n2,0.0\r\n"
+    (tmp_path / "metrics.csv").write_bytes(before)
+    assert go_on(tmp_path) == [
+        f"warning: {tmp_path}/metrics.csv is damaged: line 2 cannot be read; it is kept as metrics.csv.damaged, and the"
+        " run goes on with the lines that can be read"
+    ]
+    assert table(tmp_path) == [["step", "a"], ["2", "0.0"], ["3", "3.0"]]
+    assert (tmp_path / "metrics.csv.damaged").read_bytes() == before
+    assert go_on(tmp_path) == []
+
+
+@pytest.mark.parametrize("header", [b"stfp,a", b"a,step", b"step,a,a", b"\0\0\0\0,a", b"\xff\xfe", b"", b"1,0.0"])
+def test_of_a_table_with_a_damaged_header_nothing_can_be_read(tmp_path: Path, header: bytes) -> None:
+    (tmp_path / "metrics.csv").write_bytes(header + b"\r\n1,0.0\r\n2,0.0\r\n")
+    (warning,) = go_on(tmp_path)
+    assert "metrics.csv is damaged: 3 lines, the first of them line 1, cannot be read; it is kept as" in warning
+    assert table(tmp_path) == [["step", "a"], ["3", "3.0"]]
+
+
+def test_a_table_that_is_damaged_during_a_run_gets_its_new_columns(tmp_path: Path) -> None:
+    logger = CSVLogger()
+    logger.start(tmp_path)
+    logger.log_metrics({"a": 1.0}, step=1)
+    with (tmp_path / "metrics.csv").open("ab") as file:
+        file.write(b"garbage\r\n")
+    logger.log_metrics({"b": 2.0}, step=2)
+    assert table(tmp_path) == [["step", "a", "b"], ["1", "1.0", ""], ["2", "", "2.0"]]
+    assert len(logger.warnings) == 1

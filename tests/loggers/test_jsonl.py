@@ -7,8 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from rlflow.errors import UserError
 from rlflow.loggers import JSONLLogger
-from rlflow.loggers.jsonl import read_metrics
+from rlflow.loggers.jsonl import read_metrics, read_samples
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -73,3 +76,85 @@ def test_a_line_that_a_killed_run_left_unfinished_does_not_stop_its_continuation
     logger.finish()
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "x": 0.0}, {"step": 2, "x": 1.0}]
     assert lines(tmp_path / "samples.jsonl") == [{"step": 1, "x": 0.0}]
+
+
+WHOLE = '{"step": 1, "x": 0.0}\n'
+DAMAGED = {
+    "broken": b'{"step": 1, "x"\n',
+    "zeros": bytes(64) + b'{"step": 1, "x": 0.0}\n',
+    "no UTF-8": b'{"step": 1, "x": "\xff"}\n',
+    "no object": b"7\n",
+    "no step": b'{"stfp": 1}\n',
+    "no number for a step": b'{"step": "1"}\n',
+    "too deep": b"[" * 100_000 + b"\n",
+}
+
+
+def go_on(folder: Path) -> list[str]:
+    """Continue a run with step 2; what it warns of."""
+    logger = JSONLLogger()
+    logger.start(folder, first_step=2)
+    logger.log_metrics({"x": 1.0}, step=2)
+    logger.log_samples([{"x": 1.0}], step=2)
+    logger.finish()
+    return logger.warnings
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+@pytest.mark.parametrize("line", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_line_is_left_out_by_a_run_that_goes_on(tmp_path: Path, line: bytes, name: str) -> None:
+    file, aside = tmp_path / name, tmp_path / f"{name}.damaged"
+    before = line + WHOLE.encode() + b'{"step": 2, "x": 0.0}\n'
+    file.write_bytes(before)
+    assert go_on(tmp_path) == [
+        f"warning: {file} is damaged: line 1 cannot be read; it is kept as {name}.damaged, and the run goes on with the"
+        " lines that can be read"
+    ]
+    assert lines(file) == [{"step": 1, "x": 0.0}, {"step": 2, "x": 1.0}]
+    assert aside.read_bytes() == before
+    assert go_on(tmp_path) == []
+
+
+def test_files_that_are_damaged_again_are_all_kept(tmp_path: Path) -> None:
+    for text in ("a\n", "b\nb\n", "c\n"):
+        (tmp_path / "metrics.jsonl").write_text(text)
+        (warning,) = go_on(tmp_path)
+        assert ("2 lines, the first of them line 1, cannot be read" in warning) == (text == "b\nb\n")
+    kept = {file.name: file.read_text() for file in tmp_path.glob("metrics.jsonl.*")}
+    assert kept == {
+        "metrics.jsonl.damaged": "a\n",
+        "metrics.jsonl.damaged-1": "b\nb\n",
+        "metrics.jsonl.damaged-2": "c\n",
+    }
+
+
+def test_a_file_of_nothing_but_zeros_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").write_bytes(bytes(4096))
+    (warning,) = go_on(tmp_path)
+    assert "samples.jsonl is damaged: line 1 cannot be read" in warning
+
+
+def test_what_cannot_be_opened_as_a_file_is_moved_away(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    (warning,) = go_on(tmp_path)
+    assert "metrics.jsonl cannot be read (Is a directory)" in warning
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 2, "x": 1.0}]
+
+
+def test_a_metric_that_is_no_number_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(WHOLE + '{"step": 1, "x": "0.5"}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl is damaged: line 2 is not what a run writes there; remove"):
+        read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("line", DAMAGED.values(), ids=DAMAGED)
+def test_readers_name_the_damaged_line_and_its_file(tmp_path: Path, line: bytes) -> None:
+    for name, read in (("metrics.jsonl", read_metrics), ("samples.jsonl", lambda folder: list(read_samples(folder)))):
+        (tmp_path / name).write_bytes(WHOLE.encode() + line)
+        with pytest.raises(UserError, match=rf"{tmp_path}/{name} is damaged: line 2 "):
+            read(tmp_path)
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be read \(No such file or directory\); mend"):
+        read_metrics(tmp_path)

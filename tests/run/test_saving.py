@@ -310,3 +310,21 @@ def test_an_optimizer_that_keeps_other_shapes_is_refused_where_checkpoints_are_w
     with pytest.raises(UserError, match=rf"'torch.optim.{name}', which keeps `{kind}` of a weight in another shape"):
         fit(run)
     assert len(fit(replace(run, settings={"max_steps": 1})).steps) == 1
+
+
+@pytest.mark.parametrize("ckpt_path", ["last", "auto"])
+def test_damaged_records_of_a_run_do_not_stop_it_from_going_on(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], ckpt_path: str
+) -> None:
+    folder, names = tmp_path / "run", ("metrics.jsonl", "samples.jsonl", "metrics.csv")
+    run = alone(model, folder, callbacks=[StopAfter(2)])
+    fit(run)
+    for name in names:
+        (folder / name).write_bytes(bytes(64) + (folder / name).read_bytes())
+    fit(replace(run, settings={**run.settings, "callbacks": [], "ckpt_path": ckpt_path}))
+    told = capfd.readouterr().out
+    for name in names:
+        assert told.count(f"warning: {folder}/{name} is damaged: ") == 1
+        assert (folder / f"{name}.damaged").read_bytes()[:64] == bytes(64)
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [2, 3]  # line 1 was that of step 1
