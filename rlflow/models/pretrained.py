@@ -10,9 +10,15 @@ import torch
 from torch import nn
 
 from rlflow.errors import UserError
+from rlflow.loggers.log_lines import line_log
 from rlflow.models.empty import finish
 from rlflow.models.remote_code import code_beside, register_decoder
-from rlflow.models.weight_files import WeightFiles
+from rlflow.models.weight_files import WeightFiles, not_finite
+from rlflow.storage.tensors import is_finite
+
+OUTPUT_LAYERS = ("lm_head", "score")  # that a model of the other kind leaves in its files
+
+log = line_log(__name__)
 
 
 def read(
@@ -39,7 +45,7 @@ def read(
         The model, its files where it is empty, and whether some of `may_lack` are missing.
 
     Raises:
-        UserError: There is no such model, or weights are missing.
+        UserError: There is no such model, or weights are missing, NaN or infinite.
     """
     from safetensors import SafetensorError
 
@@ -78,6 +84,19 @@ def read(
     if missing:
         # Transformers would go on with random numbers in their place.
         raise UserError(f"`model` {str(path)!r} lacks {len(missing)} weights, {min(missing)!r} the first of them")
+    unknown = [name for name in report["unexpected_keys"] if name.split(".")[0] not in OUTPUT_LAYERS]
+    if unknown:
+        log.warning(
+            "`model` %r has %d tensors in its files that %s does not know, %r the first of them, and they are left out;"
+            " check that config.json is of this model",
+            str(path),
+            len(unknown),
+            type(model).__name__,
+            min(unknown),
+        )
+    for name, tensor in () if empty else model.state_dict().items():
+        if not is_finite(tensor):
+            raise UserError(not_finite(path, name))
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
