@@ -8,7 +8,9 @@ import os
 import sys
 import tempfile
 from array import array
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from rlflow.data.columns import check_scored
 from rlflow.data.prompts import Encoder, Example, PromptData
 from rlflow.data.sources import Source
 from rlflow.databuffer.message import from_message, to_message
@@ -28,29 +31,33 @@ if TYPE_CHECKING:
 
 CHUNK = 1024  # rows that are encoded together, and so held in memory at once
 CACHE_VARIABLE = "RLFLOW_CACHE"
-VERSION = "1"  # of the numbers of a row, and of how rows are encoded
+VERSION = "2"  # of the numbers of a row, and of how rows are encoded
+NOTHING: Mapping[str, bool] = MappingProxyType({})  # of what a reward reads
 PROMPT, RESPONSE, DIGEST = 0, 1, slice(2, 4)  # columns
 
 
-def count(source: Source, encode: Encoder, rows: range) -> Tensor:
+def count(source: Source, encode: Encoder, rows: range, reads: Mapping[str, bool] = NOTHING) -> Tensor:
     """`[R, 4]` int32: tokens of each row's prompt and of its longest response, and a digest of its tokens and columns.
 
     A prompt with which a conversation begins has the tools in it that the policy may call.
 
     Raises:
-        UserError: A row cannot be read.
+        UserError: A row cannot be read, or lacks what a reward `reads`.
     """
     numbers = array("i")
     for start in range(rows.start, rows.stop, CHUNK):
         chunk = range(start, min(start + CHUNK, rows.stop))
         for row, example in zip(chunk, encode(source, chunk), strict=True):
+            check_scored(example.row, reads, source.where(row))
             prompt = max(len(example.prompt_ids), begins(example.row, encode, source, row))
             numbers.extend([prompt, max(len(example.response_ids), len(example.rejected_ids))])
             numbers.frombytes(_digest(example, _as_json(example, source, row)))
     return torch.tensor(numbers, dtype=torch.int32).view(-1, 4)
 
 
-def count_together(source: Source, encode: Encoder, mine: range, transport: Transport) -> Tensor:
+def count_together(
+    source: Source, encode: Encoder, mine: range, transport: Transport, reads: Mapping[str, bool] = NOTHING
+) -> Tensor:
     """`[N, 4]` int32, as of `count` for all rows; a collective of all ranks.
 
     Args:
@@ -58,13 +65,14 @@ def count_together(source: Source, encode: Encoder, mine: range, transport: Tran
         encode: Their tokens.
         mine: Rows that this rank counts; the ranks' follow one another.
         transport: To the other ranks.
+        reads: Columns that the reward reads, see `Reward.reads`.
 
     Raises:
         UserError: A row of some rank cannot be read; on all ranks alike, of the first such row.
     """
     counted, wrong = torch.empty(0, 4, dtype=torch.int32), ""
     try:
-        counted = count(source, encode, mine)
+        counted = count(source, encode, mine, reads)
     except UserError as error:
         wrong = str(error)
     for answer in transport.all_gather_ragged(to_message(f".{wrong}".encode())):
@@ -83,16 +91,20 @@ def cache_folder() -> Path | None:
 
 
 def key_of(
-    source: Source, data: PromptData, tokenizer: PreTrainedTokenizerBase, environment: Environment | None = None
+    source: Source,
+    data: PromptData,
+    tokenizer: PreTrainedTokenizerBase,
+    environment: Environment | None = None,
+    reads: Mapping[str, bool] = NOTHING,
 ) -> str | None:
-    """A digest of all that the counts depend on: data, tokenizer, template, tools; None where one of them has none."""
+    """A digest of all that the counts depend on: data, tokenizer, template, tools, reward; None where one has none."""
     of_source = source.digest()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if of_source is None or backend is None:
         return None
     of_tokenizer = [backend.to_str(), tokenizer.chat_template, tokenizer.eos_token_id]
     columns = [data.prompt, data.response, data.rejected, data.chat_template, data.system_prompt]
-    facts: list[Any] = [VERSION, of_source, of_tokenizer, columns]
+    facts: list[Any] = [VERSION, of_source, of_tokenizer, columns, dict(reads)]
     if environment is not None:
         known = {name: [each.schemas, each.required] for name, each in environment.definitions.items()}
         facts += [known, data.renderer, environment.by]

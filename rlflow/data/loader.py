@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlflow.data.chosen_rows import Choose, ChosenRows, Epoch
-from rlflow.data.lengths import begins, count, count_together, keep_counts, key_of, read_counts
+from rlflow.data.columns import check_scored
+from rlflow.data.lengths import NOTHING, begins, count, count_together, keep_counts, key_of, read_counts
 from rlflow.data.prompts import Encoder, Example, PromptData
 from rlflow.data.scan import Scan, scan
 from rlflow.data.sources import Source
@@ -47,9 +48,11 @@ class Loader:
         limit: Only the first so many rows that are kept.
         ranks: That will scan together; 1 scans at construction.
         environment: With which conversations of the dataset were held; None without.
+        reads: The columns that the reward reads of these rows, see `Reward.reads`; all rows are looked at.
 
     Raises:
-        UserError: The dataset is empty, a row cannot be read, or a row is too long and `data.overlong` is `error`.
+        UserError: The dataset is empty, a row cannot be read or scored, or it is too long and `data.overlong` is
+            `error`.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Loader:
         limit: int | None = None,
         ranks: int = 1,
         environment: Environment | None = None,
+        reads: Mapping[str, bool] = NOTHING,
     ) -> None:
         self._source = source
         self._data = data
@@ -68,6 +72,7 @@ class Loader:
         self._pad = tokenizer.pad_token_id or 0  # never read: a batch carries its lengths
         self._seed = seed
         self._limit = limit
+        self._reads = reads
         self._order = lru_cache(maxsize=2)(self._shuffled)
         self._chosen: ChosenRows | None = None
         self._scan: Scan | None = None
@@ -75,15 +80,17 @@ class Loader:
             rows = len(source)
         self._key = None
         if rows > FEW_ROWS:
-            self._key = key_of(source, data, tokenizer, environment)
+            self._key = key_of(source, data, tokenizer, environment, reads)
         counts = None if self._key is None else read_counts(self._key, rows)
         if counts is not None:
             self._use(counts)
         elif ranks == 1 or self._key is None:
             self._use(self._count(keeps=True))
-        elif environment is not None:  # what its `reset` lacks in all rows is known before ranks begin
-            for row in range(min(rows, FIRST_ROWS)):
-                begins(source[row], self._encode, source, row)
+        else:  # what is lacking in all rows is known before ranks begin
+            for row in range(min(rows, FIRST_ROWS) if environment is not None or reads else 0):
+                columns = source[row]
+                check_scored(columns, reads, source.where(row))
+                begins(columns, self._encode, source, row)
 
     @property
     def is_scanned(self) -> bool:
@@ -108,10 +115,10 @@ class Loader:
         """Of all rows, alone or together with all ranks."""
         rows = len(self._source)
         if transport is None:
-            counts = count(self._source, self._encode, range(rows))
+            counts = count(self._source, self._encode, range(rows), self._reads)
         else:
             mine = share(rows, transport.rank, transport.world_size)
-            counts = count_together(self._source, self._encode, mine, transport)
+            counts = count_together(self._source, self._encode, mine, transport, self._reads)
         if keeps and self._key is not None:
             keep_counts(self._key, counts)
         return counts

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from rlflow.data.columns import is_message, text_in
 from rlflow.data.played import Played
 from rlflow.data.sources import Source
 from rlflow.data.template import Template, column_of
@@ -250,24 +251,29 @@ class Encoder:
         prompt = column_of(row, self._data.prompt, place)
         if template is not None:
             prompt = self._rewritten(prompt, template, row, place)
+        if isinstance(prompt, str) and (prompt.isspace() or (self._data.chat_template and not prompt)):
+            raise UserError(
+                f"{place}: the prompt is {'blank' if prompt else 'empty'}, so nothing can follow it; write something"
+                " into it, or remove the row"
+            )
         if self._data.chat_template:
             return self._chat(prompt, place)
         if isinstance(prompt, list):
             raise UserError(
                 f"{place}: column `{self._data.prompt}` is a list of messages; set `data.chat_template: true`"
             )
-        return _text(prompt, self._data.prompt, place)
+        return text_in(prompt, self._data.prompt, place)
 
     def _rewritten(self, prompt: Any, template: Template, row: dict[str, Any], place: str) -> Any:
         """A prompt as the template writes it; of messages, what the user says last."""
         column = partial(column_of, row, place=place)
         if not isinstance(prompt, list):
-            return template.written(_text(prompt, self._data.prompt, place), column)
+            return template.written(text_in(prompt, self._data.prompt, place), column)
         by_user = [number for number, message in enumerate(prompt) if message.get("role") == "user"]
         if not by_user:
             raise UserError(f"{place}: no message of the prompt is the user's, into which a template writes; add one")
         last = by_user[-1]
-        said = template.written(_text(prompt[last].get("content"), self._data.prompt, place), column)
+        said = template.written(text_in(prompt[last].get("content"), self._data.prompt, place), column)
         return [*prompt[:last], {**prompt[last], "content": said}, *prompt[last + 1 :]]
 
     def _chat(self, prompt: Any, place: str) -> str:
@@ -284,8 +290,8 @@ class Encoder:
     def _messages(self, prompt: Any, place: str) -> list[dict[str, Any]]:
         messages = prompt
         if not isinstance(prompt, list):
-            messages = [{"role": "user", "content": _text(prompt, self._data.prompt, place)}]
-        if not all(map(_is_message, messages)):
+            messages = [{"role": "user", "content": text_in(prompt, self._data.prompt, place)}]
+        if not all(map(is_message, messages)):
             raise UserError(
                 f"{place}: column `{self._data.prompt}` is {prompt!r:.60}, not messages with role and content;"
                 " mend or remove the row"
@@ -317,7 +323,7 @@ class Encoder:
     def _response_ids(self, column: str | None, rows: list[dict[str, Any]], places: list[str]) -> list[list[int]]:
         if column is None:
             return [[] for _ in rows]
-        texts = [_text(column_of(row, column, place), column, place) for row, place in zip(rows, places, strict=True)]
+        texts = [text_in(column_of(row, column, place), column, place) for row, place in zip(rows, places, strict=True)]
         ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [[*response, self._tokenizer.eos_token_id] for response in ids]
 
@@ -333,17 +339,3 @@ class Encoder:
 
 def _toolless(definition: Definition, row: dict[str, Any]) -> Definition:
     return definition
-
-
-def _is_message(message: Any) -> bool:
-    """With a role and a content, which is null beside calls of tools alone."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-        return False
-    content = message["content"]
-    return isinstance(content, str | list) or (content is None and bool(message.get("tool_calls")))
-
-
-def _text(value: Any, column: str, place: str) -> str:
-    if not isinstance(value, str):
-        raise UserError(f"{place}: column `{column}` is {value!r:.60}, not a text; mend or remove the row")
-    return value

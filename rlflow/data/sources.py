@@ -13,7 +13,7 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, groupby
 from pathlib import Path
 from threading import Lock
@@ -77,9 +77,11 @@ class JSONL(Source):
         if len(line) < lengths[row]:
             raise UserError(f"{self.where(row)} is gone: the file got shorter while the run read it; start again")
         try:
-            value = json.loads(line)
+            value = json.loads(line, object_pairs_hook=partial(_once, place=self.where(row)))
             if b"\\ud" in line or b"\\uD" in line:  # half a character, perhaps
                 json.dumps(value, ensure_ascii=False).encode()
+        except UserError:
+            raise
         except (ValueError, RecursionError) as error:  # UnicodeDecodeError too, where the line is not UTF-8
             raise UserError(
                 f"{self.where(row)} is not JSON ({one_line(error)}): {_start(line)}; mend or remove the line"
@@ -302,6 +304,16 @@ def _existing(path: str, wanted: str, *endings: str, folder: bool = False) -> Pa
         is_there = False
     if not is_there:
         raise UserError(f"`path` is {path!r:.200}{no_file(path, wanted, *endings)}")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]], place: str) -> dict[str, Any]:
+    """An object of JSON, in which each key stands once."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{place} has the key {twice!r} twice, so one value would be lost; leave one of them")
     return found
 
 

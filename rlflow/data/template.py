@@ -53,14 +53,14 @@ class Template(Formatter):
 _COLUMN = "column of a row"  # no name in a template
 
 
-def column_of(row: dict[str, Any], path: str, place: str) -> Any:
-    """The column of that name, or the value at the dotted path."""
+def column_of(row: dict[str, Any], path: str, place: str, why: str = "") -> Any:
+    """The column of that name, or the value at the dotted path; `why` it is read is part of the error."""
     if path in row:
         return row[path]
     value: Any = row
     for step in path.split("."):
         if not isinstance(value, dict) or step not in value:
             found = ", ".join(name if name.isprintable() else repr(name)[1:-1] for name in map(str, row))
-            raise UserError(f"{place} has no column `{path}`; columns found: {found}.{did_you_mean(path, row)}")
+            raise UserError(f"{place} has no column `{path}`{why}; columns found: {found}.{did_you_mean(path, row)}")
         value = value[step]
     return value

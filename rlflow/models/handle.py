@@ -166,6 +166,7 @@ class ModelHandle(ABC):
         self.useful_tokens = 0
         self._forward: nn.Module | None = None
         self._training = False
+        self.unknown = ""  # see `PackedModel.unknown`
 
     def load(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool = False) -> PackedModel:
         """Build the model, with its adapters. A strategy calls it, and attaches what it makes of the result.
@@ -183,6 +184,7 @@ class ModelHandle(ABC):
         if self.lora is not None:
             model.add_adapters(self.lora, self.model)
         self._prepare(model)
+        self.unknown = model.unknown
         return model
 
     @abstractmethod

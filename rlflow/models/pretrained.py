@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -12,7 +13,10 @@ from torch import nn
 from rlflow.errors import UserError
 from rlflow.models.empty import finish
 from rlflow.models.remote_code import code_beside, register_decoder
-from rlflow.models.weight_files import WeightFiles
+from rlflow.models.weight_files import WeightFiles, not_finite
+from rlflow.storage.tensors import is_finite
+
+OUTPUT_LAYERS = ("lm_head", "score")  # that a model of the other kind leaves in its files
 
 
 def read(
@@ -23,7 +27,7 @@ def read(
     trust_remote_code: bool = False,
     may_lack: tuple[str, ...] = (),
     **settings: Any,
-) -> tuple[Any, WeightFiles | None, bool]:
+) -> tuple[Any, WeightFiles | None, bool, str]:
     """A transformers model in evaluation mode, without dropout, with eager attention: transformers' own reference.
 
     Args:
@@ -36,10 +40,11 @@ def read(
         settings: More of its configuration.
 
     Returns:
-        The model, its files where it is empty, and whether some of `may_lack` are missing.
+        The model, its files where it is empty, whether some of `may_lack` are missing, and a line about tensors
+        of the files that the model does not know, which are left out; empty without.
 
     Raises:
-        UserError: There is no such model, or weights are missing.
+        UserError: There is no such model, or weights are missing, NaN or infinite.
     """
     from safetensors import SafetensorError
 
@@ -78,9 +83,22 @@ def read(
     if missing:
         # Transformers would go on with random numbers in their place.
         raise UserError(f"`model` {str(path)!r} lacks {len(missing)} weights, {min(missing)!r} the first of them")
+    for name, tensor in () if empty else model.state_dict().items():
+        if not is_finite(tensor):
+            raise UserError(not_finite(path, name))
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     if files is not None:
         finish(model, files)
-    return model.eval(), files, bool(report["missing_keys"])
+    return model.eval(), files, bool(report["missing_keys"]), _unknown(path, model, report["unexpected_keys"])
+
+
+def _unknown(path: Path, model: nn.Module, names: Iterable[str]) -> str:
+    unknown = [name for name in names if name.split(".")[0] not in OUTPUT_LAYERS]
+    if not unknown:
+        return ""
+    return (
+        f"`model` {str(path)!r} has {len(unknown)} tensors in its files that {type(model).__name__} does not know,"
+        f" {min(unknown)!r} the first of them, and they are left out; check that config.json is of this model"
+    )

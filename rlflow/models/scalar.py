@@ -60,7 +60,8 @@ class ScalarModel(PackedModel):
         weights = (f"{HEAD}.weight", f"{HEAD}.bias")
         with torch.random.fork_rng(devices=[]):  # transformers draws what is missing
             kind: Any = AutoModelForSequenceClassification
-            classifier, files, missing = read(kind, path, dtype, empty, trust_remote_code, weights, num_labels=1)
+            found = read(kind, path, dtype, empty, trust_remote_code, weights, num_labels=1)
+        classifier, files, missing, unknown = found
         if not isinstance(getattr(classifier, HEAD, None), nn.Linear):
             raise UserError(f"{type(classifier).__name__} has no output layer `{HEAD}`; use a decoder's model")
         if missing and not new_head:
@@ -73,7 +74,7 @@ class ScalarModel(PackedModel):
         if gradient_checkpointing:
             classifier.gradient_checkpointing_enable({"use_reentrant": False})
         model = cls(classifier)
-        model.files, model.new_head = files, missing
+        model.files, model.new_head, model.unknown = files, missing, unknown
         if missing and not empty:
             model.output_layer.zero()
         return model

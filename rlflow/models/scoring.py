@@ -51,13 +51,13 @@ class ScoringModel(PackedModel):
         """
         from transformers import AutoModelForCausalLM
 
-        causal_lm, files, _ = read(AutoModelForCausalLM, path, dtype, empty, trust_remote_code)
+        causal_lm, files, _, unknown = read(AutoModelForCausalLM, path, dtype, empty, trust_remote_code)
         if not empty:
             causal_lm.to(device)
         if gradient_checkpointing:
             causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         model = cls(causal_lm)
-        model.files = files
+        model.files, model.unknown = files, unknown
         return model
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlflow.errors import UserError, one_line
 from rlflow.models.tensor_range import TensorRange
+from rlflow.storage.tensors import is_finite
 
 INDEX = "model.safetensors.index.json"
 CHUNK_BYTES = 32 * 2**20  # read at once, at most, or one row of a tensor
@@ -31,7 +32,7 @@ class WeightFiles:
         path: A folder in Hugging Face form, or a Hugging Face name.
 
     Raises:
-        UserError: They are not safetensors, or one is missing or broken.
+        UserError: They are not safetensors, or one is missing or broken; a tensor has NaN or infinite values.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,6 +58,7 @@ class WeightFiles:
         file, tensor = self._tensors[name]
         with self._readable(file):
             values: Tensor = tensor[...]
+        self._require_finite(name, values)
         return values
 
     def read(self, name: str, part: TensorRange) -> None:
@@ -74,9 +76,14 @@ class WeightFiles:
             last = min(first + rows, -(-end // row))
             with self._readable(file):
                 values = tensor[first:last].reshape(-1)
+            self._require_finite(name, values)
             values = values[start - first * row : end - first * row]
             part.values.narrow(0, start - part.start, len(values)).copy_(values)
             start += len(values)
+
+    def _require_finite(self, name: str, values: Tensor) -> None:
+        if not is_finite(values):
+            raise UserError(not_finite(self._path, name))
 
     def _files(self) -> Iterator[Path]:
         single = self._file(shard_name(0, 1))
@@ -123,6 +130,19 @@ class WeightFiles:
                 f"`model` {str(self._path)!r} cannot be loaded: {file.name} is cut short or broken ({one_line(error)});"
                 " copy the model once more"
             ) from error
+
+
+def not_finite(path: Path, name: str) -> str:
+    """What a user reads of a tensor in a model's files.
+
+    Args:
+        path: Folder or Hugging Face name of the model.
+        name: Of the tensor.
+    """
+    return (
+        f"`model` {str(path)!r} cannot be loaded: {name!r} has NaN or infinite values, which all scores would become;"
+        " copy the model once more, or take one that was saved before they arose"
+    )
 
 
 def _open(file: Path) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlflow.errors import UserError
-from rlflow.rewards.reward import OnError, SampleReward, column
+from rlflow.rewards.reward import OnError, SampleReward, filled
 from rlflow.worker import Limits, Sandbox
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.S | re.I)
@@ -61,8 +61,12 @@ class CodeTests(SampleReward):
         self.all_or_nothing = all_or_nothing
         self._sandbox = Sandbox(Limits(seconds=seconds, memory_mb=memory_mb))
 
+    @property
+    def reads(self) -> dict[str, bool]:
+        return {self.tests: False}
+
     def score_sample(self, text: str, row: dict[str, Any]) -> float:
-        tests = column(row, self.tests)
+        tests = filled(row, self.tests)
         if not isinstance(tests, str) and not _are_pairs(tests):
             raise UserError(
                 f"column `{self.tests}` is {tests!r:.60}; {self} takes a text of Python, or a list of mappings with"

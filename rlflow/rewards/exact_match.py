@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlflow.rewards.reward import OnError, SampleReward, column
+from rlflow.rewards.reward import OnError, SampleReward, filled
 
 
 class ExactMatch(SampleReward):
@@ -19,5 +19,9 @@ class ExactMatch(SampleReward):
         super().__init__(on_error)
         self.answer = answer
 
+    @property
+    def reads(self) -> dict[str, bool]:
+        return {self.answer: False}
+
     def score_sample(self, text: str, row: dict[str, Any]) -> float:
-        return float(text.strip() == str(column(row, self.answer)).strip())
+        return float(text.strip() == str(filled(row, self.answer)).strip())

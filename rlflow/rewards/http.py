@@ -117,6 +117,10 @@ class HTTPReward(Reward):
     def leaves_out(self) -> bool:
         return self._on_error in get_args(LeftOut)
 
+    @property
+    def reads(self) -> dict[str, bool]:
+        return dict.fromkeys(self._columns or (), True)
+
     def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
         size = self._batch or max(1, len(texts))
         starts = range(0, len(texts), size)

@@ -57,6 +57,10 @@ class Judge(SampleReward):
         self._tries = retries + 1
         self._endpoint = Endpoint(f"{url.rstrip('/')}/chat/completions", seconds, retries, with_environment(headers))
 
+    @property
+    def reads(self) -> dict[str, bool]:
+        return dict.fromkeys(self.rubric.columns, True)
+
     def score_sample(self, text: str, row: dict[str, Any]) -> float | Mapping[str, float]:
         messages = [{"role": "user", "content": self.rubric.question(text, row)}]
         said = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlflow.errors import UserError, require
-from rlflow.rewards.reward import OnError, SampleReward, column
+from rlflow.rewards.reward import OnError, SampleReward, filled
 
 
 class MathVerify(SampleReward):
@@ -23,10 +23,14 @@ class MathVerify(SampleReward):
         super().__init__(on_error)
         self.answer = answer
 
+    @property
+    def reads(self) -> dict[str, bool]:
+        return {self.answer: False}
+
     def score_sample(self, text: str, row: dict[str, Any]) -> float:
         from math_verify import parse, verify
 
-        answer = str(column(row, self.answer))
+        answer = str(filled(row, self.answer))
         expected = parse(f"\\boxed{{{answer}}}")  # in a box, or LaTeX without dollar signs would not be read
         if not expected:
             raise UserError(f"column `{self.answer}` holds {answer[:60]!r}, no expression that math-verify can read")

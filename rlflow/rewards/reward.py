@@ -64,6 +64,14 @@ class Reward(ABC):
         """Whether training may be told to leave out samples that this reward fails on."""
         return False
 
+    @property
+    def reads(self) -> dict[str, bool]:
+        """The columns that it reads of every row, dots step into one, and whether they may hold null.
+
+        All rows are looked at before the first step; one that lacks a column is refused.
+        """
+        return {}
+
     def __str__(self) -> str:
         return type(self).__name__
 
@@ -236,9 +244,24 @@ def column(row: dict[str, Any], name: str) -> Any:
             found = ", ".join(row)
             raise UserError(
                 f"the reward reads column `{name}`, which the dataset's row lacks; columns found: {found}."
-                f"{did_you_mean(name, row)}"
+                f"{did_you_mean(name, row)} Mend the row, or remove it: {row!r:.120}"
             )
         value = value[step]
+    return value
+
+
+def filled(row: dict[str, Any], name: str) -> Any:
+    """The row's column, as of `column`, which is not null.
+
+    Raises:
+        UserError: The row has no such column, or null in it.
+    """
+    value = column(row, name)
+    if value is None:
+        raise UserError(
+            f"the reward reads column `{name}`, which is null in a row of the dataset, so no response could be right;"
+            f" write its value, or remove the row: {row!r:.120}"
+        )
     return value
 
 

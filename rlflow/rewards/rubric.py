@@ -60,6 +60,11 @@ class Rubric:
         """Of the grades."""
         return list(self.criteria) or ["score"]
 
+    @property
+    def columns(self) -> list[str]:
+        """Of the row, which stand in the prompt."""
+        return [name for name in _FIELD.findall(self.prompt) if name not in ("response", "form", "criteria")]
+
     def question(self, text: str, row: Mapping[str, Any]) -> str:
         """What the judge is asked of a response to this row of the dataset.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rlflow.rewards.reward import OnError, SampleReward, column
+from rlflow.rewards.reward import OnError, SampleReward, filled
 
 _SUM = re.compile(r"\d{1,9}(?: [+-] \d{1,9})+")
 
@@ -22,8 +22,12 @@ class SumValue(SampleReward):
         super().__init__(on_error)
         self.question = question
 
+    @property
+    def reads(self) -> dict[str, bool]:
+        return {self.question: False}
+
     def score_sample(self, text: str, row: dict[str, Any]) -> float:
-        question = str(column(row, self.question))
+        question = str(filled(row, self.question))
         if not _SUM.fullmatch(question):
             return 0.0
         value = sum(int(term) for term in re.findall(r"[+-]?\d+", question.replace(" ", "")))

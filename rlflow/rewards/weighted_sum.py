@@ -32,6 +32,13 @@ class WeightedSum(Reward):
     def leaves_out(self) -> bool:
         return any(part.leaves_out for part in self.parts.values())
 
+    @property
+    def reads(self) -> dict[str, bool]:
+        found: dict[str, bool] = {}
+        for part in self.parts.values():
+            found |= {name: may_be_null and found.get(name, True) for name, may_be_null in part.reads.items()}
+        return found
+
     def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
         scores = {name: scored(part, texts, rows) for name, part in self.parts.items()}
         left_out: dict[int, LeftOut] = {}

@@ -24,7 +24,7 @@ from rlflow.loggers.logger import Logger
 from rlflow.loggers.trace import SAVE, Trace
 from rlflow.memory.out_of_memory import memory_watched, to_hold_rows
 from rlflow.metrics import Metrics
-from rlflow.module import chooses_prompts
+from rlflow.module import chooses_prompts, handles
 from rlflow.process import preemption, startup
 from rlflow.process.freed_memory import keep_freed_memory, return_freed_memory
 from rlflow.process.status import AT_FIRST, report
@@ -273,6 +273,8 @@ def _build(
         per_step = prepared.data.prompts_per_step
         updates = counted(module, prepared.graph, role, per_step, prepared.steps) if role in trained else None
         joined.load(role, updates)
+        if line := handles(module)[role].unknown:
+            console.say(f"`{role}`: {line}")
     saving.require_space()
     startup.passed("models")
     joined.set_up_engines()

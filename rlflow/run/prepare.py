@@ -173,7 +173,12 @@ def prepare(
     found = list(environments(module).values())
     environment = found[0] if len(found) == 1 else None
     read = data, tokenizer, seed
-    validation = None if data.validation is None else Loader(data.validation, *read, held_out, ranks, environment)
+    reads = {} if module.reward is None else module.reward.reads
+    samples = any(node.kind == "rollout" for node in graph.order)
+    validation = None
+    if data.validation is not None:
+        scored_by = reads if scores_validation else {}
+        validation = Loader(data.validation, *read, held_out, ranks, environment, scored_by)
     return Prepared(
         graph=graph,
         plan=made.plan,
@@ -190,9 +195,9 @@ def prepare(
         tokenizer=tokenizer,
         bridges=Bridges(tokenizer, data.renderer, data.tool_calls),
         stop_token_ids=stop_tokens(paths[lead], tokenizer, module.stop_token_ids),
-        train=Loader(data.train, *read, ranks=ranks, environment=environment),
+        train=Loader(data.train, *read, ranks=ranks, environment=environment, reads=reads if samples else {}),
         validation=validation,
-        generates=any(node.kind == "rollout" for node in graph.order) or scores_validation,
+        generates=samples or scores_validation,
         scores_validation=scores_validation,
     )
 

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlflow.errors import UserError
+from rlflow.errors import UserError, one_line
 from rlflow.models.remote_code import code_beside
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+TOKENIZER = "tokenizer.json"
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -28,6 +30,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
 
     with loading("tokenizer", path, trust_remote_code):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    _require_vocabulary(path, tokenizer)
     return tokenizer
 
 
@@ -63,13 +66,39 @@ def loading(part: str, path: Path, trust_remote_code: bool) -> Iterator[None]:
     try:
         with code_beside(path, part, trust_remote_code):
             yield
-    except UserError:
+    except (UserError, AssertionError):
         raise
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # broken files raise all kinds: KeyError, AttributeError, tokenizers' bare Exception
+        reason = (str(error) if isinstance(error, OSError | ValueError) else "").strip().split("\n")[0]
+        reason = reason or f"{type(error).__name__}: {one_line(error)}"
+        if part == "tokenizer" and _is_broken(path / TOKENIZER):
+            raise UserError(
+                f"`model` is {str(path)!r}, whose {TOKENIZER} is no tokenizer's ({reason}); copy that file once more"
+            ) from error
+        remedy = "check its files" if path.is_dir() else "check the name"
+        raise UserError(f"`model` is {str(path)!r}, whose {part} cannot be loaded ({reason}); {remedy}") from error
+
+
+def _is_broken(file: Path) -> bool:
+    """Whether it is there and the library of tokenizers cannot read it."""
+    from tokenizers import Tokenizer
+
+    try:
+        return file.is_file() and Tokenizer.from_file(str(file)) is None
+    except Exception:  # it raises nothing more exact
+        return True
+
+
+def _require_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse what transformers makes of a folder without a tokenizer: one that drops every letter."""
+    names = sorted(set(tokenizer.vocab_files_names.values()))
+    missing = [name for name in names if not (path / name).is_file()]
+    if path.is_dir() and missing and tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
         raise UserError(
-            f"`model` is {str(path)!r}, whose {part} cannot be loaded ({reason}); check the name"
-        ) from error
+            f"`model` is {str(path)!r}, a folder without its tokenizer's files, so no text could be read: there is no"
+            f" {' and no '.join(missing)}; copy {TOKENIZER if TOKENIZER in missing else missing[0]} from where the"
+            " model is from"
+        )
 
 
 def require_same_vocabulary(

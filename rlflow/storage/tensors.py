@@ -119,7 +119,7 @@ def all_finite(what: str, role: str, entries: Iterable[StoredTensor], tensors: I
         UserError: An entry of one is infinite or NaN.
     """
     for entry, tensor in zip(entries, tensors, strict=True):
-        if not _is_finite(tensor.detach()):
+        if not is_finite(tensor.detach()):
             raise UserError(_not_finite(what, role, entry.key))
         yield tensor
 
@@ -143,7 +143,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
+    """Whether it holds neither NaN nor infinity."""
     if not tensor.numel() or not tensor.is_floating_point():
         return True
     wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # of 8 bits torch knows no least and largest

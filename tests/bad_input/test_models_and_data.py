@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, MixtralConfig, PhiConfig, PretrainedConfig, Qwen2MoeConfig, Qwen3_5TextConfig
 
-from rlflow.models.tiny import tiny_tokenizer
+from rlflow.models.tiny import tiny_tokenizer, write_tiny_model
 from tests.bad_input.refusal import Case, Refused, ids, refusal
 from tests.own_folder import rewarded_by, write
 
@@ -172,6 +172,25 @@ def test_a_family_that_cannot_be_trained_is_refused_in_one_line_though_its_weigh
     write(folder / "my.yaml", {"module.init_args.actor.model": str(folder / "family"), "rollout": engine})
     capfd.readouterr()
     assert line in refusal(capfd, "fit", "--config", "my.yaml")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "line"),
+    [
+        (None, "a folder without its tokenizer's files, so no text could be read: there is no merges.txt and no tok"),
+        ('{"a": 1}', "whose tokenizer.json is no tokenizer's (KeyError: 'added_tokens'); copy that file once more"),
+        ("{", "whose tokenizer.json is no tokenizer's (Expecting property name"),
+        ('{"added_tokens": [], "model": 3}', "whose tokenizer.json is no tokenizer's (AttributeError: "),
+    ],
+    ids=["missing", "another", "torn", "a wrong part"],
+)
+def test_a_model_without_its_tokenizer_is_refused_with_its_folder_before_data_is_encoded(
+    folder: Path, refused: Refused, tokenizer: str | None, line: str
+) -> None:
+    file = write_tiny_model(folder / "mine", layers=1) / "tokenizer.json"
+    file.unlink() if tokenizer is None else file.write_text(tokenizer)
+    found = refused({"module.init_args.actor.model": str(folder / "mine")})
+    assert f"is '{folder / 'mine'}', {line}" in found
 
 
 SHORT_ENGINE = """

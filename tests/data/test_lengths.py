@@ -190,7 +190,7 @@ def test_a_damaged_file_is_made_anew(cache: Path, damage: Any) -> None:
 def test_a_file_of_another_version_is_made_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_counts("key", torch.zeros(3, 4, dtype=torch.int32))
     assert read_counts("key", 3) is not None
-    monkeypatch.setattr(lengths, "VERSION", "2")
+    monkeypatch.setattr(lengths, "VERSION", "another")
     assert read_counts("key", 3) is None
 
 
@@ -269,3 +269,30 @@ def test_a_first_prompt_that_is_too_long_with_its_tools_is_refused_before_the_ru
     said = "1 of 1 rows exceed `data.max_prompt_length` 30 tokens, .*. Raise `data.max_prompt_length` to at least 48"
     with pytest.raises(UserError, match=said):
         Loader(data.train, data, tiny_tokenizer(), 0, environment=Environment("tests.environments.games.WordGame"))
+
+
+def scored(row: dict[str, Any], reads: dict[str, bool], ranks: int = 1) -> Loader:
+    """A loader of four good rows and this one, whose columns a reward reads."""
+    data = PromptData(Digested([{"question": "1+1=", "answer": "2"}] * 4 + [row]))
+    return Loader(data.train, data, tiny_tokenizer(), seed=0, ranks=ranks, reads=reads)
+
+
+def test_a_row_without_the_column_that_the_reward_reads_is_named_before_the_first_step(cache: Path) -> None:
+    line = "row 4 has no column `answer`, which the reward reads; columns found: question. Mend or remove the row"
+    for ranks in (1, 2):
+        with pytest.raises(UserError, match=line):
+            scored({"question": "1+1="}, {"answer": False}, ranks)
+
+
+def test_null_is_refused_where_the_reward_cannot_score_it(cache: Path) -> None:
+    null = {"question": "1+1=", "answer": None}
+    with pytest.raises(UserError, match="row 4: column `answer`, which the reward reads, is null"):
+        scored(null, {"answer": False})
+    assert scored(null, {"answer": True}).is_scanned
+
+
+def test_counts_that_are_kept_are_of_one_reward_s_columns(cache: Path) -> None:
+    row = {"question": "1+1="}
+    assert scored(row, {}).is_scanned
+    with pytest.raises(UserError, match="row 4 has no column `answer`"):
+        scored(row, {"answer": False})

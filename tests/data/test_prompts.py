@@ -155,6 +155,14 @@ def test_messages_that_the_template_refuses_are_named() -> None:
         encode({"question": "hi"}, tokenizer, chat_template=True)
 
 
+@pytest.mark.parametrize(
+    ("text", "chat", "is_what"), [("     ", False, "blank"), ("\n ", True, "blank"), ("", True, "empty")]
+)
+def test_a_prompt_of_blanks_is_refused(text: str, chat: bool, is_what: str) -> None:
+    with pytest.raises(UserError, match=f"listed, row 0: the prompt is {is_what}, so nothing can follow it"):
+        encode({"question": text}, chat_template=chat)
+
+
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(UserError, match="listed, row 0: the prompt is empty"):
         encode({"question": ""})

@@ -219,3 +219,10 @@ def test_parquet_keeps_what_json_cannot_carry_for_the_scan_to_name(tmp_path: Pat
     parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
 
     assert Parquet(str(tmp_path / "a.parquet"))[0] == row
+
+
+@pytest.mark.parametrize("line", ['{"a": 1, "b": 2, "a": 1}', '{"b": {"a": 1, "a": 2}}'])
+def test_a_key_that_stands_twice_in_a_row_is_named(line: str, tmp_path: Path) -> None:
+    source = JSONL(write(tmp_path / "x.jsonl", f"{{}}\n{line}\n"))
+    with pytest.raises(UserError, match=r"x\.jsonl, line 2 has the key 'a' twice, so one value would be lost"):
+        source[1]

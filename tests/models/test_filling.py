@@ -220,3 +220,12 @@ def test_files_that_cannot_be_read_are_refused_in_one_line(tmp_path: Path, spoil
     with pytest.raises(UserError, match=refusal) as refused:
         CausalLM("m").load(folder, torch.float32, CPU, empty=True)
     assert "\n" not in str(refused.value)
+
+
+def test_nan_in_what_a_rank_reads_is_refused_with_tensor_and_folder(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "one", layers=1)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][7] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=rf"'{folder}' cannot be loaded: 'model\.norm\.weight' has NaN or infinite"):
+        filled(CausalLM("m"), folder, torch.float32, 2)

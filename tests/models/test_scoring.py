@@ -158,3 +158,36 @@ def test_weights_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"lacks 1 weights, 'model\.norm\.weight'"):
         ScoringModel.load(folder, torch.float32, CPU)
+
+
+def changed(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """A tiny model with these tensors in its file."""
+    write_tiny_model(folder, layers=1)
+    weights = load_file(folder / "model.safetensors") | tensors
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_one_weight_that_is_no_number_is_refused_with_tensor_and_folder(value: float, tmp_path: Path) -> None:
+    norm = torch.ones(128)
+    norm[7] = value
+    folder = changed(tmp_path / "tiny", {"model.norm.weight": norm})
+    with pytest.raises(
+        UserError, match=rf"'{folder}' cannot be loaded: 'model\.norm\.weight' has NaN or infinite values"
+    ):
+        ScoringModel.load(folder, torch.float32, CPU)
+
+
+def test_tensors_that_the_model_does_not_know_are_told_in_one_line(tmp_path: Path) -> None:
+    extra = {name: torch.zeros(2) for name in ("model.layers.0.extra.weight", "zzz", "score.weight")}
+    folder = changed(tmp_path / "tiny", extra)
+    line = ScoringModel.load(folder, torch.float32, CPU).unknown
+    assert line.startswith(
+        f"`model` '{folder}' has 2 tensors in its files that Qwen2ForCausalLM does not know, 'model.lay"
+    )
+
+
+def test_the_output_layer_of_another_kind_of_model_is_left_out_in_silence(tmp_path: Path) -> None:
+    folder = changed(tmp_path / "tiny", {"score.weight": torch.zeros(1, 128)})
+    assert ScoringModel.load(folder, torch.float32, CPU).unknown == ""

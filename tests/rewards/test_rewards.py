@@ -15,10 +15,14 @@ from rlflow.data.tasks import ReasoningGym
 from rlflow.errors import UserError
 from rlflow.rewards import (
     CallableReward,
+    CodeTests,
     ExactMatch,
+    HTTPReward,
+    Judge,
     MathVerify,
     ReasoningGymScore,
     Reward,
+    SampleReward,
     Scores,
     SumValue,
     WeightedSum,
@@ -332,3 +336,18 @@ def test_a_column_that_a_reward_steps_into_and_that_is_not_there_is_named() -> N
         UserError, match=r"the reward reads column `metadata\.expresion`, which the dataset's row lacks"
     ):
         SumValue("metadata.expresion").score(["1"], [{"metadata": {"expression": "1 + 0"}}])
+
+
+@pytest.mark.parametrize("reward", [ExactMatch(on_error="zero"), SumValue("answer"), CodeTests("answer")], ids=str)
+def test_null_is_no_answer(reward: SampleReward) -> None:
+    with pytest.raises(UserError, match="reads column `answer`, which is null in a row of the dataset"):
+        reward.score(["None"], [{"answer": None}])
+
+
+def test_a_reward_names_the_columns_that_it_reads_and_which_may_be_null() -> None:
+    sent = HTTPReward("http://localhost:1", columns=["answer", "hint"])
+    assert sent.reads == {"answer": True, "hint": True}
+    both = {"match": ExactMatch(), "sent": sent}
+    assert WeightedSum(both, dict.fromkeys(both, 1.0)).reads == {"answer": False, "hint": True}
+    judge = Judge("http://localhost:1", "judge", prompt="{task}: {response} {criteria} {form}")
+    assert judge.reads == {"task": True}
