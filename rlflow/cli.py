@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import NoReturn
 
 from rlflow.errors import Preempted, UserError, one_line, readable
-from rlflow.loggers.secrets import text_without_secrets
+from rlflow.loggers.secrets import shown
 from rlflow.process import handed_arguments, preemption, startup, status
 from rlflow.process.status import refusing_exits
 from rlflow.process.supervisor import supervise
@@ -183,7 +183,7 @@ def _notes(error: Exception) -> str:
 
 def _tell(text: str) -> None:
     """A line for the terminal, on which what came from data or a config can do nothing but be read."""
-    first, *more = readable(text_without_secrets(text)).split("\n")
+    first, *more = readable(shown(text)).split("\n")
     print("\n".join([first, *(_FORGED.sub("  ", line) for line in more)]), file=sys.stderr)
 
 

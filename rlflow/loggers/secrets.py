@@ -6,9 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlflow.errors import MORE, READ, SHOWN, shortened
 from rlflow.loggers.secret_keys import is_secret, named_secret
 
 HIDDEN = "***"
+WHOLE = 4 * READ  # letters of the beginning and of the end of a text in which secrets are looked for
 # Every pattern takes time in proportion to the text: where it does not match, it is not tried again within a word.
 _SHAPES = re.compile(
     r"""
@@ -102,6 +104,17 @@ def text_without_secrets(text: str) -> str:
     return "".join([*parts, text[until:]])
 
 
+def shown(text: str) -> str:
+    """`text` as it stands in a log or on a terminal: without secrets, and of a line or a whole that is too long without
+    its middle. Secrets are looked for in more than is shown, so that none is cut before it is known."""
+    if len(text) > 2 * WHOLE:
+        first, last = text_without_secrets(shortened(text[: WHOLE + 1], WHOLE)), text_without_secrets(text[-WHOLE:])
+        text = first[: WHOLE // 2] + MORE.format(len(text) - WHOLE) + " ... " + last[-WHOLE // 2 :]
+    else:
+        text = text_without_secrets(text)
+    return "\n".join(map(_shown_line, text.split("\n")))
+
+
 def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
     """The arguments of a command with `***` for secrets: the values of `--api_key VALUE` and `--api_key=VALUE`, and
     what `text_without_secrets` hides."""
@@ -121,6 +134,13 @@ def without_shapes(text: str) -> str:
     text = _SHAPES.sub(HIDDEN, text)
     text = _BEARER.sub(rf"\1 {HIDDEN}", text)
     return _QUERY.sub(rf"\1{HIDDEN}", text)
+
+
+def _shown_line(line: str) -> str:
+    if len(line) <= SHOWN:
+        return line
+    last = SHOWN // 4
+    return line[: SHOWN - last] + MORE.format(len(line) - SHOWN) + " ... " + line[-last:]
 
 
 def _hidden(value: Any) -> Any:

@@ -31,6 +31,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+MOST = 16_384  # letters of what an error says
 SEEDED: list[Any] = []  # the states of random numbers just after they were seeded
 
 
@@ -132,8 +133,21 @@ def _raised(error: BaseException) -> dict[str, str]:
     frames = traceback.extract_tb(error.__traceback__)
     last = next((frame for frame in reversed(frames) if frame.filename != __file__), None)
     where = f"{os.path.basename(last.filename)}:{last.lineno}" if last is not None else ""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(_shortened(str(error)).split()) or type(error).__name__
     return {"raised": type(error).__name__, "text": text, "where": where}
+
+
+def _shortened(text: str) -> str:
+    """As `rlflow.errors.shortened`: the beginning, without a word that would be cut in two."""
+    if len(text) <= MOST:
+        return text
+    head = text[:MOST]
+    for signs in (" \n\t\r'\"`", ",;&|<>(){}[]"):
+        end = max(head.rfind(sign, MOST - MOST // 4) for sign in signs)
+        if end >= 0:
+            head = head[: end + 1]
+            break
+    return f"{head} ... ({len(text) - len(head):,} letters more)"
 
 
 if __name__ == "__main__":
