@@ -13,7 +13,8 @@ _ANYWHERE |= {"accesskey", "accesstoken", "authtoken", "authorization", "private
 _AT_THE_END = {"auth", "bearer", "cookie", "dsn", "pat", "webhook"}
 # `hf_token` is a secret, `eos_token` is a text.
 _TOKENS_OF_TEXT = {"additional", "bos", "cls", "end", "eos", "eot", "first", "image", "last", "mask", "max", "min"}
-_TOKENS_OF_TEXT |= {"new", "next", "num", "pad", "sep", "special", "start", "stop", "unk"}
+_TOKENS_OF_TEXT |= {"completion", "input", "new", "next", "num", "on", "output", "pad", "per", "prompt", "response"}
+_TOKENS_OF_TEXT |= {"scores", "sep", "special", "start", "stop", "unk"}
 # `api_key` and `openai_key` are secrets, `sort_key` is none: what a key of a service, or to something locked, is for.
 _LOCKS = {"access", "account", "admin", "api", "auth", "client", "db", "deploy", "encryption", "license", "master"}
 _LOCKS |= {"private", "root", "secret", "service", "signing", "ssh", "storage", "user"}
