@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from rlflow.errors import READ, one_line
-from rlflow.loggers.secrets import shown, text_without_secrets, without_secrets
+from rlflow.errors import READ, SHOWN, one_line
+from rlflow.loggers.secrets import WHOLE, shown, text_without_secrets, without_secrets
 from rlflow.worker import child
 
 MOST_S = 10.0  # it takes less than one
@@ -69,15 +69,16 @@ def test_of_a_line_of_megabytes_the_beginning_and_the_end_are_shown(text: str) -
 def test_what_is_of_normal_length_is_shown_as_it_is() -> None:
     lines = "\n".join(f'  File "a.py", line {i}, in <module>' for i in range(200))
     assert shown(lines) == lines
+    assert shown("y " * 2_000) == "y " * 2_000
     assert one_line(ValueError("y " * 2_000)) == ("y " * 2_000).strip()
 
 
-@pytest.mark.parametrize("most", [READ, 4096, 1000])
+@pytest.mark.parametrize("most", [WHOLE, READ, SHOWN, 1000])
 @pytest.mark.parametrize("secret", [TOKEN, f"https://me:{TOKEN[3:]}@h.org", f"password='open {TOKEN[3:]}' x"])
 def test_no_half_of_a_secret_is_shown_wherever_a_message_is_cut(secret: str, most: int) -> None:
     assert child.MOST == READ
     for cut in range(0, len(secret), 3):
-        text = "y" * 20 + " " * (most - 20 - cut) + secret + " y" * 20_000
+        text = "y" * 20 + " " * (most - 20 - cut) + secret + " y" * WHOLE
         for line in (one_line(ValueError(text)), child._raised(ValueError(text))["text"], text):
             assert "aBcD" not in shown(line)
 
