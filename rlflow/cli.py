@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import NoReturn
 
 from rlflow.errors import Preempted, UserError, one_line, readable
-from rlflow.loggers.secrets import text_without_secrets
+from rlflow.loggers.secrets import shown
 from rlflow.process import handed_arguments, preemption, startup, status, terminal
 from rlflow.process.leaving import leave
 from rlflow.process.status import refusing_exits
@@ -124,7 +124,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
 }
 RUNS = ("fit", "validate")
 PIPE_CODE, INTERRUPT_CODE = 141, 130  # as a shell has them of programs that SIGPIPE or SIGINT ended
-MOST_SHOWN = 20_000  # characters of an error on the terminal
 _FORGED = re.compile(r"^(?=rlflow\b)")  # of a line in an error's text that looks like one of ours
 
 
@@ -202,10 +201,7 @@ def _notes(error: BaseException) -> str:
 
 def _tell(text: str) -> None:
     """A line for the terminal, on which what came from data or a config can do nothing but be read."""
-    shown = text_without_secrets(text)
-    if len(shown) > MOST_SHOWN:
-        shown = f"{shown[: MOST_SHOWN // 2]} ... {shown[-MOST_SHOWN // 2 :]}"
-    first, *more = readable(shown).split("\n")
+    first, *more = readable(shown(text)).split("\n")
     print("\n".join([first, *(_FORGED.sub("  ", line) for line in more)]), file=sys.stderr)
 
 

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from typing import Any
 
 SETTING = re.compile(r"(?<!column )`([a-z_][\w.]*)`")  # in a message; a dataset's column is none
+READ, SHOWN = 16_384, 4_096  # letters of a message that are read, and of its line that are shown
+MORE = " ... ({:,} letters more)"
 _PLACE = "_place_in_config"
 
 
@@ -204,6 +206,23 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f' Did you mean "{nearest[0]}"?' if nearest else ""
 
 
+def shortened(text: str, most: int = READ) -> str:
+    """A text that is too long without its end, and how much of it there is more.
+
+    A word that would be cut in two is left out: half a secret would not be known for one. What is read for secrets
+    (`READ`) is longer than what is shown of it in the end (`SHOWN`).
+    """
+    if len(text) <= most:
+        return text
+    head = text[:most]
+    for signs in (" \n\t\r'\"`", ",;&|<>(){}[]"):
+        end = max(head.rfind(sign, most - most // 4) for sign in signs)
+        if end >= 0:
+            head = head[: end + 1]
+            break
+    return f"{head}{MORE.format(len(text) - len(head))}"
+
+
 def readable(text: str) -> str:
     """A text in which nothing but line ends acts on a terminal: a control character is shown as Python writes it."""
     return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
@@ -211,4 +230,4 @@ def readable(text: str) -> str:
 
 def one_line(error: BaseException) -> str:
     """What another library's error says, in one line; its type where it says nothing."""
-    return " ".join(str(error).split()) or type(error).__name__
+    return " ".join(shortened(str(error)).split()) or type(error).__name__

@@ -11,7 +11,8 @@ from rlflow.config.checking import Mistake
 from rlflow.config.layers import Layer, Text
 from rlflow.dag.problems import GraphError
 from rlflow.errors import SETTING, UserError
-from rlflow.loggers.secrets import HIDDEN, is_secret_key, text_without_secrets, without_secrets
+from rlflow.loggers.secret_keys import is_secret
+from rlflow.loggers.secrets import HIDDEN, text_without_secrets, without_secrets
 
 CLASS, ARGUMENTS = "class_path", "init_args"
 
@@ -24,8 +25,8 @@ class ConfigError(UserError):
     """
 
     def __init__(self, mistake: Mistake) -> None:
-        secret = mistake.value is not None and any(map(is_secret_key, mistake.keys))
-        shown = HIDDEN if secret else _shown(without_secrets(mistake.value))
+        value = mistake.value.value if isinstance(mistake.value, Text) else mistake.value
+        shown = HIDDEN if any(is_secret(key, value) for key in mistake.keys) else _shown(without_secrets(value))
         key = ".".join(map(_printable, mistake.keys))
         super().__init__(text_without_secrets(f"`{key}` {mistake.found.replace('{value}', shown)}"))
         self.settings = (key,)
@@ -119,5 +120,4 @@ def _printable(key: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    value = value.value if isinstance(value, Text) else value
     return "null" if value is None else f"{value!r:.80}"

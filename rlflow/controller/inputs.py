@@ -31,7 +31,7 @@ from rlflow.databuffer.kept import Kept, KeptValue
 from rlflow.databuffer.partition import Partition
 from rlflow.databuffer.rows import RowSpace
 from rlflow.errors import one_line, readable
-from rlflow.loggers.secrets import text_without_secrets
+from rlflow.loggers.secrets import shown
 from rlflow.state.tensors import without_tensors
 from rlflow.storage.draft import of_rank
 from rlflow.storage.tensors import sha256
@@ -72,7 +72,7 @@ class NodeInputs:
         except Exception as error:
             if not asked and self.folder is not None and not of_a_collective(error):
                 with contextlib.suppress(Exception):  # the error that is here is the one to be reported
-                    call.write(readable(text_without_secrets(one_line(error))))
+                    call.write(readable(shown(one_line(error))))
                     step = now.step + 1
                     error.add_note(
                         f"what it read is kept: rlflow replay {self.folder.parent} --step {step} --node {node.id}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 
 from rlflow.errors import readable
-from rlflow.loggers.secrets import text_without_secrets
+from rlflow.loggers.secrets import shown
 
 
 class _OneReadableLine(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        record.msg = readable(text_without_secrets(record.getMessage())).replace("\n", "\\n")
+        record.msg = readable(shown(record.getMessage())).replace("\n", "\\n")
         record.args = None
         return True
 

@@ -6,17 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlflow.errors import MORE, READ, SHOWN, shortened
+from rlflow.loggers.secret_keys import is_secret, named_secret
+
 HIDDEN = "***"
-LONGEST = 2**19  # of a text that is shown; more than a config may have
-# Words of a key, of which one is enough: `wandb_password`, `clientSecret`.
-_ANYWHERE = {"apikey", "credential", "credentials", "passphrase", "passwd", "password", "pwd", "secret", "secrets"}
-_ANYWHERE |= {"accesskey", "accesstoken", "authtoken", "authorization", "privatekey", "secretkey"}
-_AT_THE_END = {"auth", "bearer", "cookie", "cookies", "dsn", "pat", "webhook"}
-# `hf_token` is a secret, `eos_token` is a text; `api_key` is one, `sort_key` is none.
-_TOKENS_OF_TEXT = {"additional", "bos", "cls", "end", "eos", "eot", "first", "image", "last", "mask", "next", "pad"}
-_TOKENS_OF_TEXT |= {"sep", "special", "start", "stop", "unk"}
-_KEYS = {"access", "account", "api", "auth", "client", "deploy", "encryption", "private", "secret", "service"}
-_KEYS |= {"signing", "ssh", "storage", "wandb"}
+WHOLE = 4 * READ  # letters of the beginning and of the end of a text in which secrets are looked for
+# Every pattern takes time in proportion to the text: where it does not match, it is not tried again within a word.
 _SHAPES = re.compile(
     r"""
     \b(?:hf|api_org)_[A-Za-z0-9]{16,}                       # Hugging Face
@@ -28,34 +23,61 @@ _SHAPES = re.compile(
     | \b(?:AKIA|ASIA)[0-9A-Z]{16}\b                         # AWS
     | \bAIza[\w-]{35} | \bya29\.[\w-]{16,}                  # Google
     | \bxox[abeprs]-[A-Za-z0-9-]{10,} | (?<=hooks\.slack\.com/services/)\S+
-    # A JSON web token; a long one is tried from its beginning alone, as words below.
-    | (?:\beyJ[\w-]{8,500}+|(?<![\w-])eyJ[\w-]{8,}+)\.[\w-]{8,}\.[\w-]*
+    | \beyJ[\w-]{8,}+(?:\.[\w-]{8,}+\.[\w-]*+)?             # a JSON web token
+    | \bSG\.[\w-]{10,}+\.[\w-]{10,}                         # SendGrid
+    | \bdapi[0-9a-f]{32}(?:-\d)?\b                          # Databricks
     | -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----.*?(?:-----END\ [A-Z ]*PRIVATE\ KEY-----|\Z)
-    | (?<=://)[^/@\s'"`]+(?=@)                              # the login of a URL
+    | (?<=://)[^/@\s'"`]++(?=@)                             # the login of a URL
     """,
     re.VERBOSE | re.DOTALL,
 )
 _BEARER = re.compile(r"\b(Bearer|Basic) +(?=[\w.~+/-]*[\d=])[\w.~+/=-]{8,}", re.I)
 _QUERY = re.compile(r"([?&](?:[\w-]*(?:token|key|secret|password|signature)|sig)=)[^&\s'\"`]+", re.I)
-# A word is tried from its beginning alone: else a long one takes the square of its length.
-_ENTRY = re.compile(
-    r"""(?<![A-Za-z0-9_.-])(?P<before>[0-9_.-]*+)(?P<key>[A-Za-z][A-Za-z0-9_.-]*+)(?P<between>['"`]?\s*[:=]\s*)"""
-    r"""(?P<value>'[^']*'|"[^"]*"|[^\s'"`,;(){}\[\]]+)"""
+_KEY = re.compile(
+    r"""
+    (?<![\w.-])(?:
+    (?P<key>[\w.-]++) \\*+['"`]?\]?\s*+[:=]++\s*+           # key: "key": \"key\": ["key"]=
+    | (?P<option>--[\w.-]++) (?: ['"]\s*+,\s*+ | \s++(?!-))  # '--key', --key
+    )
+    """,
+    re.VERBOSE,
 )
-_HEX = re.compile(r"[0-9a-f]{32,}", re.I)
+# A text whose end is missing goes on to the end of all: a message may be cut.
+_VALUE = re.compile(
+    r"""
+    [bru]?(?:
+      (?P<triple>'{3}|"{3}) .*? (?: (?P=triple) | \Z)
+    | (?P<escaped>\\++['"]) .*? (?: (?P=escaped) | \Z)
+    | ' (?: [^'\\]++ | \\. )*+ (?: ' | \\?\Z)
+    | " (?: [^"\\]++ | \\. )*+ (?: " | \\?\Z)
+    | ` [^`]*+ (?: ` | \Z)
+    )
+    | [\[({]
+    | \*{3}(?=&)                                            # hidden in a URL
+    | -[ ]++[^\n]++ (?: \n\s*+ -[ ]++[^\n]++ )*+           # a list of YAML, a line each
+    | (?: (?:Api-?Key|Basic|Bearer|Digest|Negotiate|Token) [ ]++ )? [^\s'"`,;(){}\[\]]++
+    """,
+    re.VERBOSE | re.DOTALL | re.I,
+)
+_ONE_WORD = re.compile(r"""['"`]?[A-Za-z\d+-]++={0,2}['"`]?(?![^\s'"`,;(){}\[\]])""")
+_CLOSING = {"[": "]", "(": ")", "{": "}"}
+_BRACKETS = re.compile(r"""[\[({]|[\])}]|'(?:[^'\\]++|\\.)*+(?:'|\\?\Z)|"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)""", re.DOTALL)
+_QUOTE = re.compile(r"""[bru]?\\*(['"`])""", re.I)
 
 
 def without_secrets(config: Any) -> Any:
     """A copy of `config` (mappings, lists and plain values) in which secrets are `***`.
 
     Secrets are the values of keys such as `api_key`, `hf_token` or `password`, unless None, and what looks like one
-    wherever it stands, see `text_without_secrets`.
+    wherever it stands, see `text_without_secrets`; in a list also what follows an option such as `--api_key`.
     """
     if isinstance(config, Mapping):
         return {
-            key: _hidden(value) if _is_secret(key, value) else without_secrets(value) for key, value in config.items()
+            key: _hidden(value) if is_secret(key, value) else without_secrets(value) for key, value in config.items()
         }
     if isinstance(config, list | tuple):
+        if config and all(isinstance(entry, str) for entry in config):
+            return arguments_without_secrets(config)
         return [without_secrets(entry) for entry in config]
     if isinstance(config, str):
         return text_without_secrets(config)
@@ -63,12 +85,34 @@ def without_secrets(config: Any) -> Any:
 
 
 def text_without_secrets(text: str) -> str:
-    """`text` with `***` for what `without_shapes` hides, and for the value in `password: value`.
+    """`text` with `***` for what `without_shapes` hides, and for the value in `password: value`, which may be a list
+    or a mapping."""
+    text = without_shapes(text)
+    parts, until, at = list[str](), 0, 0
+    while found := _KEY.search(text, at):
+        at, key = found.end(), found["key"] or found["option"]
+        named = named_secret(key)
+        value = (_ONE_WORD if named == "drawn" else _VALUE).match(text, at) if named else None
+        if value is None:
+            continue
+        end = _closed(text, at) if value[0] in _CLOSING else value.end()
+        shown = text[at:end]
+        if is_secret(key, _bare(shown)) and not (key == "tokens" and shown.isalpha()):  # `too many tokens: give fewer`
+            parts += text[until:at], _in_its_signs(shown)
+            until = end
+        at = end  # a value that is no secret has no key in it
+    return "".join([*parts, text[until:]])
 
-    Of one that is longer than `LONGEST` characters, the rest is left out.
-    """
-    shown = _ENTRY.sub(_without_value, without_shapes(text[: 2 * LONGEST]))  # half a secret is not known as one
-    return shown if len(text) <= LONGEST else f"{shown[:LONGEST]}... ({len(text):,} characters)"
+
+def shown(text: str) -> str:
+    """`text` as it stands in a log or on a terminal: without secrets, and of a line or a whole that is too long without
+    its middle. Secrets are looked for in more than is shown, so that none is cut before it is known."""
+    if len(text) > 2 * WHOLE:
+        first, last = text_without_secrets(shortened(text[: WHOLE + 1], WHOLE)), text_without_secrets(text[-WHOLE:])
+        text = first[: WHOLE // 2] + MORE.format(len(text) - WHOLE) + " ... " + last[-WHOLE // 2 :]
+    else:
+        text = text_without_secrets(text)
+    return "\n".join(map(_shown_line, text.split("\n")))
 
 
 def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
@@ -77,7 +121,7 @@ def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
     shown, key = list[str](), ""
     for argument in arguments:
         option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
-        if (value or not option) and is_secret_key(option or key):
+        if (value or not option) and is_secret(option or key, value):
             shown.append(f"{option}{equals}{HIDDEN}")
         else:
             shown.append(text_without_secrets(argument))
@@ -92,24 +136,11 @@ def without_shapes(text: str) -> str:
     return _QUERY.sub(rf"\1{HIDDEN}", text)
 
 
-def is_secret_key(key: str) -> bool:
-    """Whether values of this key are secrets, by its words."""
-    words = [word for word in re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()) if word]
-    if not words:
-        return False
-    *before, last = words
-    return (
-        not _ANYWHERE.isdisjoint(words)
-        or last in _AT_THE_END
-        or (last == "token" and _TOKENS_OF_TEXT.isdisjoint(before))
-        or (last == "key" and not _KEYS.isdisjoint(before))
-    )
-
-
-def _is_secret(key: Any, value: Any) -> bool:
-    if value is None or isinstance(value, bool):
-        return False
-    return is_secret_key(str(key)) or (str(key).lower().endswith("key") and _HEX.fullmatch(str(value)) is not None)
+def _shown_line(line: str) -> str:
+    if len(line) <= SHOWN:
+        return line
+    last = SHOWN // 4
+    return line[: SHOWN - last] + MORE.format(len(line) - SHOWN) + " ... " + line[-last:]
 
 
 def _hidden(value: Any) -> Any:
@@ -119,11 +150,29 @@ def _hidden(value: Any) -> Any:
     return HIDDEN
 
 
-def _without_value(entry: re.Match[str]) -> str:
-    if not is_secret_key(entry["key"]):
-        return entry[0]
-    return f"{entry['before']}{entry['key']}{entry['between']}{_quoted(entry['value'])}"
+def _closed(text: str, at: int) -> int:
+    """Where the bracket that opens at `at` is closed, or the end."""
+    depth = 0
+    for found in _BRACKETS.finditer(text, at):
+        if found[0] in "[({":
+            depth += 1
+        elif found[0] in "])}":
+            depth -= 1
+        if depth == 0:
+            return found.end()
+    return len(text)
 
 
-def _quoted(value: str) -> str:
-    return f"{value[0]}{HIDDEN}{value[0]}" if value[0] in "'\"" else HIDDEN
+def _bare(value: str) -> str | None:
+    """A value without its quotes; None for what says that there is none."""
+    bare = value.strip("'\"`\\")
+    return None if bare.lower() in ("none", "null", "true", "false") else bare
+
+
+def _in_its_signs(value: str) -> str:
+    """`***` in the quotes or brackets of a value."""
+    quote = _QUOTE.match(value)
+    if quote is not None:
+        return f"{quote[0][-1]}{HIDDEN}{quote[1]}" if "\\" not in quote[0] else f"{quote[0]}{HIDDEN}{quote[0]}"
+    closing = _CLOSING.get(value[0])
+    return f"{value[0]}{HIDDEN}{closing}" if closing else HIDDEN

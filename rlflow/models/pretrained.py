@@ -83,7 +83,7 @@ def read(
     if missing:
         # Transformers would go on with random numbers in their place.
         raise UserError(f"`model` {str(path)!r} lacks {len(missing)} weights, {min(missing)!r} the first of them")
-    for name, tensor in () if empty else model.state_dict().items():
+    for name, tensor in () if empty else model.named_parameters():  # a buffer may hold the infinity of a mask
         if not is_finite(tensor):
             raise UserError(not_finite(path, name))
     for module in model.modules():

@@ -14,7 +14,7 @@ from rlflow.environments.host import HostError
 from rlflow.environments.messages import Message, message
 from rlflow.environments.session import Reply, Session
 from rlflow.errors import UserError
-from rlflow.loggers.secrets import text_without_secrets
+from rlflow.loggers.secrets import shown
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.conversation_loop import ConversationSteps, EnvironmentCall, PolicyTurn
 from rlflow.rollout.engine import Completion
@@ -250,7 +250,7 @@ def fail(conversation: Conversation, error: HostError, rules: Rules) -> None:
     if conversation.turn_open:
         parse_turn(conversation)
         conversation.turn_open = False
-    conversation.end(Ending.FAILED, f"the environment failed: {text_without_secrets(str(error))}")
+    conversation.end(Ending.FAILED, f"the environment failed: {shown(str(error))}")
     conversation.rewards = [0.0] * conversation.turns
     if rules.on_failure == "mask":
         conversation.written = [False] * len(conversation.written)

@@ -23,11 +23,12 @@ def _prints():
     raise ValueError("after 100 MB")
 
 
-def _raises_50_mb():
-    raise ValueError("y" * 50_000_000)
+def _raises_long():
+    raise ValueError("after megabytes: " + "y" * 50_000_000)
 
 
 raises = _for_x(lambda: {}["solution"])
+raises_long = _for_x(_raises_long)
 sleeps = _for_x(lambda: time.sleep(600))
 spins_in_c = _for_x(lambda: re.match(r"(a+)+$", "a" * 64 + "b"))
 nan = _for_x(lambda: float("nan"))
@@ -40,4 +41,3 @@ leaves = _for_x(lambda: os._exit(0))
 takes_memory = _for_x(lambda: len(bytearray(4 * 2**30)))
 starts_children = _for_x(_children)
 prints = _for_x(_prints)
-raises_50_mb = _for_x(_raises_50_mb)

@@ -29,7 +29,7 @@ class Served(SampleReward):
         url: str = "",
         api_key: str = "",
         headers: Mapping[str, str] | None = None,
-        stores: Sequence[Mapping[str, str]] = (),
+        stores: Sequence[Mapping[str, Any]] = (),
         note: str = "",
         names: Sequence[str] = (),
         hf_token: str = "",

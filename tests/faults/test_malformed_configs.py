@@ -87,10 +87,19 @@ sys.exit(code)
         (MERGES, ()),
         (OWN, ("--trainer.max_steps", LISTS)),
         (OWN.replace("seed: 0", "seed: -1"), ()),
+        (OWN.replace("seed: 0", "seed: " + "y" * 200_000), ("--trainer.max_stepz", "f" * 100_000)),
         (OWN, ("--module.actor.temperature", ".inf")),
         (OWN, ("--module.actor.model", "nobody/nothing")),
     ],
-    ids=["lists", "merges", "an option that explodes", "a seed", "a temperature", "a hub name without a network"],
+    ids=[
+        "lists",
+        "merges",
+        "an option that explodes",
+        "a seed",
+        "long words",
+        "a temperature",
+        "a hub name without a network",
+    ],
 )
 def test_a_process_of_its_own_ends_with_2_in_10_seconds_and_1_gb(
     tmp_path: Path, content: str, options: tuple[str, ...], seen: Callable[[str], None]

@@ -19,6 +19,7 @@ SECONDS = 2.0
 OVER = 5.0  # seconds by which a call may end later
 KINDS = {
     "raises": "KeyError",
+    "raises_long": "after megabytes",
     "sleeps": "took longer than 2 s",
     "spins_in_c": "took longer than 2 s",
     "nan": "it returned nan",
@@ -31,7 +32,6 @@ KINDS = {
     "takes_memory": "MemoryError",
     "starts_children": "took longer than 2 s",
     "prints": "after 100 MB",
-    "raises_50_mb": "raised ValueError at bad_rewards.py",
 }
 CHEAP = ("spins_in_c", "none")
 

@@ -16,7 +16,7 @@ from tests.own_folder import TWO_RANKS, write
 
 pytestmark = [pytest.mark.row("safety"), pytest.mark.faults]
 
-# Made up, 20 of them: what stands under a key that names a secret has no shape of its own.
+# Made up, 24 of them: what stands under a key that names a secret has no shape of its own.
 KEYS = {
     "api_key": "opensesame-01",
     "Authorization": "opensesame-02",
@@ -30,6 +30,10 @@ KEYS = {
     "login": "me:opensesame-10",
     "signature": "opensesame-11",
     "private_key": "opensesame-12",
+    "db_pass": "opensesame-13",
+    "openai_key": "opensesame-14",
+    "tokens": "opensesame-15",
+    "passwords": "opensesame-16",
 }
 SHAPES = {
     "Hugging Face": "hf_" + "aBcDeFgHiJkLmNoPqRsT",
@@ -49,7 +53,11 @@ IN_THE_CONFIG = {
         "url": f"https://{KEYS['login']}@example.org/score?signature={KEYS['signature']}",
         "api_key": KEYS["api_key"],
         "headers": {"Authorization": KEYS["Authorization"], "x-slack_webhook": KEYS["slack_webhook"]},
-        "stores": [{name: KEYS[name] for name in ("client_secret", "aws_secret_access_key", "passwd", "private_key")}],
+        "stores": [
+            {name: KEYS[name] for name in ("client_secret", "aws_secret_access_key", "passwd", "private_key")},
+            {name: KEYS[name] for name in ("db_pass", "openai_key")},
+            {"tokens": [KEYS["tokens"]], "passwords": {"a": KEYS["passwords"]}},
+        ],
         "note": f"the old one was {SHAPES['OpenAI']}",
         "names": [SHAPES[name] for name in ("AWS", "Google", "Slack", "GitLab", "JSON web token")],
     },
@@ -103,7 +111,7 @@ def found_in(folder: Path, ended: Ended, lines: list[list[str]], *parts: str) ->
     return [(secret, name) for secret in PLANTED for name, content in places.items() if bare[secret] in content]
 
 
-def test_20_planted_secrets_are_found_in_no_file_line_or_command_of_a_run(
+def test_24_planted_secrets_are_found_in_no_file_line_or_command_of_a_run(
     tmp_path: Path, seen: Callable[[str], None]
 ) -> None:
     ended, lines = run(tmp_path)

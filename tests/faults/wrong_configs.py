@@ -158,6 +158,7 @@ FILES = [
     Wrong("an open quote", "while scanning a quoted scalar", content="seed: '0\n"),
     Wrong("a conflict of git", "is not YAML", content="<<<<<<< HEAD\nseed: 0\n=======\nseed: 1\n>>>>>>> b\n"),
     Wrong("a merge of a number", "for merging, but found scalar", content="<<: 3\nseed: 1\n"),
+    Wrong("200,000 letters", f"`seed` is '{'y' * 79}; give", content=OWN.replace("seed: 0", "seed: " + "y" * 200_000)),
     Wrong("a key of 5,000 letters", "could not find expected ':'", content=OWN + "k" * 5_000 + ": 1\n"),
 ]
 
@@ -365,6 +366,7 @@ OPTIONS = [
         (("--seed",), "`--seed` has no value"),
         (("--seed", "9" * 5_000), "give an integer"),
         (("--seed", "!!python/name:os.system"), "is '!!python/name:os.system'; give an integer"),
+        (("--trainer.max_stepz", "f" * 100_000), 'is no known key. Did you mean "max_steps"?'),
         (("--trainer", "3"), "`trainer` is 3; give a mapping of keys"),
         (("--trainer.max_steps", LISTS), "give an integer or null"),
         (("--trainer.max_steps", "[" * 5_000), "give an integer or null"),
@@ -379,6 +381,7 @@ OPTIONS = [
         (("--config", "fifo"), "`--config` is 'fifo', which is a pipe; give a YAML file"),
         (("--config", "a" * 5_000), "cannot be read ([Errno 36]"),
         (("--config", "second.yaml"), "`trainer.max_steps` is 'late'; give an integer or null"),
+        (("f" * 100_000,), f"`{'f' * 80}` is neither an option nor a value"),
         (("stray",), "`stray` is neither an option nor a value"),
     ]
 ]

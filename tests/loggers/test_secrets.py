@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from rlflow.loggers.log_lines import line_log
-from rlflow.loggers.secrets import LONGEST, arguments_without_secrets, text_without_secrets, without_secrets
+from rlflow.loggers.secrets import arguments_without_secrets, text_without_secrets, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -31,6 +29,15 @@ from rlflow.loggers.secrets import LONGEST, arguments_without_secrets, text_with
         "basic_auth",
         "cookie",
         "slack_webhook",
+        "passwords",
+        "db_pass",
+        "api_keys",
+        "hf_tokens",
+        "tokens",
+        "openai_key",
+        "OPENAI_KEY",
+        "AZURE_OPENAI_KEY",
+        "MY_OWN_KEY",
     ],
 )
 def test_the_value_of_a_secret_key_is_hidden_at_any_depth(key: str) -> None:
@@ -48,7 +55,11 @@ def test_the_value_of_a_secret_key_is_hidden_at_any_depth(key: str) -> None:
         "secretary",
         "eos_token",
         "sort_key",
+        "SORT_KEY",
+        "answer_key",
         "key",
+        "tokens",
+        "pass",
     ],
 )
 def test_a_key_that_only_resembles_one_is_shown(key: str) -> None:
@@ -67,6 +78,8 @@ SHAPES = [
     "xoxb-" + "123456789012-abcdefghijkl",
     "glpat-" + "abcdefghij0123456789",
     "eyJhbGciOiJIUzI1NiJ9" + ".eyJzdWIiOiIxMjM0In0" + ".abc_DEF-123",
+    "SG." + "aBcDeFgHiJkLmNoPqRsTuV" + ".aBcDeFgHiJkLmNoPqRsTuVwXyZ",
+    "dapi" + "0123456789abcdef" * 2,
     "-----BEGIN RSA PRIVATE" + " KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----",
 ]
 
@@ -84,6 +97,20 @@ def test_a_secret_is_known_by_its_shape_whatever_key_and_text_it_stands_in(secre
         ("postgres://user:word@host/db", "postgres://***@host/db"),
         ("host=h password=opensesame", "host=h password=***"),
         ("{'api_key': 'opensesame', 'n': 1}", "{'api_key': '***', 'n': 1}"),
+        ("ValueError: password=opensesame", "ValueError: password=***"),
+        ("tokens: [opensesame, 'open sesame'], n: 1", "tokens: [***], n: 1"),
+        ("passwords: {a: opensesame, b: [c, d]}, n: 1", "passwords: {***}, n: 1"),
+        ('{"password": ["open sesame", "]"], "n": 1}', '{"password": [***], "n": 1}'),
+        ('{"body": "{\\"password\\": \\"open sesame\\"}"}', '{"body": "{\\"password\\": \\"***\\"}"}'),
+        ("passwords:\n- open sesame\n- opensesame\nn: 1", "passwords:\n***\nn: 1"),
+        ("Authorization: Token opensesame, n: 1", "Authorization: ***, n: 1"),
+        (r"password='open\'sesame' n=1", "password='***' n=1"),
+        ("password='''open 'sesame''' n=1", "password='***' n=1"),
+        ("password='open sesame, of which the end is", "password='***'"),
+        ("AZURE_OPENAI_KEY=" + "0123456789abcdef" * 2, "AZURE_OPENAI_KEY=***"),
+        ("my_key: aBcDeFgHiJkLmNoPqRsT0123, n: 1", "my_key: ***, n: 1"),
+        ("failed: ['run', '--api_key', 'open sesame', '--n', '1']", "failed: ['run', '--api_key', '***', '--n', '1']"),
+        ("failed: run --api_key opensesame --n 1", "failed: run --api_key *** --n 1"),
     ],
 )
 def test_a_secret_within_a_text_is_hidden_and_the_rest_is_shown(text: str, shown: str) -> None:
@@ -99,6 +126,8 @@ def test_a_secret_within_a_text_is_hidden_and_the_rest_is_shown(text: str, shown
         "https://example.org/data?page=2",
         "`actor.lr` is 1e-6: give more",
         "the bearer of good news; tokens: 5, eos_token: <end>",
+        "tokens: [1, 2], pass: 3 of 4; too many tokens: give fewer; password: null",
+        "`--api_key` is missing; `sort_key: name`, answer_key: solution_of_problem_2",
     ],
 )
 def test_a_text_without_a_secret_is_shown_as_it_is(text: str) -> None:
@@ -137,20 +166,15 @@ def test_a_command_s_arguments_are_shown_without_secrets() -> None:
     assert arguments_without_secrets(arguments) == shown
 
 
+def test_a_command_in_a_list_is_shown_without_secrets() -> None:
+    assert without_secrets({"run": ["my", "--api_key", "open sesame"]}) == {"run": ["my", "--api_key", "***"]}
+
+
+def test_numbers_of_tokens_are_shown_and_other_tokens_hidden() -> None:
+    assert without_secrets({"tokens": {"a": 1, "b": [2.0, None]}}) == {"tokens": {"a": 1, "b": [2.0, None]}}
+    assert without_secrets({"tokens": {"a": 1, "b": "c"}}) == {"tokens": {"a": "***", "b": "***"}}
+
+
 def test_a_warning_that_quotes_a_reward_is_one_line_that_only_reads(caplog: pytest.LogCaptureFixture) -> None:
     line_log("rlflow.of_a_test").warning("it said %s", "\x1b[31mred\nrlflow: error: forged\npassword=opensesame")
     assert caplog.messages == ["it said \\x1b[31mred\\nrlflow: error: forged\\npassword=***"]
-
-
-@pytest.mark.parametrize("part", ["y", "a-", "k=", "k='", "://a", "?a", "eyJ-", "Bearer ", "_", "a  "])
-def test_a_long_text_takes_no_longer_by_the_letter(part: str) -> None:
-    began = time.monotonic()
-    shown = text_without_secrets(part * (20_000_000 // len(part)) + " password=opensesame")
-    assert time.monotonic() - began < 20  # it took hours
-    assert len(shown) < 2**20
-    assert shown.endswith("characters)")
-
-
-def test_of_a_long_text_no_half_of_a_secret_is_shown() -> None:
-    for before in range(LONGEST - 30, LONGEST + 10, 5):
-        assert "hf_abc" not in text_without_secrets("a" * (before - 1) + " hf_" + "abc" * 20 + "b" * LONGEST)
