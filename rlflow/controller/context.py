@@ -231,7 +231,7 @@ class NodeContext:
         for part_name, part in parts.items():
             self.log(f"{name}/{part_name}", part, None)
         if self._speaks(now):
-            now.metrics.sum(f"{name}/errors", float(scores.errors))
+            now.metrics.sum(f"{name}/errors", float(len(scores.failed)))
         return on_device(totals, self._device), to_device(parts, self._device)
 
     def returned(self, rollout: Written, name: str, alone: bool) -> Tensor:
@@ -252,16 +252,20 @@ class NodeContext:
         Raises:
             UserError: On all ranks alike: scoring failed on one, or two have other parts.
         """
+        failure: UserError | None = None
         try:
-            scores, problem = scored(reward, texts, rows), ""
+            scores = scored(reward, texts, rows)
         except UserError as error:
-            scores, problem = Scores([]), str(error)
-        failed_all = scores.errors == len(scores.total)  # as where there are no samples
-        here = {"problem": problem, "parts": None if failed_all and not scores.parts else sorted(scores.parts)}
+            scores, failure = Scores([]), error
+        failed_all = len(scores.failed) == len(scores.total)  # as where there are no samples
+        here = {
+            "problem": str(failure or ""),
+            "parts": None if failed_all and not scores.parts else sorted(scores.parts),
+        }
         ranks = [json.loads(each) for each in self._transport.gather_bytes(json.dumps(here).encode(), now.layout.ranks)]
         for rank in ranks:
             if rank["problem"]:
-                raise UserError(rank["problem"])
+                raise UserError(rank["problem"]) from failure
         known = [rank["parts"] for rank in ranks if rank["parts"] is not None]
         for names in known:
             if other := sorted(set(names) ^ set(known[0])):

@@ -19,7 +19,7 @@ from rlflow.data.loader import Loader
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.functional import pass_at_k
-from rlflow.metrics import Metrics
+from rlflow.metrics import Metrics, StepMetrics
 from rlflow.module import RLModule, environments
 from rlflow.rewards.reward import scored
 from rlflow.rollout.conversation import Conversation
@@ -59,7 +59,7 @@ def validate(
 
     Returns:
         `val/reward`, `val/length`, `val/truncated` and `val/accuracy`, the share of responses with a reward of at
-        least 1; the same under `val_greedy/`; with several samples `val/pass@k` for each power of two up to their
+        least 1; `val/errors`, the samples that the reward failed on, which count 0; the same under `val_greedy/`; with several samples `val/pass@k` for each power of two up to their
         number; of conversations `val/turns`, `val/tool_calls` and `val/tool_errors`; and of games `val/reward_<seat>`.
         Equal on every rank.
     """
@@ -86,7 +86,7 @@ def validate(
             continue
         if ended:
             measure_turns(prefix, ended, metrics)
-        of_all = _rewards(module, rollout)
+        of_all = _rewards(module, rollout, prefix, metrics)
         seats = ("",) if environment is None else environment.seats_of(POLICY, {})
         for number, seat in enumerate(seats if len(seats) > 1 else ()):
             of_seat = of_all[rollout.seat == number]
@@ -104,12 +104,14 @@ def validate(
     return all_metrics.reduce(0, transport)
 
 
-def _rewards(module: RLModule, rollout: Rollout) -> Tensor:
+def _rewards(module: RLModule, rollout: Rollout, prefix: str, metrics: StepMetrics) -> Tensor:
     """`[B]` float64: what the reward and the environment give."""
     rewards = rollout.returns.double().sum(dim=1)
     if module.reward is None:
         return rewards
-    return rewards + torch.tensor(scored(module.reward, rollout.texts, rollout.rows).total, dtype=torch.float64)
+    scores = scored(module.reward, rollout.texts, rollout.rows)
+    metrics.sum(f"{prefix}/errors", float(len(scores.failed)))
+    return rewards + torch.tensor(scores.total, dtype=torch.float64)
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ class Logger(ABC):
 
         Args:
             rows: Of each the place of its prompt in the dataset from 0 (`row`), its number among the samples of that
-                (`sample`), `prompt`, `response`, `reward` and its `parts`, `turns`, why it `ended`, and of a
+                (`sample`), `prompt`, `response`, `reward` and its `parts`, `failed` with the policy if the reward failed on it, `turns`, why it `ended`, and of a
                 conversation `messages`, as of `Rollout`.
             step: Of the run, from 1.
         """

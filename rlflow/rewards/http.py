@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import math
+import json
 import os
 import random
 import re
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, get_args
+from functools import partial
+from typing import Any
 
 import httpx
 
 from rlflow.errors import UserError, one_line
-from rlflow.loggers.log_lines import line_log
-from rlflow.rewards.reward import DONE, LeftOut, OnError, Reward, Scores, column, known_policy, left_out
+from rlflow.rewards.reward import ForgivingReward, OnError, Scores, column, side_by_side
 
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}  # the codes of what may go well another time
 LONGEST_WAIT_S = 60.0
-
-log = line_log(__name__)
 
 
 class Endpoint:
@@ -54,14 +51,12 @@ class Endpoint:
 
         Raises:
             httpx.HTTPError: The last try failed too.
-            ValueError: The answer is no JSON.
+            ValueError: The answer is no JSON, or nests too deep.
         """
         for attempt in range(self._retries + 1):
             wait = min(LONGEST_WAIT_S, 2.0**attempt * self._chance.uniform(0.5, 1.5))
             try:
-                response = httpx.post(self.url, json=body, headers=self._headers, timeout=self._seconds)
-                response.raise_for_status()
-                return response.json()
+                return json.loads(self._answer(body))
             except httpx.HTTPStatusError as error:
                 if error.response.status_code not in AGAIN or attempt == self._retries:
                     raise
@@ -69,11 +64,24 @@ class Endpoint:
             except httpx.TransportError:
                 if attempt == self._retries:
                     raise
+            except RecursionError as error:
+                raise ValueError("the answer nests too deep") from error
             time.sleep(wait)
         raise AssertionError("unreachable")
 
+    def _answer(self, body: Any) -> bytes:
+        """The answer of one try, which ends in time though the server sends a letter now and then."""
+        ends, parts = time.monotonic() + self._seconds, list[bytes]()
+        with httpx.stream("POST", self.url, json=body, headers=self._headers, timeout=self._seconds) as response:
+            response.raise_for_status()
+            for part in response.iter_bytes():
+                parts.append(part)
+                if time.monotonic() > ends:
+                    raise httpx.ReadTimeout(f"the answer took longer than {self._seconds:g} s")
+        return b"".join(parts)
 
-class HTTPReward(Reward):
+
+class HTTPReward(ForgivingReward):
     """What a server says of responses.
 
     It is sent `{"texts": [...], "rows": [...]}` and answers `{"scores": [...]}`, a number for each text, or a mapping
@@ -88,8 +96,8 @@ class HTTPReward(Reward):
             (500, 502, 503, 504).
         columns: Of the row that are sent; None for all.
         headers: Of each request. A value `$NAME` is that of an environment variable, where secrets belong.
-        on_error: What samples get whose request failed: `raise` stops the run, `zero` scores them 0 and counts them,
-            `mask` and `skip` keep them out of training too; see `SampleReward`.
+        on_error: What samples get that the server does not score, see `ForgivingReward`; where a request failed these
+            are all of its samples.
     """
 
     def __init__(
@@ -103,6 +111,7 @@ class HTTPReward(Reward):
         headers: dict[str, str] | None = None,
         on_error: OnError = "raise",
     ) -> None:
+        super().__init__(on_error)
         if batch is not None and batch < 1:
             raise UserError(f"`batch` is {batch}; send 1 sample or more at a time")
         if at_once < 1:
@@ -111,11 +120,6 @@ class HTTPReward(Reward):
         self._batch = batch
         self._at_once = at_once
         self._columns = columns
-        self._on_error = known_policy(on_error)
-
-    @property
-    def leaves_out(self) -> bool:
-        return self._on_error in get_args(LeftOut)
 
     @property
     def reads(self) -> dict[str, bool]:
@@ -124,41 +128,32 @@ class HTTPReward(Reward):
     def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
         size = self._batch or max(1, len(texts))
         starts = range(0, len(texts), size)
-        with ThreadPoolExecutor(self._at_once) as threads:
-            parts = list(threads.map(lambda at: self._scores(texts[at : at + size], rows[at : at + size]), starts))
-        failures = [each for each in parts if isinstance(each, str)]
-        if failures and self._on_error == "raise":
-            raise UserError(f"{self} {failures[0]}; mend the server, or set `on_error: zero`")
-        scores = [score for part in parts if not isinstance(part, str) for score in part]
-        names = sorted({name for score in scores for name in score} - {""})
-        total, columns, failed = list[float](), {name: list[float]() for name in names}, list[int]()
-        for at, part in zip(starts, parts, strict=True):
-            count = len(texts[at : at + size])
-            failed += range(at, at + count) if isinstance(part, str) else ()
-            of_part: Sequence[Mapping[str, float]] = [{}] * count if isinstance(part, str) else part
-            total += [sum(score.values()) for score in of_part]
-            for name in names:
-                columns[name] += [score.get(name, 0.0) for score in of_part]
-        if failures:
-            log.warning(
-                "%d of %d samples were %s; %s %s", len(failed), len(texts), DONE[self._on_error], self, failures[0]
-            )
-        return Scores(total, columns, len(failed), left_out(self._on_error, failed))
+        with side_by_side(self._at_once) as threads:
+            answers = [threads.submit(self._answer, texts[at : at + size], rows[at : at + size]) for at in starts]
 
-    def _scores(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[Mapping[str, float]] | str:
-        """The parts of each sample's score, the only one under no name; or what failed."""
+            def score_of(place: int) -> Any:
+                return answers[place // size].result()[place % size]
+
+            return self.scores_of((partial(score_of, place) for place in range(len(texts))), texts, rows)
+
+    def _answer(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[Any]:
+        """What the server says of each sample.
+
+        Raises:
+            ConnectionError: It gives no answer, or another one.
+        """
         names = self._columns
         sent = [row if names is None else {name: column(row, name) for name in names} for row in rows]
         try:
             answer = self._endpoint.post({"texts": list(texts), "rows": sent})
         except (httpx.HTTPError, TypeError, ValueError) as error:  # TypeError of what is no JSON
-            return f"got no answer ({type(error).__name__}: {one_line(error)})"
+            raise ConnectionError(f"got no answer ({type(error).__name__}: {one_line(error)})") from error
         scores = answer.get("scores") if isinstance(answer, Mapping) else None
         if not isinstance(scores, list) or len(scores) != len(texts):
-            return f'was answered {answer!r:.80} for {len(texts)} texts; answer {{"scores": [a number for each]}}'
-        parts: list[Mapping[str, float]] = [score if isinstance(score, Mapping) else {"": score} for score in scores]
-        wrong = [number for part in parts for number in part.values() if not _is_number(number)]
-        return f"was answered the score {wrong[0]!r:.40}; answer finite numbers" if wrong else parts
+            raise ConnectionError(
+                f'was answered {answer!r:.80} for {len(texts)} texts; answer {{"scores": [a number for each]}}'
+            )
+        return scores
 
     def __str__(self) -> str:
         return f"reward of {self._endpoint.url}"
@@ -177,10 +172,6 @@ def with_environment(headers: Mapping[str, str] | None) -> dict[str, str]:
         return os.environ[match.group(1)]
 
     return {name: re.sub(r"\$(\w+)", value, text) for name, text in (headers or {}).items()}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _asked_for(response: httpx.Response, otherwise: float) -> float:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -16,6 +19,7 @@ from rlflow.loggers.log_lines import line_log
 from rlflow.loggers.secrets import text_without_secrets
 
 LeftOut = Literal["mask", "skip"]
+Failed = Literal["zero", "mask", "skip"]
 OnError = Literal["raise", "zero", "mask", "skip"]
 TAKEN = ("mean", "errors", "outcome", "overlong", "model")  # what is logged of a reward beside its parts
 MOST_SAID = 500  # characters of what a scorer raised
@@ -32,15 +36,19 @@ class Scores:
     Attributes:
         total: The reward of each sample.
         parts: Scores that went into the total, by name, each as long as `total`; no name of `TAKEN`.
-        errors: How many samples the scorer failed on and were scored 0.
-        left_out: Those of them, by place, that training leaves out: `mask` takes the sample out of the loss, `skip`
-            leaves out each update that it is in. For a reward that `leaves_out`.
+        failed: What samples that the scorer failed on get, by place. All of them are scored 0; `mask` takes the sample
+            out of the loss too, `skip` leaves out each update that it is in. These two are for a reward that
+            `leaves_out`.
     """
 
     total: list[float]
     parts: dict[str, list[float]] = field(default_factory=dict)
-    errors: int = 0
-    left_out: dict[int, LeftOut] = field(default_factory=dict)
+    failed: dict[int, Failed] = field(default_factory=dict)
+
+    @property
+    def left_out(self) -> dict[int, LeftOut]:
+        """Of those that failed, what training leaves out."""
+        return {i: how for i, how in self.failed.items() if how != "zero"}
 
     def plus(self, name: str, part: list[float]) -> Scores:
         """These scores and a further part, which is added to the total."""
@@ -80,10 +88,15 @@ def scored(reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]])
     """What `reward` gives, checked: a finite number in float32 for each sample, and each part likewise.
 
     Raises:
-        UserError: It gives another length, or no number, or a part has the name of another metric of rewards, or it
-            leaves out what it may not; as `Reward.score`.
+        UserError: It raises, or gives another length, or no number; or a part has the name of another metric of
+            rewards; or it leaves out what it may not; as `Reward.score`.
     """
-    scores = reward.score(texts, rows)
+    try:
+        scores = reward.score(texts, rows)
+    except (UserError, *ENDING):
+        raise
+    except BaseException as error:
+        raise UserError(f"{reward} raised {_said(error)}{_raised_at(error)}; mend it") from error
     if not isinstance(scores, Scores):
         raise UserError(f"{reward} returned {scores!r:.60} for {len(texts)} samples; return `rlflow.Scores`")
     if taken := next((name for name in scores.parts if name in TAKEN), None):
@@ -91,18 +104,11 @@ def scored(reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]])
             f"{reward} has a part `{taken}`, and another number is logged under this name; give the part a name other"
             f" than {', '.join(TAKEN)}"
         )
-    if scores.left_out and not reward.leaves_out:
-        raise UserError(
-            f"{reward} leaves out {len(scores.left_out)} samples, and its property `leaves_out` is False, so that"
-            " training is not told; let it return True"
-        )
-    if wrong := [i for i in scores.left_out if i not in range(len(texts))]:
-        raise UserError(f"{reward} leaves out sample {wrong[0]} of {len(texts)}; give places from 0")
+    _check_failed(reward, scores.failed, len(texts))
     for name, values in {"total": scores.total, **scores.parts}.items():
-        if len(values) != len(texts):
-            raise UserError(
-                f"{reward} returned {len(values)} scores as `{name}` for {len(texts)} samples; return one for each"
-            )
+        if not isinstance(values, Collection) or len(values) != len(texts):
+            count = f"{len(values)} scores" if isinstance(values, Collection) else f"{values!r:.60}"
+            raise UserError(f"{reward} returned {count} as `{name}` for {len(texts)} samples; return one for each")
         for i, value in enumerate(values):
             try:
                 _number(value)
@@ -113,83 +119,105 @@ def scored(reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]])
     return scores
 
 
-class SampleReward(Reward):
-    """A reward that looks at one sample at a time. It has no time limit on a sample, but where a subclass gives one.
+def _check_failed(reward: Reward, failed: Any, samples: int) -> None:
+    if not isinstance(failed, Mapping):
+        raise UserError(f"{reward} says of samples that failed {failed!r:.60}; give a mapping of places to policies")
+    for i, how in failed.items():
+        if i not in range(samples):
+            raise UserError(f"{reward} failed on sample {i!r:.60} of {samples}; give places from 0")
+        if how not in get_args(Failed):
+            raise UserError(f"{reward} says {how!r:.60} of sample {i}, which failed; give {_either(Failed)}")
+        if how in get_args(LeftOut) and not reward.leaves_out:
+            raise UserError(
+                f"{reward} leaves out sample {i}, and its property `leaves_out` is False, so that training is not told;"
+                " let it return True"
+            )
+
+
+class ForgivingReward(Reward):
+    """A reward with a policy for samples that it fails on.
 
     Args:
-        on_error: What a sample gets whose scorer raises or returns no finite number: `raise` stops the run and names
-            the sample, `zero` scores it 0 and counts it; `mask` does so too and takes it out of the losses that depend
-            on the score; `skip` does so too and leaves out each update that the sample would be in, on all ranks. What
-            compares samples sees the 0, such as the mean of a group.
-        at_once: Samples that are scored side by side, in threads; for what waits for others.
+        on_error: What a sample gets whose scorer raises or returns no finite number, or other parts than the samples
+            before it: `raise` stops the run and names the sample, `zero` scores it 0 and counts it; `mask` does so too
+            and takes it out of the losses that depend on the score; `skip` does so too and leaves out each update that
+            the sample would be in, on all ranks. What compares the samples of a group is told of those that `mask`
+            and `skip` leave out.
     """
 
-    def __init__(self, on_error: OnError = "raise", at_once: int = 1) -> None:
-        if at_once < 1:
-            raise UserError(f"`at_once` is {at_once}; score 1 sample at a time or more")
-        self.on_error = known_policy(on_error)
-        self.at_once = at_once
+    def __init__(self, on_error: OnError) -> None:
+        if on_error not in get_args(OnError):
+            raise UserError(f"`on_error` is {on_error!r}; give {_either(OnError)}")
+        self.on_error = on_error
 
     @property
     def leaves_out(self) -> bool:
         return self.on_error in get_args(LeftOut)
+
+    def scores_of(
+        self, given: Iterable[Callable[[], Any]], texts: Sequence[str], rows: Sequence[dict[str, Any]]
+    ) -> Scores:
+        """The scores of samples, by the policy where there is none.
+
+        Args:
+            given: What returns the score of each sample, a number or a mapping of its parts, or raises.
+            texts: That are scored.
+            rows: That they answer.
+
+        Raises:
+            UserError: A sample failed and the policy is `raise`; or one of `given` raises it, for then the row or the
+                configuration is at fault.
+        """
+        scores, failures = list[_Score | None](), []
+        names: tuple[str, ...] | None = None
+        for i, (text, row, score_of) in enumerate(zip(texts, rows, given, strict=True)):
+            try:
+                score = _Score.of(score_of())
+                names = tuple(score.parts) if names is None else names
+                score.require(names)
+                scores.append(score)
+            except (UserError, *ENDING):
+                raise
+            except BaseException as error:  # such as `asyncio.CancelledError`
+                failure = f"{self} failed on sample {i} with {_said(error)} ({_place(text, row)})"
+                if self.on_error == "raise":
+                    raise UserError(f"{failure}; mend it, or set `on_error` to {_either(Failed)}") from error
+                scores.append(None)
+                failures.append(failure)
+        if failures:
+            log.warning("%d of %d samples were %s; %s", len(failures), len(texts), DONE[self.on_error], failures[0])
+        parts = {name: [0.0 if score is None else score.parts[name] for score in scores] for name in names or ()}
+        total = [0.0 if score is None else score.total for score in scores]
+        how = self.on_error
+        failed = {i: how for i, score in enumerate(scores) if score is None and how != "raise"}
+        return Scores(total, parts, failed)
+
+
+class SampleReward(ForgivingReward):
+    """A reward that looks at one sample at a time. It has no time limit on a sample, but where a subclass gives one.
+
+    Args:
+        on_error: What a sample gets that it fails on, see `ForgivingReward`.
+        at_once: Samples that are scored side by side, in threads; for what waits for others.
+    """
+
+    def __init__(self, on_error: OnError = "raise", at_once: int = 1) -> None:
+        super().__init__(on_error)
+        if at_once < 1:
+            raise UserError(f"`at_once` is {at_once}; score 1 sample at a time or more")
+        self.at_once = at_once
 
     @abstractmethod
     def score_sample(self, text: str, row: dict[str, Any]) -> float | Mapping[str, float]:
         """The score of one response; or its parts by name, the same for each response, whose sum is the score."""
 
     def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
-        scores, failures = list[_Score | None](), []
-        for i, (text, row, score_of) in enumerate(zip(texts, rows, self._begun(texts, rows), strict=True)):
-            try:
-                scores.append(_Score.of(score_of()))
-            except (UserError, *ENDING):
-                raise  # the row, the configuration or whoever ends the run is at fault, not the response
-            except BaseException as error:  # such as `asyncio.CancelledError`
-                reason = f"{type(error).__name__}: {text_without_secrets(one_line(error)):.{MOST_SAID}}"
-                failure = f"{self} failed on sample {i} with {reason} ({_place(text, row)})"
-                if self.on_error == "raise":
-                    raise UserError(f"{failure}; mend it, or set `on_error: zero`") from error
-                scores.append(None)
-                failures.append(failure)
-        if failures:
-            log.warning("%d of %d samples were %s; %s", len(failures), len(texts), DONE[self.on_error], failures[0])
-        names = self._names(scores, texts, rows)
-        parts = {name: [0.0 if score is None else score.parts[name] for score in scores] for name in names}
-        total = [0.0 if score is None else score.total for score in scores]
-        failed = [i for i, score in enumerate(scores) if score is None]
-        return Scores(total, parts, len(failures), left_out(self.on_error, failed))
-
-    def _begun(
-        self, texts: Sequence[str], rows: Sequence[dict[str, Any]]
-    ) -> Iterator[Callable[[], float | Mapping[str, float]]]:
-        """What gives each sample's score, or raises; with threads, as soon as it is there."""
         if self.at_once == 1:
-            yield from (partial(self.score_sample, text, row) for text, row in zip(texts, rows, strict=True))
-            return
-        with ThreadPoolExecutor(self.at_once) as threads:
+            pairs = zip(texts, rows, strict=True)
+            return self.scores_of((partial(self.score_sample, text, row) for text, row in pairs), texts, rows)
+        with side_by_side(self.at_once) as threads:
             begun = [threads.submit(self.score_sample, text, row) for text, row in zip(texts, rows, strict=True)]
-            try:
-                yield from (future.result for future in begun)
-            finally:
-                threads.shutdown(cancel_futures=True)
-
-    def _names(
-        self, scores: Sequence[_Score | None], texts: Sequence[str], rows: Sequence[dict[str, Any]]
-    ) -> tuple[str, ...]:
-        """The names of the parts, which all samples have that were scored."""
-        first: tuple[str, ...] | None = None
-        for i, score in enumerate(scores):
-            if score is None:
-                continue
-            first = tuple(score.parts) if first is None else first
-            if other := sorted(set(first) ^ score.parts.keys()):
-                without = [part for part in other if part not in score.parts]
-                raise UserError(
-                    f"{self} gave sample {i} {'no' if without else 'a'} part `{(without or other)[0]}`, unlike the"
-                    f" samples before ({_place(texts[i], rows[i])}); return the same parts for every response"
-                )
-        return first or ()
+            return self.scores_of((future.result for future in begun), texts, rows)
 
 
 @dataclass(frozen=True)
@@ -204,6 +232,8 @@ class _Score:
         """What a scorer returned, as numbers of float32."""
         if not isinstance(given, Mapping):
             return cls(_number(given), {})
+        if not given:
+            raise ValueError("it returned a mapping without a part")
         parts = {}
         for name, value in given.items():
             try:
@@ -212,22 +242,23 @@ class _Score:
                 raise type(error)(f"part `{name}`: {error}") from error
         return cls(_number(sum(parts.values())), parts)
 
-
-def known_policy(on_error: OnError) -> OnError:
-    """`on_error`, which is one.
-
-    Raises:
-        UserError: It is none.
-    """
-    if on_error not in get_args(OnError):
-        *others, last = get_args(OnError)
-        raise UserError(f"`on_error` is {on_error!r}; give {', '.join(others)} or {last}")
-    return on_error
+    def require(self, names: Collection[str]) -> None:
+        """Refuse other parts than those of the samples before."""
+        if other := sorted(self.parts.keys() ^ set(names)):
+            without = [name for name in other if name not in self.parts]
+            raise ValueError(
+                f"it returned {'no' if without else 'a'} part `{(without or other)[0]}`, unlike the samples before"
+            )
 
 
-def left_out(on_error: OnError, failed: Iterable[int]) -> dict[int, LeftOut]:
-    """What training leaves out of the samples at these places, which the scorer failed on."""
-    return {i: on_error for i in failed if on_error == "mask" or on_error == "skip"}
+@contextmanager
+def side_by_side(most: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads, so many at most; where one result ends the run, what has not begun is not begun."""
+    with ThreadPoolExecutor(most) as threads:
+        try:
+            yield threads
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 def column(row: dict[str, Any], name: str) -> Any:
@@ -278,6 +309,20 @@ def _number(score: Any) -> float:
     if abs(value) > LARGEST:
         raise ValueError(f"it returned {value}, which float32 cannot hold")
     return value
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {text_without_secrets(one_line(error)):.{MOST_SAID}}"
+
+
+def _raised_at(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without that of the caller here
+    return f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+
+
+def _either(policies: Any) -> str:
+    *others, last = get_args(policies)
+    return f"{', '.join(others)} or {last}"
 
 
 def _place(text: str, row: dict[str, Any]) -> str:

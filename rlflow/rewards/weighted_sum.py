@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlflow.errors import UserError
-from rlflow.rewards.reward import LeftOut, Reward, Scores, scored
+from rlflow.rewards.reward import Failed, Reward, Scores, scored
+
+_WEIGHS: dict[Failed, int] = {"zero": 0, "mask": 1, "skip": 2}  # of two policies for a sample
 
 
 class WeightedSum(Reward):
     """The weighted sum of several rewards; each part is logged unweighted under its name.
 
-    Of a reward that has parts of its own, such as a function that returns a dict, their sum is one part here.
+    Of a reward that has parts of its own, such as a function that returns a dict, their sum is one part here. A sample
+    that several parts fail on counts once, and the strictest of their policies holds: under `zero` that part alone
+    counts 0, under `mask` and `skip` the whole sample.
 
     Args:
         parts: The rewards by name.
@@ -41,13 +45,10 @@ class WeightedSum(Reward):
 
     def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
         scores = {name: scored(part, texts, rows) for name, part in self.parts.items()}
-        left_out: dict[int, LeftOut] = {}
+        failed: dict[int, Failed] = {}
         for part in scores.values():
-            left_out |= {i: how for i, how in part.left_out.items() if left_out.get(i) != "skip"}
+            failed |= {i: how for i, how in part.failed.items() if i not in failed or _WEIGHS[how] > _WEIGHS[failed[i]]}
         weighted = [[self.weights[name] * score for score in part.total] for name, part in scores.items()]
-        return Scores(
-            total=[sum(sample) for sample in zip(*weighted, strict=True)],
-            parts={name: part.total for name, part in scores.items()},
-            errors=sum(part.errors for part in scores.values()),
-            left_out=left_out,
-        )
+        total = [sum(sample) for sample in zip(*weighted, strict=True)]
+        parts = {name: part.total for name, part in scores.items()}
+        return Scores([0.0 if failed.get(i, "zero") != "zero" else each for i, each in enumerate(total)], parts, failed)

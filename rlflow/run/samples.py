@@ -69,6 +69,7 @@ class Samples:
                     "ended": Ending(ended[i]).name.lower(),
                     "messages": rollout.messages[i],
                 }
+                | ({"failed": scores.failed[i]} if i in scores.failed else {})
                 | ({"read": self._decode_with_special(prompts[i].tolist())} if rollout.messages[i] else {})
             )
 

@@ -51,7 +51,7 @@ def test_a_reward_that_misbehaves_costs_its_sample_or_ends_the_run_in_a_line(
     scores = zero.score(["x"], [{}])
     took = time.monotonic() - began
     assert took < SECONDS + OVER
-    assert (scores.total, scores.errors) == ([0.0], 1)
+    assert (scores.total, scores.failed) == ([0.0], {0: "zero"})
     for on_error in ("mask", "skip"):
         leaves_out = CallableReward(path, on_error=on_error, seconds=SECONDS, memory_mb=2048)
         scores = leaves_out.score(texts, rows)

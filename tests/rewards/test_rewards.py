@@ -139,7 +139,7 @@ def test_a_reward_that_raises_names_the_sample() -> None:
 
     assert str(raised.value) == (
         "reward `inverse` failed on sample 1 with ZeroDivisionError: division by zero (response '', row {'n': 1});"
-        " mend it, or set `on_error: zero`"
+        " mend it, or set `on_error` to zero, mask or skip"
     )
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
@@ -162,7 +162,9 @@ def test_under_zero_a_failed_sample_scores_0_and_is_counted(caplog: pytest.LogCa
     reward = CallableReward(inverse, on_error="zero")
 
     with caplog.at_level(logging.WARNING):
-        assert reward.score(["ab", "", "abcd", ""], [{}] * 4) == Scores([0.5, 0.0, 0.25, 0.0], errors=2)
+        assert reward.score(["ab", "", "abcd", ""], [{}] * 4) == Scores(
+            [0.5, 0.0, 0.25, 0.0], failed={1: "zero", 3: "zero"}
+        )
     assert "2 of 4 samples were scored 0; reward `inverse` failed on sample 1" in caplog.text
 
 
@@ -173,7 +175,7 @@ def test_samples_that_training_leaves_out_are_named(on_error: OnError, caplog: p
     assert reward.leaves_out
     with caplog.at_level(logging.WARNING):
         scores = reward.score(["ab", "", "abcd", ""], [{}] * 4)
-    assert scores == Scores([0.5, 0.0, 0.25, 0.0], errors=2, left_out={1: on_error, 3: on_error})
+    assert scores == Scores([0.5, 0.0, 0.25, 0.0], failed={1: on_error, 3: on_error})
     assert f"2 of 4 samples were {DONE[on_error]}; reward `inverse` failed on sample 1" in caplog.text
     assert not CallableReward(inverse, on_error="zero").leaves_out
 
@@ -199,14 +201,23 @@ def test_a_reward_of_ones_own_must_say_that_it_leaves_samples_out() -> None:
         leaves_out = False
 
         def score(self, texts: Any, rows: Any) -> Scores:
-            return Scores([0.0] * len(texts), left_out={2: "mask"})
+            return Scores([0.0] * len(texts), failed={2: "mask"})
 
-    with pytest.raises(UserError, match="Own leaves out 1 samples, and its property `leaves_out` is False"):
+    with pytest.raises(UserError, match="Own leaves out sample 2, and its property `leaves_out` is False"):
         scored(Own(), ["a", "b", "c"], [{}] * 3)
     Own.leaves_out = True
     assert scored(Own(), ["a", "b", "c"], [{}] * 3).left_out == {2: "mask"}
-    with pytest.raises(UserError, match="Own leaves out sample 2 of 2; give places from 0"):
+    with pytest.raises(UserError, match="Own failed on sample 2 of 2; give places from 0"):
         scored(Own(), ["a", "b"], [{}] * 2)
+
+
+def test_a_reward_of_ones_own_that_raises_is_named_with_the_place() -> None:
+    class Own(Reward):
+        def score(self, texts: Any, rows: Any) -> Scores:
+            return Scores([row["worth"] for row in rows])
+
+    with pytest.raises(UserError, match=r"^Own raised KeyError: 'worth' \(test_rewards.py:\d+\); mend it$"):
+        scored(Own(), ["a"], [{}])
 
 
 def test_a_weighted_sum_adds_up_and_shows_its_parts() -> None:
@@ -222,7 +233,23 @@ def test_a_weighted_sum_counts_the_errors_of_its_parts() -> None:
         {"a": CallableReward(inverse, on_error="zero"), "b": CallableReward(inverse, on_error="zero")}, {"a": 1, "b": 1}
     )
 
-    assert reward.score([""], [{}]).errors == 2
+    assert reward.score(["", "a"], [{}] * 2).failed == {0: "zero"}
+
+
+@pytest.mark.parametrize(
+    ("policies", "total", "failed"),
+    [(("zero", "zero"), 2, "zero"), (("mask", "zero"), 0, "mask"), (("mask", "skip"), 0, "skip")],
+)
+def test_in_a_weighted_sum_a_sample_gets_the_strictest_policy_of_the_parts_that_fail(
+    policies: tuple[OnError, OnError], total: float, failed: str
+) -> None:
+    parts: dict[str, Reward] = {
+        "a": CallableReward(inverse, on_error=policies[0]),
+        "b": CallableReward(inverse, on_error=policies[1]),
+        "c": CallableReward(lambda text, row: 2.0),
+    }
+    scores = scored(WeightedSum(parts, {"a": 1, "b": 1, "c": 1}), ["", "a"], [{}] * 2)
+    assert scores == Scores([total, 4], {"a": [0, 1], "b": [0, 1], "c": [2, 2]}, {0: failed})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("weights", [{}, {"matches": 1.0}, {"match": 1.0, "length": 1.0}])
@@ -251,6 +278,16 @@ class Gives(Reward):
         (Scores([1e308, 1.0]), "Gives failed on sample 0 (`total`): it returned 1e+308, which float32 cannot hold ("),
         (Scores([1.0, 1.0], {"p": [1.0, -1e39]}), "Gives failed on sample 1 (`p`): it returned -1e+39, which float32"),
         (Scores([1.0, cast(float, None)]), "Gives failed on sample 1 (`total`): it returned None, not a number ("),
+        (Scores(cast(list[float], None)), "Gives returned None as `total` for 2 samples; return one for each"),
+        (
+            Scores([1.0, 1.0], failed=cast(Any, [1])),
+            "Gives says of samples that failed [1]; give a mapping of places to",
+        ),
+        (
+            Scores([1.0, 1.0], failed={1: cast(Any, "drop")}),
+            "Gives says 'drop' of sample 1, which failed; give zero, ma",
+        ),
+        (Scores([1.0, 1.0], failed={cast(Any, "1"): "zero"}), "Gives failed on sample '1' of 2; give places from 0"),
     ],
 )
 def test_scores_that_cannot_be_trained_on_are_told_with_reward_and_sample(given: Any, line: str) -> None:
@@ -288,8 +325,12 @@ def test_a_sample_without_the_part_that_others_have_is_named() -> None:
     def sometimes(text: str, row: dict[str, Any]) -> dict[str, float]:
         return {"right": 1.0} if text else {"right": 0.0, "empty": 1.0}
 
-    with pytest.raises(UserError, match=r"gave sample 1 a part `empty`, unlike the samples before \(response ''"):
+    with pytest.raises(
+        UserError, match=r"sample 1 with ValueError: it returned a part `empty`, unlike the samples befo"
+    ):
         CallableReward(sometimes).score(["a", ""], [{}] * 2)
+    scores = CallableReward(sometimes, on_error="mask").score(["a", "", "b"], [{}] * 3)
+    assert scores == Scores([1.0, 0.0, 1.0], {"right": [1.0, 0.0, 1.0]}, {1: "mask"})
 
 
 @pytest.mark.parametrize("returned", [math.nan, None])
@@ -303,7 +344,7 @@ def test_under_zero_a_failed_sample_has_0_as_each_of_its_parts() -> None:
         return {"right": 1.0, "brevity": 1 / len(text)}
 
     scores = CallableReward(two, on_error="zero").score(["ab", ""], [{}] * 2)
-    assert scores == Scores([1.5, 0.0], {"right": [1.0, 0.0], "brevity": [0.5, 0.0]}, errors=1)
+    assert scores == Scores([1.5, 0.0], {"right": [1.0, 0.0], "brevity": [0.5, 0.0]}, {1: "zero"})
 
 
 @pytest.mark.parametrize("name", ["mean", "errors", "outcome", "overlong", "model"])

@@ -34,12 +34,12 @@ def test_a_sample_that_hangs_ends_the_run_in_one_line_or_is_scored_0() -> None:
     with pytest.raises(UserError, match=r"`slow.hangs_on_x` failed on sample 1 with WorkerTimeout: .* longer than 1 s"):
         CallableReward("slow.hangs_on_x", seconds=1).score(texts, rows)
     scores = CallableReward("slow.hangs_on_x", on_error="zero", seconds=1).score(texts, rows)
-    assert (scores.total, scores.errors) == ([2, 0, 3], 1)
+    assert (scores.total, scores.failed) == ([2, 0, 3], {1: "zero"})
 
 
 def test_a_function_that_leaves_ends_its_worker_alone() -> None:
     scores = CallableReward("slow.leaves", on_error="zero", seconds=30).score(["a", "b"], [{}] * 2)
-    assert (scores.total, scores.errors) == ([0, 0], 2)
+    assert (scores.total, scores.failed) == ([0, 0], {0: "zero", 1: "zero"})
 
 
 def test_workers_score_side_by_side_and_live_from_step_to_step() -> None:

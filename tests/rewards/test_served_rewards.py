@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -88,26 +91,62 @@ def test_a_server_that_fails_ends_the_run_in_one_line_or_scores_0(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.answer = lambda body: (400, {})
-    with pytest.raises(UserError, match=r"got no answer \(HTTPStatusError: .*400.*\); mend the server") as refused:
+    with pytest.raises(
+        UserError,
+        match=r"got no answer \(HTTPStatusError: .*400.*\) \(response .*; mend it, or set `on_error` to zero, mask or skip$",
+    ) as refused:
         HTTPReward(server.url).score(["ab"], [{}])
     assert "\n" not in str(refused.value)
     assert len(server.requests) == 1, "what is wrong for good is not asked again"
     server.answer = lambda body: (400, {}) if "x" in body["texts"] else lengths(body)
     scores = HTTPReward(server.url, batch=1, on_error="zero").score(["ab", "x"], [{}] * 2)
-    assert (scores.total, scores.errors, scores.left_out) == ([2, 0], 1, {})
+    assert (scores.total, scores.failed, scores.left_out) == ([2, 0], {1: "zero"}, {})
     masking = HTTPReward(server.url, batch=2, on_error="mask")
     assert masking.leaves_out
     with caplog.at_level(logging.WARNING):
         assert masking.score(["ab", "a", "x", "b", "c"], [{}] * 5).left_out == {2: "mask", 3: "mask"}
-    assert f"2 of 5 samples were scored 0 and masked; reward of {server.url} got no answer" in caplog.text
+    assert (
+        f"2 of 5 samples were scored 0 and masked; reward of {server.url} failed on sample 2 with ConnectionError: got "
+        in caplog.text
+    )
 
 
-@pytest.mark.parametrize("score", [None, "1", {"right": None}])
+@pytest.mark.parametrize("score", [None, "1", {"right": None}, 1e300, {}])
 def test_what_is_no_number_is_a_failure_of_the_server(server: Server, score: Any) -> None:
     server.answer = lambda body: (200, {"scores": [score] * len(body["texts"])})
-    with pytest.raises(UserError, match=r"was answered the score .*; answer finite numbers; mend the server"):
+    with pytest.raises(
+        UserError,
+        match=r"failed on sample 0 with \w+: .*it returned (None|'1'|inf|1e\+300), (not a number|which)|it returned a mappi",
+    ):
         HTTPReward(server.url).score(["a"], [{}])
-    assert HTTPReward(server.url, on_error="zero").score(["a"], [{}]).errors == 1
+    assert HTTPReward(server.url, on_error="zero").score(["a"], [{}]).failed == {0: "zero"}
+
+
+@pytest.mark.parametrize("wrong", [None, b"1e300", b"1" + b"0" * 400, b"NaN", {"b": 1}])
+def test_of_one_answer_that_is_no_score_one_sample_fails(server: Server, wrong: Any) -> None:
+    said = wrong if isinstance(wrong, bytes) else json.dumps(wrong).encode()
+    server.answer = lambda body: (200, b'{"scores": [{"a": 1}, %s, {"a": 2}]}' % said)
+    scores = HTTPReward(server.url, on_error="mask").score(["a", "b", "c"], [{}] * 3)
+    assert (scores.total, scores.failed) == ([1, 0, 2], {1: "mask"})
+
+
+def test_a_server_that_sends_a_letter_now_and_then_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                while True:
+                    connection.sendall(b" ")
+                    time.sleep(0.05)
+
+        threading.Thread(target=answer, daemon=True).start()
+        began = time.monotonic()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(UserError, match=r"got no answer \(ReadTimeout: the answer took longer than 1 s\)"):
+            HTTPReward(url, seconds=1.0, retries=0).score(["a"], [{}])
+        assert time.monotonic() - began < 10
 
 
 def test_a_row_is_sent_with_the_columns_that_it_has(server: Server) -> None:
@@ -117,15 +156,18 @@ def test_a_row_is_sent_with_the_columns_that_it_has(server: Server) -> None:
         HTTPReward(server.url).score(["a"], [{"answer": {1, 2}}])
 
 
-@pytest.mark.parametrize("said", [{"scores": [1.0]}, {"score": 1.0}, [1.0, 2.0], b"no JSON"])
+@pytest.mark.parametrize("said", [{"scores": [1.0]}, {"score": 1.0}, [1.0, 2.0], b"no JSON", b"[" * 200_000])
 def test_an_answer_of_another_form_is_shown(server: Server, said: Any) -> None:
     server.answer = lambda body: (200, said)
-    with pytest.raises(UserError, match=r"was answered .* for 2 texts|got no answer \(JSONDecodeError"):
+    with pytest.raises(UserError, match=r"was answered .* for 2 texts|got no answer \((JSONDecode|Value)Error"):
         HTTPReward(server.url).score(["a", "b"], [{}] * 2)
 
 
 def test_no_server_is_an_error_after_the_last_try() -> None:
-    with pytest.raises(UserError, match=r"reward of http://127.0.0.1:9 got no answer \(ConnectError"):
+    with pytest.raises(
+        UserError,
+        match=r"reward of http://127.0.0.1:9 failed on sample 0 with ConnectionError: got no answer \(ConnectError",
+    ):
         HTTPReward("http://127.0.0.1:9", retries=0).score(["a"], [{}])
 
 
