@@ -26,12 +26,13 @@ class GPG(PolicyGradient):
     unused: ClassVar[tuple[str, ...]] = ("advantages_at", "anchor", "clip")
 
     @node
-    def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
-        has_signal = group_has_signal(rewards, rollout.group)
+    def advantages(self, rollout: Grouped, rewards: PerSample, rewards_failed: PerSample | None = None) -> PerSample:
+        has_signal = group_has_signal(rewards, rollout.group, rewards_failed)
         self.log("actor/useful_share", has_signal)
         useful = self.mean(has_signal)
         alpha = 1 / useful.clamp(min=1e-12)  # where no group is useful, all advantages are 0
-        return group_normalized_advantages(rewards, rollout.group, normalize_std=False) * alpha.to(rewards.dtype)
+        centred = group_normalized_advantages(rewards, rollout.group, False, failed=rewards_failed)
+        return centred * alpha.to(rewards.dtype)
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:
         return -beside_tokens(advantages, logprobs) * logprobs

@@ -44,13 +44,24 @@ class OverRows:
         mean: Tensor = self._moments(x, mask)[1]
         return mean
 
-    def whiten(self, x: Tensor, mask: Tensor | None = None, unbiased: bool = True) -> Tensor:
+    def whiten(
+        self, x: Tensor, mask: Tensor | None = None, unbiased: bool = True, failed: Tensor | None = None
+    ) -> Tensor:
         """Shift and scale `x` to mean 0 and standard deviation 1 over all rows of all ranks; masked entries are 0.
+
+        Args:
+            x: `[B]` or `[B, T]`.
+            mask: Of the shape of `x`, the entries that count; None for all.
+            unbiased: `N - 1` in the variance's denominator instead of `N`.
+            failed: `[B]`, not 0 for rows that do not count; None for none of them.
 
         Raises:
             UserError: An entry that counts is infinite or NaN, on any rank: all raise it, with the row of the step.
         """
-        counts, statistics = _all_of(x, mask), self._moments(x, mask)
+        counts = _all_of(x, mask)
+        if failed is not None:
+            counts = counts.bool() & (failed == 0).view(-1, *[1] * (x.dim() - 1))
+        statistics = self._moments(x, counts)
         if not statistics.isfinite().all():  # alike on all ranks
             raise not_finite(self.all_rows(broken_rows(x, counts)).nonzero().flatten())
         return standardize(x, counts, statistics, unbiased)

@@ -107,7 +107,7 @@ def show(sample: Mapping[str, Any], screen: Screen) -> None:
     facts = [f"step {sample['step']}"]
     facts += [f"{name} {sample[name]}" for name in ("row", "sample") if name in sample]
     facts += [f"reward {sample['reward']:g}" + (f" ({parts})" if parts else "")]
-    facts += [f"the reward failed on it ({sample['failed']})"] if "failed" in sample else []
+    facts += [f"the reward failed on it ({sample['failed']})"] if sample.get("failed") else []
     if messages := sample.get("messages"):
         facts.append("1 turn" if sample["turns"] == 1 else f"{sample['turns']} turns")
     if "ended" in sample:

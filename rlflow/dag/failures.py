@@ -27,40 +27,47 @@ def failed(scorer: str) -> str:
     return f"{scorer}_failed"
 
 
-def with_failures(
-    nodes: Mapping[str, Node], order: Sequence[Node], spaces: Spaces
-) -> tuple[dict[str, Node], list[Problem]]:
-    """The nodes, those added that tell of failures, and those told that train or filter on scores.
+def telling(nodes: Mapping[str, Node]) -> tuple[dict[str, Node], list[Problem]]:
+    """Nodes that tell of each scorer's failures, by name, and nodes of the user's that have such a name."""
+    found, problems = dict[str, Node](), []
+    for scorer in filter(scores_rows, nodes.values()):
+        name = failed(scorer.id)
+        if name in nodes:
+            problems.append(_taken(nodes[name], scorer))
+        else:
+            found[name] = _telling(name, scorer, (Input(scorer.id, True, scorer.returns),), scorer.id)
+    return found, problems
+
+
+def told(nodes: Mapping[str, Node], order: Sequence[Node], spaces: Spaces) -> tuple[dict[str, Node], list[Problem]]:
+    """The nodes, those told that train or filter on scores, and those added that tell these of rows of another branch.
 
     Args:
-        nodes: By name, in the order of declaration.
-        order: Those without cycles, each after what it reads.
+        nodes: By name, in the order of declaration, with those of `telling`.
+        order: Those, each after what it reads.
         spaces: Their rows.
     """
     found, problems = dict(nodes), []
     of_below: dict[tuple[str, str], str] = {}  # by scorer and rows above its own: the node that tells of these
-    for scorer in (node for node in order if scores_rows(node)):
+    for scorer in (nodes[node.failures_of] for node in order if node.failures_of):
         name = failed(scorer.id)
-        if name in nodes:
-            text = f"`{name}` is what tells of samples that `{scorer.id}` fails to score. Rename the node"
-            problems.append(Problem(nodes[name].file, nodes[name].line, text))
-            continue
-        found[name] = _telling(name, scorer, (Input(scorer.id, True, scorer.returns),), scorer.id)
         for node in _following(scorer, order):
             rows = _common(spaces, spaces.of[scorer.id], spaces.inside[node.id])
-            told = name
+            of = name
             if rows != spaces.of[scorer.id]:
                 if not _grouped(rows, nodes):
                     problems.append(_untold(node, scorer, rows))
                     continue
-                told = of_below.setdefault((scorer.id, rows), f"{name}_in_{rows}")
+                of = of_below.setdefault((scorer.id, rows), f"{name}_in_{rows}")
+                if of in nodes:
+                    problems.append(_taken(nodes[of], scorer))
+                    continue
                 each = Input(name, True, PerSample, each=True)
-                found[told] = _telling(told, scorer, (Input(rows, True, Grouped), each), name)
+                found[of] = _telling(of, scorer, (Input(rows, True, Grouped), each), name)
             hears = found[node.id]
-            inputs = hears.inputs
-            if told not in hears.reads:
-                inputs = (*inputs, Input(told, True, PerSample))
-                found[node.id] = replace(hears, inputs=inputs, told=(*hears.told, told))
+            if of not in hears.reads:
+                inputs = (*hears.inputs, Input(of, True, PerSample))
+                found[node.id] = replace(hears, inputs=inputs, told=(*hears.told, of))
     return found, problems
 
 
@@ -94,6 +101,11 @@ def _grouped(rows: str, nodes: Mapping[str, Node]) -> bool:
 
 def _telling(name: str, scorer: Node, inputs: tuple[Input, ...], of: str) -> Node:
     return Node(name, inputs, None, "compute", PerSample, scorer.file, scorer.line, failures_of=of)
+
+
+def _taken(node: Node, scorer: Node) -> Problem:
+    text = f"`{node.id}` is what tells of samples that `{scorer.id}` fails to score. Rename the node"
+    return Problem(node.file, node.line, text)
 
 
 def _untold(node: Node, scorer: Node, rows: str) -> Problem:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from rlflow.dag import checks
-from rlflow.dag.failures import failed, scores_rows, with_failures
+from rlflow.dag.failures import telling, told
 from rlflow.dag.fields import FieldsRead, fields_read
 from rlflow.dag.methods import read_methods
 from rlflow.dag.node import BATCH, Input, Node
@@ -66,17 +66,17 @@ class Graph:
         if not methods.nodes and not methods.problems and not found:
             steps = "Mark the steps of the algorithm with `@node`, or write them under `nodes` in the config"
             raise UserError(f"`{type(module).__name__}` has no node. {steps}")
-        made_here = {failed(node.id) for node in methods.nodes.values() if scores_rows(node)} if leaves_out else set()
-        known = {BATCH, *methods.nodes, *made_here}
-        nodes = {node.id: _without_absent(node, known) for node in methods.nodes.values()}
+        added, untold = telling(methods.nodes) if leaves_out else ({}, [])
+        known = {BATCH, *methods.nodes, *added}
+        nodes = {node.id: _without_absent(node, known) for node in (*methods.nodes.values(), *added.values())}
         order, cycles = in_order(nodes, averages)
         policies = roles if policies is None else policies
         nodes = {node.id: _with_policy(node, order, policies) for node in nodes.values()}
         order = tuple(nodes[node.id] for node in order)
         spaces, mixed = row_spaces(order)
-        untold: list[Problem] = []
-        if leaves_out and not cycles and not mixed:
-            nodes, untold = with_failures(nodes, order, spaces)
+        if added and not cycles and not mixed:
+            nodes, of_others = told(nodes, order, spaces)
+            untold += of_others
             order, _ = in_order(nodes, averages)
             spaces, _ = row_spaces(order)
         masks = {name: masked[0] for name, node in nodes.items() if len(masked := checks.masks_of(node, nodes)) == 1}

@@ -4,6 +4,9 @@ All of them are constants to the gradient: they are computed from detached rewar
 dtype of the rewards. A prompt's samples may stand anywhere in the batch; `group` says which belong together. Where all
 rewards of a group are equal, its advantages are exactly 0, whatever the rounding of their mean. A reward that is
 infinite or NaN is refused by name: of its whole group nothing could be learned.
+
+Samples that a reward `failed` on, which training leaves out, are in no mean and no deviation: the others are compared
+as if they were not there, and their own advantages are 0, as is that of one that is left alone.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from rlflow.functional.shapes import float_dtype
 
 
 def group_normalized_advantages(
-    rewards: Tensor, group: Tensor, normalize_std: bool = True, eps: float = 1e-6
+    rewards: Tensor, group: Tensor, normalize_std: bool = True, eps: float = 1e-6, failed: Tensor | None = None
 ) -> Tensor:
     """`A_i = (r_i - mean_g) / (std_g + eps)`, with the unbiased standard deviation of the sample's group.
 
@@ -27,6 +30,7 @@ def group_normalized_advantages(
         group: `[B]` int, the prompt that each sample answers.
         normalize_std: Divide by the standard deviation (`N - 1` in its denominator).
         eps: Added to the standard deviation.
+        failed: `[B]`, not 0 for samples that are compared with none; None for none of them.
 
     Returns:
         Of the shape of the rewards.
@@ -34,16 +38,16 @@ def group_normalized_advantages(
     Raises:
         UserError: A group has one sample only, or a reward is infinite or NaN.
     """
-    samples = _GroupedSamples(rewards, group)
+    samples = _GroupedSamples(rewards, group, failed)
     advantages = samples.rewards - samples.mean(samples.rewards)
     if normalize_std:
-        variance = samples.sum(advantages.square()) / (samples.in_group - 1)
+        variance = samples.sum(advantages.square()) / samples.others
         std = variance.sqrt()
         advantages = torch.where(std > 0, advantages / (std + eps), 0.0)
     return samples.returned(advantages)
 
 
-def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
+def rloo_advantages(rewards: Tensor, group: Tensor, failed: Tensor | None = None) -> Tensor:
     """Leave-one-out: `A_i = r_i - mean of the other rewards of its group = K / (K - 1) (r_i - mean_g)`.
 
     RLOO, arXiv 2402.14740. Detached.
@@ -51,6 +55,7 @@ def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     Args:
         rewards: `[B]`, finite; or `[B, K]`, of which each column is compared by itself.
         group: `[B]` int, the prompt that each sample answers.
+        failed: `[B]`, not 0 for samples that are compared with none; None for none of them.
 
     Returns:
         Of the shape of the rewards.
@@ -58,12 +63,12 @@ def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     Raises:
         UserError: A group has one sample only, or a reward is infinite or NaN.
     """
-    samples = _GroupedSamples(rewards, group)
+    samples = _GroupedSamples(rewards, group, failed)
     centred = samples.rewards - samples.mean(samples.rewards)
-    return samples.returned(centred * samples.in_group / (samples.in_group - 1))
+    return samples.returned(centred * samples.in_group / samples.others)
 
 
-def opo_advantages(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
+def opo_advantages(rewards: Tensor, lengths: Tensor, group: Tensor, failed: Tensor | None = None) -> Tensor:
     """`A_i = r_i - b_g`, with the length-weighted baseline `b_g = sum_j l_j r_j / sum_j l_j` over the group.
 
     It is the baseline of least gradient variance where the squared gradient norm of a response grows with its length.
@@ -73,6 +78,7 @@ def opo_advantages(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
         rewards: `[B]`, finite.
         lengths: `[B]`, response tokens of each sample.
         group: `[B]` int, the prompt that each sample answers.
+        failed: `[B]`, not 0 for samples that are compared with none; None for none of them.
 
     Returns:
         `[B]`.
@@ -80,13 +86,13 @@ def opo_advantages(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
     Raises:
         UserError: A group has one sample only, or a reward is infinite or NaN.
     """
-    samples = _GroupedSamples(rewards, group)
+    samples = _GroupedSamples(rewards, group, failed)
     tokens = lengths.double()
     baseline = samples.sum(tokens * samples.rewards) / samples.sum(tokens).clamp(min=1)
     return samples.returned(samples.rewards - baseline)
 
 
-def group_has_signal(rewards: Tensor, group: Tensor) -> Tensor:
+def group_has_signal(rewards: Tensor, group: Tensor, failed: Tensor | None = None) -> Tensor:
     """True where the rewards of the sample's group are not all equal, so that they tell its samples apart.
 
     The condition of DAPO's dynamic sampling, arXiv 2503.14476, equation 11, for any rewards.
@@ -94,6 +100,7 @@ def group_has_signal(rewards: Tensor, group: Tensor) -> Tensor:
     Args:
         rewards: `[B]`, finite; or `[B, K]`, of which one column that differs will do.
         group: `[B]` int, the prompt that each sample answers.
+        failed: `[B]`, not 0 for samples that are compared with none; None for none of them.
 
     Returns:
         `[B]` bool, equal within a group.
@@ -101,7 +108,7 @@ def group_has_signal(rewards: Tensor, group: Tensor) -> Tensor:
     Raises:
         UserError: A group has one sample only, or a reward is infinite or NaN.
     """
-    samples = _GroupedSamples(rewards, group)
+    samples = _GroupedSamples(rewards, group, failed)
     differs = samples.sum(samples.rewards) > 0  # less the group's smallest, so all are 0 where they are equal
     return differs if differs.dim() == 1 else differs.any(dim=1)
 
@@ -111,11 +118,12 @@ class _GroupedSamples:
 
     Attributes:
         rewards: `[B]` or `[B, K]` float64, less the smallest reward of the group: no advantage depends on that shift,
-            and it makes a group of equal rewards all zeros, so that its advantages are exactly 0.
-        in_group: `[B]` or `[B, 1]` float64, how many samples each sample's group has.
+            and it makes a group of equal rewards all zeros, so that its advantages are exactly 0. 0 of what failed.
+        in_group: `[B]` or `[B, 1]` float64, how many samples of each sample's group count, at least 1.
+        others: One less, at least 1.
     """
 
-    def __init__(self, rewards: Tensor, group: Tensor) -> None:
+    def __init__(self, rewards: Tensor, group: Tensor, failed: Tensor | None) -> None:
         ids, self._index, sizes = torch.unique(group, return_inverse=True, return_counts=True)
         self._groups = len(ids)
         alone, broken = sizes == 1, ~rewards.isfinite()
@@ -126,23 +134,31 @@ class _GroupedSamples:
         raw = rewards.detach().double()
         each = (-1, *[1] * (raw.dim() - 1))
         most = raw.new_full((self._groups, *raw.shape[1:]), torch.inf)
-        smallest = most.scatter_reduce(0, self._index.view(each).expand_as(raw), raw, "amin")
-        self.rewards = raw - smallest[self._index]
-        self.in_group: Tensor = sizes.double()[self._index].view(each)
+        self._failed = torch.zeros_like(group, dtype=torch.bool) if failed is None else failed != 0
+        self._failed = self._failed.view(each)
+        counted = raw.masked_fill(self._failed, torch.inf)
+        smallest = most.scatter_reduce(0, self._index.view(each).expand_as(raw), counted, "amin")
+        self.rewards = self._of_counted(raw - smallest[self._index])
+        self.in_group: Tensor = self.sum(torch.ones_like(self._failed, dtype=raw.dtype)).clamp(min=1)
+        self.others: Tensor = (self.in_group - 1).clamp(min=1)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over the samples of each sample's group, of the shape of `x`."""
-        of_group: Tensor = x.new_zeros(self._groups, *x.shape[1:]).index_add(0, self._index, x)[self._index]
+        """The sum over the samples of each sample's group that count, of the shape of `x`."""
+        none = x.new_zeros(self._groups, *x.shape[1:])
+        of_group: Tensor = none.index_add(0, self._index, self._of_counted(x))[self._index]
         return of_group
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean over the samples of each sample's group, of the shape of `x`."""
+        """The mean over the samples of each sample's group that count, of the shape of `x`."""
         mean: Tensor = self.sum(x) / self.in_group
         return mean
 
     def returned(self, advantages: Tensor) -> Tensor:
-        """`advantages` in the rewards' dtype."""
-        return advantages.to(self._dtype)
+        """`advantages` in the rewards' dtype, 0 of what failed."""
+        return self._of_counted(advantages).to(self._dtype)
+
+    def _of_counted(self, x: Tensor) -> Tensor:
+        return x.masked_fill(self._failed.view(-1, *[1] * (x.dim() - 1)), 0.0)
 
 
 def _require_two(alone: Tensor) -> None:

@@ -32,8 +32,8 @@ class Logger(ABC):
 
         Args:
             rows: Of each the place of its prompt in the dataset from 0 (`row`), its number among the samples of that
-                (`sample`), `prompt`, `response`, `reward` and its `parts`, `failed` with the policy if the reward failed on it, `turns`, why it `ended`, and of a
-                conversation `messages`, as of `Rollout`.
+                (`sample`), `prompt`, `response`, `reward` and its `parts`, what it got if the reward `failed` on it or
+                None, `turns`, why it `ended`, and of a conversation `messages`, as of `Rollout`.
             step: Of the run, from 1.
         """
 

@@ -64,12 +64,12 @@ class Samples:
                     "prompt": self._decode(prompts[i].tolist()),
                     "response": rollout.texts[i],
                     "reward": scores.total[i],
+                    "failed": scores.failed.get(i),
                     "parts": {name: part[i] for name, part in scores.parts.items()},
                     "turns": turns[i],
                     "ended": Ending(ended[i]).name.lower(),
                     "messages": rollout.messages[i],
                 }
-                | ({"failed": scores.failed[i]} if i in scores.failed else {})
                 | ({"read": self._decode_with_special(prompts[i].tolist())} if rollout.messages[i] else {})
             )
 

@@ -138,6 +138,35 @@ class Hints:
     worth: PerSample
 
 
+def test_a_node_above_may_ask_for_each_of_them() -> None:
+    class Asking(Scoring):
+        @node
+        def solved(
+            self, batch: Grouped, rewards: Each[PerSample], rewards_failed: Each[PerSample] | None = None
+        ) -> PerSample: ...
+
+    assert read(Asking()).nodes["solved"].each == ("rewards", "rewards_failed")
+    assert read(Asking()).nodes["solved"].inside == "batch"
+    assert Graph.read(Asking(), ROLES).nodes["solved"].each == ("rewards",)
+
+
+def test_the_name_of_what_tells_of_other_rows_is_taken() -> None:
+    class Taken(GRPO):
+        def rewards(self, rollout: Written) -> PerSample: ...
+
+        @node
+        def rewards_failed_in_batch(self, batch: Grouped) -> PerSample: ...
+
+        @node
+        def pairs(self, batch: Grouped, rollout: Each[Rollout], advantages: Each[PerSample]) -> Grown[Pairs]: ...
+
+        def actor_loss(self, pairs: Pairs) -> PerSample: ...  # type: ignore[override]
+
+    assert refused(Taken()) == [
+        "`rewards_failed_in_batch` is what tells of samples that `rewards` fails to score. Rename the node"
+    ]
+
+
 def test_scores_that_reach_a_loss_through_rows_without_groups_are_refused() -> None:
     class Apart(GRPO):
         ref_logprobs = old_logprobs = None

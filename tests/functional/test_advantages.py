@@ -22,8 +22,8 @@ def rewards_of_two_groups() -> tuple[Tensor, Tensor]:
     return torch.tensor([1.0, 5.0, 0.0, 9.0, 2.0]), torch.tensor([3, 11, 3, 11, 3])
 
 
-def opo_of_equal_lengths(rewards: Tensor, group: Tensor) -> Tensor:
-    return opo_advantages(rewards, torch.full_like(group, 4), group)
+def opo_of_equal_lengths(rewards: Tensor, group: Tensor, failed: Tensor | None = None) -> Tensor:
+    return opo_advantages(rewards, torch.full_like(group, 4), group, failed)
 
 
 EVERY_ADVANTAGE = pytest.mark.parametrize(
@@ -83,6 +83,32 @@ def test_a_group_without_variance_has_no_advantage(known: dict[str, Any]) -> Non
 
 def test_equal_rewards_are_safe_without_eps() -> None:
     assert group_normalized_advantages(torch.full((12,), 0.7), one_group(12), eps=0.0).tolist() == [0.0] * 12
+
+
+@pytest.mark.parametrize(
+    ("advantages_of", "columns"),
+    [
+        (group_normalized_advantages, ()),
+        (group_normalized_advantages, (3,)),
+        (rloo_advantages, ()),
+        (rloo_advantages, (3,)),
+        (opo_of_equal_lengths, ()),
+    ],
+)
+def test_samples_that_failed_are_as_if_they_were_not_there(advantages_of: Any, columns: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.rand(60, *columns, generator=generator) + 1  # above 0, so that a 0 would be the smallest
+    group = torch.arange(60) % 7
+    failed = (torch.rand(60, generator=generator) < 0.4).to(torch.uint8)
+    rewards[failed != 0] = 0.0
+    alone = group == 6
+    failed[alone.nonzero()[1:]], failed[group == 5] = 1, 1  # one is left in one group, none in another
+    counts = (failed == 0) & ~alone
+    found = advantages_of(rewards, group, failed=failed)
+    assert_close(found[counts], advantages_of(rewards[counts], group[counts]), rtol=0, atol=1e-7)
+    assert not found[~counts].any()
+    signal = group_has_signal(rewards, group, failed)
+    assert signal.tolist() == (group < 5).tolist()
 
 
 @EVERY_ADVANTAGE
