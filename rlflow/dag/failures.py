@@ -8,7 +8,7 @@ wants to know it names it as a parameter: `rewards_failed: PerSample | None = No
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rlflow.dag.annotations import accepts, choices, members, names_fields
@@ -25,6 +25,11 @@ MASK, SKIP = 1, 2  # what is to be done with a row; 0 where it was scored
 def failed(scorer: str) -> str:
     """The name of the value that tells of a scorer's failures."""
     return f"{scorer}_failed"
+
+
+def tells(name: str, nodes: Iterable[str]) -> bool:
+    """Whether a value of this name tells of failures of one of these nodes."""
+    return any(name == failed(scorer) or name.startswith(f"{failed(scorer)}_in_") for scorer in nodes)
 
 
 def telling(nodes: Mapping[str, Node]) -> tuple[dict[str, Node], list[Problem]]:

@@ -11,6 +11,7 @@ from rlflow.callbacks.hooks import Callbacks
 from rlflow.checkpoint import Progress
 from rlflow.checkpoint.kept_rows import SURPLUS, UNDER_WAY, flight_name, read_kept
 from rlflow.controller import Controller
+from rlflow.dag.failures import tells
 from rlflow.errors import UserError
 from rlflow.metrics import Metrics
 from rlflow.module import chooses_prompts
@@ -88,7 +89,12 @@ class Resume:
         if prepared.train.chosen is not None:
             prepared.train.chosen.load_state_dict(progress.chosen or [])
         lines = callbacks.load_state_dict(progress.callbacks)
-        controller.restore(self.done, progress.draws, lambda name, like: read_kept(folder, name, like, device))
+        nodes = prepared.graph.nodes
+        controller.restore(
+            self.done,
+            progress.draws,
+            lambda name, like: read_kept(folder, name, like, device, lambda value: tells(value, nodes)),
+        )
         controller.restore_history(progress.history)
         for logged in checkpoint.read_logged(folder, transport.rank, transport.world_size):
             metrics.log_again(logged.get("metrics", ()))

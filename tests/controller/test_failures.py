@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from rlflow import Each, Grouped, Grown, PerSample, PerToken, Rollout, Sampled, UserError, Written, node
-from rlflow.algorithms import RAFT
+from rlflow.algorithms import RAFT, REINFORCEPlusPlusBaseline
+from rlflow.algorithms.reinforce_plus_plus_baseline import MaskedGroups
 from rlflow.rewards import WeightedSum
 from rlflow.rewards.reward import OnError
 from rlflow.strategies import SingleProcess
@@ -49,7 +51,7 @@ class Noting(RaggedGRPO):
 
 
 class ByHand(Noting):
-    """Takes the same samples out of the loss mask in a node of its own."""
+    """Takes the same samples out of the loss mask, and out of their groups, in nodes of its own."""
 
     @node
     def kept(self, rollout: Written) -> PerSample:
@@ -58,6 +60,20 @@ class ByHand(Noting):
     @node
     def masked(self, rollout: Rollout, kept: PerSample) -> Rollout:
         return dataclasses.replace(rollout, loss_mask=rollout.loss_mask & kept[:, None])
+
+    @node
+    def advantages(  # type: ignore[override]
+        self, rollout: Grouped, rewards: PerSample, kept: PerSample
+    ) -> PerSample:
+        found = torch.zeros_like(rewards)
+        for group in rollout.group.unique().tolist():
+            rows = ((rollout.group == group) & kept).nonzero().flatten().tolist()
+            numbers = [rewards[row].item() for row in rows]
+            mean = sum(numbers) / max(1, len(numbers))
+            std = (sum((number - mean) ** 2 for number in numbers) / max(1, len(numbers) - 1)) ** 0.5
+            for row, number in zip(rows, numbers, strict=True):
+                found[row] = (number - mean) / (std + 1e-6)
+        return found
 
     def actor_loss(  # type: ignore[override]
         self, masked: Sampled, advantages: PerSample, old_logprobs: PerToken, ref_logprobs: PerToken | None = None
@@ -98,6 +114,39 @@ def test_masked_samples_count_as_those_whose_tokens_a_node_takes_out_of_the_loss
     assert not same(masked, zero)
     for found, expected in zip(masked.steps, by_hand.steps, strict=True):
         assert found["actor/loss"] == expected["actor/loss"]
+
+
+@dataclass(eq=False)
+class RaggedBaseline(REINFORCEPlusPlusBaseline):
+    """Of responses that end early."""
+
+    stop_token_ids: tuple[int, ...] = tuple(range(40, 60))
+
+
+class WhitenedByHand(RaggedBaseline):
+    """Gives the mean and the deviation of a step without the samples that failed."""
+
+    @node
+    def advantages(self, rollout: MaskedGroups, rewards: PerSample, fine: PerSample) -> PerToken:  # type: ignore[override]
+        centred = torch.zeros_like(rewards)
+        for group in rollout.group.unique():
+            counted = (rollout.group == group) & (fine > 0)
+            centred[counted] = rewards[counted] - rewards[counted].double().mean().float()
+        mask = rollout.loss_mask & (fine > 0)[:, None]
+        x = centred[:, None].expand(mask.shape)
+        return torch.where(mask, (x - x[mask].double().mean()) / x[mask].double().std(), 0.0).float()
+
+    @node
+    def fine(self, rollout: Written) -> PerSample:
+        return torch.tensor([not fails(text) for text in rollout.texts], dtype=torch.float32)
+
+
+def test_a_step_s_mean_and_deviation_are_without_the_samples_that_failed(policy: Path, tmp_path: Path) -> None:
+    masked = fit(run(policy, tmp_path / "masked", "mask", RaggedBaseline))
+    by_hand = fit(run(policy, tmp_path / "by hand", "mask", WhitenedByHand))
+    zero = fit(run(policy, tmp_path / "zero", "zero", RaggedBaseline))
+    assert difference(masked.weights, by_hand.weights) < FLOAT32
+    assert difference(masked.weights, zero.weights) > 10 * FLOAT32
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -154,6 +203,21 @@ def test_a_surplus_takes_its_marks_to_the_next_step_and_through_a_checkpoint(
         assert continued.record["marks"] == through.record["marks"][1:]
         assert any(any(step) for step in through.record["marks"])
         assert same(through, continued)
+
+
+@pytest.mark.parametrize(("before", "after"), [("zero", "mask"), ("mask", "zero")])
+def test_another_policy_goes_on_with_what_is_in_flight(
+    before: OnError, after: OnError, policy: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    way = {**WAYS["overlapping"], "save_every_n_steps": 1}
+    ranks2.run(fit, run(policy, tmp_path / "before", before, **way, callbacks=[StopAfter(1)]), timeout_s=200)
+    shutil.copytree(tmp_path / "before", tmp_path / "after")
+    same = ranks2.run(fit, run(policy, tmp_path / "before", before, **way, ckpt_path="last"), timeout_s=200)
+    rest = ranks2.run(fit, run(policy, tmp_path / "after", after, **way, ckpt_path="last"), timeout_s=200)
+    assert [len(result.steps) for result in rest] == [STEPS - 1] * 2
+    second, third = ([result[0].steps[i]["actor/loss"] for result in (same, rest)] for i in range(2))
+    assert (second[0] == second[1]) == (before == "zero"), "what was scored before has no marks"
+    assert third[0] != third[1]
 
 
 def test_what_is_in_flight_takes_its_marks_through_a_checkpoint(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
