@@ -76,6 +76,7 @@ def config_of(file: Path) -> dict[str, Any]:
         raise UserError(f"{what}, which cannot be read ({one_line(error)}); {MEND}") from error
     if not isinstance(found, dict):
         raise UserError(f"{what}, which holds no `key: value` lines but {found!r:.80}; {MEND}")
+    found["strategy"] = found.get("strategy") or {}  # null is a run on one process
     for section in ("trainer", "strategy"):
         if not isinstance(found.get(section), dict):
             raise UserError(f"{what}, whose `{section}` is {found.get(section)!r:.80}, not what a run writes; {MEND}")

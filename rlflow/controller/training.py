@@ -157,14 +157,17 @@ class Training:
         mini = self._take(values, rows)
         scored = _scored(mini)
         failures = self._failures(node, mini)
-        mask = without_failed(_mask(scored, per_sample=node.returns == PerSample), failures)
+        every = _mask(scored, per_sample=node.returns == PerSample)
+        mask = without_failed(every, failures)
         skips = any(bool((of == SKIP).any()) for of in failures)
-        here = int(loss_count(on_host(mask), mode)), int(on_host(mask).sum()), _sequences(scored)
+        tokens, all_tokens = (int(on_host(of).sum()) for of in (mask, every))
+        here = int(loss_count(on_host(mask), mode)), tokens, all_tokens, _sequences(scored)
         prompts = [mini[name] for name in mini if self._graph.type_of(name) is Ragged]  # other ones, of the same rows
         parts = len(handle.plan.split(scored, prompts=prompts))
-        total, learnt_from, sequences, most, asked, skipped = self._agree(here, (parts, skips), layout)
-        if skipped and not again:  # what a reward failed on is the same in every epoch
-            self.watch.note_failed(role, metrics, mini)
+        total, learnt_from, of_all, sequences, most, asked, skipped = self._agree(here, (parts, skips), layout)
+        failed_all = learnt_from == 0 < of_all
+        if (skipped or failed_all) and not again:  # what a reward failed on is the same in every epoch
+            self.watch.note_failed(role, metrics, mini, failed_all)
         if skipped or learnt_from == 0:
             return  # on all ranks
         if self._at_first_update is not None:
@@ -204,13 +207,13 @@ class Training:
         """What the rewards that this training follows from failed on, `[B]` each, on the host."""
         return [on_host(of) for name, of in mini.items() if name != BATCH and self._graph.nodes[name].failures_of]
 
-    def _agree(self, counts: tuple[int, int, int], most: tuple[int, bool], layout: Layout) -> tuple[int, ...]:
+    def _agree(self, counts: tuple[int, int, int, int], most: tuple[int, bool], layout: Layout) -> tuple[int, ...]:
         """Of all ranks: the counts of the mini-batch, the largest of `most`, and what asks to end between these."""
         micro_batches, skips = most
         here = torch.tensor([*counts, micro_batches, preemption.received(), skips])
-        every = torch.stack(self._transport.all_gather(here, layout.ranks))  # [ranks, 6]
-        summed = every[:: layout.copies, :3].sum(dim=0).tolist()
-        return (*summed, *every[:, 3:].amax(dim=0).tolist())
+        every = torch.stack(self._transport.all_gather(here, layout.ranks))  # [ranks, 7]
+        summed = every[:: layout.copies, :4].sum(dim=0).tolist()
+        return (*summed, *every[:, 4:].amax(dim=0).tolist())
 
     def _log(
         self, role: str, loss_here: Tensor | float, balance_here: Tensor | None, layout: Layout, metrics: StepMetrics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pdb
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 from rlflow import checkpoint
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller import Controller
+from rlflow.controller.bad_updates import BadUpdates
 from rlflow.controller.inputs import NodeInputs, folder_of
 from rlflow.controller.observers import Observers
 from rlflow.controller.program import Program
@@ -201,9 +203,9 @@ def _load(joined: Joined, weights: _Weights) -> None:
 def _controller(joined: Joined, callbacks: Callbacks, metrics: Metrics, stack: ExitStack) -> Controller:
     prepared, settings = joined.prepared, joined.prepared.settings
     rank = joined.transport.rank
-    program = Program(
-        prepared.module, prepared.graph, prepared.plan, rank, prepared.steps, settings.seed, settings.balance
-    )
+    bad = BadUpdates(most=sys.maxsize)  # the run went on, or it has told why it did not
+    of_run = prepared.plan, rank, prepared.steps, settings.seed, settings.balance
+    program = Program(prepared.module, prepared.graph, *of_run, bad_updates=bad)
     trace = Trace(joined.open_folder(stack.enter_context(joined.locked_folder())).traces, rank)
     stack.callback(trace.close)
     observers = Observers(metrics, trace, callbacks, NodeInputs(None))

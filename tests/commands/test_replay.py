@@ -184,3 +184,32 @@ def test_a_debugger_stops_where_a_node_begins(folder: Path) -> None:
     assert "mine.py" in ran.stdout
     assert "[4, 4, 4, 4]" in ran.stdout, ran.stdout + ran.stderr
     assert "of_prompt: 4 rows, equal to the run's, to the bit" in ran.stdout
+
+
+SKIPPING = """
+from rlflow.rewards import SampleReward
+
+
+class Broken(SampleReward):
+    def score_sample(self, text, row):
+        raise KeyError("solution")
+"""
+
+
+def test_a_step_with_more_skipped_updates_than_end_a_run_can_be_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.py").write_text(SKIPPING)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(8)))
+    reward = {"class_path": "broken.Broken", "init_args": {"on_error": "skip"}}
+    actor = {"model": "tiny", "optimizer": {"lr": 1e-3}, "samples_per_update": 4}
+    of_module = {"actor": actor, "group_size": 4, "max_response_length": 8}
+    module = {"class_path": "GRPO", "init_args": {**of_module, "reward": reward}}
+    trainer = {**CONFIG["trainer"], "devices": 1, "max_steps": 1, "keep_inputs": [1], "max_skipped": 10}
+    config = {"module": module, "data": CONFIG["data"], "trainer": trainer}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    main(["fit", "--config", "config.yaml"])
+    main(["replay", "run", "--step", "1", "--node", "actor_loss"])
+    assert "actor_loss: " in capsys.readouterr().out

@@ -116,6 +116,20 @@ def test_masked_samples_count_as_those_whose_tokens_a_node_takes_out_of_the_loss
         assert found["actor/loss"] == expected["actor/loss"]
 
 
+class FailingOnAll(OddCharacters):
+    def score_sample(self, text: str, row: dict[str, Any]) -> float:
+        raise KeyError("solution")
+
+
+def test_a_run_whose_samples_all_fail_under_mask_is_no_success(policy: Path, tmp_path: Path) -> None:
+    of = made(Noting, policy, FailingOnAll("mask"), group_size=GROUP, max_response_length=12)
+    of.record = []
+    told = "the reward of `actor` failed on all samples in 3 updates in a row, which were skipped"
+    with pytest.raises(UserError, match=told) as raised:
+        fit(Fit(of, sums(12, NEEDED), tmp_path, settings={"max_steps": 5}))
+    assert f"{tmp_path}/logs/bad-update-actor-rank0.jsonl" in str(raised.value)
+
+
 @dataclass(eq=False)
 class RaggedBaseline(REINFORCEPlusPlusBaseline):
     """Of responses that end early."""
