@@ -140,8 +140,17 @@ class RunFolder:
         """
         run_before = RunFolder(started_from.parent)
         carries_on = started_from == run_before.model and run_before.summary.is_file()
-        earlier = json.loads(run_before.summary.read_text())["seconds"] if carries_on else {}
+        earlier = _seconds_of(run_before.summary) if carries_on else {}
         seconds = earlier | {self.path.name: round(seconds_since_process_start(), 1)}
         summary = numbers | {"seconds": seconds}
         self.summary.write_text(json.dumps(summary, indent=2) + "\n")
         return summary
+
+
+def _seconds_of(summary: Path) -> dict[str, float]:
+    """What an earlier run took, by name; of a damaged summary nothing, for the run that asks is done."""
+    try:
+        return {str(name): float(value) for name, value in json.loads(summary.read_text())["seconds"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        print(f"warning: {summary} is damaged ({one_line(error)}), so this run's summary has not the times of that one")
+        return {}

@@ -213,3 +213,13 @@ def test_ranks_look_while_a_refused_run_removes_what_it_made(tmp_path: Path) -> 
         pool.submit(make_and_remove)
         for _ in range(2000):
             require_folder(tmp_path / "runs/own")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "null", '{"seconds": 3}', '{"seconds": {"first": "long"}}', "\x00"])
+def test_a_damaged_summary_of_an_earlier_run_costs_its_times_alone(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (RunFolder.open(tmp_path / name) for name in ("first", "second"))
+    first.summary.write_text(content)
+    assert list(second.write_summary({}, started_from=first.model)["seconds"]) == ["second"]
+    assert f"warning: {first.summary} is damaged (" in capsys.readouterr().out
