@@ -20,7 +20,8 @@ def compared(before: dict[str, float], after: dict[str, float]) -> dict[str, flo
 
 def on_terminal(summarized: dict[str, float]) -> dict[str, float]:
     """What the terminal shows of a validation: not how long responses were, nor what else comes of scoring them."""
-    scored = {"reward", "length", "truncated", "greedy_reward", "greedy_length", "greedy_truncated"}
+    of_scoring = ("reward", "length", "truncated", "errors")
+    scored = {f"{greedy}{name}" for greedy in ("", "greedy_") for name in of_scoring}
     return {name: value for name, value in summarized.items() if name not in scored and not name.startswith("pass@")}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -286,3 +287,13 @@ def test_a_node_whose_rows_cannot_be_told_of_may_not_score(policy: Path, tmp_pat
 
     with pytest.raises(UserError, match=r"node `rollout` scores responses .* cannot tell those that train"):
         fit(run(policy, tmp_path, "mask", Scoring))
+
+
+def test_validation_counts_what_the_reward_failed_on(policy: Path, tmp_path: Path) -> None:
+    of = run(policy, tmp_path, "zero", max_steps=1, val_check_interval=1, val_samples=2)
+    fit(dataclasses.replace(of, data=sums(12, NEEDED, held_out=12)))
+    validated = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert all(0 < line["val/errors"] < 24 and 0 <= line["val_greedy/errors"] <= 12 for line in validated)
+    assert {sample["failed"] for sample in samples} <= {None, "zero"}
+    assert [sample["failed"] == "zero" for sample in samples] == [fails(sample["response"]) for sample in samples]

@@ -215,7 +215,9 @@ def test_ranks_look_while_a_refused_run_removes_what_it_made(tmp_path: Path) -> 
             require_folder(tmp_path / "runs/own")
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", "null", '{"seconds": 3}', '{"seconds": {"first": "long"}}', "\x00"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1]", "null", '{"seconds": 3}', '{"seconds": {"first": "long"}}', "\x00"]
+)
 def test_a_damaged_summary_of_an_earlier_run_costs_its_times_alone(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
