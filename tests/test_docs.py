@@ -291,7 +291,7 @@ def metric_rows() -> list[list[str]]:
 def test_every_metric_that_the_code_names_is_explained() -> None:
     explained = {name for row in metric_rows() for name in re.findall(r"`([^`]+)`", row[0])}
     never = {"val_greedy/pass@<k>", "reward_model/reward", "reward_model/length", "reward_model/truncated"}
-    never |= {"reward_model/pass@<k>", "reward_model/reward_<seat>"}  # combinations of parts
+    never |= {"reward_model/pass@<k>", "reward_model/reward_<seat>", "reward_model/errors"}  # combinations of parts
     never |= {"val_greedy/margin"}  # that no code makes
     assert sorted(logged_metrics() - never - explained) == []
 

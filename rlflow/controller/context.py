@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from rlflow.controller.conversations import ConversationRunner, ConverseCall
 from rlflow.controller.failures import Failures, note_failures
 from rlflow.controller.generating import callers_of, parents_of, policy_of, require_beginning, require_own_rows
 from rlflow.controller.memories import MemoryUpdates
+from rlflow.controller.scoring import scored_alike
 from rlflow.dag.failures import scores_rows
 from rlflow.dag.node import Node
 from rlflow.databuffer.rows import RowSpace
@@ -26,7 +26,7 @@ from rlflow.environments.conversation_format import ConversationFormat
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.metrics import StepMetrics
-from rlflow.rewards.reward import Reward, Scores, scored
+from rlflow.rewards.reward import Reward, Scores
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.responses import Part, under_way
 from rlflow.rollout.sampling import sample
@@ -220,7 +220,7 @@ class NodeContext:
                 " fails on, of which this node cannot tell those that train; score in a node that reads `rollout:"
                 " Written` and returns PerSample, or set `on_error` to raise or zero"
             )
-        scores = self._scored_alike(reward, rollout.texts, rollout.rows, now)
+        scores = scored_alike(reward, rollout.texts, rollout.rows, now.layout.ranks, self._transport)
         if tells:
             note_failures(now.failures, scores, rollout)
         given = next((on_host(returns).tolist() for rows, returns in now.returned if rows is rollout), None)
@@ -243,38 +243,6 @@ class NodeContext:
             self.log(f"{name}/mean", returns, None)
             self._on_scores(now.metrics.step, rollout, Scores(on_host(returns).tolist()))
         return returns
-
-    def _scored_alike(
-        self, reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]], now: Running
-    ) -> Scores:
-        """The scores of this rank's samples, with the parts that all ranks have; ranks without samples have them too.
-
-        Raises:
-            UserError: On all ranks alike: scoring failed on one, or two have other parts.
-        """
-        failure: UserError | None = None
-        try:
-            scores = scored(reward, texts, rows)
-        except UserError as error:
-            scores, failure = Scores([]), error
-        failed_all = len(scores.failed) == len(scores.total)  # as where there are no samples
-        here = {
-            "problem": str(failure or ""),
-            "parts": None if failed_all and not scores.parts else sorted(scores.parts),
-        }
-        ranks = [json.loads(each) for each in self._transport.gather_bytes(json.dumps(here).encode(), now.layout.ranks)]
-        for rank in ranks:
-            if rank["problem"]:
-                raise UserError(rank["problem"]) from failure
-        known = [rank["parts"] for rank in ranks if rank["parts"] is not None]
-        for names in known:
-            if other := sorted(set(names) ^ set(known[0])):
-                raise UserError(
-                    f"{reward} gave part `{other[0]}` for some samples and not for others; return the same parts for"
-                    " every response"
-                )
-        names = known[0] if known else []
-        return replace(scores, parts={name: scores.parts.get(name, [0.0] * len(scores.total)) for name in names})
 
     def log(self, name: str, x: Tensor, mask: Tensor | None) -> None:
         now = self._now()

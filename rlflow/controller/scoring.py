@@ -1,0 +1,52 @@
+"""Scores of one reward on several ranks, which have the same parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rlflow.databuffer.transport import Transport
+from rlflow.errors import UserError
+from rlflow.rewards.reward import Reward, Scores, scored
+
+
+def scored_alike(
+    reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]], ranks: tuple[int, ...], transport: Transport
+) -> Scores:
+    """The scores of this rank's samples, with the parts that all ranks have; ranks without samples have them too.
+
+    Args:
+        reward: That scores.
+        texts: Responses of this rank.
+        rows: That they answer.
+        ranks: That score together; all of them call this.
+        transport: Between them.
+
+    Raises:
+        UserError: On all ranks alike: scoring failed on one, or two have other parts.
+    """
+    failure: UserError | None = None
+    try:
+        scores = scored(reward, texts, rows)
+    except UserError as error:
+        scores, failure = Scores([]), error
+    failed_all = len(scores.failed) == len(scores.total)  # as where there are no samples
+    here = {
+        "problem": str(failure or ""),
+        "parts": None if failed_all and not scores.parts else sorted(scores.parts),
+    }
+    of_ranks = [json.loads(each) for each in transport.gather_bytes(json.dumps(here).encode(), ranks)]
+    for rank in of_ranks:
+        if rank["problem"]:
+            raise UserError(rank["problem"]) from failure
+    known = [rank["parts"] for rank in of_ranks if rank["parts"] is not None]
+    for names in known:
+        if other := sorted(set(names) ^ set(known[0])):
+            raise UserError(
+                f"{reward} gave part `{other[0]}` for some samples and not for others; return the same parts for"
+                " every response"
+            )
+    names = known[0] if known else []
+    return replace(scores, parts={name: scores.parts.get(name, [0.0] * len(scores.total)) for name in names})
