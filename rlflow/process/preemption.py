@@ -38,15 +38,15 @@ class _Preemption:
         begun: Whether the run decides when it ends; else it ends at once.
         last_line: What the terminal reads at the end of that time; None where it has read it.
         saved: Whether the state is saved, and nothing is left to do but to end.
+        raised: Whether the main thread was told at once, which may be before the number is noted here.
     """
 
     def __init__(self) -> None:
         self.received = 0
         self.grace_s = GRACE_S
-        self.begun = self.saved = False
+        self.begun = self.saved = self.raised = False
         self.last_line: str | None = ""
         self._first = 0.0
-        self._raised = False
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._terminal = os.dup(2)  # where the user looks, whatever is redirected later
@@ -78,8 +78,8 @@ class _Preemption:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         """In the main thread."""
-        if not self.begun and not self._raised:
-            self._raised = True
+        if not self.begun and not self.raised:
+            self.raised = True
             raise Preempted(number, BEGINNING)
 
     def _watch(self) -> None:
@@ -147,7 +147,7 @@ def handled(until_exit: bool) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        ends = until_exit and bool(mine.received)
+        ends = until_exit and (mine.raised or bool(mine.received))
         raise
     finally:
         if os.getpid() == process:

@@ -70,9 +70,9 @@ def supervise() -> None:
     if child:
         _Supervisor(child, board, scratch).wait()
     _die_with(parent)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     status.use(board)
     status.beat()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)  # an end by a signal is one that the board is told of
     os.environ[status.SUPERVISED_VARIABLE] = "1"
 
 
