@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from rlflow.errors import Preempted
 from rlflow.process import status
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 OVER = 0  # no signal has this number
 EXIT_CODE = 3
 GRACE_S = 30.0  # from the first signal to the end at the latest, as torchrun, Slurm and Kubernetes have it by default
@@ -53,9 +53,10 @@ class _Preemption:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="preemption")
 
     def begin(self) -> dict[int, Any]:
-        """Take the signals; what handled them before."""
-        before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in SIGNALS}
-        for number in SIGNALS:
+        """Take the signals, but for a SIGHUP that `nohup` has had ignored; what handled them before."""
+        taken = [number for number in SIGNALS if not _is_ignored_hangup(number)]
+        before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in taken}
+        for number in taken:
             signal.siginterrupt(number, False)  # libraries need not begin a call anew
         before[0] = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._thread.start()
@@ -117,6 +118,10 @@ class _Preemption:
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError):  # the terminal is gone
             os.write(self._terminal, f"rlflow: {line}\n".encode())
+
+
+def _is_ignored_hangup(number: int) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _name(number: int) -> str:
@@ -210,6 +215,8 @@ def _forget() -> None:
     _mine = None
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
+        if _is_ignored_hangup(number):
+            continue
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 

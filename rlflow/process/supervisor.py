@@ -104,7 +104,8 @@ class _Supervisor:
             received = signal.sigtimedwait(PASSED_ON | {signal.SIGCHLD}, POLL_S)
             if received is not None and received.si_signo == signal.SIGCHLD:
                 code = self._reaped()
-            elif received is not None and received.si_code <= 0:  # of a process, the kernel's are the terminal's
+            elif received is not None and (received.si_code <= 0 or received.si_signo == signal.SIGHUP):
+                # Of a process; the kernel sends both what a terminal's keys mean, and its end to this one alone.
                 os.kill(self._child, received.si_signo)
             now = time.monotonic()
             if self._missing is None and now - looked >= POLL_S:
