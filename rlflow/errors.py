@@ -229,5 +229,9 @@ def readable(text: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """What another library's error says, in one line; its type where it says nothing."""
-    return " ".join(shortened(str(error)).split()) or type(error).__name__
+    """What another library's error says, in one line; its type where it says nothing, or fails to."""
+    try:
+        text = str(error)
+    except Exception as failure:
+        return f"its text cannot be made (`{type(error).__name__}.__str__` raised {type(failure).__name__})"
+    return " ".join(shortened(text).split()) or type(error).__name__

@@ -67,8 +67,8 @@ class Trainer:
             the state is copied to the CPU's memory.
         ckpt_path: Continue from a checkpoint, to the bit: `last` of `run_dir`, or a checkpoint's folder; `auto` for the
             last if there is one, and else a new run.
-        grace_s: Seconds from a signal that ends `rlflow fit` (SIGTERM, SIGUSR1, Ctrl-C) to its end, in which the step
-            is left or finished, and saved; a second signal ends it at once.
+        grace_s: Seconds from a signal that ends `rlflow fit` (SIGTERM, SIGHUP, SIGUSR1, Ctrl-C) to its end, in which
+            the step is left or finished, and saved; a second signal ends it at once.
         keep_inputs: Steps in which what nodes read and make is kept for `rlflow replay`; of a node that raises always.
         keep_inputs_of: The nodes that `keep_inputs` is of; empty for all.
         balance: `auto` moves rows between ranks to even out tokens where it pays, `off` leaves them; or the constants

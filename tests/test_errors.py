@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rlflow
-from rlflow.errors import UserError
+from rlflow.errors import UserError, one_line
 from rlflow.loggers import TensorBoardLogger, WandbLogger
 from rlflow.models.lora import require_peft
 from rlflow.rewards import MathVerify, ReasoningGymScore
@@ -82,3 +82,12 @@ def test_the_python_is_looked_at_before_anything_else_is_imported() -> None:
     lines = (PACKAGE / "__init__.py").read_text().splitlines()
     imports = [line for line in lines if line.startswith(("import rlflow", "from rlflow"))]
     assert imports[0].startswith("import rlflow.process.minimum_python")
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("response")
+
+
+def test_an_error_whose_text_cannot_be_made_is_named_by_its_type() -> None:
+    assert one_line(Mute("lost")) == "its text cannot be made (`Mute.__str__` raised AttributeError)"

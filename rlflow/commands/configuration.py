@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import chdir
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,11 @@ def configured(
     Raises:
         UserError: Something is wrong with them.
     """
+    with chdir("."):  # back at the end, wherever a module of the user's went when it was imported
+        return _configured(parser, arguments, alone)
+
+
+def _configured(parser: OneLineParser, arguments: Sequence[str], alone: Mapping[str, Any]) -> Configured:
     asked = [argument for argument in arguments if _asks(argument)]
     if asked and not all(_prints_config(argument) for argument in asked):
         parser.parse_args(list(arguments))  # prints help and ends

@@ -175,7 +175,7 @@ class Parquet(Source):
 
         path = self._existing
         try:
-            return _RowGroups(path)
+            return _RowGroups(path.absolute())
         except (pyarrow.ArrowException, OSError) as error:
             raise UserError(f"{self.path} is not Parquet ({one_line(error)}); check `path`") from error
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from rlflow.errors import Preempted
 from rlflow.process import status
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 OVER = 0  # no signal has this number
 EXIT_CODE = 3
 GRACE_S = 30.0  # from the first signal to the end at the latest, as torchrun, Slurm and Kubernetes have it by default
@@ -38,24 +38,25 @@ class _Preemption:
         begun: Whether the run decides when it ends; else it ends at once.
         last_line: What the terminal reads at the end of that time; None where it has read it.
         saved: Whether the state is saved, and nothing is left to do but to end.
+        raised: Whether the main thread was told at once, which may be before the number is noted here.
     """
 
     def __init__(self) -> None:
         self.received = 0
         self.grace_s = GRACE_S
-        self.begun = self.saved = False
+        self.begun = self.saved = self.raised = False
         self.last_line: str | None = ""
         self._first = 0.0
-        self._raised = False
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._terminal = os.dup(2)  # where the user looks, whatever is redirected later
         self._thread = threading.Thread(target=self._watch, daemon=True, name="preemption")
 
     def begin(self) -> dict[int, Any]:
-        """Take the signals; what handled them before."""
-        before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in SIGNALS}
-        for number in SIGNALS:
+        """Take the signals, but for a SIGHUP that `nohup` has had ignored; what handled them before."""
+        taken = [number for number in SIGNALS if not _is_ignored_hangup(number)]
+        before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in taken}
+        for number in taken:
             signal.siginterrupt(number, False)  # libraries need not begin a call anew
         before[0] = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._thread.start()
@@ -78,8 +79,8 @@ class _Preemption:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         """In the main thread."""
-        if not self.begun and not self._raised:
-            self._raised = True
+        if not self.begun and not self.raised:
+            self.raised = True
             raise Preempted(number, BEGINNING)
 
     def _watch(self) -> None:
@@ -119,6 +120,10 @@ class _Preemption:
             os.write(self._terminal, f"rlflow: {line}\n".encode())
 
 
+def _is_ignored_hangup(number: int) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+
+
 def _name(number: int) -> str:
     return signal.Signals(number).name
 
@@ -147,7 +152,7 @@ def handled(until_exit: bool) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        ends = until_exit and bool(mine.received)
+        ends = until_exit and (mine.raised or bool(mine.received))
         raise
     finally:
         if os.getpid() == process:
@@ -210,6 +215,8 @@ def _forget() -> None:
     _mine = None
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
+        if _is_ignored_hangup(number):
+            continue
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 

@@ -38,6 +38,7 @@ POLL_S = 1.0
 GRACE_S = 4.0  # how long ranks may still take to end in their own words, after a collective has failed
 SLACK_S = 10.0  # beyond `timeout_s`, in which the ranks that wait find out by themselves
 UNKNOWN_S = 1800.0  # the limit where no other rank waits, or none is known yet
+HELD_S = 30.0  # the limit of a child that has come to its end; `leaving` has given it `EXIT_S`, where Python runs
 LEAVING_S = 5.0  # how long what the run started may outlive it
 
 
@@ -46,7 +47,8 @@ def supervise() -> None:
 
     The child's exit code, or the signal that killed it, is passed on. If it ends before `status.end` was called, one
     line says so, and the exit code is 1 where it would be 0. A rank of this machine whose interpreter has not run for
-    its `timeout_s` (half an hour where no other rank waits) ends the run with a line that names it and with code 1. The
+    its `timeout_s` (half an hour where no other rank waits) ends the run with a line that names it and with code 1. A
+    child whose interpreter has not run for `HELD_S` after its end is ended, with the code that it was to end with. The
     child dies with its parent.
     """
     if status.PARENT_VARIABLE in os.environ:  # of a rank that rank 0 started, which waits for it
@@ -70,9 +72,9 @@ def supervise() -> None:
     if child:
         _Supervisor(child, board, scratch).wait()
     _die_with(parent)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     status.use(board)
     status.beat()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)  # an end by a signal is one that the board is told of
     os.environ[status.SUPERVISED_VARIABLE] = "1"
 
 
@@ -95,6 +97,7 @@ class _Supervisor:
         self._shared = status.mine()
         self._silent: dict[int, tuple[float, float]] = {}  # by process: its last beat, and seconds since, as seen here
         self._missing: str | None = None
+        self._held = False  # whether the child had come to its end, and had to be ended
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent becomes a child of this process
 
     def wait(self) -> NoReturn:
@@ -104,7 +107,8 @@ class _Supervisor:
             received = signal.sigtimedwait(PASSED_ON | {signal.SIGCHLD}, POLL_S)
             if received is not None and received.si_signo == signal.SIGCHLD:
                 code = self._reaped()
-            elif received is not None and received.si_code <= 0:  # of a process, the kernel's are the terminal's
+            elif received is not None and (received.si_code <= 0 or received.si_signo == signal.SIGHUP):
+                # Of a process; the kernel sends both what a terminal's keys mean, and its end to this one alone.
                 os.kill(self._child, received.si_signo)
             now = time.monotonic()
             if self._missing is None and now - looked >= POLL_S:
@@ -112,17 +116,20 @@ class _Supervisor:
                 looked = now
                 if self._missing is not None:
                     self._kill()
+                elif code is None and self._shared.ended and self._silent.get(self._child, (0.0, 0.0))[1] > HELD_S:
+                    self._held = True
+                    os.kill(self._child, signal.SIGKILL)
         self._end_the_rest()
         self._scratch.remove()
         self._end(code)
 
     def _looked(self, seconds: float) -> str | None:
         """What is wrong with a rank, after so many more seconds."""
-        begun = [each for each in self._board.begun() if not each.ended]
-        for each in begun:
+        for each in self._board.begun():
             beat, silent = self._silent.get(each.process, (0.0, 0.0))
             now = each.get(status.BEAT)
             self._silent[each.process] = now, silent + seconds if now == beat else 0.0
+        begun = [each for each in self._board.begun() if not each.ended]
         for each in begun:
             limit = each.get(LIMIT)
             if self._silent[each.process][1] > (limit + SLACK_S if limit else UNKNOWN_S):
@@ -169,6 +176,10 @@ class _Supervisor:
         if self._missing is not None:
             _say(f"{self._missing}; ended the run{self._board.how_to_go_on}")
             os._exit(1)
+        if self._held:
+            line = f"{shared.named}: code in C still held it {HELD_S:.0f} s after all was done; ended with it"
+            print(f"rlflow: {line}", file=sys.stderr, flush=True)
+            os._exit(int(shared.get(CODE)))
         if not shared.ended and -code not in ASKED_FOR:
             _say(f"{shared.named} {shared.ending(code)}{self._board.how_to_go_on}")
         if code < 0:

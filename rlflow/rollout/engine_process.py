@@ -116,7 +116,8 @@ def main(descriptor: int, parent: int) -> None:
         descriptor: Of the socket.
         parent: Id of the rank's process.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's, with which this process ends
+    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal; they are the rank's, with which this process ends
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_follow, args=(parent,), daemon=True, name="parent-watch").start()
     connection = Connection(descriptor)
     try:

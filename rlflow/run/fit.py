@@ -28,7 +28,7 @@ from rlflow.module import chooses_prompts, handles
 from rlflow.process import preemption, startup
 from rlflow.process.freed_memory import keep_freed_memory, return_freed_memory
 from rlflow.process.status import AT_FIRST, report
-from rlflow.run.folder import RunFolder
+from rlflow.run.folder import RunFolder, from_here
 from rlflow.run.memory_table import memory_table
 from rlflow.run.policies import PolicyBuilder
 from rlflow.run.prepared_run import Prepared
@@ -222,7 +222,7 @@ class Fit:
                 self._save(standing, with_models=False)
             self._saving.wait()
             how = "the same command" if self._settings.ckpt_path == AUTO else "`--trainer.ckpt_path last`"
-            what = f"{self._saving.folder_of(standing.done)} is saved; continue with {how}"
+            what = f"{from_here(self._saving.folder_of(standing.done))} is saved; continue with {how}"
         ended = Preempted(asked, what, agreed=True)
         preemption.saved(str(ended))
         raise ended

@@ -59,6 +59,13 @@ def require_folder(path: Path) -> None:
         raise UserError(f"{said}, which cannot be made ({reason}); name a folder that can be written") from error
 
 
+def from_here(path: Path) -> Path:
+    """A path for a line to the user: from the folder where this process is, if it lies there."""
+    with suppress(FileNotFoundError, ValueError):  # that folder is gone, or the path lies elsewhere
+        return path.relative_to(Path.cwd())
+    return path
+
+
 def _mode(path: Path) -> int | None:
     """Of what lies at the path; None if nothing does."""
     with suppress(FileNotFoundError):

@@ -6,6 +6,7 @@ Fit, validation, `rlflow graph` and `rlflow simulate` have their graph, layouts 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -186,11 +187,11 @@ def prepare(
         follows=made.follows,
         module=module,
         data=data,
-        settings=settings,
+        settings=replace(settings, run_dir=settings.run_dir.absolute()),
         strategy=strategy,
         engines=made.engines,
-        paths=paths,
-        policies=policies,
+        paths=_absolute(paths),
+        policies=_absolute(policies),
         configs=configs,
         tokenizer=tokenizer,
         bridges=Bridges(tokenizer, data.renderer, data.tool_calls),
@@ -216,6 +217,11 @@ def model_path(module: RLModule, role: str, scratch: Path) -> Path:
     handle = handles(module)[role]
     with about(handle):
         return resolve_model(handle.model, scratch, _said_by(module, role))
+
+
+def _absolute(paths: Mapping[str, Path]) -> dict[str, Path]:
+    """The same where they are folders: code of the user's may call `os.chdir`."""
+    return {role: path.absolute() if path.is_dir() else path for role, path in paths.items()}
 
 
 def _model_config(module: RLModule, role: str, path: Path) -> PretrainedConfig:

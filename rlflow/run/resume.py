@@ -18,6 +18,7 @@ from rlflow.module import chooses_prompts
 from rlflow.run import random_states
 from rlflow.run.all_ranks import gather
 from rlflow.run.changed_settings import changed_settings
+from rlflow.run.folder import from_here
 from rlflow.run.module_state import restore_module
 from rlflow.run.prepared_run import Prepared
 from rlflow.run.setup import Joined
@@ -102,7 +103,7 @@ class Resume:
             joined.context.memories.restore(logged.get("remembered", ()))
             if logged["random"]["of"] == [transport.rank, transport.world_size]:  # of other ranks' nobody goes on
                 random_states.restore(logged["random"]["states"], device)
-        return [*self.lines, *lines, f"continues {folder} after step {self.done}"]
+        return [*self.lines, *lines, f"continues {from_here(folder)} after step {self.done}"]
 
 
 def _listed(joined: Joined, run_dir: Path) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlflow.run.folder import RunFolder
+from rlflow.run.folder import RunFolder, from_here
 
 
 def by_summary_name(metrics: dict[str, float]) -> dict[str, float]:
@@ -43,6 +43,6 @@ def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> list[str]:
     return [
         *lines,
         f"steps {summary['steps']}; time {seconds}",
-        f"left in {folder.path}/: model/ ({form}), {config}summary.json, metrics.jsonl, metrics.csv,"
+        f"left in {from_here(folder.path)}/: model/ ({form}), {config}summary.json, metrics.jsonl, metrics.csv,"
         f" samples.jsonl, curves.png, traces/ (`rlflow trace`), logs/",
     ]

@@ -16,6 +16,7 @@ from rlflow.models.causal_lm import CausalLM
 from rlflow.module import handles, has_validation_step
 from rlflow.process import startup
 from rlflow.process.status import report
+from rlflow.run.folder import from_here
 from rlflow.run.policies import PolicyBuilder
 from rlflow.run.prepared_run import Prepared
 from rlflow.run.setup import Joined, join
@@ -67,7 +68,7 @@ def validate(prepared: Prepared, callbacks: Callbacks, state: RunState, resolved
         for name, value in metrics.items():
             print(f"  {name:<22} {value:.4f}")
         config = "config.yaml, " if folder.config.exists() else ""
-        print(f"left in {folder.path}/: validation.json, {config}logs/")
+        print(f"left in {from_here(folder.path)}/: validation.json, {config}logs/")
     return results
 
 

@@ -32,6 +32,16 @@ def test_of_two_configs_the_later_wins_and_keeps_what_it_does_not_name(folder: P
     assert (trainer.settings.max_steps, str(trainer.settings.run_dir)) == (7, "runs/own")
 
 
+def test_a_module_that_goes_to_another_folder_when_it_is_imported_takes_nothing_along(folder: Path) -> None:
+    (folder / "other").mkdir()
+    (folder / "moving.py").write_text(
+        "import os\nfrom rlflow.algorithms import GRPO\nos.chdir('other')\nclass Own(GRPO): pass\n"
+    )
+    write(folder / "my.yaml", {"module.class_path": "moving.Own"})
+    assert type(read_fit(["--config", "my.yaml"]).module).__name__ == "Own"
+    assert Path.cwd() == folder
+
+
 def test_an_option_wins_over_the_config_before_it(folder: Path) -> None:
     assert read_fit(["--config", "my.yaml", "--trainer.max_steps", "9"]).trainer.settings.max_steps == 9
 

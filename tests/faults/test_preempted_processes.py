@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import signal
+import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +24,7 @@ pytestmark = pytest.mark.row("preemption")
 TWO_RANKS = {key.replace(".", "__"): value for key, value in own_folder.TWO_RANKS.items()}
 SAVED = "ended by {}: runs/own/checkpoint/step-00000001 is saved; continue with `--trainer.ckpt_path last`"
 BEFORE = "if anything was saved before, it is still there: continue with `--trainer.ckpt_path last`"
+ROOT = Path(__file__).parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlflow.cli")
 
 
@@ -56,6 +61,54 @@ def test_ctrl_c_reaches_every_process_of_the_group_and_is_one_signal(tmp_path: P
     folder = preempted.make(tmp_path, **TWO_RANKS)
     ended = interrupted(folder, lambda run: os.killpg(run.process.pid, signal.SIGINT), seconds=0.5)
     assert (ended.code, ended.errors) == (3, f"rlflow: {SAVED.format('SIGINT')}\n")
+
+
+def hang_up(run: Running) -> None:
+    """As a shell does to what it started, when its terminal is closed."""
+    os.killpg(run.process.pid, signal.SIGHUP)
+
+
+@pytest.mark.faults
+def test_a_terminal_that_is_closed_ends_the_run_with_its_state_saved(
+    tmp_path: Path, seen: Callable[[str], None]
+) -> None:
+    ended = interrupted(preempted.make(tmp_path, **TWO_RANKS), hang_up, seconds=0.5)
+    assert (ended.code, ended.errors) == (3, f"rlflow: {SAVED.format('SIGHUP')}\n")
+    seen("SIGHUP to the process group, as when a terminal is closed: saved")
+
+
+@pytest.mark.faults
+def test_below_nohup_a_terminal_that_is_closed_changes_nothing(tmp_path: Path) -> None:
+    folder = preempted.make(tmp_path, **TWO_RANKS)
+    ended = interrupted(folder, hang_up, seconds=0.5, command=("nohup", *COMMAND))
+    assert ended.code == 0, ended
+    assert len(preempted.left(folder / "runs/own")[1]) == 3
+
+
+@pytest.mark.faults
+def test_a_run_whose_session_has_lost_its_terminal_saves_its_state(tmp_path: Path) -> None:
+    """The kernel tells the session's first process alone, which is the one that waits for the ranks."""
+    folder = preempted.make(tmp_path)
+    master, terminal = pty.openpty()
+    arguments = ["fit", "--config", "my.yaml", preempted.waits("run rewards", 1, 2.0)]
+    with subprocess.Popen(
+        [*COMMAND, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(terminal, termios.TIOCSCTTY, 0),
+    ) as run:
+        os.close(terminal)
+        until = time.monotonic() + 200
+        while not (folder / "waits-0").exists():
+            assert time.monotonic() < until
+            os.read(master, 4096)
+        os.close(master)
+        assert run.wait(60) == 3
+    assert (folder / "runs/own/checkpoint/step-00000001").is_dir()
 
 
 @pytest.mark.faults

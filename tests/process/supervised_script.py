@@ -8,11 +8,12 @@ import signal
 import sys
 import time
 
-from rlflow.process import status
+from rlflow.process import status, supervisor
 from rlflow.process.supervisor import supervise
 
 
 def main(happening: str) -> None:
+    supervisor.HELD_S = 2.0
     supervise()
     print(f"process {os.getpid()}", flush=True)
     status.report(3, "step 7, run   rewards")
@@ -30,6 +31,15 @@ def main(happening: str) -> None:
         case "exits with 2 after a word of its own":
             status.end()
             sys.exit(2)
+        case "is held by C at its end":
+            status.end()
+            ctypes.PyDLL(None).sleep(20)
+        case "is held by C at the end of a failure":
+            status.end(2)
+            ctypes.PyDLL(None).sleep(20)
+        case "takes long to leave":
+            status.end()
+            time.sleep(6)
         case "handles signals":
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
                 signal.signal(number, lambda number, _: received.append(signal.Signals(number).name))

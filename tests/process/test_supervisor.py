@@ -28,6 +28,9 @@ HAPPENINGS = [
     "is killed",
     "is killed after a save",
     "exits with 2 after a word of its own",
+    "is held by C at its end",
+    "is held by C at the end of a failure",
+    "takes long to leave",
     "handles signals",
     "waits",
 ]
@@ -103,6 +106,18 @@ def test_a_run_that_had_saved_is_told_how_to_go_on(scripts: dict[str, subprocess
 
 def test_what_has_told_why_is_not_told_of_again(scripts: dict[str, subprocess.Popen[str]]) -> None:
     assert ending(scripts["exits with 2 after a word of its own"]) == (2, "")
+
+
+@pytest.mark.parametrize(("happening", "code"), [("its end", 0), ("the end of a failure", 2)])
+def test_what_code_in_c_holds_at_its_end_is_ended_with_its_own_code_and_named(
+    happening: str, code: int, scripts: dict[str, subprocess.Popen[str]]
+) -> None:
+    line = f"rlflow: rank 3 on {HERE}: code in C still held it 2 s after all was done; ended with it\n"
+    assert ending(scripts[f"is held by C at {happening}"]) == (code, line)
+
+
+def test_what_runs_at_its_end_is_not_held(scripts: dict[str, subprocess.Popen[str]]) -> None:
+    assert ending(scripts["takes long to leave"]) == (0, "")
 
 
 def test_signals_that_are_sent_to_the_parent_reach_the_child(scripts: dict[str, subprocess.Popen[str]]) -> None:

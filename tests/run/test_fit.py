@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,32 @@ def test_a_dev_run_leaves_the_real_one_s_folder_alone(policy: Path, tmp_path: Pa
     assert fit(run).summary == {"steps": 2}
     assert {path.name for path in tmp_path.iterdir()} == {"run", "run-dev"}
     assert {path.name for path in (tmp_path / "run-dev").iterdir()} == {"logs", "traces", "rlflow.lock"}
+
+
+class Moves(Callback):
+    """Goes to another folder after the first step."""
+
+    def __init__(self, to: Path) -> None:
+        self.to = to
+
+    def on_step_end(self, trainer: Trainer, module: Any, step: int, metrics: Any) -> None:
+        os.chdir(self.to)
+
+
+def test_a_relative_folder_is_the_one_where_the_run_began_wherever_code_goes_meanwhile(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(policy, "sft/model")
+    Path("sft/summary.json").write_text('{"seconds": {"sft": 7.0}}')
+    Path("other").mkdir()
+    settings = {"max_steps": 2, "save_every_n_steps": 1, "callbacks": [Moves(tmp_path / "other")]}
+    summary = fit(Fit(grpo(Path("sft/model")), sums(8, 2), Path("runs/own"), settings=settings)).summary
+    assert list(summary["seconds"]) == ["sft", "own"]
+    assert [path.name for path in (tmp_path / "runs/own/checkpoint").iterdir()][-1:] == ["step-00000002"]
+    assert (tmp_path / "runs/own/model").is_dir()
+    assert list(Path(tmp_path / "other").iterdir()) == []
+    assert f"left in {tmp_path}/runs/own/: model/" in capsys.readouterr().out
 
 
 def test_a_model_in_the_run_s_own_folder_is_refused(tmp_path: Path) -> None:
