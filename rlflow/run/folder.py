@@ -18,6 +18,8 @@ from rlflow.errors import UserError, one_line
 from rlflow.process.status import SUPERVISED_VARIABLE
 from rlflow.run.folder_lock import LOCK
 
+TRIES = 100  # of making a folder where one is that says there is none
+
 
 def seconds_since_process_start() -> float:
     """Wall-clock seconds since this process began, or the one that it was forked from; its imports included."""
@@ -38,6 +40,7 @@ def require_folder(path: Path) -> None:
     try:
         if path.parts[0].startswith("~"):
             raise UserError(f"{said}, and `{path.parts[0]}` means a home in a shell alone; write the whole path")
+        left = TRIES
         while (found := _mode(path)) is None:
             missing = next((each for each in path.parents[::-1] if _mode(each) is None), path)
             if missing.is_symlink():
@@ -45,8 +48,11 @@ def require_folder(path: Path) -> None:
             try:  # under another name: ranks look at the same time, and none may see a folder come and go
                 Path(tempfile.mkdtemp(prefix=".rlflow-", dir=missing.parent)).rmdir()
                 return
-            except FileNotFoundError:  # a run that was refused has removed what it had made
-                if missing.parent.is_dir():
+            except (
+                FileNotFoundError
+            ):  # a run that was refused has removed what it had made, and another may make it anew
+                left -= missing.parent.is_dir()
+                if not left:  # it is there, and takes no folders, such as `/proc`
                     raise
         if not stat.S_ISDIR(found):
             raise UserError(f"{said}, where a file lies; name a folder")
