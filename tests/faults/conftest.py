@@ -177,14 +177,15 @@ def _what(said: list[tuple[str, Any]]) -> list[str]:
     words = dict.fromkeys(text for kind, text in said if kind == "seen")
     return [
         *(f"{len(each)} {text}" for text, each in counts.items()),
-        *(re.sub(r"{.*}", lambda found, each=each: _range(found[0], each), text) for text, each in figures.items()),
+        *(_with_range(text, each) for text, each in figures.items()),
         *words,
     ]
 
 
-def _range(form: str, figures: list[float]) -> str:
+def _with_range(text: str, figures: list[float]) -> str:
+    before, form, after = re.split("({.*})", text)
     least, most = form.format(min(figures)), form.format(max(figures))
-    return least if least == most else f"{least} to {most}"
+    return before + (least if least == most else f"{least} to {most}") + after
 
 
 def _stored() -> dict[str, dict[str, Any]]:
