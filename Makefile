@@ -13,6 +13,8 @@ PYTHONS ?= python3.12 python3.13
 STAGES ?=
 # The rows of the table of faults that `make faults` runs, by parts of their names, such as ROW="bad data,leaks".
 ROW ?=
+# Which of their tests it runs, such as PART=1/2 and then PART=2/2, where all of them take too long for one call.
+PART ?=
 # More arguments for `make learn`, such as LEARN="--only learn/ppo --jobs 2".
 LEARN ?=
 # What `make audit` calls: `uvx pip-audit` where uv is and pip-audit is not.
@@ -42,8 +44,8 @@ test: setup ## Run the tests, all but those of `make exact` and most of `make fa
 exact: setup ## Run the tests that `make test` leaves out: every algorithm, family and setting
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m exact
 
-faults: setup ## Try every fault and print the table of what holds; what passed is not run again: ROW="bad data"
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest tests/faults -m "" --rows "$(ROW)"
+faults: setup ## Try every fault and print the table of what holds; what passed is not run again: ROW="bad data" PART=1/2
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest tests/faults -m "" --rows "$(ROW)" --part "$(PART)"
 
 check: lint docs test ## Run what CI runs
 

@@ -1,14 +1,20 @@
 """The table of faults: `make faults` runs every test here, remembers those that passed, and prints what was seen.
 
 A module says which promise it shows, `pytestmark = pytest.mark.row("bad data")`. What is marked `faults` too is left
-out of `make test`. A test that passed is run again when the package, its file or what files here share has changed.
+out of `make test`. A test that passed is run again when the package, a lock, its file or a helper of its has changed.
+Figures are those of tests that passed: what each saw (`seen`), how many there are (`counted`), from least to most
+(`measured`).
 """
 
 from __future__ import annotations
 
+import argparse
+import ast
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,12 +26,16 @@ from tests.faults.rows import ROWS
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
 STORE = PROJECT / "runs" / "faults.json"
-SHARED = ("__init__.py", "conftest.py", "running.py")
+CODE = ("rlflow", "algorithms", "configs", "requirements/*.lock")
+SHARED = (PROJECT / "tests" / "conftest.py", HERE / "conftest.py")
 LONGEST = 300  # characters of what was seen in a row of the table
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rows", metavar="NAMES", help="show these rows of the table, by parts of names; all where empty")
+    rows = "show these rows of the table, by parts of names; all where empty"
+    parser.addoption("--rows", metavar="NAMES", type=_rows, help=rows)
+    part = "run every N-th test of the rows, beginning with the I-th; all where empty"
+    parser.addoption("--part", metavar="I/N", type=_part, help=part)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,52 +43,98 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in here:
         if _row(item) not in ROWS:
             raise pytest.UsageError(f"{item.nodeid} is marked with no row of {', '.join(ROWS)}")
-    names = config.getoption("--rows", None)
-    if names is None:
+    rows, part = config.getoption("--rows", None), config.getoption("--part", None)
+    if rows is None:
+        if part is not None:
+            raise pytest.UsageError("--part is of the tests of rows; give --rows, which may be empty")
         return
-    asked = [name.strip() for name in names.split(",")]
+    first, every = part or (1, 1)
+    _tests.update((item.nodeid, (_row(item), item.path)) for item in here)
+    chosen = [item for item in here if _row(item) in rows][first - 1 :: every]  # whatever has passed before
     stored = _stored()
-    runs, left = [], []
-    for item in here:
-        of_row = any(name in _row(item) for name in asked)
-        _tests[item.nodeid] = _row(item), item.path
-        (runs if of_row and not _passed(stored.get(item.nodeid), item.path) else left).append(item)
-    config.hook.pytest_deselected(items=left)
+    runs = [item for item in chosen if not _passed(stored.get(item.nodeid), item.path)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in runs])
     items[:] = runs
 
 
 @pytest.fixture
 def seen(record_property: Callable[[str, Any], None]) -> Callable[[str], None]:
-    """Gives the table a figure: what the test saw, in a few words."""
+    """Gives the table what the test saw, in a few words; what several saw is printed once."""
     return lambda text: record_property("seen", text)
+
+
+@pytest.fixture
+def counted(record_property: Callable[[str, Any], None], request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Gives the table one of a count, called after the test's last assertion.
+
+    `counted("kinds of data", kind)` counts kinds that differ; `counted("runs")` counts tests.
+    """
+    return lambda text, one="": record_property("counted", (text, one or request.node.nodeid))
+
+
+@pytest.fixture
+def measured(record_property: Callable[[str, Any], None]) -> Callable[[str, float], None]:
+    """Gives the table a figure, which it prints from the least to the most: `measured("after {:.0f} s", seconds)`."""
+    return lambda text, figure: record_property("measured", (text, figure))
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.skipped:
+        _skipped.append(report.nodeid)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.nodeid not in _tests:
         return
+    if report.skipped:
+        _skipped.append(report.nodeid)
     _reports.setdefault(report.nodeid, []).append(report)
     if report.when == "teardown":  # so that a call that is stopped loses one test
         _store(report.nodeid, _reports.pop(report.nodeid))
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if _tests and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+    if session.config.getoption("--rows", None) is None:
+        return
+    if _skipped and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    elif _tests and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK  # all have passed before
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    names = config.getoption("--rows", None)
-    if names is None:
+    rows = config.getoption("--rows", None)
+    if rows is None:
         return
-    asked = [name.strip() for name in names.split(",")]
     terminalreporter.section("faults")
-    for row, bar in ROWS.items():
-        if any(name in row for name in asked):
-            terminalreporter.write_line(_line(row, bar))
+    for row in rows:
+        terminalreporter.write_line(_line(row, ROWS[row]))
+    for name in _skipped:
+        terminalreporter.write_line(f"skipped, so nothing is shown: {name}")
 
 
 _reports: dict[str, list[pytest.TestReport]] = {}
 _tests: dict[str, tuple[str, Path]] = {}  # row and file of each
+_skipped: list[str] = []
+
+
+def _rows(names: str) -> list[str]:
+    """The rows whose names have one of these parts, in the order of the table."""
+    parts = [name.strip() for name in names.split(",")] if names.strip() else [""]
+    for part in parts:
+        if not any(part in row for row in ROWS) or (len(parts) > 1 and not part):
+            raise argparse.ArgumentTypeError(f"no row's name has {part!r} in it; the rows are: {'; '.join(ROWS)}")
+    return [row for row in ROWS if any(part in row for part in parts)]
+
+
+def _part(text: str) -> tuple[int, int] | None:
+    """Which part of how many."""
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 1/2, 2/2 or 3/4")
+    return int(found[1]), int(found[2])
 
 
 def _row(item: pytest.Item) -> str:
@@ -92,7 +148,7 @@ def _store(name: str, reports: list[pytest.TestReport]) -> None:
         name: {
             "passed": all(report.passed for report in reports),
             "seconds": round(sum(report.duration for report in reports), 1),
-            "seen": [str(text) for kind, text in reports[-1].user_properties if kind == "seen"],
+            "said": [list(each) for each in reports[-1].user_properties],
             "digest": _digest(_tests[name][1]),
         }
     }
@@ -104,11 +160,32 @@ def _line(row: str, bar: str) -> str:
     stored = _stored()
     of_row = {name: path for name, (of, path) in _tests.items() if of == row}
     passed = [stored[name] for name, path in of_row.items() if _passed(stored.get(name), path)]
-    what = "; ".join(dict.fromkeys(text for each in passed for text in each["seen"]))
+    what = "; ".join(_what([(kind, value) for each in passed for kind, value in each["said"]]))
     what = what if len(what) <= LONGEST else f"{what[:LONGEST]} ..."
     took = sum(each["seconds"] for each in passed)
     state = f"{len(passed)} of {len(of_row)} tests passed, in {took:.0f} s" if of_row else "no test"
     return f"{row}: {state} | {bar}" + (f" | {what}" if what else "")
+
+
+def _what(said: list[tuple[str, Any]]) -> list[str]:
+    """What tests that passed have seen: counts, then figures, then words."""
+    counts, figures = defaultdict[str, set[str]](set), defaultdict[str, list[float]](list)
+    for text, one in (value for kind, value in said if kind == "counted"):
+        counts[text].add(one)
+    for text, figure in (value for kind, value in said if kind == "measured"):
+        figures[text].append(figure)
+    words = dict.fromkeys(text for kind, text in said if kind == "seen")
+    return [
+        *(f"{len(each)} {text}" for text, each in counts.items()),
+        *(_with_range(text, each) for text, each in figures.items()),
+        *words,
+    ]
+
+
+def _with_range(text: str, figures: list[float]) -> str:
+    before, form, after = re.split("({.*})", text)
+    least, most = form.format(min(figures)), form.format(max(figures))
+    return before + (least if least == most else f"{least} to {most}") + after
 
 
 def _stored() -> dict[str, dict[str, Any]]:
@@ -123,8 +200,9 @@ def _passed(stored: dict[str, Any] | None, path: Path) -> bool:
 @cache
 def _digest(path: Path) -> str:
     """Of what a test of this file depends on."""
-    of_package = (file for folder in ("rlflow", "algorithms") for file in (PROJECT / folder).rglob("*.py"))
-    return _sha256([*of_package, *(HERE / name for name in SHARED), path])
+    of_code = (file for name in CODE for place in PROJECT.glob(name) for file in (place, *place.rglob("*")))
+    files = [file for file in of_code if file.is_file() and file.suffix != ".pyc"]
+    return _sha256([*files, *_with_helpers([*SHARED, path])])
 
 
 def _sha256(files: Iterable[Path]) -> str:
@@ -132,3 +210,37 @@ def _sha256(files: Iterable[Path]) -> str:
     for file in sorted(set(files)):
         digest.update(f"{file.relative_to(PROJECT)}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _with_helpers(files: list[Path]) -> set[Path]:
+    """These files of `tests`, those that they name, and so on."""
+    found, left = set[Path](), [file for file in files if file.is_file()]
+    while left:
+        file = left.pop()
+        if file not in found:
+            found.add(file)
+            left += _named_by(file)
+    return found
+
+
+@cache
+def _named_by(file: Path) -> list[Path]:
+    """The modules of `tests` that a file imports or names in a text, by its place or its neighbour's name."""
+    found = []
+    for name in _names(file):
+        parts = [part for part in name.split(".") if part]
+        place = PROJECT if parts[0] == "tests" else file.parent
+        modules = [place.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
+        found += [each for module in modules for each in (module.with_suffix(".py"), module / "__init__.py")]
+    return [module for module in dict.fromkeys(found) if module.is_file()]
+
+
+def _names(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=str(module), names=names):
+                yield from (f"{module}.{alias.name}" for alias in names)
+            case ast.Constant(value=str(text)):
+                yield from re.findall(r"\w+\.[\w.]*", text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ GOOD = FILES["rows.jsonl"].encode()
 CHAT = {"data.chat_template": True}
 SFT = {"module": {"class_path": "rlflow.algorithms.SFT", "init_args": {"actor": "tiny"}}, "data.response": "answer"}
 TALK = {**SFT, **CHAT}
+FILES_REFUSED = "files or folders that are no data, or damaged, refused in one line"
 TABLE = pyarrow.table({"question": ["1+1="] * 8, "answer": ["2"] * 8})
 
 
@@ -36,8 +38,6 @@ def said(*messages: Any) -> bytes:
 
 
 TEXTS: list[tuple[str, bytes, dict[str, Any], str]] = [
-    ("nothing", b"", {}, "has no rows"),
-    ("blank lines", b"\n \n", {}, "has no rows"),
     ("a torn line", GOOD + b'{"question": "1', {}, "x.jsonl, line 9 is not JSON"),
     ("a list", GOOD + b"[1]\n", {}, "x.jsonl, line 9 is not a JSON object"),
     ("null", GOOD + b"null\n", {}, "x.jsonl, line 9 is not a JSON object"),
@@ -124,10 +124,19 @@ def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
 
 @pytest.mark.parametrize(("name", "content", "changes", "line"), TEXTS, ids=[name for name, *_ in TEXTS])
 def test_a_rotten_row_is_refused_with_its_file_and_line(
-    name: str, content: bytes, changes: dict[str, Any], line: str, folder: Path, refused: Callable[..., str]
+    name: str,
+    content: bytes,
+    changes: dict[str, Any],
+    line: str,
+    folder: Path,
+    refused: Callable[..., str],
+    counted: Callable[..., None],
 ) -> None:
     (folder / "x.jsonl").write_bytes(content)
-    assert line in refused("JSONL", "x.jsonl", changes)
+    found = refused("JSONL", "x.jsonl", changes)
+    assert line in found
+    assert re.search(r"\bx\.jsonl, line \d", found), found
+    counted("kinds of bad rows, refused in one line with file and row", name)
 
 
 IS = {
@@ -138,16 +147,40 @@ IS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["JSONL", "Parquet", "HuggingFace"])
-@pytest.mark.parametrize("path", ["empty", "fifo", "/dev/zero", "loop", "", "a" * 5000])
-def test_what_is_no_dataset_is_refused_and_nothing_hangs(kind: str, path: str, refused: Callable[..., str]) -> None:
+EMPTY = {"nothing": b"", "blank lines": b"\n \n"}
+
+
+@pytest.mark.parametrize("content", EMPTY.values(), ids=EMPTY.keys())
+def test_a_file_without_rows_is_refused_by_its_name(
+    content: bytes, folder: Path, refused: Callable[..., str], counted: Callable[[str], None]
+) -> None:
+    (folder / "x.jsonl").write_bytes(content)
+    assert refused("JSONL", "x.jsonl").startswith("x.jsonl has no rows")
+    counted(FILES_REFUSED)
+
+
+SOURCES = ("JSONL", "Parquet", "HuggingFace")
+PATHS = ("empty", "fifo", "/dev/zero", "loop", "", "a" * 5000)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_no_dataset_is_refused_and_nothing_hangs(
+    kind: str, path: str, refused: Callable[..., str], counted: Callable[[str], None]
+) -> None:
     line = refused(kind, path)
     named = {"JSONL": IS, "Parquet": {name: IS[name] for name in ("fifo", "/dev/zero")}}.get(kind, {})
     assert f"{named[path]}; give a" in line if path in named else "check" in line or "has no rows" in line
+    counted(FILES_REFUSED)
 
 
-@pytest.mark.parametrize("rot", ["empty", "cut", "head", "data", "footer"])
-def test_rotten_parquet_is_refused_with_its_file(rot: str, folder: Path, refused: Callable[..., str]) -> None:
+ROTS = ("empty", "cut", "head", "data", "footer")
+
+
+@pytest.mark.parametrize("rot", ROTS)
+def test_rotten_parquet_is_refused_with_its_file(
+    rot: str, folder: Path, refused: Callable[..., str], counted: Callable[[str], None]
+) -> None:
     good = (folder / "good.parquet").read_bytes()
     flipped = bytes(byte ^ 0xFF for byte in good[4:60])
     rotten = {
@@ -159,13 +192,19 @@ def test_rotten_parquet_is_refused_with_its_file(rot: str, folder: Path, refused
     }
     (folder / "x.parquet").write_bytes(rotten[rot])
     assert "x.parquet" in refused("Parquet", "x.parquet")
+    counted(FILES_REFUSED)
 
 
-def test_a_torn_saved_dataset_is_refused_with_its_folder(refused: Callable[..., str]) -> None:
+def test_a_torn_saved_dataset_is_refused_with_its_folder(
+    refused: Callable[..., str], counted: Callable[[str], None]
+) -> None:
     assert refused("HuggingFace", "saved").startswith("saved cannot be loaded (")
+    counted(FILES_REFUSED)
 
 
-def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_and_no_signal(tmp_path: Path) -> None:
+def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_and_no_signal(
+    tmp_path: Path, seen: Callable[[str], None]
+) -> None:
     file = tmp_path / "x.jsonl"
     file.write_bytes(GOOD)
     source = JSONL(str(file))
@@ -173,9 +212,8 @@ def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_and_no_signal(tmp
     file.write_bytes(b"")
     with pytest.raises(UserError, match="line 8 is gone: the file got shorter while the run read it"):
         source[7]
+    seen("a file that gets shorter named with its row")
 
 
-def test_there_are_more_than_forty_kinds(seen: Callable[[str], None]) -> None:
-    count = len(TEXTS) + 18 + 5 + 2
-    assert count > 40
-    seen(f"{count} kinds of bad data, each refused in one line with its file and row")
+def test_there_are_more_than_forty_kinds() -> None:
+    assert len({name for name, *_ in TEXTS}) + len(EMPTY) + len(SOURCES) * len(PATHS) + len(ROTS) + 2 > 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from rlflow import Batch, PerToken, node
 from rlflow.algorithms import SFT
@@ -40,6 +42,7 @@ SOME = [pytest.param(name, marks=() if name == "zero2" else pytest.mark.faults) 
 ADAM = Optimizer("adamw", lr=1e-2)
 LENGTHS = (3, 9, 1, 12)
 TIMES = 20.0
+SKIPPED_BY_BOTH = "faults of one rank skipped by both, weights and moments to the bit"
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +62,45 @@ class Spoiled(SFT):
     @node(role="actor", type="train")
     def actor_loss(self, batch: Batch) -> PerToken:
         self.calls += 1
+        return self.spoil(-self.actor.logprobs(batch))
+
+    def spoil(self, losses: Tensor) -> Tensor:
+        return losses * self.factor_of_now()
+
+    def factor_of_now(self) -> float:
         spoils = dist.get_rank() == dist.get_world_size() - 1 and self.calls in self.steps
-        return -self.actor.logprobs(batch) * (self.factor if spoils else 1.0)
+        return self.factor if spoils else 1.0
+
+
+class SpoiledBackwards(Spoiled):
+    """The loss is as it is without a fault; the gradient of all weights is multiplied."""
+
+    def spoil(self, losses: Tensor) -> Tensor:
+        factor = self.factor_of_now()
+        losses.register_hook(lambda gradient: gradient * factor)
+        return losses
+
+
+class SpoiledEmbedding(Spoiled):
+    """The loss is as it is without a fault; the gradient of the embedding alone is multiplied."""
+
+    hooked = False
+
+    @node(role="actor", type="train")
+    def actor_loss(self, batch: Batch) -> PerToken:
+        if not self.hooked:
+            (embedding,) = (each for each in self.actor._forward.modules() if isinstance(each, nn.Embedding))
+            embedding.register_forward_hook(self.hook)
+            self.hooked = True
+        return super().actor_loss(batch)
+
+    def spoil(self, losses: Tensor) -> Tensor:
+        return losses
+
+    def hook(self, _: nn.Module, __: Any, embedded: Tensor) -> None:
+        if embedded.requires_grad:
+            factor = self.factor_of_now()
+            embedded.register_hook(lambda gradient: gradient * factor)
 
 
 def run(
@@ -71,26 +111,42 @@ def run(
     strategy: Callable[[], TrainingStrategy],
     spoiled: tuple[float, Sequence[int]],
     steps: int,
+    kind: type[Spoiled] = Spoiled,
     **more: Any,
 ) -> list[Result]:
-    module = Spoiled(str(policy), *spoiled)
+    module = kind(str(policy), *spoiled)
     settings = {"max_steps": steps, "skip_spikes": TIMES, **more}
     return ranks.run(how, Fit(module, answers(LENGTHS, 4), folder, strategy, settings=settings), timeout_s=200)
 
 
+FAULTS = {
+    "a loss that is NaN": (Spoiled, float("nan")),
+    "an infinite loss": (Spoiled, float("inf")),
+    "a spike": (Spoiled, 1e6),
+    "a gradient that is NaN": (SpoiledBackwards, float("nan")),
+    "an infinite gradient": (SpoiledBackwards, float("inf")),
+    "an embedding's gradient that is NaN": (SpoiledEmbedding, float("nan")),
+}
+
+
 @pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1e6], ids=["nan", "inf", "spike"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_one_rank_spoils_an_update_and_all_leave_weights_and_optimizer_as_they_were(
-    factor: float, name: str, policy: Path, tmp_path: Path, ranks2: RankPool, seen: Callable[[str], None]
+    fault: str, name: str, policy: Path, tmp_path: Path, ranks2: RankPool, counted: Callable[..., None]
 ) -> None:
+    kind, factor = FAULTS[fault]
     # The 9th update is spoiled, after 8 norms were seen; the 9th of a run without is the 10th of one with.
-    spoiled = run(fit, ranks2, policy, tmp_path / "spoiled", STRATEGIES[name], (factor, (8,)), 10)
+    spoiled = run(fit, ranks2, policy, tmp_path / "spoiled", STRATEGIES[name], (factor, (8,)), 10, kind)
     plain = run(fit, ranks2, policy, tmp_path / "plain", STRATEGIES[name], (1.0, ()), 9)
     for with_fault, without in zip(spoiled, plain, strict=True):
         assert [step.get("actor/skipped_updates", 0) for step in with_fault.steps] == [0] * 8 + [1, 0]
         assert with_fault.weights.keys() == without.weights.keys() != set()
         assert all(torch.equal(with_fault.weights[key], without.weights[key]) for key in without.weights)
-    seen(f"{name}: NaN, infinity and a spike on one rank skipped by both, weights and moments to the bit")
+        if kind is not Spoiled:
+            assert all(math.isfinite(step["actor/loss"]) for step in with_fault.steps)
+            counted("of them beside a finite loss", fault)
+    counted(SKIPPED_BY_BOTH, fault)
+    counted("strategies and precisions", name)
 
 
 def test_a_spike_just_after_a_resume_is_skipped_as_without_the_break(
@@ -175,7 +231,7 @@ def rewarded(policy: Path, folder: Path, calls: Sequence[int], name: str = "zero
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_reward_that_fails_on_one_rank_leaves_weights_and_optimizer_of_all_as_they_were(
-    name: str, policy: Path, tmp_path: Path, ranks2: RankPool, seen: Callable[[str], None]
+    name: str, policy: Path, tmp_path: Path, ranks2: RankPool, counted: Callable[..., None]
 ) -> None:
     kept = {"save_every_n_steps": 1, "save_last": 3, "max_steps": 3}
     for result in ranks2.run(fit, rewarded(policy, tmp_path, (1,), name, **kept), timeout_s=200):
@@ -185,7 +241,8 @@ def test_a_reward_that_fails_on_one_rank_leaves_weights_and_optimizer_of_all_as_
     first, second, third = (tensors(tmp_path / f"checkpoint/step-{step:08d}") for step in (1, 2, 3))
     assert first == second != third
     assert first.keys() == third.keys() != set()
-    seen(f"{name}: a reward's NaN on one rank skipped by both, weights and moments to the bit")
+    counted("strategies and precisions", name)
+    counted(SKIPPED_BY_BOTH, "a reward that is NaN")
 
 
 def tensors(checkpoint: Path) -> dict[str, bytes]:

@@ -1,7 +1,6 @@
-"""Two runs of one config write the same metrics to the byte, times aside.
+"""Two runs of one config write the same metrics to the byte, times aside; 1, 2 and 4 ranks draw the same prompts.
 
-That 1, 2 and 4 ranks draw the same prompts, train on the same mini-batches and log the same metrics is shown by
-`tests/controller/test_ranks.py`.
+That they train on the same mini-batches and log the same metrics is shown by `tests/controller/test_ranks.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +12,13 @@ from typing import Any
 
 import pytest
 
+from rlflow.models.tiny import write_tiny_model
 from tests import own_folder
+from tests.controller.runs import ZERO2, Fit, RecordingSFT, answers
+from tests.controller.runs import fit as fit_here
 from tests.faults.running import fit
 from tests.own_folder import TWO_RANKS, write
+from tests.ranks import RankPool
 
 pytestmark = [pytest.mark.row("determinism"), pytest.mark.faults]
 PASSING = ("time/", "tokens_per_second", "memory/")  # parts of names whose values are of the clock or the machine
@@ -42,3 +45,24 @@ def test_two_runs_of_one_config_log_the_same_to_the_byte(
     changes = TWO_RANKS if ranks == 2 else {}
     assert metrics(tmp_path / "first", changes) == metrics(tmp_path / "second", changes)
     seen(f"equal to the byte on {ranks} rank(s)")
+
+
+def test_1_2_and_4_ranks_draw_the_same_prompts_at_every_step(
+    tmp_path: Path, ranks2: RankPool, ranks4: RankPool, seen: Callable[[str], None]
+) -> None:
+    policy = write_tiny_model(tmp_path / "policy", layers=1)
+    data = answers((3, 9, 1, 12, 5, 2, 7, 4), prompts_per_step=3)  # the third step begins the second pass
+
+    def run(folder: str, **strategy: Any) -> Fit:
+        return Fit(RecordingSFT(str(policy)), data, tmp_path / folder, settings={"max_steps": 5}, **strategy)
+
+    alone = fit_here(run("1")).record["held"]
+    assert [len(prompts) for prompts in alone] == [3] * 5
+    assert {prompt for prompts in alone for prompt in prompts} == set(range(8))
+    for ranks in (ranks2, ranks4):
+        results = ranks.run(fit_here, run(f"{ranks.world_size}", strategy=ZERO2), timeout_s=200)
+        held = [result.record["held"] for result in results]
+        assert len(held) == ranks.world_size
+        assert [[prompt for of_rank in held for prompt in of_rank[step]] for step in range(5)] == alone
+        assert len({len(of_rank[0]) for of_rank in held}) > 1  # 3 prompts of 2 or 4 ranks: not all hold as many
+    seen("1, 2 and 4 ranks draw the same prompts at each of 5 steps")

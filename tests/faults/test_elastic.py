@@ -74,8 +74,14 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_with_the_same_w
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", range(RUNS))
 def test_a_run_of_100_steps_that_loses_a_rank_every_20_comes_to_its_end(
-    seed: int, tmp_path: Path, ranks2: RankPool, seen: Callable[[str], None]
+    seed: int,
+    tmp_path: Path,
+    ranks2: RankPool,
+    counted: Callable[[str], None],
+    measured: Callable[[str, float], None],
 ) -> None:
     deaths, useful = finishes(tmp_path, STEPS, SAVES_EVERY, dies(seed, EVERY), ranks2)
     assert deaths
-    seen(f"{deaths} deaths, {useful:.0%} useful")
+    counted(f"runs of {STEPS} steps end with the weights of one that lost no rank")
+    measured("{:.0f} deaths of each", deaths)
+    measured("{:.0%} of the time useful", useful)

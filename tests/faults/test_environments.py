@@ -59,7 +59,12 @@ def engine(model: Path) -> Iterator[RolloutEngine]:
     "kind", [pytest.param(kind, marks=() if kind == "none" else pytest.mark.faults) for kind in KINDS]
 )
 def test_an_environment_that_misbehaves_costs_its_conversation_or_ends_the_run_in_a_line(
-    kind: str, engine: RolloutEngine, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, seen: Callable[[str], None]
+    kind: str,
+    engine: RolloutEngine,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    counted: Callable[[str], None],
+    measured: Callable[[str, float], None],
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
     before = {process.pid for process in psutil.process_iter()}
@@ -92,4 +97,5 @@ def test_an_environment_that_misbehaves_costs_its_conversation_or_ends_the_run_i
     assert len(shown(str(told.value))) < (1000 if kind != "raises_long" else 5000)
     assert took < SECONDS + OVER
     assert [process for process in psutil.process_iter() if process.pid not in before and sleeps(process)] == []
-    seen(f"an environment that {kind}: {took:.1f} s")
+    counted("environments that misbehave: 0, left out, or the run ended")
+    measured(f"conversations of {SECONDS:.0f} s a call ended after {{:.1f}} s", took)

@@ -73,10 +73,12 @@ def test_a_run_that_is_killed_goes_on_to_the_byte(
 @pytest.mark.faults
 @pytest.mark.parametrize(("kind", "point"), runs(), ids=[f"{kind}: {point}" for kind, point in runs()])
 def test_runs_of_all_kinds_that_are_killed_anywhere_go_on_to_the_byte(
-    kind: Kind, point: str, model: Path, tmp_path: Path, uninterrupted: Any, seen: Callable[[str], None]
+    kind: Kind, point: str, model: Path, tmp_path: Path, uninterrupted: Any, counted: Callable[..., None]
 ) -> None:
     check(kind, point, model, tmp_path / "run", uninterrupted)
-    seen(f"{len(runs())} runs of {len(kinds())} kinds, killed at {len({point for _, point in runs()})} kinds of points")
+    counted("runs killed, then equal to the byte", f"{kind}: {point}")
+    counted("kinds of runs", f"{kind}")
+    counted("kinds of points", point)
 
 
 def test_every_point_is_come_to_by_a_run() -> None:

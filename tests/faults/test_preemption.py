@@ -147,7 +147,7 @@ EVERY_TASK = [
     [*FEW, *(pytest.param(*each, marks=pytest.mark.faults) for each in EVERY_TASK if each not in FEW)],
 )
 def test_a_signal_at_a_task_ends_all_ranks_alike_and_the_run_goes_on_to_the_byte(
-    number: int,
+    number: signal.Signals,
     task: str,
     receive: tuple[int, ...],
     saved: int,
@@ -155,7 +155,9 @@ def test_a_signal_at_a_task_ends_all_ranks_alike_and_the_run_goes_on_to_the_byte
     whole: list[Result],
     tmp_path: Path,
     ranks2: RankPool,
-    seen: Callable[[str], None],
+    counted: Callable[..., None],
 ) -> None:
     ends_and_goes_on(small(policy, tmp_path / "run"), Sends(number, task, receive), saved, whole, ranks2)
-    seen("each of SIGTERM, SIGUSR1 and SIGINT before each task of a step, on one rank or both: equal to the byte")
+    counted("signals", number.name)
+    counted("tasks of a step", task)
+    counted("pairs of them, on one rank or both: ended, then equal to the byte", f"{number}, {task}, {receive}")

@@ -40,7 +40,10 @@ CHEAP = ("spins_in_c", "none")
     "kind", [pytest.param(kind, marks=() if kind in CHEAP else pytest.mark.faults) for kind in KINDS]
 )
 def test_a_reward_that_misbehaves_costs_its_sample_or_ends_the_run_in_a_line(
-    kind: str, monkeypatch: pytest.MonkeyPatch, seen: Callable[[str], None]
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    counted: Callable[[str], None],
+    measured: Callable[[str, float], None],
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
     before = {process.pid for process in psutil.process_iter()}
@@ -66,7 +69,8 @@ def test_a_reward_that_misbehaves_costs_its_sample_or_ends_the_run_in_a_line(
     del zero, leaves_out, ends
     left = [process for process in psutil.process_iter() if process.pid not in before and sleeps(process)]
     assert left == []
-    seen(f"{kind}: {took:.1f} s")
+    counted("rewards that misbehave: counted as 0, left out, or the run ended, as asked for")
+    measured(f"a reward of {SECONDS:.0f} s ended after {{:.1f}} s", took)
 
 
 def sleeps(process: psutil.Process) -> bool:

@@ -49,45 +49,51 @@ def ended(folder: Path, how: str, rank: int, point: str, *command: str) -> tuple
 
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_is_named(rank: int, point: str, tmp_path: Path, seen: Callable[[str], None]) -> None:
+def test_a_rank_that_is_killed_is_named(
+    rank: int, point: str, tmp_path: Path, measured: Callable[[str, float], None]
+) -> None:
     end, after = ended(tmp_path, "kill", rank, point)
     assert f"rank {rank} on {HERE} was killed by SIGKILL" in end.last, end
-    seen(f"killed: ended after {after:.0f} s at most {TIMEOUT_S + 30:.0f}")
+    measured(f"killed: ended after {{:.0f}} s of {TIMEOUT_S + 30:.0f}", after)
 
 
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_stopped_is_named(rank: int, point: str, tmp_path: Path, seen: Callable[[str], None]) -> None:
+def test_a_rank_that_is_stopped_is_named(
+    rank: int, point: str, tmp_path: Path, measured: Callable[[str, float], None]
+) -> None:
     end, after = ended(tmp_path, "stop", rank, point)
     assert f"rank {rank} on {HERE} has not answered for" in end.last, end
     assert SILENT in end.last
     assert "Traceback" not in end.errors
-    seen(f"stopped: ended after {after:.0f} s at most {TIMEOUT_S + 30:.0f}")
+    measured(f"stopped: ended after {{:.0f}} s of {TIMEOUT_S + 30:.0f}", after)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_spins_in_c_is_named(rank: int, tmp_path: Path, seen: Callable[[str], None]) -> None:
+def test_a_rank_that_spins_in_c_is_named(rank: int, tmp_path: Path, measured: Callable[[str, float], None]) -> None:
     end, after = ended(tmp_path, "spin", rank, "rollout")
     assert f"rank {rank} on {HERE} has not answered for" in end.last, end
     assert "step 1, run rollout" in end.last
-    seen(f"spinning in C: ended after {after:.0f} s")
+    measured("spinning in C: ended after {:.0f} s", after)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_sleeps_while_others_wait_is_named(rank: int, tmp_path: Path, seen: Callable[[str], None]) -> None:
+def test_a_rank_that_sleeps_while_others_wait_is_named(
+    rank: int, tmp_path: Path, measured: Callable[[str, float], None]
+) -> None:
     end, after = ended(tmp_path, "sleep", rank, "rollout")
     late = f"rank {rank} on {HERE} did not join the other ranks within `timeout_s` (20 s): it is at step 1, run rollout"
     assert late in end.last, end
-    seen(f"asleep: ended after {after:.0f} s")
+    measured("asleep: ended after {:.0f} s", after)
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_of_ranks_that_torchrun_started_the_supervisor_of_the_one_that_is_missing_names_it(
-    rank: int, how: str, tmp_path: Path, seen: Callable[[str], None]
+    rank: int, how: str, tmp_path: Path, measured: Callable[[str, float], None]
 ) -> None:
     end, after = ended(tmp_path, how, rank, "rollout", *TORCHRUN)
     what = "has not answered for" if how == "stop" else "was killed by SIGKILL"
     lines = [line for line in end.errors.splitlines() if line.startswith("rlflow: error:")]
     assert lines[-1].startswith(f"rlflow: error: rank {rank} on {HERE} {what}"), end
-    seen(f"torchrun, {how}: ended after {after:.0f} s")
+    measured(f"torchrun, {how}: ended after {{:.0f}} s", after)
