@@ -36,9 +36,9 @@ class Scores:
     Attributes:
         total: The reward of each sample.
         parts: Scores that went into the total, by name, each as long as `total`; no name of `TAKEN`.
-        failed: What samples that the scorer failed on get, by place. All of them are scored 0; `mask` takes the sample
-            out of the loss too, `skip` leaves out each update that it is in. These two are for a reward that
-            `leaves_out`.
+        failed: What samples that the scorer failed on get, by place: what failed counts 0 (`zero`), the whole sample
+            counts 0 and is taken out of the loss (`mask`), or each update that it is in is left out (`skip`). The last
+            two are for a reward that `leaves_out`.
     """
 
     total: list[float]
@@ -99,6 +99,8 @@ def scored(reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]])
         raise UserError(f"{reward} raised {_said(error)}{_raised_at(error)}; mend it") from error
     if not isinstance(scores, Scores):
         raise UserError(f"{reward} returned {scores!r:.60} for {len(texts)} samples; return `rlflow.Scores`")
+    if not isinstance(scores.parts, Mapping):
+        raise UserError(f"{reward} returned {scores.parts!r:.60} as parts; return a mapping of names to scores")
     if taken := next((name for name in scores.parts if name in TAKEN), None):
         raise UserError(
             f"{reward} has a part `{taken}`, and another number is logged under this name; give the part a name other"

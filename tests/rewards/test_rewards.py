@@ -278,6 +278,7 @@ class Gives(Reward):
         (Scores([1e308, 1.0]), "Gives failed on sample 0 (`total`): it returned 1e+308, which float32 cannot hold ("),
         (Scores([1.0, 1.0], {"p": [1.0, -1e39]}), "Gives failed on sample 1 (`p`): it returned -1e+39, which float32"),
         (Scores([1.0, cast(float, None)]), "Gives failed on sample 1 (`total`): it returned None, not a number ("),
+        (Scores([1.0, 1.0], cast(Any, ["p"])), "Gives returned ['p'] as parts; return a mapping of names to scores"),
         (Scores(cast(list[float], None)), "Gives returned None as `total` for 2 samples; return one for each"),
         (
             Scores([1.0, 1.0], failed=cast(Any, [1])),
