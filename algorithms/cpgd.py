@@ -54,11 +54,12 @@ class CPGD(GRPO):
     @node
     def advantages(self, rollout: Grouped, rewards: PerSample, rewards_failed: PerSample | None = None) -> PerSample:
         has_signal = group_has_signal(rewards, rollout.group, rewards_failed)
-        self.log("actor/useful_share", has_signal)
+        counted = None if rewards_failed is None else rewards_failed == 0
+        self.log("actor/useful_share", has_signal, counted)
         advantages = group_normalized_advantages(rewards, rollout.group, self.weight == "std", failed=rewards_failed)
         if self.weight != "filter":
             return advantages
-        weight = (1 / self.mean(has_signal).clamp(min=1e-12)).clamp(max=self.weight_cap)
+        weight = (1 / self.mean(has_signal, counted).clamp(min=1e-12)).clamp(max=self.weight_cap)
         return advantages * weight.to(advantages.dtype)
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:

@@ -38,7 +38,3 @@ class DAPO(GRPO):
     @node(type="filter")
     def useful(self, rollout: Grouped, scores: PerSample, scores_failed: PerSample | None = None) -> PerSample:
         return group_has_signal(scores, rollout.group, scores_failed)
-
-    @node
-    def advantages(self, rollout: Grouped, rewards: PerSample, scores_failed: PerSample | None = None) -> PerSample:
-        return super().advantages(rollout, rewards, scores_failed)

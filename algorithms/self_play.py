@@ -86,8 +86,11 @@ class SelfPlay(RLModule):
         return worth
 
     @node
-    def question_advantages(self, question: Grouped, worth: PerSample) -> PerSample:
-        return group_normalized_advantages(worth, question.group)
+    def question_advantages(
+        self, question: Grouped, worth: PerSample, solved_failed: Each[PerSample] | None = None
+    ) -> PerSample:
+        failed = None if solved_failed is None else solved_failed.max()
+        return group_normalized_advantages(worth, question.group, failed=failed)
 
     @node
     def answer_advantages(

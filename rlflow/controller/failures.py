@@ -51,12 +51,16 @@ def tell(node: Node, values: Mapping[str, Any], now: InStep) -> Tensor:
     """`[B]` uint8, the value of a node that tells of failures.
 
     Args:
-        node: Whose `failures_of` is a scorer, or a node that tells of rows below.
+        node: Whose `failures_of` is a scorer, or a node that tells of rows below, or of the same rows.
         values: That it reads.
         now: The step, where the scorer ran on this rank.
     """
-    below = values.get(node.failures_of)
-    return below.max() if isinstance(below, Each) else now.failures.pop(node.failures_of)
+    if node.failures_of in now.failures:
+        return now.failures.pop(node.failures_of)
+    below = values[node.failures_of]
+    if isinstance(below, Each):
+        return below.max()
+    return torch.stack([values[name] for name in node.reads]).amax(dim=0)
 
 
 def without_failed(mask: Tensor, failures: Sequence[Tensor]) -> Tensor:

@@ -171,7 +171,8 @@ class Nodes:
         with within_node(node.id, node.place, self._transport.rank):
             result = getattr(self._program.module, node.id)(**named, **after)
         context.running = None
-        if failed(node.id) in self._program.graph.nodes:
+        telling = self._program.graph.nodes.get(failed(node.id))
+        if telling is not None and telling.failures_of == node.id:
             own = space.paths(space.held(layout, self._transport.rank)).numbers
             now.failures[node.id] = failures_of_rows(running.failures, own, self._transport.device)
         if part is not None and context.under_way is not None and len(context.under_way) != len(result.lengths):

@@ -9,19 +9,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlflow.controller.context import NodeContext, Running
 from rlflow.controller.conversation_metrics import measure_turns
 from rlflow.controller.conversations import ConversationRunner, ConverseCall
+from rlflow.controller.scoring import scored_alike
 from rlflow.dag.node import BATCH, Node
 from rlflow.data.loader import Loader
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.functional import pass_at_k
-from rlflow.metrics import Metrics, StepMetrics
+from rlflow.metrics import Metrics
 from rlflow.module import RLModule, environments
-from rlflow.rewards.reward import scored
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.sampling import sample
@@ -29,7 +28,6 @@ from rlflow.values.batch import Batch
 from rlflow.values.columns import to_device
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
-from rlflow.values.rollout import Rollout
 
 FULL_REWARD = 1.0
 POLICY = "actor"  # how the policy that is validated is called within
@@ -82,11 +80,17 @@ def validate(
             assert conversations is not None
             call = ConverseCall(DRAW, prefix, POLICY, {POLICY: version}, layout, rows_of=loader.rows_of_all)
             rollout, ended, _ = conversations.run({POLICY: engine}, environment, batch.rows, path, n, sampling, call)
-        if not layout.publishes(transport.rank):
+        speaks = layout.publishes(transport.rank)
+        of_rank = (rollout.texts, rollout.rows) if speaks else ([], [])
+        scored = None if module.reward is None else scored_alike(module.reward, *of_rank, layout.ranks, transport)
+        if not speaks:
             continue
         if ended:
             measure_turns(prefix, ended, metrics)
-        of_all = _rewards(module, rollout, prefix, metrics)
+        of_all = rollout.returns.double().sum(dim=1)  # [B]
+        if scored is not None:
+            of_all += torch.tensor(scored.total, dtype=torch.float64)
+            metrics.sum(f"{prefix}/errors", float(len(scored.failed)))
         seats = ("",) if environment is None else environment.seats_of(POLICY, {})
         for number, seat in enumerate(seats if len(seats) > 1 else ()):
             of_seat = of_all[rollout.seat == number]
@@ -102,16 +106,6 @@ def validate(
         for k in powers_of_two(n) if n > 1 else ():
             metrics.mean(f"{prefix}/pass@{k}", pass_at_k(correct, n, k).sum(), rows / n)
     return all_metrics.reduce(0, transport)
-
-
-def _rewards(module: RLModule, rollout: Rollout, prefix: str, metrics: StepMetrics) -> Tensor:
-    """`[B]` float64: what the reward and the environment give."""
-    rewards = rollout.returns.double().sum(dim=1)
-    if module.reward is None:
-        return rewards
-    scores = scored(module.reward, rollout.texts, rollout.rows)
-    metrics.sum(f"{prefix}/errors", float(len(scores.failed)))
-    return rewards + torch.tensor(scores.total, dtype=torch.float64)
 
 
 @torch.no_grad()

@@ -3,7 +3,8 @@
 Beside a node that scores stands one more, `rewards_failed` beside `rewards`, whose value says of each row whether the
 scorer failed on it, and what is to be done. It is exchanged, kept and replayed as any other value is. Nodes that train
 or filter on what follows from the scores are told of it: they read it too, but are not called with it. A node that
-wants to know it names it as a parameter: `rewards_failed: PerSample | None = None`.
+wants to know it names it as a parameter: `rewards_failed: PerSample | None = None`; `rewards` may be the scorer, or any
+value of its rows that follows from it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def tells(name: str, nodes: Iterable[str]) -> bool:
 
 
 def telling(nodes: Mapping[str, Node]) -> tuple[dict[str, Node], list[Problem]]:
-    """Nodes that tell of each scorer's failures, by name, and nodes of the user's that have such a name."""
+    """Nodes that tell of each scorer's failures, or of those behind a value that a node asks for, by name.
+
+    And what is wrong: nodes of the user's that have such a name.
+    """
     found, problems = dict[str, Node](), []
     for scorer in filter(scores_rows, nodes.values()):
         name = failed(scorer.id)
@@ -41,6 +45,13 @@ def telling(nodes: Mapping[str, Node]) -> tuple[dict[str, Node], list[Problem]]:
             problems.append(_taken(nodes[name], scorer))
         else:
             found[name] = _telling(name, scorer, (Input(scorer.id, True, scorer.returns),), scorer.id)
+    of_values = {failed(node.id): node for node in nodes.values()}
+    asked = dict.fromkeys(value.name for node in nodes.values() for value in node.inputs)
+    for name in (name for name in asked if name in of_values and name not in {**nodes, **found}):
+        behind = [failed(scorer) for scorer in _behind(of_values[name], nodes) if failed(scorer) in found]
+        if behind:
+            inputs = tuple(Input(each, True, PerSample) for each in behind)
+            found[name] = _telling(name, of_values[name], inputs, behind[0])
     return found, problems
 
 
@@ -54,7 +65,9 @@ def told(nodes: Mapping[str, Node], order: Sequence[Node], spaces: Spaces) -> tu
     """
     found, problems = dict(nodes), []
     of_below: dict[tuple[str, str], str] = {}  # by scorer and rows above its own: the node that tells of these
-    for scorer in (nodes[node.failures_of] for node in order if node.failures_of):
+    for scorer in (
+        nodes[node.failures_of] for node in order if node.failures_of and scores_rows(nodes[node.failures_of])
+    ):
         name = failed(scorer.id)
         for node in _following(scorer, order):
             rows = _common(spaces, spaces.of[scorer.id], spaces.inside[node.id])
@@ -82,6 +95,18 @@ def scores_rows(node: Node) -> bool:
         return False
     asked = [choice for value in node.inputs for choice in choices(value.annotation) if names_fields(choice)]
     return any(members(Written).keys() <= members(choice).keys() for choice in asked if choice is not Rollout)
+
+
+def _behind(node: Node, nodes: Mapping[str, Node]) -> list[str]:
+    """The scorers that a value follows from within its rows, in the order of declaration."""
+    left, known = [node.id], set[str]()
+    while left:
+        name = left.pop()
+        known.add(name)
+        if not scores_rows(nodes[name]):
+            values = (value.name for value in nodes[name].inputs if not value.each)
+            left += [of for of in values if of in nodes and of not in known and not nodes[of].makes_rows]
+    return [name for name in nodes if name in known and scores_rows(nodes[name])]
 
 
 def _following(scorer: Node, order: Sequence[Node]) -> Iterator[Node]:

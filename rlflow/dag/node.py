@@ -134,7 +134,7 @@ class Node:
         space: The rows of its value: `batch`, the prompts', or the id of the node that made them.
         inside: The rows in which it sees the values that it reads.
         failures_of: Where the framework added the node: the scorer whose failures it tells of, or another node that
-            does; empty of a node of the module. See `rlflow.dag.failures`.
+            tells of them; empty of a node of the module. See `rlflow.dag.failures`.
         told: Those of its inputs that are such nodes' and read by the framework alone.
     """
 

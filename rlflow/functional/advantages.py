@@ -126,7 +126,10 @@ class _GroupedSamples:
     def __init__(self, rewards: Tensor, group: Tensor, failed: Tensor | None) -> None:
         ids, self._index, sizes = torch.unique(group, return_inverse=True, return_counts=True)
         self._groups = len(ids)
-        alone, broken = sizes == 1, ~rewards.isfinite()
+        alone = sizes == 1
+        uncounted = torch.zeros_like(group, dtype=torch.bool) if failed is None else failed != 0
+        self._failed = uncounted.view(-1, *[1] * (rewards.dim() - 1))
+        broken = ~(rewards.isfinite() | self._failed)
         if torch.stack([alone.any(), broken.any()]).any():  # one wait for the device
             _require_two(ids[alone])
             raise _not_finite(rewards, group, broken.nonzero()[0])
@@ -134,8 +137,6 @@ class _GroupedSamples:
         raw = rewards.detach().double()
         each = (-1, *[1] * (raw.dim() - 1))
         most = raw.new_full((self._groups, *raw.shape[1:]), torch.inf)
-        self._failed = torch.zeros_like(group, dtype=torch.bool) if failed is None else failed != 0
-        self._failed = self._failed.view(each)
         counted = raw.masked_fill(self._failed, torch.inf)
         smallest = most.scatter_reduce(0, self._index.view(each).expand_as(raw), counted, "amin")
         self.rewards = self._of_counted(raw - smallest[self._index])

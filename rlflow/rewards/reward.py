@@ -87,6 +87,8 @@ class Reward(ABC):
 def scored(reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
     """What `reward` gives, checked: a finite number in float32 for each sample, and each part likewise.
 
+    Those of samples that training leaves out are 0.
+
     Raises:
         UserError: It raises, or gives another length, or no number; or a part has the name of another metric of
             rewards; or it leaves out what it may not; as `Reward.score`.
@@ -118,7 +120,12 @@ def scored(reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]])
                 raise UserError(
                     f"{reward} failed on sample {i} (`{name}`): {error} ({_place(texts[i], rows[i])}); mend it"
                 ) from error
-    return scores
+    if not (out := scores.left_out):
+        return scores
+    total, *parts = (
+        [0.0 if i in out else x for i, x in enumerate(of)] for of in (scores.total, *scores.parts.values())
+    )
+    return replace(scores, total=total, parts=dict(zip(scores.parts, parts, strict=True)))
 
 
 def _check_failed(reward: Reward, failed: Any, samples: int) -> None:
@@ -140,11 +147,10 @@ class ForgivingReward(Reward):
     """A reward with a policy for samples that it fails on.
 
     Args:
-        on_error: What a sample gets whose scorer raises or returns no finite number, or other parts than the samples
-            before it: `raise` stops the run and names the sample, `zero` scores it 0 and counts it; `mask` does so too
-            and takes it out of the losses that depend on the score; `skip` does so too and leaves out each update that
-            the sample would be in, on all ranks. What compares the samples of a group is told of those that `mask`
-            and `skip` leave out.
+        on_error: What a sample gets whose scorer raises or returns no finite number: `raise` stops the run and names
+            the sample, `zero` scores it 0 and counts it; `mask` does so too and takes it out of the losses that depend
+            on the score; `skip` does so too and leaves out each update that the sample would be in, on all ranks. What
+            compares the samples of a group is told of those that `mask` and `skip` leave out.
     """
 
     def __init__(self, on_error: OnError) -> None:
@@ -168,16 +174,12 @@ class ForgivingReward(Reward):
 
         Raises:
             UserError: A sample failed and the policy is `raise`; or one of `given` raises it, for then the row or the
-                configuration is at fault.
+                configuration is at fault; or two samples have other parts, for which of them is wrong is not known.
         """
-        scores, failures = list[_Score | None](), []
-        names: tuple[str, ...] | None = None
+        scores, failures = list[_Score | None](), list[str]()
         for i, (text, row, score_of) in enumerate(zip(texts, rows, given, strict=True)):
             try:
-                score = _Score.of(score_of())
-                names = tuple(score.parts) if names is None else names
-                score.require(names)
-                scores.append(score)
+                scores.append(_Score.of(score_of()))
             except (UserError, *ENDING):
                 raise
             except BaseException as error:  # such as `asyncio.CancelledError`
@@ -188,11 +190,29 @@ class ForgivingReward(Reward):
                 failures.append(failure)
         if failures:
             log.warning("%d of %d samples were %s; %s", len(failures), len(texts), DONE[self.on_error], failures[0])
-        parts = {name: [0.0 if score is None else score.parts[name] for score in scores] for name in names or ()}
+        names = self._names(scores, texts, rows)
+        parts = {name: [0.0 if score is None else score.parts[name] for score in scores] for name in names}
         total = [0.0 if score is None else score.total for score in scores]
         how = self.on_error
         failed = {i: how for i, score in enumerate(scores) if score is None and how != "raise"}
         return Scores(total, parts, failed)
+
+    def _names(
+        self, scores: Sequence[_Score | None], texts: Sequence[str], rows: Sequence[dict[str, Any]]
+    ) -> tuple[str, ...]:
+        """The names of the parts, which all samples have that were scored."""
+        first: tuple[str, ...] | None = None
+        for i, score in enumerate(scores):
+            if score is None:
+                continue
+            first = tuple(score.parts) if first is None else first
+            if other := sorted(set(first) ^ score.parts.keys()):
+                without = [part for part in other if part not in score.parts]
+                raise UserError(
+                    f"{self} gave sample {i} {'no' if without else 'a'} part `{(without or other)[0]}`, unlike the"
+                    f" samples before ({_place(texts[i], rows[i])}); return the same parts for every response"
+                )
+        return first or ()
 
 
 class SampleReward(ForgivingReward):
@@ -243,14 +263,6 @@ class _Score:
             except (TypeError, ValueError) as error:
                 raise type(error)(f"part `{name}`: {error}") from error
         return cls(_number(sum(parts.values())), parts)
-
-    def require(self, names: Collection[str]) -> None:
-        """Refuse other parts than those of the samples before."""
-        if other := sorted(self.parts.keys() ^ set(names)):
-            without = [name for name in other if name not in self.parts]
-            raise ValueError(
-                f"it returned {'no' if without else 'a'} part `{(without or other)[0]}`, unlike the samples before"
-            )
 
 
 @contextmanager

@@ -50,5 +50,4 @@ class WeightedSum(Reward):
             failed |= {i: how for i, how in part.failed.items() if i not in failed or _WEIGHS[how] > _WEIGHS[failed[i]]}
         weighted = [[self.weights[name] * score for score in part.total] for name, part in scores.items()]
         total = [sum(sample) for sample in zip(*weighted, strict=True)]
-        parts = {name: part.total for name, part in scores.items()}
-        return Scores([0.0 if failed.get(i, "zero") != "zero" else each for i, each in enumerate(total)], parts, failed)
+        return Scores(total, {name: part.total for name, part in scores.items()}, failed)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlflow import algorithms
-from rlflow.dag.failures import failed, scores_rows
+from rlflow.dag.failures import scores_rows, telling
 from rlflow.dag.methods import read_methods
 
 COMPARED = {  # the node that compares, by algorithm; None where each sample stands for itself
@@ -32,10 +32,10 @@ FOUND = {
 def test_what_compares_samples_asks_which_of_them_failed(name: str) -> None:
     nodes = read_methods(object.__new__(FOUND[name])).nodes
     compares = COMPARED.get(name) or "advantages"
-    scorer = next(node for node in nodes.values() if scores_rows(node))
-    assert failed(scorer.id) in {value.name for value in nodes[compares].inputs}
+    tells, _ = telling(nodes)
     for node in nodes.values():
-        assert node.kind != "filter" or failed(scorer.id) in {value.name for value in node.inputs}
+        asks = any(value.name in tells for value in node.inputs)
+        assert asks or (node.id != compares and node.kind != "filter"), node.id
 
 
 def test_groups_that_only_failures_tell_apart_are_not_useful_to_dapo() -> None:

@@ -19,7 +19,7 @@ from rlflow.rewards import WeightedSum
 from rlflow.rewards.reward import OnError
 from rlflow.strategies import SingleProcess
 from tests.checkpoint.test_checkpoint import StopAfter
-from tests.controller.runs import FSDP, SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, fit, sums
+from tests.controller.runs import FSDP, SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
 from tests.controller.test_filling import Picky
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.making import made
@@ -164,6 +164,23 @@ def test_a_step_s_mean_and_deviation_are_without_the_samples_that_failed(policy:
     assert difference(masked.weights, zero.weights) > 10 * FLOAT32
 
 
+class Shaped(Noting):
+    """Scores in a node before that of the rewards."""
+
+    @node
+    def scores(self, rollout: Written) -> PerSample:
+        return super().rewards(rollout)
+
+    def rewards(self, rollout: Sampled, scores: PerSample) -> PerSample:  # type: ignore[override]
+        return scores
+
+
+def test_rewards_that_another_node_scored_are_compared_alike(policy: Path, tmp_path: Path) -> None:
+    plain, shaped = (fit(run(policy, tmp_path / kind.__name__, "mask", kind)) for kind in (Noting, Shaped))
+    assert plain.record == shaped.record
+    assert same(plain, shaped)
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "zero2": {"strategy": ZERO2},
     "fsdp": {"strategy": FSDP},
@@ -297,3 +314,23 @@ def test_validation_counts_what_the_reward_failed_on(policy: Path, tmp_path: Pat
     assert all(0 < line["val/errors"] < 24 and 0 <= line["val_greedy/errors"] <= 12 for line in validated)
     assert {sample["failed"] for sample in samples} <= {None, "zero"}
     assert [sample["failed"] == "zero" for sample in samples] == [fails(sample["response"]) for sample in samples]
+
+
+class FailingInValidation(Failing):
+    """Raises for a held-out row of the last rank."""
+
+    def score_sample(self, text: str, row: dict[str, Any]) -> float:
+        if row["question"] == "11+7=":
+            raise KeyError("solution")
+        return 1.0
+
+
+def test_all_ranks_say_what_the_reward_of_one_failed_on_in_validation(
+    policy: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    of = made(Noting, policy, FailingInValidation("raise"), optimizer=SGD, group_size=GROUP, max_response_length=12)
+    of.record = []
+    settings = {"max_steps": 1, "val_check_interval": 1}
+    held = Fit(of, sums(12, NEEDED, held_out=12), tmp_path, ZERO2, settings=settings)
+    for result in ranks2.run(failing_fit, held, timeout_s=100):
+        assert "FailingInValidation failed on sample 5 with KeyError: 'solution'" in result.error

@@ -91,6 +91,29 @@ def test_a_node_may_ask_for_it_and_gets_its_default_where_nothing_is_left_out() 
     assert Graph.read(Asking(), ROLES).nodes["advantages"].reads == ("rewards",)
 
 
+def test_a_value_that_follows_from_scores_stands_for_them() -> None:
+    class Shaped(Scoring):
+        @node
+        def scores(self, rollout: Written) -> PerSample: ...
+
+        def rewards(self, rollout: Rollout, scores: PerSample) -> PerSample: ...  # type: ignore[override]
+
+        def advantages(self, rewards: PerSample, rewards_failed: PerSample | None = None) -> PerSample: ...
+
+    graph = read(Shaped())
+    assert graph.nodes["rewards_failed"].reads == ("scores_failed",)
+    assert graph.nodes["advantages"].reads == ("rewards", "rewards_failed")
+    assert told(graph) == {"actor_loss": ("scores_failed",)}
+    assert "rewards_failed" not in Graph.read(Shaped(), ROLES).nodes
+
+
+def test_what_is_asked_of_a_value_that_follows_from_no_score_has_its_default() -> None:
+    class Asking(Scoring):
+        def advantages(self, rewards: PerSample, ref_logprobs_failed: PerSample | None = None) -> PerSample: ...
+
+    assert read(Asking()).nodes["advantages"].reads == ("rewards",)
+
+
 def test_a_loss_that_asks_for_it_is_called_with_it() -> None:
     class Asking(Scoring):
         def actor_loss(  # type: ignore[override]

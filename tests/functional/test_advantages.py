@@ -100,7 +100,7 @@ def test_samples_that_failed_are_as_if_they_were_not_there(advantages_of: Any, c
     rewards = torch.rand(60, *columns, generator=generator) + 1  # above 0, so that a 0 would be the smallest
     group = torch.arange(60) % 7
     failed = (torch.rand(60, generator=generator) < 0.4).to(torch.uint8)
-    rewards[failed != 0] = 0.0
+    rewards[failed != 0] = -torch.inf  # what a logarithm makes of their 0
     alone = group == 6
     failed[alone.nonzero()[1:]], failed[group == 5] = 1, 1  # one is left in one group, none in another
     counts = (failed == 0) & ~alone

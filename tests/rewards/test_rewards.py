@@ -249,7 +249,7 @@ def test_in_a_weighted_sum_a_sample_gets_the_strictest_policy_of_the_parts_that_
         "c": CallableReward(lambda text, row: 2.0),
     }
     scores = scored(WeightedSum(parts, {"a": 1, "b": 1, "c": 1}), ["", "a"], [{}] * 2)
-    assert scores == Scores([total, 4], {"a": [0, 1], "b": [0, 1], "c": [2, 2]}, {0: failed})  # type: ignore[dict-item]
+    assert scores == Scores([total, 4], {"a": [0, 1], "b": [0, 1], "c": [total, 2]}, {0: failed})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("weights", [{}, {"matches": 1.0}, {"match": 1.0, "length": 1.0}])
@@ -326,12 +326,9 @@ def test_a_sample_without_the_part_that_others_have_is_named() -> None:
     def sometimes(text: str, row: dict[str, Any]) -> dict[str, float]:
         return {"right": 1.0} if text else {"right": 0.0, "empty": 1.0}
 
-    with pytest.raises(
-        UserError, match=r"sample 1 with ValueError: it returned a part `empty`, unlike the samples befo"
-    ):
-        CallableReward(sometimes).score(["a", ""], [{}] * 2)
-    scores = CallableReward(sometimes, on_error="mask").score(["a", "", "b"], [{}] * 3)
-    assert scores == Scores([1.0, 0.0, 1.0], {"right": [1.0, 0.0, 1.0]}, {1: "mask"})
+    for policy in ("raise", "zero", "mask", "skip"):
+        with pytest.raises(UserError, match=r"gave sample 1 a part `empty`, unlike the samples before \(response ''"):
+            CallableReward(sometimes, on_error=cast(OnError, policy)).score(["a", ""], [{}] * 2)
 
 
 @pytest.mark.parametrize("returned", [math.nan, None])
