@@ -39,12 +39,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--saves", type=int, default=5, help="of a run")
     parser.add_argument("--generate-seconds", type=float, default=4.0, help="of a step")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="only this one")
     parser.add_argument("--folder", type=Path, help="where to write; a temporary one otherwise")
     given = parser.parse_args()
     table = []
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         write_tiny_model(Path(folder) / "model", **SHAPE)
-        for name in STRATEGIES:
+        for name in STRATEGIES if given.strategy is None else (given.strategy,):
             for async_save in (False, True):
                 ranks = on_ranks(2, saves, Path(folder), name, async_save, given.saves, given.generate_seconds)
                 slower = {key: [max(both) for both in zip(*(of[key] for of in ranks), strict=True)] for key in ranks[0]}
