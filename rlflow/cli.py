@@ -154,9 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, function in COMMANDS.items():
         commands.add_parser(name, help=function.__doc__, add_help=False)
-    sys.path.insert(0, os.getcwd())  # a user's own `my_algorithm.py` lies beside the config
     is_run = False
     try:
+        sys.path.insert(0, _here())  # a user's own `my_algorithm.py` lies beside the config
         chosen, rest = parser.parse_known_args(arguments)
         is_run = of_process and chosen.command in RUNS
         startup.begin(of_process=is_run)
@@ -194,6 +194,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _tell(traceback.format_exc().rstrip("\n"))
         _tell(f"rlflow: {type(error).__name__}: {one_line(error)}{_notes(error)}")
         _end(1, is_run)
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise UserError("the folder that the command was started in is gone; change to one that is there") from error
 
 
 def _notes(error: BaseException) -> str:

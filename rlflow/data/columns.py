@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from rlflow.data.template import column_of
 from rlflow.errors import UserError
+from rlflow.rewards.reward import Reward
 
 
 def text_in(value: Any, column: str, place: str) -> str:
@@ -28,18 +28,25 @@ def is_message(message: Any) -> bool:
     return isinstance(content, str | list) or (content is None and bool(message.get("tool_calls")))
 
 
-def check_scored(row: dict[str, Any], reads: Mapping[str, bool], place: str) -> None:
+def says_nothing(prompt: Any) -> bool:
+    """Whether a prompt, which is a text or messages, has blanks alone; an empty list says what is wrong by itself."""
+    if isinstance(prompt, list):
+        return bool(prompt) and all(is_message(each) and says_nothing(each["content"]) for each in prompt)
+    return isinstance(prompt, str) and not prompt.strip()
+
+
+def check_scored(row: dict[str, Any], reward: Reward, place: str) -> None:
     """Refuse a row that a reward could not score.
 
     Args:
         row: Of the dataset.
-        reads: The columns that the reward reads, and whether they may hold null; see `Reward.reads`.
+        reward: Which says what it reads, see `Reward.reads` and `Reward.check`.
         place: Of the row, for errors.
 
     Raises:
-        UserError: The row lacks a column, or has null in it.
+        UserError: The row lacks a column, or has null in it, or what the reward cannot read.
     """
-    for name, may_be_null in reads.items():
+    for name, may_be_null in reward.reads.items():
         try:
             value = column_of(row, name, place, ", which the reward reads")
         except UserError as error:
@@ -49,3 +56,7 @@ def check_scored(row: dict[str, Any], reads: Mapping[str, bool], place: str) -> 
                 f"{place}: column `{name}`, which the reward reads, is null, so no response could be right; write its"
                 " value, or remove the row"
             )
+    try:
+        reward.check(row)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error

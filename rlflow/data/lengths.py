@@ -8,9 +8,7 @@ import os
 import sys
 import tempfile
 from array import array
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +23,7 @@ from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, one_line
+from rlflow.rewards.reward import Reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,23 +31,23 @@ if TYPE_CHECKING:
 CHUNK = 1024  # rows that are encoded together, and so held in memory at once
 CACHE_VARIABLE = "RLFLOW_CACHE"
 VERSION = "2"  # of the numbers of a row, and of how rows are encoded
-NOTHING: Mapping[str, bool] = MappingProxyType({})  # of what a reward reads
 PROMPT, RESPONSE, DIGEST = 0, 1, slice(2, 4)  # columns
 
 
-def count(source: Source, encode: Encoder, rows: range, reads: Mapping[str, bool] = NOTHING) -> Tensor:
+def count(source: Source, encode: Encoder, rows: range, reward: Reward | None = None) -> Tensor:
     """`[R, 4]` int32: tokens of each row's prompt and of its longest response, and a digest of its tokens and columns.
 
     A prompt with which a conversation begins has the tools in it that the policy may call.
 
     Raises:
-        UserError: A row cannot be read, or lacks what a reward `reads`.
+        UserError: A row cannot be read, or lacks what the reward reads.
     """
     numbers = array("i")
     for start in range(rows.start, rows.stop, CHUNK):
         chunk = range(start, min(start + CHUNK, rows.stop))
         for row, example in zip(chunk, encode(source, chunk), strict=True):
-            check_scored(example.row, reads, source.where(row))
+            if reward is not None:
+                check_scored(example.row, reward, source.where(row))
             prompt = max(len(example.prompt_ids), begins(example.row, encode, source, row))
             numbers.extend([prompt, max(len(example.response_ids), len(example.rejected_ids))])
             numbers.frombytes(_digest(example, _as_json(example, source, row)))
@@ -56,7 +55,7 @@ def count(source: Source, encode: Encoder, rows: range, reads: Mapping[str, bool
 
 
 def count_together(
-    source: Source, encode: Encoder, mine: range, transport: Transport, reads: Mapping[str, bool] = NOTHING
+    source: Source, encode: Encoder, mine: range, transport: Transport, reward: Reward | None = None
 ) -> Tensor:
     """`[N, 4]` int32, as of `count` for all rows; a collective of all ranks.
 
@@ -65,14 +64,14 @@ def count_together(
         encode: Their tokens.
         mine: Rows that this rank counts; the ranks' follow one another.
         transport: To the other ranks.
-        reads: Columns that the reward reads, see `Reward.reads`.
+        reward: That scores responses to these rows, if one does.
 
     Raises:
         UserError: A row of some rank cannot be read; on all ranks alike, of the first such row.
     """
     counted, wrong = torch.empty(0, 4, dtype=torch.int32), ""
     try:
-        counted = count(source, encode, mine, reads)
+        counted = count(source, encode, mine, reward)
     except UserError as error:
         wrong = str(error)
     for answer in transport.all_gather_ragged(to_message(f".{wrong}".encode())):
@@ -95,7 +94,7 @@ def key_of(
     data: PromptData,
     tokenizer: PreTrainedTokenizerBase,
     environment: Environment | None = None,
-    reads: Mapping[str, bool] = NOTHING,
+    reward: Reward | None = None,
 ) -> str | None:
     """A digest of all that the counts depend on: data, tokenizer, template, tools, reward; None where one has none."""
     of_source = source.digest()
@@ -104,7 +103,8 @@ def key_of(
         return None
     of_tokenizer = [backend.to_str(), tokenizer.chat_template, tokenizer.eos_token_id]
     columns = [data.prompt, data.response, data.rejected, data.chat_template, data.system_prompt]
-    facts: list[Any] = [VERSION, of_source, of_tokenizer, columns, dict(reads)]
+    of_reward = None if reward is None else [reward.reads, reward.checked_by]
+    facts: list[Any] = [VERSION, of_source, of_tokenizer, columns, of_reward]
     if environment is not None:
         known = {name: [each.schemas, each.required] for name, each in environment.definitions.items()}
         facts += [known, data.renderer, environment.by]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlflow.data.chosen_rows import Choose, ChosenRows, Epoch
 from rlflow.data.columns import check_scored
-from rlflow.data.lengths import NOTHING, begins, count, count_together, keep_counts, key_of, read_counts
+from rlflow.data.lengths import begins, count, count_together, keep_counts, key_of, read_counts
 from rlflow.data.prompts import Encoder, Example, PromptData
 from rlflow.data.scan import Scan, scan
 from rlflow.data.sources import Source
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, about
+from rlflow.rewards.reward import Reward
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.hashed import hashed
 from rlflow.values.ragged import Ragged
@@ -48,7 +49,7 @@ class Loader:
         limit: Only the first so many rows that are kept.
         ranks: That will scan together; 1 scans at construction.
         environment: With which conversations of the dataset were held; None without.
-        reads: The columns that the reward reads of these rows, see `Reward.reads`; all rows are looked at.
+        reward: That scores responses to these rows, if one does; it must be able to score all of them.
 
     Raises:
         UserError: The dataset is empty, a row cannot be read or scored, or it is too long and `data.overlong` is
@@ -64,7 +65,7 @@ class Loader:
         limit: int | None = None,
         ranks: int = 1,
         environment: Environment | None = None,
-        reads: Mapping[str, bool] = NOTHING,
+        reward: Reward | None = None,
     ) -> None:
         self._source = source
         self._data = data
@@ -72,7 +73,7 @@ class Loader:
         self._pad = tokenizer.pad_token_id or 0  # never read: a batch carries its lengths
         self._seed = seed
         self._limit = limit
-        self._reads = reads
+        self._reward = reward
         self._order = lru_cache(maxsize=2)(self._shuffled)
         self._chosen: ChosenRows | None = None
         self._scan: Scan | None = None
@@ -80,16 +81,17 @@ class Loader:
             rows = len(source)
         self._key = None
         if rows > FEW_ROWS:
-            self._key = key_of(source, data, tokenizer, environment, reads)
+            self._key = key_of(source, data, tokenizer, environment, reward)
         counts = None if self._key is None else read_counts(self._key, rows)
         if counts is not None:
             self._use(counts)
         elif ranks == 1 or self._key is None:
             self._use(self._count(keeps=True))
         else:  # what is lacking in all rows is known before ranks begin
-            for row in range(min(rows, FIRST_ROWS) if environment is not None or reads else 0):
+            for row in range(min(rows, FIRST_ROWS) if environment is not None or reward is not None else 0):
                 columns = source[row]
-                check_scored(columns, reads, source.where(row))
+                if reward is not None:
+                    check_scored(columns, reward, source.where(row))
                 begins(columns, self._encode, source, row)
 
     @property
@@ -115,10 +117,10 @@ class Loader:
         """Of all rows, alone or together with all ranks."""
         rows = len(self._source)
         if transport is None:
-            counts = count(self._source, self._encode, range(rows), self._reads)
+            counts = count(self._source, self._encode, range(rows), self._reward)
         else:
             mine = share(rows, transport.rank, transport.world_size)
-            counts = count_together(self._source, self._encode, mine, transport, self._reads)
+            counts = count_together(self._source, self._encode, mine, transport, self._reward)
         if keeps and self._key is not None:
             keep_counts(self._key, counts)
         return counts

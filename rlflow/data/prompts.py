@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from rlflow.data.columns import is_message, text_in
+from rlflow.data.columns import is_message, says_nothing, text_in
 from rlflow.data.played import Played
 from rlflow.data.sources import Source
 from rlflow.data.template import Template, column_of
@@ -47,6 +47,7 @@ class PromptData:
             that nodes and environments write.
         max_response_length: Longest response of the dataset, in tokens with the end-of-sequence token; None for any.
         overlong: What becomes of rows that are longer: stop with an error, or drop them before anything is dealt out.
+            What the reward reads must stand in these too.
         shuffle: Draw the rows in another order in every epoch.
     """
 
@@ -251,7 +252,8 @@ class Encoder:
         prompt = column_of(row, self._data.prompt, place)
         if template is not None:
             prompt = self._rewritten(prompt, template, row, place)
-        if isinstance(prompt, str) and (prompt.isspace() or (self._data.chat_template and not prompt)):
+        alone = self._data.system_prompt is None if self._data.chat_template else prompt != ""
+        if alone and says_nothing(prompt):  # a tokenizer may begin an empty text with a token of its own
             raise UserError(
                 f"{place}: the prompt is {'blank' if prompt else 'empty'}, so nothing can follow it; write something"
                 " into it, or remove the row"

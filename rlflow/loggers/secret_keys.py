@@ -15,6 +15,11 @@ _AT_THE_END = {"auth", "bearer", "cookie", "dsn", "pat", "webhook"}
 _TOKENS_OF_TEXT = {"additional", "bos", "cls", "end", "eos", "eot", "first", "image", "last", "mask", "max", "min"}
 _TOKENS_OF_TEXT |= {"completion", "input", "new", "next", "num", "on", "output", "pad", "per", "prompt", "response"}
 _TOKENS_OF_TEXT |= {"scores", "sep", "special", "start", "stop", "unk"}
+_TOKENS_OF_TEXT |= {"audio", "bad", "boi", "call", "eoi", "fim", "ignore", "loss", "mean", "query", "think", "thinking"}
+_TOKENS_OF_TEXT |= {"tool", "video"}
+_MARKS = re.compile(r"<[^<>\s]*>|\[[A-Z_]+\]")  # `<think>`, `<|im_end|>`, `[MASK]`: a token of text by its looks
+_PLACES = {"dir", "file", "folder", "name", "path"}  # `password_file`: where it is, and not what
+NO_VALUES = {"", "false", "none", "null", "off", "true", "unset"}
 # `api_key` and `openai_key` are secrets, `sort_key` is none: what a key of a service, or to something locked, is for.
 _LOCKS = {"access", "account", "admin", "api", "auth", "client", "db", "deploy", "encryption", "license", "master"}
 _LOCKS |= {"private", "root", "secret", "service", "signing", "ssh", "storage", "user"}
@@ -32,21 +37,21 @@ _LONGEST = 200  # letters of a key that are looked at, its last
 
 
 def is_secret(key: Any, value: Any) -> bool:
-    """Whether a value is a secret by its key; None, true and false are none.
+    """Whether a value is a secret by its key; what says that there is none is no secret.
 
-    Under keys such as `tokens` and `pass`, which count as often, numbers are none. Under any key that ends in `key`,
-    what looks drawn at random is one.
+    Under keys such as `token` and `pass`, which count as often, numbers and special tokens are none. Under any key that
+    ends in `key`, what looks drawn at random is one.
     """
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool) or (isinstance(value, str) and value.lower() in NO_VALUES):
         return False
     named = named_secret(str(key))
     if named == "perhaps":
-        return not _is_numbers(value)
+        return not _is_numbers(value) and not (isinstance(value, str) and _MARKS.fullmatch(value))
     return named == "secret" or (named == "drawn" and _DRAWN.fullmatch(str(value)) is not None)
 
 
 def named_secret(key: str) -> str:
-    """What a key says of its values: they are `secret`, `perhaps` unless they are numbers, `drawn` only if they look
+    """What a key says of its values: they are `secret`, `perhaps` if no numbers, `drawn` only if they look
     drawn at random, or nothing."""
     return _named(key[-_LONGEST:])
 
@@ -58,10 +63,12 @@ def _named(key: str) -> str:
         return ""
     *before, last = words
     one = last if last.endswith("ss") else last.removesuffix("s")
+    if last in _PLACES:
+        return ""
     if one in _AT_THE_END or any(not _ANYWHERE.isdisjoint({word, word.removesuffix("s")}) for word in words):
         return "secret"
     if one == "token" and _TOKENS_OF_TEXT.isdisjoint(before):
-        return "secret" if last == one else "perhaps"
+        return "perhaps"
     if one == "pass":
         return "perhaps"
     if one == "key" and not (_LOCKS | _SERVICES).isdisjoint(before):

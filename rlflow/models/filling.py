@@ -66,7 +66,7 @@ class WeightFilling:
         for name, buffer in self._buffers.items():
             owner, _, key = name.rpartition(".")
             source = read.get(self._model.hf_name(name))
-            value = buffer if source is None else self._files.whole(source).to(buffer.dtype)
+            value = buffer if source is None else self._files.whole(source, of_buffer=True).to(buffer.dtype)
             self._model.get_submodule(owner)._buffers[key] = value.to(device)
 
 

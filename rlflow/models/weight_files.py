@@ -32,7 +32,7 @@ class WeightFiles:
         path: A folder in Hugging Face form, or a Hugging Face name.
 
     Raises:
-        UserError: They are not safetensors, or one is missing or broken; a tensor has NaN or infinite values.
+        UserError: They are not safetensors, or one is missing or broken; a parameter has NaN or infinite values.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,12 +53,13 @@ class WeightFiles:
         """Of a tensor."""
         return torch.Size(self._tensors[name][1].get_shape())
 
-    def whole(self, name: str) -> Tensor:
-        """A tensor in the dtype of the file, on the CPU."""
+    def whole(self, name: str, of_buffer: bool = False) -> Tensor:
+        """A tensor in the dtype of the file, on the CPU; a buffer's may hold the infinity of a mask."""
         file, tensor = self._tensors[name]
         with self._readable(file):
             values: Tensor = tensor[...]
-        self._require_finite(name, values)
+        if not of_buffer:
+            self._require_finite(name, values)
         return values
 
     def read(self, name: str, part: TensorRange) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlflow.errors import UserError
-from rlflow.rewards.reward import OnError, SampleReward, filled
+from rlflow.rewards.columns import filled
+from rlflow.rewards.reward import OnError, SampleReward
 from rlflow.worker import Limits, Sandbox
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.S | re.I)
@@ -65,13 +66,11 @@ class CodeTests(SampleReward):
     def reads(self) -> dict[str, bool]:
         return {self.tests: False}
 
+    def check(self, row: dict[str, Any]) -> None:
+        self._tests(row)
+
     def score_sample(self, text: str, row: dict[str, Any]) -> float:
-        tests = filled(row, self.tests)
-        if not isinstance(tests, str) and not _are_pairs(tests):
-            raise UserError(
-                f"column `{self.tests}` is {tests!r:.60}; {self} takes a text of Python, or a list of mappings with"
-                " `input` and `output`"
-            )
+        tests = self._tests(row)
         program = program_in(text)
         if program is None:
             return 0.0
@@ -79,6 +78,15 @@ class CodeTests(SampleReward):
             return float(self._passes(program, tests))
         passed = [self._prints(program, str(test["input"]), str(test["output"])) for test in tests]
         return float(all(passed)) if self.all_or_nothing else sum(passed) / len(passed)
+
+    def _tests(self, row: dict[str, Any]) -> Any:
+        tests = filled(row, self.tests)
+        if not isinstance(tests, str) and not _are_pairs(tests):
+            raise UserError(
+                f"column `{self.tests}` is {tests!r:.60}; {self} takes a text of Python, or a list of mappings with"
+                " `input` and `output`"
+            )
+        return tests
 
     def _passes(self, program: str, tests: str) -> bool:
         word = secrets.token_hex(16)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlflow.rewards.reward import OnError, SampleReward, filled
+from rlflow.rewards.columns import filled
+from rlflow.rewards.reward import OnError, SampleReward
 
 
 class ExactMatch(SampleReward):

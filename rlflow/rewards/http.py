@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 
 from rlflow.errors import UserError, one_line
-from rlflow.rewards.reward import ForgivingReward, OnError, Scores, column, side_by_side
+from rlflow.rewards.columns import column
+from rlflow.rewards.reward import ForgivingReward, OnError, Scores, side_by_side
 
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}  # the codes of what may go well another time
 LONGEST_WAIT_S = 60.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rlflow.errors import UserError, require
-from rlflow.rewards.reward import OnError, SampleReward, filled
+from rlflow.rewards.columns import filled
+from rlflow.rewards.reward import OnError, SampleReward
 
 
 class MathVerify(SampleReward):
@@ -27,11 +28,19 @@ class MathVerify(SampleReward):
     def reads(self) -> dict[str, bool]:
         return {self.answer: False}
 
+    def check(self, row: dict[str, Any]) -> None:
+        self._expected(row)
+
     def score_sample(self, text: str, row: dict[str, Any]) -> float:
         from math_verify import parse, verify
+
+        return float(verify(self._expected(row), parse(text)))
+
+    def _expected(self, row: dict[str, Any]) -> Any:
+        from math_verify import parse
 
         answer = str(filled(row, self.answer))
         expected = parse(f"\\boxed{{{answer}}}")  # in a box, or LaTeX without dollar signs would not be read
         if not expected:
             raise UserError(f"column `{self.answer}` holds {answer[:60]!r}, no expression that math-verify can read")
-        return float(verify(expected, parse(text)))
+        return expected

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
-from rlflow.errors import ENDING, UserError, did_you_mean, one_line
+from rlflow.errors import ENDING, UserError, one_line
 from rlflow.loggers.log_lines import line_log
 from rlflow.loggers.secrets import text_without_secrets
 
@@ -79,6 +79,20 @@ class Reward(ABC):
         All rows are looked at before the first step; one that lacks a column is refused.
         """
         return {}
+
+    @property
+    def checked_by(self) -> str:
+        """Names the code of `check`: what it found of many rows is kept on disk under this name."""
+        return f"{type(self).__module__}.{type(self).__qualname__}"
+
+    def check(self, row: dict[str, Any]) -> None:  # noqa: B027
+        """Refuse a row that no response could be scored for, though it has all columns of `reads`.
+
+        All rows are looked at before the first step.
+
+        Raises:
+            UserError: What is wrong with the row.
+        """
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -273,41 +287,6 @@ def side_by_side(most: int) -> Iterator[ThreadPoolExecutor]:
             yield threads
         finally:
             threads.shutdown(cancel_futures=True)
-
-
-def column(row: dict[str, Any], name: str) -> Any:
-    """The row's column; dots step into it, as in `metadata.expression`.
-
-    Raises:
-        UserError: The row has no such column.
-    """
-    if name in row:
-        return row[name]
-    value: Any = row
-    for step in name.split("."):
-        if not isinstance(value, dict) or step not in value:
-            found = ", ".join(row)
-            raise UserError(
-                f"the reward reads column `{name}`, which the dataset's row lacks; columns found: {found}."
-                f"{did_you_mean(name, row)} Mend the row, or remove it: {row!r:.120}"
-            )
-        value = value[step]
-    return value
-
-
-def filled(row: dict[str, Any], name: str) -> Any:
-    """The row's column, as of `column`, which is not null.
-
-    Raises:
-        UserError: The row has no such column, or null in it.
-    """
-    value = column(row, name)
-    if value is None:
-        raise UserError(
-            f"the reward reads column `{name}`, which is null in a row of the dataset, so no response could be right;"
-            f" write its value, or remove the row: {row!r:.120}"
-        )
-    return value
 
 
 def _number(score: Any) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rlflow.rewards.reward import OnError, SampleReward, filled
+from rlflow.rewards.columns import filled
+from rlflow.rewards.reward import OnError, SampleReward
 
 _SUM = re.compile(r"\d{1,9}(?: [+-] \d{1,9})+")
 

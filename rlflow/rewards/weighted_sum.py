@@ -43,6 +43,14 @@ class WeightedSum(Reward):
             found |= {name: may_be_null and found.get(name, True) for name, may_be_null in part.reads.items()}
         return found
 
+    @property
+    def checked_by(self) -> str:
+        return " + ".join(part.checked_by for part in self.parts.values())
+
+    def check(self, row: dict[str, Any]) -> None:
+        for part in self.parts.values():
+            part.check(row)
+
     def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
         scores = {name: scored(part, texts, rows) for name, part in self.parts.items()}
         failed: dict[int, Failed] = {}

@@ -174,11 +174,11 @@ def prepare(
     found = list(environments(module).values())
     environment = found[0] if len(found) == 1 else None
     read = data, tokenizer, seed
-    reads = {} if module.reward is None else module.reward.reads
     samples = any(node.kind == "rollout" for node in graph.order)
+    scorer = module.reward if samples else None
     validation = None
     if data.validation is not None:
-        scored_by = reads if scores_validation else {}
+        scored_by = module.reward if scores_validation else None
         validation = Loader(data.validation, *read, held_out, ranks, environment, scored_by)
     return Prepared(
         graph=graph,
@@ -196,7 +196,7 @@ def prepare(
         tokenizer=tokenizer,
         bridges=Bridges(tokenizer, data.renderer, data.tool_calls),
         stop_token_ids=stop_tokens(paths[lead], tokenizer, module.stop_token_ids),
-        train=Loader(data.train, *read, ranks=ranks, environment=environment, reads=reads if samples else {}),
+        train=Loader(data.train, *read, ranks=ranks, environment=environment, reward=scorer),
         validation=validation,
         generates=samples or scores_validation,
         scores_validation=scores_validation,

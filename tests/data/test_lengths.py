@@ -21,6 +21,8 @@ from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer, write_tiny_model
+from rlflow.rewards import CallableReward, CodeTests, MathVerify, WeightedSum
+from rlflow.rewards.reward import Reward
 from rlflow.rollout.transformers import TransformersEngine
 from tests.controller.runs import ZERO2, Fit, failing_fit, grpo
 from tests.data.listed import Listed
@@ -271,10 +273,22 @@ def test_a_first_prompt_that_is_too_long_with_its_tools_is_refused_before_the_ru
         Loader(data.train, data, tiny_tokenizer(), 0, environment=Environment("tests.environments.games.WordGame"))
 
 
-def scored(row: dict[str, Any], reads: dict[str, bool], ranks: int = 1) -> Loader:
+class Reading(CallableReward):
+    """Reads these columns."""
+
+    def __init__(self, reads: dict[str, bool]) -> None:
+        super().__init__(lambda text, row: 0.0)
+        self._reads = reads
+
+    @property
+    def reads(self) -> dict[str, bool]:
+        return self._reads
+
+
+def scored(row: dict[str, Any], reads: dict[str, bool], ranks: int = 1, reward: Reward | None = None) -> Loader:
     """A loader of four good rows and this one, whose columns a reward reads."""
     data = PromptData(Digested([{"question": "1+1=", "answer": "2"}] * 4 + [row]))
-    return Loader(data.train, data, tiny_tokenizer(), seed=0, ranks=ranks, reads=reads)
+    return Loader(data.train, data, tiny_tokenizer(), seed=0, ranks=ranks, reward=reward or Reading(reads))
 
 
 def test_a_row_without_the_column_that_the_reward_reads_is_named_before_the_first_step(cache: Path) -> None:
@@ -296,3 +310,12 @@ def test_counts_that_are_kept_are_of_one_reward_s_columns(cache: Path) -> None:
     assert scored(row, {}).is_scanned
     with pytest.raises(UserError, match="row 4 has no column `answer`"):
         scored(row, {"answer": False})
+
+
+@pytest.mark.parametrize("answer", ["", 7])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_row_that_a_reward_cannot_score_is_named_before_the_first_step(answer: Any, ranks: int, cache: Path) -> None:
+    part: Reward = MathVerify() if answer == "" else CodeTests("answer")
+    said = "row 4: column `answer` (holds '', no expression|is 7; CodeTests takes a text of Python)"
+    with pytest.raises(UserError, match=said):
+        scored({"question": "1+1=", "answer": answer}, {}, ranks, WeightedSum({"a": part}, {"a": 1.0}))

@@ -163,6 +163,13 @@ def test_a_prompt_of_blanks_is_refused(text: str, chat: bool, is_what: str) -> N
         encode({"question": text}, chat_template=chat)
 
 
+def test_messages_of_blanks_are_refused_unless_a_system_prompt_says_something() -> None:
+    for prompt in ("", [{"role": "user", "content": " "}]):
+        with pytest.raises(UserError, match="the prompt is"):
+            encode({"question": prompt}, chat_template=True)
+        assert encode({"question": prompt}, chat_template=True, system_prompt="Write a riddle.")
+
+
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(UserError, match="listed, row 0: the prompt is empty"):
         encode({"question": ""})
