@@ -175,3 +175,14 @@ def test_ctrl_c_while_the_command_line_is_imported_is_one_line_and_code_130(impo
         check=False,
     )
     assert (done.returncode, done.stderr) == (130, "rlflow: ended by SIGINT\n")
+
+
+def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    command = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m rlflow.cli fit"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+    ended = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines() == [
+        "rlflow: error: the folder that the command was started in is gone; change to one that is there"
+    ]

@@ -35,17 +35,19 @@ def says_nothing(prompt: Any) -> bool:
     return isinstance(prompt, str) and not prompt.strip()
 
 
-def check_scored(row: dict[str, Any], reward: Reward, place: str) -> None:
+def check_scored(row: dict[str, Any], reward: Reward | None, place: str) -> None:
     """Refuse a row that a reward could not score.
 
     Args:
         row: Of the dataset.
-        reward: Which says what it reads, see `Reward.reads` and `Reward.check`.
+        reward: Which says what it reads, see `Reward.reads` and `Reward.check`; None where none scores.
         place: Of the row, for errors.
 
     Raises:
         UserError: The row lacks a column, or has null in it, or what the reward cannot read.
     """
+    if reward is None:
+        return
     for name, may_be_null in reward.reads.items():
         try:
             value = column_of(row, name, place, ", which the reward reads")
@@ -59,4 +61,4 @@ def check_scored(row: dict[str, Any], reward: Reward, place: str) -> None:
     try:
         reward.check(row)
     except UserError as error:
-        raise UserError(f"{place}: {error}") from error
+        raise UserError(f"{place}: {error}; mend or remove the row") from error

@@ -46,8 +46,7 @@ def count(source: Source, encode: Encoder, rows: range, reward: Reward | None = 
     for start in range(rows.start, rows.stop, CHUNK):
         chunk = range(start, min(start + CHUNK, rows.stop))
         for row, example in zip(chunk, encode(source, chunk), strict=True):
-            if reward is not None:
-                check_scored(example.row, reward, source.where(row))
+            check_scored(example.row, reward, source.where(row))
             prompt = max(len(example.prompt_ids), begins(example.row, encode, source, row))
             numbers.extend([prompt, max(len(example.response_ids), len(example.rejected_ids))])
             numbers.frombytes(_digest(example, _as_json(example, source, row)))

@@ -90,8 +90,7 @@ class Loader:
         else:  # what is lacking in all rows is known before ranks begin
             for row in range(min(rows, FIRST_ROWS) if environment is not None or reward is not None else 0):
                 columns = source[row]
-                if reward is not None:
-                    check_scored(columns, reward, source.where(row))
+                check_scored(columns, reward, source.where(row))
                 begins(columns, self._encode, source, row)
 
     @property

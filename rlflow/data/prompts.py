@@ -252,8 +252,8 @@ class Encoder:
         prompt = column_of(row, self._data.prompt, place)
         if template is not None:
             prompt = self._rewritten(prompt, template, row, place)
-        alone = self._data.system_prompt is None if self._data.chat_template else prompt != ""
-        if alone and says_nothing(prompt):  # a tokenizer may begin an empty text with a token of its own
+        may_be_empty = not self._data.chat_template  # a tokenizer may begin it with a token of its own
+        if self._data.system_prompt is None and says_nothing(prompt) and not (may_be_empty and prompt == ""):
             raise UserError(
                 f"{place}: the prompt is {'blank' if prompt else 'empty'}, so nothing can follow it; write something"
                 " into it, or remove the row"

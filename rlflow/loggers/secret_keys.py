@@ -51,8 +51,8 @@ def is_secret(key: Any, value: Any) -> bool:
 
 
 def named_secret(key: str) -> str:
-    """What a key says of its values: they are `secret`, `perhaps` if no numbers, `drawn` only if they look
-    drawn at random, or nothing."""
+    """What a key says of its values: they are `secret`, `perhaps` unless they only count or mark, `drawn` only if they
+    look drawn at random, or nothing."""
     return _named(key[-_LONGEST:])
 
 

@@ -97,7 +97,8 @@ def text_without_secrets(text: str) -> str:
             continue
         end = _closed(text, at) if value[0] in _CLOSING else value.end()
         shown = text[at:end]
-        if is_secret(key, _bare(shown)) and not (key == "tokens" and shown.isalpha()):  # `too many tokens: give fewer`
+        bare = shown.strip("'\"`\\")
+        if is_secret(key, bare) and not (key == "tokens" and shown.isalpha()):  # `too many tokens: give fewer`
             parts += text[until:at], _in_its_signs(shown)
             until = end
         at = end  # a value that is no secret has no key in it
@@ -161,12 +162,6 @@ def _closed(text: str, at: int) -> int:
         if depth == 0:
             return found.end()
     return len(text)
-
-
-def _bare(value: str) -> str | None:
-    """A value without its quotes; None for what says that there is none."""
-    bare = value.strip("'\"`\\")
-    return None if bare.lower() in ("none", "null", "true", "false") else bare
 
 
 def _in_its_signs(value: str) -> str:

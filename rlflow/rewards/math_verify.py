@@ -29,7 +29,9 @@ class MathVerify(SampleReward):
         return {self.answer: False}
 
     def check(self, row: dict[str, Any]) -> None:
-        self._expected(row)
+        # Where the box holds a word, math-verify takes that at least; of a solution as in GSM8K, parsing takes 10 ms.
+        if not str(filled(row, self.answer)).lstrip()[:1].isalnum():
+            self._expected(row)
 
     def score_sample(self, text: str, row: dict[str, Any]) -> float:
         from math_verify import parse, verify

@@ -85,7 +85,7 @@ class Reward(ABC):
         """Names the code of `check`: what it found of many rows is kept on disk under this name."""
         return f"{type(self).__module__}.{type(self).__qualname__}"
 
-    def check(self, row: dict[str, Any]) -> None:  # noqa: B027
+    def check(self, row: dict[str, Any]) -> None:  # noqa: B027 - most score whatever stands there
         """Refuse a row that no response could be scored for, though it has all columns of `reads`.
 
         All rows are looked at before the first step.

@@ -21,7 +21,7 @@ from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer, write_tiny_model
-from rlflow.rewards import CallableReward, CodeTests, MathVerify, WeightedSum
+from rlflow.rewards import CallableReward, CodeTests, ExactMatch, MathVerify, WeightedSum
 from rlflow.rewards.reward import Reward
 from rlflow.rollout.transformers import TransformersEngine
 from tests.controller.runs import ZERO2, Fit, failing_fit, grpo
@@ -312,10 +312,27 @@ def test_counts_that_are_kept_are_of_one_reward_s_columns(cache: Path) -> None:
         scored(row, {"answer": False})
 
 
-@pytest.mark.parametrize("answer", ["", 7])
+@pytest.mark.parametrize(
+    ("reward", "answer", "said"),
+    [
+        (MathVerify(), "", "holds '', no expression that math-verify can read"),
+        (CodeTests("answer"), 7, "is 7; CodeTests takes a text of Python, or a list of mappings"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_row_that_a_reward_cannot_score_is_named_before_the_first_step(answer: Any, ranks: int, cache: Path) -> None:
-    part: Reward = MathVerify() if answer == "" else CodeTests("answer")
-    said = "row 4: column `answer` (holds '', no expression|is 7; CodeTests takes a text of Python)"
-    with pytest.raises(UserError, match=said):
-        scored({"question": "1+1=", "answer": answer}, {}, ranks, WeightedSum({"a": part}, {"a": 1.0}))
+def test_a_row_that_a_reward_cannot_score_is_named_before_the_first_step(
+    reward: Reward, answer: Any, said: str, ranks: int, cache: Path
+) -> None:
+    row = {"question": "1+1=", "answer": answer}
+    for asked in (reward, WeightedSum({"a": reward}, {"a": 1.0})):
+        with pytest.raises(UserError, match=f"row 4: column `answer` {said}"):
+            scored(row, {}, ranks, asked)
+
+
+def test_counts_that_are_kept_are_of_one_reward_s_check(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlflow.data.loader.FEW_ROWS", 1)
+    row = {"question": "1+1=", "answer": 7}
+    assert scored(row, {}, reward=ExactMatch()).is_scanned
+    with pytest.raises(UserError, match="row 4: column `answer` is 7"):
+        scored(row, {}, reward=CodeTests("answer"))

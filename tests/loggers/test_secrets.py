@@ -170,6 +170,24 @@ def test_a_command_in_a_list_is_shown_without_secrets() -> None:
     assert without_secrets({"run": ["my", "--api_key", "open sesame"]}) == {"run": ["my", "--api_key", "***"]}
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("token", "<think>"),
+        ("user_token", "<|im_end|>"),
+        ("token", "[MASK]"),
+        ("think_token", "abc"),
+        ("password_file", "/run/password"),
+        ("secret_name", "abc"),
+        ("auth", "none"),
+        ("webhook", "off"),
+    ],
+)
+def test_what_is_no_secret_though_its_key_is_of_one_is_shown(key: str, value: str) -> None:
+    assert without_secrets({key: value}) == {key: value}
+    assert text_without_secrets(f"invalid {key}: {value}, n: 1") == f"invalid {key}: {value}, n: 1"
+
+
 def test_numbers_of_tokens_are_shown_and_other_tokens_hidden() -> None:
     assert without_secrets({"tokens": {"a": 1, "b": [2.0, None]}}) == {"tokens": {"a": 1, "b": [2.0, None]}}
     assert without_secrets({"tokens": {"a": 1, "b": "c"}}) == {"tokens": {"a": "***", "b": "***"}}

@@ -229,3 +229,11 @@ def test_nan_in_what_a_rank_reads_is_refused_with_tensor_and_folder(tmp_path: Pa
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=rf"'{folder}' cannot be loaded: 'model\.norm\.weight' has NaN or infinite"):
         filled(CausalLM("m"), folder, torch.float32, 2)
+
+
+def test_a_buffer_may_hold_the_infinity_of_a_mask_and_a_parameter_may_not(tmp_path: Path) -> None:
+    save_file({"mask": torch.tensor([0.0, -torch.inf])}, tmp_path / "model.safetensors")
+    files = WeightFiles(tmp_path)
+    assert files.whole("mask", of_buffer=True).tolist() == [0.0, -torch.inf]
+    with pytest.raises(UserError, match="'mask' has NaN or infinite values"):
+        files.whole("mask")
