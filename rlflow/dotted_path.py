@@ -1,9 +1,9 @@
-"""What lies at a dotted path that a user wrote: a class, a function, a function of a class."""
+"""What lies at a dotted path that a user wrote: a class, a function, a function of a class, a value in a row."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -63,6 +63,22 @@ def function_at(path: str, said: str) -> Callable[..., Any]:
             " such as my_module.my_function"
         )
     return cast(Callable[..., Any], found)
+
+
+def value_at(row: Mapping[str, Any], path: str) -> Any:
+    """The row's column of that name; else dots step into its mappings, as in `metadata.expression`.
+
+    Raises:
+        KeyError: The row has neither.
+    """
+    if path in row:
+        return row[path]
+    value: Any = row
+    for step in path.split("."):
+        if not isinstance(value, Mapping):
+            raise KeyError(path)
+        value = value[step]
+    return value
 
 
 def _longest_module(names: list[str], said: str, known: Iterable[str]) -> tuple[ModuleType, list[str]]:

@@ -228,6 +228,11 @@ def readable(text: str) -> str:
     return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
 
 
+def readable_line(text: str) -> str:
+    """As `readable`, in one line: a line end is shown as Python writes it, too."""
+    return readable(text).replace("\n", "\\n")
+
+
 def one_line(error: BaseException) -> str:
     """What another library's error says, in one line; its type where it says nothing, or fails to."""
     try:

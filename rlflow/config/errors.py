@@ -10,7 +10,7 @@ from typing import Any
 from rlflow.config.checking import Mistake
 from rlflow.config.layers import Layer, Text
 from rlflow.dag.problems import GraphError
-from rlflow.errors import SETTING, UserError
+from rlflow.errors import SETTING, UserError, readable_line
 from rlflow.loggers.secret_keys import is_secret
 from rlflow.loggers.secrets import HIDDEN, text_without_secrets, without_secrets
 
@@ -116,7 +116,7 @@ def _whole(keys: Sequence[str], config: Any) -> tuple[str, ...] | None:
 
 def _printable(key: str) -> str:
     """A key in one line of a terminal."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in key[:80])
+    return readable_line(key[:80])
 
 
 def _shown(value: Any) -> str:

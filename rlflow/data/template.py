@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
-from rlflow.errors import UserError, did_you_mean
+from rlflow.dotted_path import value_at
+from rlflow.errors import UserError, did_you_mean, readable_line
 
 PROMPT = "prompt"  # what a template calls the dataset's own prompt; other names are columns
 
@@ -55,12 +56,9 @@ _COLUMN = "column of a row"  # no name in a template
 
 def column_of(row: dict[str, Any], path: str, place: str, why: str = "") -> Any:
     """The column of that name, or the value at the dotted path; `why` it is read is part of the error."""
-    if path in row:
-        return row[path]
-    value: Any = row
-    for step in path.split("."):
-        if not isinstance(value, dict) or step not in value:
-            found = ", ".join(name if name.isprintable() else repr(name)[1:-1] for name in map(str, row))
-            raise UserError(f"{place} has no column `{path}`{why}; columns found: {found}.{did_you_mean(path, row)}")
-        value = value[step]
-    return value
+    try:
+        return value_at(row, path)
+    except KeyError:
+        found = ", ".join(readable_line(str(name)) for name in row)
+        hint = did_you_mean(path, row)
+        raise UserError(f"{place} has no column `{path}`{why}; columns found: {found}.{hint}") from None

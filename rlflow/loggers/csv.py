@@ -6,7 +6,7 @@ import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlflow.errors import UserError
+from rlflow.errors import UserError, readable_line
 from rlflow.loggers.lines import Damage, whole_lines
 from rlflow.loggers.logger import Logger
 
@@ -17,7 +17,8 @@ class CSVLogger(Logger):
     """One row for each call of `log_metrics`, one column for each metric.
 
     A metric that first appears at a later step gets its column then: the file is written anew with the wider header,
-    and the rows before it are empty there. Rows that are damaged are left out then, as where a run goes on.
+    and the rows before it are empty there. Rows that are damaged are left out then, as where a run goes on. What of a
+    name cannot be printed, such as a line end, stands in the header as Python writes it.
 
     Attributes:
         warnings: Of a damaged file, a line each.
@@ -30,6 +31,7 @@ class CSVLogger(Logger):
         self._rewrite([row for row in rows if int(row["step"]) < first_step], damage)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        metrics = {readable_line(name): value for name, value in metrics.items()}
         new = [name for name in metrics if name not in self._columns]
         if new:
             self._columns += new

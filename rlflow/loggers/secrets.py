@@ -15,7 +15,7 @@ WHOLE = 4 * READ  # letters of the beginning and of the end of a text in which s
 _SHAPES = re.compile(
     r"""
     \b(?:hf|api_org)_[A-Za-z0-9]{16,}                       # Hugging Face
-    | \bsk-[A-Za-z0-9_-]{16,}                               # OpenAI, Anthropic
+    | \bsk-(?=[A-Za-z_-]{0,60}\d)[A-Za-z0-9_-]{16,}         # OpenAI, Anthropic; not `sk-learn-and-its-friends`
     | \b(?:sk|rk|pk)_(?:live|test)_[A-Za-z0-9]{10,}         # Stripe
     | \b(?:gsk|r8|npm|dop_v1|wandb_v1)_[A-Za-z0-9_]{20,}
     | \bgh[pousr]_[A-Za-z0-9]{16,} | \bgithub_pat_\w{16,}   # GitHub
@@ -36,15 +36,18 @@ _QUERY = re.compile(r"([?&](?:[\w-]*(?:token|key|secret|password|signature)|sig)
 _KEY = re.compile(
     r"""
     (?<![\w.-])(?:
-    (?P<key>[\w.-]++) \\*+['"`]?\]?\s*+[:=]++\s*+           # key: "key": \"key\": ["key"]=
+    (?P<key>[\w.-]++) \\*+['"`]?\]?\s*+[:=]++>?\s*+         # key: "key": \"key\": ["key"]= key =>
     | (?P<option>--[\w.-]++) (?: ['"]\s*+,\s*+ | \s++(?!-))  # '--key', --key
     )
+    | \(\s*+['"](?P<first>[\w.-]++)['"]\s*+,\s*+(?=['"])     # ("key", "value")
     """,
     re.VERBOSE,
 )
 # A text whose end is missing goes on to the end of all: a message may be cut.
 _VALUE = re.compile(
     r"""
+    (?:(?:[!&][^\s'",]*+[ ]++)++)? (?!os\.(?:environ|getenv)\b)  # a tag or an anchor of YAML; the name of a variable
+    (?P<itself>
     [bru]?(?:
       (?P<triple>'{3}|"{3}) .*? (?: (?P=triple) | \Z)
     | (?P<escaped>\\++['"]) .*? (?: (?P=escaped) | \Z)
@@ -55,7 +58,10 @@ _VALUE = re.compile(
     | [\[({]
     | \*{3}(?=&)                                            # hidden in a URL
     | -[ ]++[^\n]++ (?: \n\s*+ -[ ]++[^\n]++ )*+           # a list of YAML, a line each
+    | [|>][-+\d]*+[ ]*+\n (?P<indent>[ \t]++)[^\n]*+ (?: \n(?P=indent)[^\n]*+ )*+  # a block of YAML
+    | [\w.]++\(\s*+ (?: '(?:[^'\\]++|\\.)*+(?:'|\\?\Z) | "(?:[^"\\]++|\\.)*+(?:"|\\?\Z) ) \s*+\)?+  # SecretStr('value')
     | (?: (?:Api-?Key|Basic|Bearer|Digest|Negotiate|Token) [ ]++ )? [^\s'"`,;(){}\[\]]++
+    )
     """,
     re.VERBOSE | re.DOTALL | re.I,
 )
@@ -90,12 +96,13 @@ def text_without_secrets(text: str) -> str:
     text = without_shapes(text)
     parts, until, at = list[str](), 0, 0
     while found := _KEY.search(text, at):
-        at, key = found.end(), found["key"] or found["option"]
+        at, key = found.end(), found["key"] or found["option"] or found["first"]
         named = named_secret(key)
         value = (_ONE_WORD if named == "drawn" else _VALUE).match(text, at) if named else None
         if value is None:
             continue
-        end = _closed(text, at) if value[0] in _CLOSING else value.end()
+        start = value.start("itself") if value.re is _VALUE else at
+        end = _closed(text, start) if text[start] in _CLOSING else value.end()
         shown = text[at:end]
         bare = shown.strip("'\"`\\")
         if is_secret(key, bare) and not (key == "tokens" and shown.isalpha()):  # `too many tokens: give fewer`

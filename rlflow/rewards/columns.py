@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlflow.dotted_path import value_at
 from rlflow.errors import UserError, did_you_mean
 
 
@@ -13,18 +14,13 @@ def column(row: dict[str, Any], name: str) -> Any:
     Raises:
         UserError: The row has no such column.
     """
-    if name in row:
-        return row[name]
-    value: Any = row
-    for step in name.split("."):
-        if not isinstance(value, dict) or step not in value:
-            found = ", ".join(row)
-            raise UserError(
-                f"the reward reads column `{name}`, which the dataset's row lacks; columns found: {found}."
-                f"{did_you_mean(name, row)} Mend the row, or remove it: {row!r:.120}"
-            )
-        value = value[step]
-    return value
+    try:
+        return value_at(row, name)
+    except KeyError:
+        raise UserError(
+            f"the reward reads column `{name}`, which the dataset's row lacks; columns found: {', '.join(row)}."
+            f"{did_you_mean(name, row)} Mend the row, or remove it: {row!r:.120}"
+        ) from None
 
 
 def filled(row: dict[str, Any], name: str) -> Any:

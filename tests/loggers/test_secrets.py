@@ -111,6 +111,17 @@ def test_a_secret_is_known_by_its_shape_whatever_key_and_text_it_stands_in(secre
         ("my_key: aBcDeFgHiJkLmNoPqRsT0123, n: 1", "my_key: ***, n: 1"),
         ("failed: ['run', '--api_key', 'open sesame', '--n', '1']", "failed: ['run', '--api_key', '***', '--n', '1']"),
         ("failed: run --api_key opensesame --n 1", "failed: run --api_key *** --n 1"),
+        ("password: |\n  open\n  sesame\nn: 1", "password: ***\nn: 1"),
+        ("password: >-\n  open sesame", "password: ***"),
+        ("password: !str opensesame, n: 1", "password: ***, n: 1"),
+        ("passwords: &all !!seq [open, sesame], n: 1", "passwords: ***, n: 1"),
+        ("password: !open, n: 1", "password: ***, n: 1"),
+        ("password: !open ", "password: *** "),
+        ("{password => opensesame, n => 1}", "{password => ***, n => 1}"),
+        ("token=SecretStr('open sesame') n=1", "token=*** n=1"),
+        ("api_key=SecretStr( 'open sesame, of which the end is", "api_key=***"),
+        ("[('api_key', 'open sesame'), ('n', 1)]", "[('api_key', '***'), ('n', 1)]"),
+        ('os.environ.setdefault("HF_TOKEN", "opensesame")', 'os.environ.setdefault("HF_TOKEN", "***")'),
     ],
 )
 def test_a_secret_within_a_text_is_hidden_and_the_rest_is_shown(text: str, shown: str) -> None:
@@ -128,6 +139,9 @@ def test_a_secret_within_a_text_is_hidden_and_the_rest_is_shown(text: str, shown
         "the bearer of good news; tokens: 5, eos_token: <end>",
         "tokens: [1, 2], pass: 3 of 4; too many tokens: give fewer; password: null",
         "`--api_key` is missing; `sort_key: name`, answer_key: solution_of_problem_2",
+        "sk-learn-is-a-library-of-models",
+        "api_key = os.environ['HF_TOKEN'], token=os.getenv(\"HF_TOKEN\")",
+        "('eos_token', 'end'), ('n', 'password')",
     ],
 )
 def test_a_text_without_a_secret_is_shown_as_it_is(text: str) -> None:
