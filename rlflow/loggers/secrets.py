@@ -98,6 +98,8 @@ def text_without_secrets(text: str) -> str:
     while found := _KEY.search(text, at):
         at, key = found.end(), found["key"] or found["option"] or found["first"]
         named = named_secret(key)
+        if found["first"] and named != "secret" and not key.isupper():  # `Importance("token", "truncate")`
+            continue
         value = (_ONE_WORD if named == "drawn" else _VALUE).match(text, at) if named else None
         if value is None:
             continue

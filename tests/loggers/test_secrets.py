@@ -141,7 +141,7 @@ def test_a_secret_within_a_text_is_hidden_and_the_rest_is_shown(text: str, shown
         "`--api_key` is missing; `sort_key: name`, answer_key: solution_of_problem_2",
         "sk-learn-is-a-library-of-models",
         "api_key = os.environ['HF_TOKEN'], token=os.getenv(\"HF_TOKEN\")",
-        "('eos_token', 'end'), ('n', 'password')",
+        "('eos_token', 'end'), ('n', 'password'), Importance('token', 'truncate')",
     ],
 )
 def test_a_text_without_a_secret_is_shown_as_it_is(text: str) -> None:
