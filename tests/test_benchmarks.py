@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks import small_run, turns
 from benchmarks.delays import delay
+from benchmarks.size import Size, size_of
 from rlflow import CausalLM, Environment
 from rlflow.algorithms import DAPO, GRPO
 from rlflow.data.prefetch import Prefetch
@@ -87,3 +88,9 @@ def test_metrics_that_benchmarks_read_are_logged(tmp_path: Path) -> None:
     read = {(name, file.name) for file in BENCHMARKS.rglob("*.py") for name in metrics_read(file)}
     assert ("time/step", "predicted.py") in read
     assert sorted((name, file) for name, file in read if name not in step) == []
+
+
+def test_code_is_counted_without_blank_lines_comments_and_docstrings() -> None:
+    source = '"""Two\nlines."""\n\n# why\nclass A:\n    """One."""\n\n    x = """a\nb"""  # code of two lines\n'
+    assert size_of(source) == Size(code=3, docstrings=3, files=1, classes=1)
+    assert size_of(source).docstring_share == 0.5

@@ -19,6 +19,7 @@ from benchmarks.unchanged.cases import VLLM, Case, apart, cases_of, divisor
 from benchmarks.unchanged.comparison import compared
 from benchmarks.unchanged.execution import python
 from benchmarks.unchanged.record import Values, values_of
+from benchmarks.unchanged.renamed import renamed, unused, with_defaults
 from benchmarks.unchanged.revisions import ROOT, Revision, digest, entry_point, placed
 from benchmarks.unchanged.running import Runs
 from benchmarks.unchanged.shortened import shortened
@@ -126,6 +127,35 @@ class TestComparison:
 
     def test_a_step_that_is_not_there_is_a_difference(self) -> None:
         assert len(compared(VALUES, {"step 1": VALUES["step 1"]}, allowed=())[1]) == 1
+
+
+class TestRenamed:
+    NAMES = {"actor/loss": "actor/policy_loss"}  # noqa: RUF012
+    NOW: Values = {"step 1": {"actor/policy_loss": 0.1, "time/step": 3.0}, "weights of model": {"head": "ab"}}  # noqa: RUF012
+
+    def test_a_renamed_metric_is_compared_under_its_new_name(self) -> None:
+        assert compared(renamed(VALUES, self.NAMES), self.NOW, allowed=()) == (2, [])
+        other = self.NOW | {"step 1": {"actor/policy_loss": 0.2}}
+        assert [each.name for each in compared(renamed(VALUES, self.NAMES), other, ())[1]] == ["actor/policy_loss"]
+
+    def test_a_renaming_that_one_side_does_not_have_is_listed(self) -> None:
+        assert unused([VALUES], [self.NOW], self.NAMES) == []
+        assert unused([VALUES], [VALUES], self.NAMES) == ["actor/loss -> actor/policy_loss"]
+        assert unused([self.NOW], [self.NOW], self.NAMES) == ["actor/loss -> actor/policy_loss"]
+
+    def test_a_changed_default_is_written_out_where_a_config_does_not_set_it(self) -> None:
+        defaults = {"data.prompt": "question"}
+        assert with_defaults({"data": {"shuffle": False}}, defaults) == {
+            "data": {"shuffle": False, "prompt": "question"}
+        }
+        assert with_defaults({"data": {"prompt": "text"}}, defaults) == {"data": {"prompt": "text"}}
+
+    def test_a_proof_writes_the_new_names_of_keys_and_classes(self) -> None:
+        settings = {"module": {"longest_response": 65}, "data": {"prompts_per_step": 32}, "trainer": {}, "rollout": "x"}
+        names = {"max_response_length": "longest_response", CASE.engine: "rlflow.rollout.Engine"}
+        short = shortened(settings, CASE, Path("run"), names)
+        assert short["module"] == {"longest_response": 32}
+        assert short["rollout"] == {"class_path": "rlflow.rollout.Engine"}
 
 
 class TestRecord:

@@ -6,7 +6,8 @@
 
 Each config of the base makes three steps through the command line of the base and of the working tree, at 1 and at 2
 ranks or at those of its placement, from models that the base made. Compared are every metric of each step but times
-and bytes, the samples, and each tensor of each trained model. The exit code is 0 if all runs are there and equal.
+and bytes, the samples, and each tensor of each trained model; names that changed are in `renamed.py`. The exit code
+is 0 if all runs are there and equal.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from benchmarks.unchanged import starts
 from benchmarks.unchanged.cases import apart, cases_of
 from benchmarks.unchanged.comparison import LEFT_OUT
+from benchmarks.unchanged.renamed import CONFIG, DEFAULTS, renamed, unused
 from benchmarks.unchanged.revisions import ROOT, committed, present
 from benchmarks.unchanged.running import Runs, run_all
 from benchmarks.unchanged.table import row, summary, table
@@ -41,20 +43,24 @@ def main() -> int:
         print(f"nothing of {base.name} is in {folder}")
         return 1
     models = starts.of(base) if given.table else starts.made(base, given.jobs)
-    before, after = Runs(base, models), Runs(now, models)
+    before, after = Runs(base, models), Runs(now, models, CONFIG, DEFAULTS)
     sides = [] if given.table else [before] if given.base_alone else [before, after]
     problems = [line for side in sides for line in run_all(side, chosen, given.jobs)]
     if given.base_alone:
         done = sum(before.record(case) is not None for case in chosen)
         print("\n".join([*problems, f"{done} of {len(chosen)} runs of {base.name} are recorded"]))
         return 0 if chosen and done == len(chosen) else 1
-    rows = [row(case, before.values(case), after.values(case), given.allow) for case in chosen]
+    found = [(case, before.values(case), after.values(case)) for case in chosen]
+    rows = [row(case, then and renamed(then), today, given.allow) for case, then, today in found]
+    unseen = unused([then or {} for _, then, _ in found], [today or {} for *_, today in found])
     print("\n".join(table(rows)), "\n")
     for why, names in apart(base.code / "configs").items():
         print(f"{', '.join(names)}: {why}")
     print(f"Left out: {', '.join(LEFT_OUT)}. {base.name}: {base.folder.name}, {now.name}: {now.folder.name}.")
+    if given.only == [""]:  # all runs together show every name
+        problems += [f"{line}: a renaming in `renamed.METRICS` that no run shows" for line in unseen]
     print("\n".join([*problems, summary(rows)]))
-    return 0 if rows and all(each.equal for each in rows) else 1
+    return 0 if rows and not problems and all(each.equal for each in rows) else 1
 
 
 if __name__ == "__main__":

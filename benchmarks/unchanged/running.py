@@ -7,9 +7,9 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from benchmarks.unchanged import starts
 from benchmarks.unchanged.cases import Case
 from benchmarks.unchanged.execution import python
 from benchmarks.unchanged.record import Values, values_of
+from benchmarks.unchanged.renamed import with_defaults
 from benchmarks.unchanged.revisions import Revision
 from benchmarks.unchanged.shortened import shortened
 
@@ -30,10 +31,14 @@ class Runs:
     Attributes:
         revision: Whose code runs.
         starts: What stands for `runs` in each.
+        names: New names of keys and classes, by the base's.
+        defaults: What the base sets where a config says nothing, see `renamed.DEFAULTS`.
     """
 
     revision: Revision
     starts: Path
+    names: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -56,7 +61,10 @@ class Runs:
     def settings(self, case: Case, run: Path) -> Any | None:
         """A run's settings; None if the revision has no such config."""
         path = self.revision.code / "configs" / f"{case.config}.yaml"
-        return shortened(yaml.safe_load(path.read_text(encoding="utf-8")), case, run) if path.exists() else None
+        if not path.exists():
+            return None
+        settings = with_defaults(yaml.safe_load(path.read_text(encoding="utf-8")), self.defaults)
+        return shortened(settings, case, run, self.names)
 
     def mark(self, case: Case) -> str:
         """Of how a run is made, its code and what it starts from aside."""
