@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks, check_callbacks
+from rlflow.controller.run import Run
 from rlflow.data.loader import scan_together
 from rlflow.data.prompts import PromptData
 from rlflow.databuffer.balance import Balance
@@ -29,7 +30,6 @@ from rlflow.run.fit import fit
 from rlflow.run.folder import require_folder
 from rlflow.run.folder_lock import require_own
 from rlflow.run.prepare import prepare
-from rlflow.run.prepared_run import Prepared
 from rlflow.run.replay import Replay, Replayed, replay
 from rlflow.run.validation import validate
 from rlflow.run_state import RunState
@@ -189,7 +189,7 @@ class Trainer:
             UserError: Something that the user can mend; before processes start where it can be known then.
         """
 
-        def run(prepared: Prepared, callbacks: Callbacks) -> dict[str, Any]:
+        def run(prepared: Run, callbacks: Callbacks) -> dict[str, Any]:
             return fit(prepared, callbacks, self.loggers, self._state, self.resolved_config)
 
         return self._launch(module, data, self.settings, run)
@@ -211,7 +211,7 @@ class Trainer:
                 " set the module's `model` to the `model` folder of the run"
             )
 
-        def run(prepared: Prepared, callbacks: Callbacks) -> dict[str, Any]:
+        def run(prepared: Run, callbacks: Callbacks) -> dict[str, Any]:
             return validate(prepared, callbacks, self._state, self.resolved_config)
 
         return self._launch(module, data, self.settings.for_validation(), run)
@@ -288,7 +288,7 @@ class Trainer:
         module: RLModule,
         data: PromptData,
         settings: Settings,
-        start: Callable[[Prepared, Callbacks], Result],
+        start: Callable[[Run, Callbacks], Result],
     ) -> Result:
         """Prepare a run, bring up its ranks, and `start` it on each."""
         from lightning.fabric import Fabric

@@ -10,14 +10,13 @@ from rlflow.checkpoint.kept_rows import SURPLUS, UNDER_WAY
 from rlflow.controller.filling import Filling
 from rlflow.controller.in_step import InStep
 from rlflow.controller.partial import PartialRollout
-from rlflow.controller.program import Program
+from rlflow.controller.run import Run
 from rlflow.controller.steps import Steps
 from rlflow.dag.node import BATCH
 from rlflow.dag.tasks import Fill, HoldBack, Load, Task
 from rlflow.data.prefetch import Prefetch
 from rlflow.databuffer.kept import Kept
 from rlflow.databuffer.message import to_message
-from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.rollout.responses import Part
 from rlflow.values.batch import Batch
@@ -29,11 +28,9 @@ class Draws:
     """Draws prompts for steps.
 
     Args:
-        program: What is run.
-        loader: Of the training rows.
-        transport: To the other ranks.
-        device: Where rows are wanted.
-        steps: Those in progress.
+        run: The run on this rank.
+        loader: Loader of the training rows.
+        steps: Steps in progress.
 
     Attributes:
         count: How often prompts were drawn, the draw in progress included.
@@ -41,24 +38,20 @@ class Draws:
         partial: Holds back responses that are cut off; None where none are.
     """
 
-    def __init__(
-        self, program: Program, loader: Prefetch, transport: Transport, device: torch.device, steps: Steps
-    ) -> None:
+    def __init__(self, run: Run, loader: Prefetch, steps: Steps) -> None:
         self.count = 0
-        self.repeats = program.plan.fill is not None
-        self._program = program
+        self.repeats = run.plan.fill is not None
+        self._run = run
         self._loader = loader
-        self._transport = transport
-        self._device = device
+        self._transport = run.transport
+        self._device = run.strategy.root_device
         self._steps = steps
         self.partial: PartialRollout | None = None
-        keep, longest = program.keeping, program.max_tokens_per_draw
-        self._filling = Filling(
-            program.graph, program.plan, transport, loader.prompts_per_step, program.module.max_draws, keep
-        )
-        for task in program.plan.every():
+        keep, longest = run.keeping, run.max_tokens_per_draw
+        self._filling = Filling(run.graph, run.plan, run.transport, loader.prompts_per_step, run.module.max_draws, keep)
+        for task in run.plan.every():
             if isinstance(task, HoldBack) and longest is not None:
-                self.partial = PartialRollout(program.plan, task, transport, longest, keep)
+                self.partial = PartialRollout(run.plan, task, run.transport, longest, keep)
 
     def part_of(self, node_id: str) -> Part | None:
         """How far the responses of a node get; None where they are not cut off."""
@@ -72,7 +65,7 @@ class Draws:
         lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)  # of pairs nothing is per token
         space = self._steps.gather(BATCH, layout, now, ids[:, None], lengths=lengths, tokens=batch.tokens)
         on_device = to_device(batch, self._device)
-        now.buffer.put(BATCH, on_device, self._program.graph.type_of(BATCH), space, layout)
+        now.buffer.put(BATCH, on_device, self._run.graph.type_of(BATCH), space, layout)
         if self.partial is not None:
             self.partial.join(now)
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from rlflow.checkpoint import digest_of
 from rlflow.checkpoint.kept_rows import described, write_rows
 from rlflow.controller.in_step import InStep
-from rlflow.controller.program import Program
+from rlflow.controller.run import Run
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import Node
 from rlflow.databuffer.descent import ancestors, beside_parents
@@ -60,11 +60,11 @@ class NodeInputs:
     nodes: Collection[str] = ()
 
     @contextmanager
-    def around(self, node: Node, layout: Layout, now: InStep, program: Program, world_size: int) -> Iterator[NodeCall]:
+    def around(self, node: Node, layout: Layout, now: InStep, run: Run, world_size: int) -> Iterator[NodeCall]:
         """Around the call of a node, whose inputs are written before it if they are asked for, else if it raises."""
         kept = not node.failures_of and (not self.nodes or node.id in self.nodes)  # those are run with their scorer
         asked = now.step + 1 in self.steps and kept
-        call = NodeCall(self.folder, node, layout, now, program, world_size, asked)
+        call = NodeCall(self.folder, node, layout, now, run, world_size, asked)
         if asked:
             call.write("")
         try:
@@ -88,13 +88,13 @@ class NodeCall:
     node: Node
     layout: Layout
     now: InStep
-    program: Program
+    run: Run
     world_size: int
     asked: bool
 
     def write(self, failed: str) -> None:
         """Write what the node reads; `failed`: what it raised."""
-        graph, node, now, rank = self.program.graph, self.node, self.now, self.program.rank
+        graph, node, now, rank = self.run.graph, self.node, self.now, self.run.rank
         spaces, values = {node.inside: self._laid(now.spaces[node.inside])}, {}
         for name in node.reads:
             reader = now.spaces[graph.seen_in(node, name)]
@@ -111,7 +111,7 @@ class NodeCall:
             name = of_rank(f"{node.id}.{FAILED}", rank, self.world_size)
             (self._folder / f"{name}.txt").write_text(failed)
         if rank == self.layout.ranks[0] or failed:
-            rest, tensors = without_tensors(self.program.module.state_dict())
+            rest, tensors = without_tensors(self.run.module.state_dict())
             path = self._folder / f"{node.id}.{STATE}"
             Path(f"{path}.json").write_text(json.dumps(rest))
             save_file(
@@ -125,7 +125,7 @@ class NodeCall:
         """Write what the node returned, if its inputs were asked for."""
         if self.asked and self.node.makes_value:
             value = KeptValue(self.node.returns, space.name, self.layout, result)
-            kept = Kept(self.program.rank, {space.name: self._laid(space)}, {self.node.id: value})
+            kept = Kept(self.run.rank, {space.name: self._laid(space)}, {self.node.id: value})
             name = f"{self.node.id}.{MADE}"
             self._sign(name, self._write(name, kept, {}))
 
@@ -137,9 +137,9 @@ class NodeCall:
     def _write(self, name: str, kept: Kept, more: dict[str, Any]) -> list[str]:
         """The names of the files that no other rank writes."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        signature_of(self._folder, name, self.program.rank, self.world_size).unlink(missing_ok=True)
+        signature_of(self._folder, name, self.run.rank, self.world_size).unlink(missing_ok=True)
         written = write_rows(self._folder, name, kept, self.world_size)
-        draft = self._folder / f"{name}.json.{self.program.rank}"  # of several ranks that write the same, one counts
+        draft = self._folder / f"{name}.json.{self.run.rank}"  # of several ranks that write the same, one counts
         content = {**described(kept, self.world_size), **more}
         draft.write_text(json.dumps({"sha256": digest_of(content), **content}))
         os.replace(draft, self._folder / f"{name}.json")
@@ -147,7 +147,7 @@ class NodeCall:
 
     def _sign(self, name: str, written: Collection[str]) -> None:
         """Write the digests of files that are written and stay as they are."""
-        signature = signature_of(self._folder, name, self.program.rank, self.world_size)
+        signature = signature_of(self._folder, name, self.run.rank, self.world_size)
         signature.write_text(json.dumps({file: sha256(self._folder / file) for file in written}))
 
     def _at(self, space: RowSpace) -> Partition:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
-from rlflow.controller.bad_updates import UpdateWatch
 from rlflow.controller.calls import Calls
-from rlflow.controller.context import NodeContext, Running
+from rlflow.controller.context import Running
 from rlflow.controller.draws import Draws
 from rlflow.controller.failures import failures_of_rows, tell
 from rlflow.controller.finite import require_finite
@@ -19,17 +16,15 @@ from rlflow.controller.in_step import InStep
 from rlflow.controller.inputs import NodeCall, NodeInputs
 from rlflow.controller.new_rows import new_rows
 from rlflow.controller.policies import Policies
-from rlflow.controller.program import Program
 from rlflow.controller.responses import measure
+from rlflow.controller.run import Run
 from rlflow.controller.steps import Steps
 from rlflow.controller.training import Training
 from rlflow.dag.failures import failed
 from rlflow.dag.node import Node
 from rlflow.dag.tasks import HoldBack, RunNode, TrainNode
 from rlflow.databuffer.rows import RowSpace
-from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError, within_node
-from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.each import Each, Trained
 from rlflow.values.host_copy import on_device
 from rlflow.values.layout import Layout
@@ -40,68 +35,51 @@ class Nodes:
     """Runs the nodes of one rank.
 
     Args:
-        program: What is run.
-        policies: That generate.
-        strategy: Trains.
-        context: Of this rank; the module is attached to it.
-        transport: To the other ranks.
-        callbacks: Told of nodes.
-        steps: Those in progress.
-        draws: Of prompts.
-        inputs: What nodes read is kept there, of some steps.
+        run: The run on this rank.
+        policies: Policies that generate.
+        callbacks: Called before and after each node.
+        steps: Steps in progress.
+        draws: Draws of prompts.
+        inputs: Stores what nodes read in some steps.
+
+    Attributes:
+        training: Makes the updates of train nodes.
     """
 
     def __init__(
         self,
-        program: Program,
+        run: Run,
         policies: Policies,
-        strategy: TrainingStrategy,
-        context: NodeContext,
-        transport: Transport,
         callbacks: Callbacks,
         steps: Steps,
         draws: Draws,
         inputs: NodeInputs,
     ) -> None:
-        self._program = program
+        self._run = run
         self._policies = policies
-        self._context = context
-        self._transport = transport
+        self._context = run.context
+        self._transport = run.transport
         self._callbacks = callbacks
         self._steps = steps
         self._draws = draws
         self._inputs = inputs
-        repeated = () if program.plan.fill is None else program.plan.fill.tasks
+        repeated = () if run.plan.fill is None else run.plan.fill.tasks
         self._repeated = {task.node_id for task in repeated if isinstance(task, RunNode)}
-        trained = [task for task in program.plan.every() if isinstance(task, TrainNode)]
-        self._training = Training(
-            program.module,
-            program.graph,
-            strategy,
-            transport,
-            program.seed,
+        trained = [task for task in run.plan.every() if isinstance(task, TrainNode)]
+        self.training = Training(
+            run.module,
+            run.graph,
+            run.strategy,
+            run.transport,
+            run.settings.seed,
             before_update=policies.before_update,
-            bad_updates=program.bad_updates,
-            gives_up=all(len(task.ranks) == transport.world_size for task in trained),
+            bad_updates=run.bad_updates,
+            gives_up=all(len(task.ranks) == run.transport.world_size for task in trained),
         )
-
-    def begin(self, at_first_update: Callable[[], None]) -> None:
-        """See `Training.begin`."""
-        self._training.begin(at_first_update)
-
-    @property
-    def tried(self) -> Counter[str]:
-        """Updates of the last step by role, those among them that were skipped."""
-        return self._training.tried
-
-    @property
-    def watch(self) -> UpdateWatch:
-        """What decides which updates are skipped."""
-        return self._training.watch
 
     def run(self, task: RunNode, now: InStep) -> None:
         """Call a node on this rank's rows, and keep what it makes."""
-        node, layout = self._program.graph.nodes[task.node_id], task.layout
+        node, layout = self._run.graph.nodes[task.node_id], task.layout
         self._callbacks.call(Callback.on_node_start, node.id)
         values, read = self._read(node, layout, now)
         with self._kept(node, layout, now) as kept:
@@ -124,18 +102,18 @@ class Nodes:
 
     def train(self, task: TrainNode, now: InStep) -> None:
         """Train a role with this rank's rows, from the first step that does."""
-        node = self._program.graph.nodes[task.node_id]
+        node = self._run.graph.nodes[task.node_id]
         values, space = self._read(node, task.layout, now)
-        if self._training.begun(node, now.step):
+        if self.training.begun(node, now.step):
             self._context.running = Running(node, space, task.layout, now.draw, {}, now.metrics)
             with self._kept(node, task.layout, now), within_node(node.id, node.place, self._transport.rank):
-                self._training.run(node, values, space, task.layout, now.metrics)
+                self.training.run(node, values, space, task.layout, now.metrics)
             self._context.running = None
         self._steps.free(task.frees, now)
 
     def hold_back(self, task: HoldBack, now: InStep) -> None:
         """Leave the step the groups whose responses have all ended."""
-        partial, layout = self._draws.partial, self._program.layouts[task.node_id]
+        partial, layout = self._draws.partial, self._run.value_layouts[task.node_id]
         assert partial is not None
         partial.hold_back(now, self._context.under_way)
         if layout.publishes(self._transport.rank):
@@ -144,16 +122,16 @@ class Nodes:
 
     def note_age(self, run: RunNode, now: InStep) -> None:
         """How many versions older than the trainer's the weights were that began the responses of the step."""
-        node, staleness = self._program.graph.nodes[run.node_id], self._program.plan.max_staleness
+        node, staleness = self._run.graph.nodes[run.node_id], self._run.plan.max_staleness
         if not node.generates or not (staleness or self._draws.repeats) or self._transport.rank != run.layout.ranks[0]:
             return
         versions = now.spaces[node.id].versions
-        newest = self._policies.versions_of(now.step + staleness, self._program.graph.changed_before(node))
+        newest = self._policies.versions_of(now.step + staleness, self._run.graph.changed_before(node))
         ages = newest[node.generates[0]] - versions
         now.metrics.mean(f"{node.id}/staleness", ages.sum(), float(len(versions)))
 
     def _kept(self, node: Node, layout: Layout, now: InStep) -> AbstractContextManager[NodeCall]:
-        return self._inputs.around(node, layout, now, self._program, self._transport.world_size)
+        return self._inputs.around(node, layout, now, self._run, self._transport.world_size)
 
     def _call(
         self, node: Node, space: RowSpace, layout: Layout, values: dict[str, Any], now: InStep
@@ -161,7 +139,7 @@ class Nodes:
         """What the node makes, and what it generated from."""
         context, part = self._context, self._draws.part_of(node.id)
         context.under_way = None
-        versions = self._policies.versions_of(now.step, self._program.graph.changed_before(node))
+        versions = self._policies.versions_of(now.step, self._run.graph.changed_before(node))
         running = Running(node, space, layout, now.draw, versions, now.metrics, part)
         if node.failures_of:
             return tell(node, values, now), running.calls
@@ -169,9 +147,9 @@ class Nodes:
         context.running = running
         after = dict.fromkeys(node.after, Trained())
         with within_node(node.id, node.place, self._transport.rank):
-            result = getattr(self._program.module, node.id)(**named, **after)
+            result = getattr(self._run.module, node.id)(**named, **after)
         context.running = None
-        telling = self._program.graph.nodes.get(failed(node.id))
+        telling = self._run.graph.nodes.get(failed(node.id))
         if telling is not None and telling.failures_of == node.id:
             own = space.paths(space.held(layout, self._transport.rank)).numbers
             now.failures[node.id] = failures_of_rows(running.failures, own, self._transport.device)
@@ -184,7 +162,7 @@ class Nodes:
 
     def _read(self, node: Node, layout: Layout, now: InStep) -> tuple[dict[str, Any], RowSpace]:
         """The values that `node` reads, in its layout, and the row space that it runs in."""
-        graph, space = self._program.graph, now.spaces[node.inside]
+        graph, space = self._run.graph, now.spaces[node.inside]
         values = {name: now.buffer.get(name, layout, now.spaces[graph.seen_in(node, name)]) for name in node.reads}
         values = graph.seen(node, values)
         here = space.held(layout, self._transport.rank)

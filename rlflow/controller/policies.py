@@ -69,15 +69,14 @@ class Policy:
 
     def _compare(self, sync: WeightSync, version: int, metrics: StepMetrics) -> None:
         """Log what engines say of weights that no step has logged, and begin to compare what they generate."""
-        sent = sync.take_sent()
+        reports = sync.take_reports()
         if self.gap is not None and self.probe is None:
             self.gap.open(version, metrics)
-        if sent is None:
-            return
-        if self.probe is not None:
+        if reports and self.probe is not None:
             self.probe.run(version, metrics)
-        if sent.here is not None:
-            metrics.number("sync/verified_tensors", float(sent.here.tensors))
+        for report in reports:
+            if report is not None:
+                metrics.number("sync/verified_tensors", float(report.tensors))
 
     def sleep(self) -> None:
         """Let its engines give back their memory, and weights that training changes; all ranks of the sync call it."""

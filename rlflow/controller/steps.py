@@ -9,13 +9,12 @@ from torch import Tensor
 from rlflow.checkpoint.kept_rows import flight_name
 from rlflow.controller.crossing import Crossing
 from rlflow.controller.in_step import InStep
-from rlflow.controller.program import Program
+from rlflow.controller.run import Run
 from rlflow.dag.tasks import Exchange, Task, Tell
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.kept import Kept
 from rlflow.databuffer.rows import ROOT, RowSpace
 from rlflow.databuffer.space_message import space_from_message, space_to_message
-from rlflow.databuffer.transport import Transport
 from rlflow.metrics import Metrics
 from rlflow.values.layout import Layout
 
@@ -24,16 +23,15 @@ class Steps:
     """Several where the plan overlaps them, one otherwise.
 
     Args:
-        program: What is run.
-        transport: To the other ranks.
-        metrics: Of this rank.
+        run: The run on this rank.
+        metrics: Metrics of this rank.
     """
 
-    def __init__(self, program: Program, transport: Transport, metrics: Metrics) -> None:
-        self._program = program
-        self._transport = transport
+    def __init__(self, run: Run, metrics: Metrics) -> None:
+        self._run = run
+        self._transport = run.transport
         self._metrics = metrics
-        self._crossing = Crossing(program.graph, program.plan, transport.rank, program.keeping)
+        self._crossing = Crossing(run.graph, run.plan, run.rank, run.keeping)
         self._steps: dict[int, InStep] = {}
 
     def __getitem__(self, step: int) -> InStep:
@@ -75,7 +73,7 @@ class Steps:
             path: `[B, depth]`, of this rank's.
             numbers: `[B]` each, see `RowSpace`.
         """
-        program = self._program
+        run = self._run
         now.spaces[name] = RowSpace.gather(
             name,
             self._transport,
@@ -84,24 +82,25 @@ class Steps:
             lengths=numbers["lengths"],
             tokens=numbers["tokens"],
             versions=numbers.get("versions"),
-            seed=program.seed,
+            seed=run.settings.seed,
             step=now.step,
-            balance=program.balance,
-            above=program.graph.levels(name)[:-1] or ROOT,
+            balance=run.settings.balance,
+            above=run.graph.levels(name)[:-1] or ROOT,
         )
         return now.spaces[name]
 
     def tell(self, task: Tell, step: int) -> None:
         """Of the rows of a space, all."""
-        now, name, program = self._steps[step], task.value, self._program
+        now, name, run = self._steps[step], task.value, self._run
         message = space_to_message(now.spaces[name]) if self._transport.rank == task.teller else None
         message = self._transport.broadcast_bytes(message, task.teller, task.ranks)
         if self._transport.rank != task.teller:
-            now.spaces[name] = space_from_message(message, name, seed=program.seed, step=step, balance=program.balance)
+            seed, balance = run.settings.seed, run.settings.balance
+            now.spaces[name] = space_from_message(message, name, seed=seed, step=step, balance=balance)
 
     def exchange(self, task: Exchange, step: int) -> None:
         """Start to bring a value to a layout, or beside rows above or below it."""
-        now, graph = self._steps[step], self._program.graph
+        now, graph = self._steps[step], self._run.graph
         space = now.spaces[graph.space_of(task.value)]
         made_here = self._transport.rank in task.source.ranks
         if not made_here and not now.buffer.holds(task.value, space):
@@ -137,4 +136,4 @@ class Steps:
                     run(task, step)
 
     def _in_progress(self, done: int) -> range:
-        return range(done, min(done + self._program.plan.max_staleness, self._program.steps))
+        return range(done, min(done + self._run.plan.max_staleness, self._run.steps))

@@ -19,7 +19,7 @@ from rlflow.checkpoint import digest_of
 from rlflow.checkpoint.kept_rows import of_ranks, read_rows
 from rlflow.controller.in_step import InStep
 from rlflow.controller.inputs import EACH, FAILED, MADE, STATE, key_of, signature_of
-from rlflow.controller.program import Program
+from rlflow.controller.run import Run
 from rlflow.databuffer.kept import Kept, KeptValue
 from rlflow.databuffer.rows import NUMBERS, ROOT, RowSpace
 from rlflow.errors import UserError, one_line
@@ -86,31 +86,31 @@ class StoredInputs:
             path = self.folder / name
             return with_tensors(json.loads(Path(f"{path}.json").read_text()), load_file(f"{path}.safetensors"))
 
-    def put(self, program: Program, layout: Layout, now: InStep, device: torch.device) -> None:
+    def put(self, run: Run, layout: Layout, now: InStep, device: torch.device) -> None:
         """Give a step of one process what the node reads, the rows of all ranks in the order of their paths."""
-        graph, node = program.graph, program.graph.nodes[self.node]
+        graph, node = run.graph, run.graph.nodes[self.node]
         if missing := sorted({*self.described["values"]} ^ {*node.reads}):
             raise UserError(
                 f"{self.folder} has what an earlier `{self.node}` read, and `{missing[0]}` is read by one of the two"
                 " alone; replay with the algorithm of the run"
             )
         values = {name: KeptValue(graph.type_of(name), key_of(graph, node, name), layout, None) for name in node.reads}
-        kept = self._rows(self.node, self.described, values, program, layout, now.step, device)
+        kept = self._rows(self.node, self.described, values, run, layout, now.step, device)
         now.spaces |= {key.removeprefix(EACH): space for key, space in kept.spaces.items()}
         for name, value in kept.values.items():
             now.buffer.put(name, value.rows, value.annotation, kept.spaces[value.space], layout)
             if name in node.each:
                 now.buffer.issue(name, layout, now.spaces[node.inside])
 
-    def made(self, program: Program, layout: Layout, step: int, device: torch.device) -> tuple[Any, RowSpace] | None:
+    def made(self, run: Run, layout: Layout, step: int, device: torch.device) -> tuple[Any, RowSpace] | None:
         """What the node returned in the run, and its rows; None where that was not kept."""
-        name, node = f"{self.node}.{MADE}", program.graph.nodes[self.node]
+        name, node = f"{self.node}.{MADE}", run.graph.nodes[self.node]
         if not (self.folder / f"{name}.json").is_file():
             return None
         described, _ = _described(self.folder, name)
         key = next(iter(described["spaces"]))
         values = {self.node: KeptValue(node.returns, key, layout, None)}
-        kept = self._rows(name, described, values, program, layout, step, device)
+        kept = self._rows(name, described, values, run, layout, step, device)
         return kept.values[self.node].rows, kept.spaces[key]
 
     def _rows(
@@ -118,7 +118,7 @@ class StoredInputs:
         name: str,
         described: dict[str, Any],
         values: dict[str, KeptValue],
-        program: Program,
+        run: Run,
         layout: Layout,
         step: int,
         device: torch.device,
@@ -126,14 +126,13 @@ class StoredInputs:
         spaces = {}
         with readable_as(self.folder, name):
             for key in described["spaces"]:
-                levels = program.graph.levels(key.removeprefix(EACH))
+                levels = run.graph.levels(key.removeprefix(EACH))
                 none = torch.empty(len(levels) + len(NUMBERS), 0, dtype=torch.int64)
                 shards = [none] * layout.shards
                 spaces[key] = RowSpace.of_shards(levels[-1], layout, shards, above=levels[:-1] or ROOT)
             read = read_rows(self.folder, name, described, Kept(layout.ranks[0], spaces, values), device)
-        in_step = {
-            key: space.at(seed=program.seed, step=step, balance=program.balance) for key, space in read.spaces.items()
-        }
+        seed, balance = run.settings.seed, run.settings.balance
+        in_step = {key: space.at(seed=seed, step=step, balance=balance) for key, space in read.spaces.items()}
         return Kept(read.rank, in_step, read.values)
 
 

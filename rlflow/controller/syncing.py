@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,17 +15,6 @@ from rlflow.rollout.engine import NO_VERSION, RolloutEngine, SyncReport
 from rlflow.strategies.strategy import TrainingStrategy
 
 Bucket = list[tuple[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Weights that were sent.
-
-    Attributes:
-        here: What this rank's engine says of them; None where it has none.
-    """
-
-    here: SyncReport | None
 
 
 class WeightSync:
@@ -59,7 +47,7 @@ class WeightSync:
         keeps: bool = False,
     ) -> None:
         self.version = NO_VERSION
-        self._sent: Sent | None = None
+        self._unlogged: list[SyncReport | None] = []
         self._policy = task.policy
         self._files = files
         self._keeps = keeps
@@ -90,13 +78,16 @@ class WeightSync:
             report = self._engine.update_weights(buckets, version)
         for _ in buckets:  # gathering is a collective of the role's ranks
             pass
-        self.version, self._sent = version, Sent(report)
+        self.version, self._unlogged = version, [report]
         return report
 
-    def take_sent(self) -> Sent | None:
-        """What was sent since it was asked last, on all ranks of the task alike; None if nothing was."""
-        sent, self._sent = self._sent, None
-        return sent
+    def take_reports(self) -> list[SyncReport | None]:
+        """Reports of this rank's engine on weights sent since the last call; a None for each sync without an engine.
+
+        Their number is the same on all ranks of the task.
+        """
+        reports, self._unlogged = self._unlogged, []
+        return reports
 
     def sleep(self) -> None:
         """Let this rank's engine give back its memory, and with it the weights, unless it keeps them."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.early_stopping import EarlyStopping
 from rlflow.controller.generating import require_no_seats
+from rlflow.controller.run import Run
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH
 from rlflow.dag.planner import Plan
@@ -21,7 +22,6 @@ from rlflow.models.context import cached_bytes, check_positions, positions
 from rlflow.models.handle import ModelHandle
 from rlflow.models.moe import check_moe
 from rlflow.module import RLModule, environments, handles
-from rlflow.run.prepared_run import Prepared
 from rlflow.settings import Settings
 from rlflow.values.batch import Pairs
 from rlflow.values.layout import Layout
@@ -125,56 +125,56 @@ def check_experts(
         )
 
 
-def check_environments(prepared: Prepared) -> None:
+def check_environments(run: Run) -> None:
     """Check that what answers policies can be heard: its tools have schemas, and the model's template writes turns.
 
     Raises:
         UserError: It cannot, or steps are such that conversations cannot be.
     """
-    found = environments(prepared.module)
+    found = environments(run.module)
     for name in ("renderer", "tool_calls"):
-        if not found and getattr(prepared.data, name) is not None:
+        if not found and getattr(run.data, name) is not None:
             raise UserError(
-                f"`data.{name}` is set, and {type(prepared.module).__name__} has no environment, whose turns it is for;"
+                f"`data.{name}` is set, and {type(run.module).__name__} has no environment, whose turns it is for;"
                 " leave it out"
             )
-    if len(found) > 1 and prepared.scores_validation:
+    if len(found) > 1 and run.scores_validation:
         raise UserError(
-            f"`data.validation` is set and {type(prepared.module).__name__} has several environments,"
+            f"`data.validation` is set and {type(run.module).__name__} has several environments,"
             f" {' and '.join(found)}, so it is not known which one validates; leave it out"
         )
-    replays = [role for role, handle in handles(prepared.module).items() if handle.replays_routing]
+    replays = [role for role, handle in handles(run.module).items() if handle.replays_routing]
     for name, environment in found.items():
         if replays:
             raise UserError(
                 f"`moe.routing_replay` is set for `{replays[0]}` and `module.{name}` is set; the experts of a"
                 " conversation, whose turns are generated one by one, are not kept. Leave out `routing_replay`"
             )
-        if prepared.settings.partial_rollout is not None:
+        if run.settings.partial_rollout is not None:
             require_no_seats(f"`module.{name}` is an environment", environment)
         for definition in environment.definitions.values():
-            prepared.bridges.of(definition)
+            run.bridges.of(definition)
 
 
-def check_rows(prepared: Prepared) -> None:
+def check_rows(run: Run) -> None:
     """Check what the scanned rows decide: that there are enough, and that models and engines take the longest.
 
     Raises:
         UserError: Something of this cannot work.
     """
-    module, strategy = prepared.module, prepared.strategy
-    check_environments(prepared)
-    prepared.train.require_enough()
-    prompt, response = prepared.longest_prompt, module.max_response_length
-    longest_row = max(loader.scan.longest_row for loader in prepared.loaders if loader is not None)
-    for role in sorted(prepared.paths, key=lambda role: positions(prepared.configs[role]) or inf):
-        config = prepared.configs[role]
+    module, strategy = run.module, run.strategy
+    check_environments(run)
+    run.train.require_enough()
+    prompt, response = run.longest_prompt, module.max_response_length
+    longest_row = max(loader.scan.longest_row for loader in run.loaders if loader is not None)
+    for role in sorted(run.paths, key=lambda role: positions(run.configs[role]) or inf):
+        config = run.configs[role]
         check_positions(config, longest_row, role, "the longest row of the data")
-        if prepared.generates:
+        if run.generates:
             of = f"a prompt of {prompt} tokens and a response of up to {response}"
             check_positions(config, prompt + response, role, of, prompt)
-    for policy, engine in prepared.engines.own.items() if prepared.generates else ():
-        config = prepared.configs[policy]
+    for policy, engine in run.engines.own.items() if run.generates else ():
+        config = run.configs[policy]
         with about(engine):
             engine.check_lengths(
                 prompt,

@@ -11,10 +11,8 @@ from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.checkpoint import AUTO
 from rlflow.controller import Controller
-from rlflow.controller.bad_updates import BadUpdates
 from rlflow.controller.inputs import NodeInputs
-from rlflow.controller.observers import Observers
-from rlflow.controller.program import Program
+from rlflow.controller.run import Run
 from rlflow.controller.training import StepGivenUp
 from rlflow.data.prefetch import Prefetch
 from rlflow.errors import Preempted, UserError
@@ -30,13 +28,12 @@ from rlflow.process.freed_memory import keep_freed_memory, return_freed_memory
 from rlflow.process.status import AT_FIRST, report
 from rlflow.run.folder import RunFolder, from_here
 from rlflow.run.memory_table import memory_table
-from rlflow.run.policies import PolicyBuilder
-from rlflow.run.prepared_run import Prepared
+from rlflow.run.policies import policies_of
 from rlflow.run.recording import Recording
 from rlflow.run.resume import Resume
 from rlflow.run.saving import Saving
 from rlflow.run.schedules import check_made, counted
-from rlflow.run.setup import Joined, join
+from rlflow.run.setup import join, load_role, locked_folder, open_folder, set_up_engines
 from rlflow.run.size_table import size_table
 from rlflow.run.standing import Standing
 from rlflow.run.summary import closing_lines, compared
@@ -46,7 +43,7 @@ from rlflow.run_state import RunState
 
 
 def fit(
-    prepared: Prepared,
+    run: Run,
     callbacks: Callbacks,
     loggers: Sequence[Logger],
     state: RunState,
@@ -55,24 +52,24 @@ def fit(
     """Train to the end; the run's summary. Called by all ranks.
 
     Args:
-        prepared: The run.
+        run: The run.
         callbacks: Of the user.
         loggers: Beside the run's own.
         state: That callbacks see.
         resolved_config: YAML; None for a run without a config.
     """
-    strategy = prepared.strategy
+    strategy = run.strategy
     report(strategy.global_rank, AT_FIRST)
     if strategy.root_device.type == "cpu":
         return_freed_memory() if strategy.divides_weights else keep_freed_memory()
-    joined = join(prepared, resolved_config)
-    with joined.locked_folder() as lock:
-        resume = Resume.of(joined)
-        return _fit(joined, joined.open_folder(lock, resume.goes_on), resume, callbacks, loggers, state)
+    join(run, resolved_config)
+    with locked_folder(run) as lock:
+        resume = Resume.of(run)
+        return _fit(run, open_folder(run, lock, resume.goes_on), resume, callbacks, loggers, state)
 
 
 def _fit(
-    joined: Joined,
+    run: Run,
     folder: RunFolder,
     resume: Resume,
     callbacks: Callbacks,
@@ -80,39 +77,38 @@ def _fit(
     state: RunState,
 ) -> dict[str, Any]:
     """As `fit`, in the run's folder."""
-    prepared, settings, strategy = joined.prepared, joined.prepared.settings, joined.prepared.strategy
-    rank = joined.transport.rank
+    settings, strategy, rank = run.settings, run.strategy, run.rank
     with ExitStack() as stack:
         log = folder.logs / f"rank{rank}.log"
-        console = stack.enter_context(Console(log, prepared.steps, resume.done, shows=joined.is_first))
-        trace = joined.transport.watch = Trace(folder.traces, rank, joined.transport.world_size)
+        console = stack.enter_context(Console(log, run.steps, resume.done, shows=run.is_first))
+        trace = run.transport.watch = Trace(folder.traces, rank, run.transport.world_size)
         stack.callback(trace.close)
-        recording = stack.enter_context(Recording(joined, folder, console, loggers, resume))
-        if chooses_prompts(prepared.module):
-            prepared.train.choose_by(prepared.module.choose_prompts)
-        draws = prepared.steps if prepared.plan.fill is None else None
-        prompts = stack.enter_context(Prefetch(prepared.train, draws))
+        recording = stack.enter_context(Recording(run, folder, console, loggers, resume))
+        if chooses_prompts(run.module):
+            run.train.choose_by(run.module.choose_prompts)
+        draws = run.steps if run.plan.fill is None else None
+        prompts = stack.enter_context(Prefetch(run.train, draws))
         metrics = Metrics()
-        if joined.context.conversations is not None:
-            stack.callback(joined.context.conversations.close)
-        saving = Saving(joined, folder, metrics, callbacks, resume)
+        if run.context.conversations is not None:
+            stack.callback(run.context.conversations.close)
+        saving = Saving(run, folder, metrics, callbacks, resume)
         try:
-            controller = _build(joined, saving, metrics, callbacks, trace, prompts, console, folder)
+            controller = _build(run, saving, metrics, callbacks, trace, prompts, console, folder)
             for line in resume.restore(controller, metrics, callbacks):
                 console.say(line)
             saving.begin()
-            summary = Fit(joined, controller, saving, recording, callbacks, state, metrics, trace).train(resume)
+            summary = Fit(run, controller, saving, recording, callbacks, state, metrics, trace).train(resume)
         except BaseException as error:
             saving.abandon()
             callbacks.call(Callback.on_exception, error)
             if isinstance(error, Preempted) and error.agreed:
-                joined.engines.close()
+                run.rank_engines.close()
                 strategy.barrier()
             raise
-    joined.engines.close()
+    run.rank_engines.close()
     strategy.barrier()  # rank 0, which ends last, serves the store by which the others say goodbye
-    if joined.is_first and not settings.fast_dev_run:
-        summary = _leave_behind(folder, prepared, summary)
+    if run.is_first and not settings.fast_dev_run:
+        summary = _leave_behind(folder, run, summary)
     return summary
 
 
@@ -120,7 +116,7 @@ class Fit:
     """The loop over the steps of a run, with validations, saves and callbacks between them.
 
     Args:
-        joined: This rank.
+        run: This rank.
         controller: Runs the steps.
         saving: Writes checkpoints and models.
         recording: Has what loggers and terminal are given.
@@ -132,7 +128,7 @@ class Fit:
 
     def __init__(
         self,
-        joined: Joined,
+        run: Run,
         controller: Controller,
         saving: Saving,
         recording: Recording,
@@ -141,9 +137,8 @@ class Fit:
         metrics: Metrics,
         trace: Trace,
     ) -> None:
-        self._joined = joined
-        self._prepared = joined.prepared
-        self._settings = joined.prepared.settings
+        self._run = run
+        self._settings = run.settings
         self._controller = controller
         self._saving = saving
         self._recording = recording
@@ -154,7 +149,7 @@ class Fit:
 
     def train(self, resume: Resume) -> dict[str, Any]:
         """All steps that are not done; the run's summary."""
-        settings, state, steps = self._settings, self._state, self._prepared.steps
+        settings, state, steps = self._settings, self._state, self._run.steps
         self._stand_at(resume.done)
         self._callbacks.call(Callback.on_fit_start)
         after = {}
@@ -167,7 +162,7 @@ class Fit:
         while done < steps and not state.should_stop:
             metrics = self._step(done)
             done += 1
-            check_made(self._prepared, self._controller.tried, done)
+            check_made(self._run, self._controller.tried, done)
             self._stand_at(done)
             state.metrics |= metrics
             self._callbacks.call(Callback.on_step_end, done, metrics)
@@ -190,15 +185,15 @@ class Fit:
             self._saving.save_models()
         self._callbacks.call(Callback.on_fit_end)
         summary = {"steps": done, **compared(self._saving.before, after)}
-        if self._prepared.validation is not None:
-            summary["problems"] = self._prepared.validation.size
+        if self._run.validation is not None:
+            summary["problems"] = self._run.validation.size
         return summary
 
     def _stand_at(self, done: int) -> None:
         """Let callbacks see where the run stands; every rank knows how often prompts were drawn."""
-        draws = done if self._prepared.plan.fill is None else self._controller.draws
+        draws = done if self._run.plan.fill is None else self._controller.draws
         self._state.step = done
-        self._state.epoch = max(0, draws - 1) // self._prepared.train.steps_per_epoch
+        self._state.epoch = max(0, draws - 1) // self._run.train.steps_per_epoch
 
     def _step(self, done: int) -> dict[str, float]:
         """The metrics of the step after `done`; if it is given up, the run ends as it stood before."""
@@ -230,22 +225,22 @@ class Fit:
     def _save(self, standing: Standing, with_models: bool = True) -> None:
         """Callbacks and validation have seen the steps that are done, and keep what they saw."""
         done = standing.done
-        rank, doing, started = self._joined.transport.rank, f"saving after step {done}", time.perf_counter()
+        rank, doing, started = self._run.transport.rank, f"saving after step {done}", time.perf_counter()
         report(rank, doing)
-        with memory_watched(doing, to_hold_rows, self._prepared.strategy):
+        with memory_watched(doing, to_hold_rows, self._run.strategy):
             self._saving.save(standing, self._controller, with_models)
         self._trace.span("save checkpoint", SAVE, started, time.perf_counter(), step=done)
         report(rank, f"step {done}")
 
     def _validate(self, done: int) -> dict[str, float]:
-        if self._prepared.validation is None:
+        if self._run.validation is None:
             return {}
-        policies, name = self._controller.policies, self._prepared.follows
+        policies, name = self._controller.policies, self._run.follows
         follows = None if name is None else policies.get(name)
-        if self._prepared.scores_validation and follows is not None:
+        if self._run.scores_validation and follows is not None:
             policies.bring(follows.name, done, self._metrics.of(done))
-        metrics = measure(self._joined, 0 if follows is None else follows.version_after(done))
-        if follows is not None and self._prepared.graph.policies() != (follows.name,):
+        metrics = measure(self._run, 0 if follows is None else follows.version_after(done))
+        if follows is not None and self._run.graph.policies() != (follows.name,):
             follows.sleep()  # else the next step generates with it first, and lets it sleep
         self._state.metrics |= metrics
         self._callbacks.call(Callback.on_validation_end, done, metrics)
@@ -253,7 +248,7 @@ class Fit:
 
 
 def _build(
-    joined: Joined,
+    run: Run,
     saving: Saving,
     metrics: Metrics,
     callbacks: Callbacks,
@@ -263,47 +258,34 @@ def _build(
     folder: RunFolder,
 ) -> Controller:
     """Load models and engine, and give them to a controller; on the terminal, what the run comes to."""
-    prepared = joined.prepared
-    module, settings, strategy = prepared.module, prepared.settings, prepared.strategy
-    for line in (*trusted_code(prepared), *size_table(prepared), *memory_table(prepared)):
+    module, settings = run.module, run.settings
+    for line in (*trusted_code(run), *size_table(run), *memory_table(run)):
         console.say(line)
     startup.passed("ranks")
-    trained = prepared.graph.trained_roles()
-    for role in prepared.paths:
-        per_step = prepared.data.prompts_per_step
-        updates = counted(module, prepared.graph, role, per_step, prepared.steps) if role in trained else None
-        joined.load(role, updates)
+    trained = run.graph.trained_roles()
+    for role in run.paths:
+        per_step = run.data.prompts_per_step
+        updates = counted(module, run.graph, role, per_step, run.steps) if role in trained else None
+        load_role(run, role, updates)
         if line := handles(module)[role].unknown:
             console.say(f"`{role}`: {line}")
     saving.require_space()
     startup.passed("models")
-    joined.set_up_engines()
+    set_up_engines(run)
     startup.passed("engine")
     startup.collect_again()
-    program = Program(
-        module,
-        prepared.graph,
-        prepared.plan,
-        joined.transport.rank,
-        prepared.steps,
-        settings.seed,
-        settings.balance,
-        settings.partial_rollout,
-        BadUpdates(settings.run_dir, joined.transport.rank, settings.skip_spikes, settings.max_skipped),
-    )
-    policies = PolicyBuilder(joined).policies(callbacks)
+    policies = policies_of(run, callbacks)
     inputs = NodeInputs(None if settings.fast_dev_run else folder.inputs, settings.keep_inputs, settings.keep_inputs_of)
-    observers = Observers(metrics, trace, callbacks, inputs)
-    return Controller(program, policies, strategy, prompts, joined.context, joined.transport, observers)
+    return Controller(run, policies, prompts, metrics, trace, callbacks, inputs)
 
 
-def _leave_behind(folder: RunFolder, prepared: Prepared, numbers: dict[str, Any]) -> dict[str, Any]:
+def _leave_behind(folder: RunFolder, run: Run, numbers: dict[str, Any]) -> dict[str, Any]:
     """The files that sum the run up, and on the terminal where they are; the summary."""
     try:
         draw_curves(folder.path)
     except UserError as error:  # of metrics that were damaged during the run, which is done
         print(f"warning: no {CURVES_FILE}: {error}")
-    summary = folder.write_summary(numbers, prepared.paths[prepared.lead])
+    summary = folder.write_summary(numbers, run.paths[run.lead])
     for line in closing_lines(folder, summary):
         print(line)
     return summary

@@ -7,29 +7,29 @@ from collections.abc import Iterator
 import psutil
 import torch
 
+from rlflow.controller.run import Run
 from rlflow.dag.node import engine_of
 from rlflow.errors import UserError
 from rlflow.memory.estimate import memories, memory_lines, require_room_for_engines
 from rlflow.memory.workload import Lengths, Workload, engine_here, loaded_role
 from rlflow.models.sizes import size_of
 from rlflow.module import handles
-from rlflow.run.prepared_run import Prepared
 from rlflow.storage.space import in_bytes
 
 
-def memory_table(prepared: Prepared) -> Iterator[str]:
+def memory_table(run: Run) -> Iterator[str]:
     """The memory of each role on a rank, a line each, and a warning where it is short.
 
     Args:
-        prepared: The run; its strategy has joined the other ranks.
+        run: The run; its strategy has joined the other ranks.
 
     Raises:
         UserError: Several engines alone take more than the memory of a rank.
     """
-    strategy, ranks_here = prepared.strategy, prepared.settings.devices  # which on the CPU share its memory
+    strategy, ranks_here = run.strategy, run.settings.devices  # which on the CPU share its memory
     total, free = device_memory(strategy.root_device, ranks_here)
     try:
-        workload = run_workload(prepared)
+        workload = run_workload(run)
     except UserError as error:  # of a family whose size is not known from its config; it runs nevertheless
         yield f"memory of a rank is not known before the run: {error}"
         return
@@ -47,42 +47,39 @@ def memory_table(prepared: Prepared) -> Iterator[str]:
             )
 
 
-def run_workload(prepared: Prepared) -> Workload:
+def run_workload(run: Run) -> Workload:
     """What a run has to do at each step.
 
     Raises:
         UserError: The size of a model is not known from its config.
     """
-    module, data, strategy = prepared.module, prepared.data, prepared.strategy
-    graph, layouts, models = prepared.graph, prepared.layouts, handles(module)
+    module, data, strategy = run.module, run.data, run.strategy
+    graph, layouts, models = run.graph, run.layouts, handles(module)
     on_cpu = strategy.root_device.type == "cpu"
     rows = data.prompts_per_step * module.group_size
     sizes = {
-        name: size_of(str(path), models[name].trust_remote_code)
-        for name, path in (prepared.paths | prepared.policies).items()
+        name: size_of(str(path), models[name].trust_remote_code) for name, path in (run.paths | run.policies).items()
     }
-    roles = {
-        role: loaded_role(role, models, sizes[role], strategy, layouts[role], rows, on_cpu) for role in prepared.paths
-    }
+    roles = {role: loaded_role(role, models, sizes[role], strategy, layouts[role], rows, on_cpu) for role in run.paths}
     policies = {
         name: loaded_role(name, models, sizes[name], strategy, layouts[name], rows, on_cpu)
-        for name in prepared.policies
+        for name in run.policies
         if name not in roles
     }
     sampled = any(node.kind == "rollout" for node in graph.order)
     longest = (None if sampled else data.max_response_length) or module.max_response_length
     lengths = Lengths(data.max_prompt_length / 2, longest / 2, data.max_prompt_length, longest)
-    follows = prepared.follows if prepared.generates else None
+    follows = run.follows if run.generates else None
     return Workload(
         graph=graph,
-        plan=prepared.plan,
+        plan=run.plan,
         ranks=strategy.world_size,
         roles=roles,
         follows=follows,
         engines={
             policy: engine_here(engine, layouts[engine_of(policy)], (roles | policies)[policy], lengths, rows, on_cpu)
-            for policy, engine in prepared.engines.own.items()
-            if prepared.generates
+            for policy, engine in run.engines.own.items()
+            if run.generates
         },
         prompts=data.prompts_per_step,
         group_size=module.group_size,

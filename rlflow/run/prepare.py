@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlflow.controller.run import Run, RunPlan
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import engine_of
 from rlflow.dag.planner import plan
@@ -27,7 +28,6 @@ from rlflow.process.status import refusing_exits
 from rlflow.rollout.assignment import EngineSettings
 from rlflow.run import checks
 from rlflow.run.placement import followed_role, layouts, owner_of
-from rlflow.run.prepared_run import Planned, Prepared
 from rlflow.run.pretrained import load_config, load_tokenizer, loading, require_same_vocabulary, stop_tokens
 from rlflow.run.schedules import check_schedules
 from rlflow.settings import Settings
@@ -58,7 +58,7 @@ def read_graph(module: RLModule) -> Graph:
     return Graph.read(module, models, problems, policies, averages, leaves_out)
 
 
-def plan_run(module: RLModule, settings: Settings, engines: EngineSettings) -> Planned:
+def plan_run(module: RLModule, settings: Settings, engines: EngineSettings) -> RunPlan:
     """Configure the module's models, and plan its graph on the ranks of the settings; nothing is read or loaded.
 
     Args:
@@ -79,7 +79,7 @@ def planned(
     engines: EngineSettings,
     world_size: int,
     spread: Callable[[dict[str, Layout]], dict[str, Layout]] = dict,
-) -> Planned:
+) -> RunPlan:
     """Place a graph's roles and plan it.
 
     Args:
@@ -102,7 +102,7 @@ def planned(
     placed = spread(layouts(module, graph, settings.machines, sizes, settings.placement))
     made = plan(graph, placed, world_size, settings.max_staleness, settings.cuts_off, assigned.shared)
     _require_together(graph, placed, settings.max_staleness)
-    return Planned(graph, placed, made, assigned, follows)
+    return RunPlan(graph, placed, made, assigned, follows)
 
 
 def _require_together(graph: Graph, placed: Mapping[str, Layout], max_staleness: int) -> None:
@@ -129,7 +129,7 @@ def prepare(
     strategy: TrainingStrategy,
     engines: EngineSettings,
     scratch: Path,
-) -> Prepared:
+) -> Run:
     """Check and plan a run.
 
     Args:
@@ -180,7 +180,7 @@ def prepare(
     if data.validation is not None:
         scored_by = module.reward if scores_validation else None
         validation = Loader(data.validation, *read, held_out, ranks, environment, scored_by)
-    return Prepared(
+    return Run(
         graph=graph,
         plan=made.plan,
         layouts=placed,
@@ -200,6 +200,7 @@ def prepare(
         validation=validation,
         generates=samples or scores_validation,
         scores_validation=scores_validation,
+        max_tokens_per_draw=settings.partial_rollout,
     )
 
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
+from rlflow.controller.run import Run
 from rlflow.loggers.console import Console
 from rlflow.loggers.csv import CSVLogger
 from rlflow.loggers.jsonl import JSONLLogger
@@ -14,7 +15,6 @@ from rlflow.loggers.logger import Logger
 from rlflow.process import startup
 from rlflow.run.folder import RunFolder
 from rlflow.run.resume import Resume
-from rlflow.run.setup import Joined
 from rlflow.run.summary import by_summary_name, on_terminal
 
 
@@ -22,7 +22,7 @@ class Recording:
     """Starts the loggers, gives them metrics and samples, and finishes them when it is left, by an error too.
 
     Args:
-        joined: This rank; rank 0's loggers are called.
+        run: This rank; rank 0's loggers are called.
         folder: Of the run.
         console: Shows the steps.
         loggers: Beside the run's own files.
@@ -30,12 +30,12 @@ class Recording:
     """
 
     def __init__(
-        self, joined: Joined, folder: RunFolder, console: Console, loggers: Sequence[Logger], resume: Resume
+        self, run: Run, folder: RunFolder, console: Console, loggers: Sequence[Logger], resume: Resume
     ) -> None:
-        records = joined.is_first and not joined.prepared.settings.fast_dev_run
+        records = run.is_first and not run.settings.fast_dev_run
         self._own: list[JSONLLogger | CSVLogger] = [JSONLLogger(), CSVLogger()] if records else []
         self._loggers: list[Logger] = [*self._own, *loggers] if records else []
-        self._joined = joined
+        self._run = run
         self._folder = folder
         self._console = console
         self._done_before = resume.done
@@ -47,8 +47,8 @@ class Recording:
             for logger in self._loggers:
                 logger.start(self._folder.path, first_step=self._first_step)
                 stack.callback(logger.finish)
-                if self._joined.config is not None:
-                    logger.log_config(self._joined.config)
+                if self._run.config is not None:
+                    logger.log_config(self._run.config)
             self._warn()
             self._started = stack.pop_all()
         return self
@@ -74,7 +74,7 @@ class Recording:
         self._console.step(done, metrics)
 
     def _write(self, metrics: dict[str, float], done: int, records: bool = True) -> None:
-        samples = self._joined.samples.take(done - 1)
+        samples = self._run.samples.take(done - 1)
         for logger in self._loggers if records else ():
             if metrics:
                 logger.log_metrics(metrics, done)

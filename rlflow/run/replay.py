@@ -15,8 +15,7 @@ from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller import Controller
 from rlflow.controller.bad_updates import BadUpdates
 from rlflow.controller.inputs import NodeInputs, folder_of
-from rlflow.controller.observers import Observers
-from rlflow.controller.program import Program
+from rlflow.controller.run import Run
 from rlflow.controller.stored_inputs import StoredInputs, difference
 from rlflow.dag.node import Node
 from rlflow.data.prefetch import Prefetch
@@ -25,10 +24,9 @@ from rlflow.loggers.jsonl import METRICS_FILE, read_metrics
 from rlflow.loggers.trace import Trace
 from rlflow.metrics import Metrics
 from rlflow.run.folder import RunFolder
-from rlflow.run.policies import PolicyBuilder
-from rlflow.run.prepared_run import Prepared
+from rlflow.run.policies import policies_of
 from rlflow.run.schedules import counted
-from rlflow.run.setup import Joined, join
+from rlflow.run.setup import join, load_role, locked_folder, open_folder, set_up_engines
 
 
 @dataclass(frozen=True)
@@ -79,23 +77,23 @@ class Replayed:
         return f"{self.node}: {self.rows} rows, {found}{shown}"
 
 
-def replay(asked: Replay, prepared: Prepared, callbacks: Callbacks) -> list[Replayed]:
+def replay(asked: Replay, run: Run, callbacks: Callbacks) -> list[Replayed]:
     """Run the nodes, in the order of the graph; lines on the terminal say with what, and what came of each.
 
     Args:
         asked: What is run.
-        prepared: The run, on one process.
+        run: The run, on one process.
         callbacks: None of the user's.
 
     Raises:
         UserError: Nothing was kept of that step or node, or it is damaged, or the node that is asked for needs a model
             and there are no weights.
     """
-    stored = _stored(prepared, asked)
-    nodes = [prepared.graph.nodes[each.node] for each in stored]
+    stored = _stored(run, asked)
+    nodes = [run.graph.nodes[each.node] for each in stored]
     needs = any(_needs_weights(node) for node in nodes)
     weights = _weights(asked) if needs else _Weights(False, None, ())
-    if not weights.found and asked.node is not None and _needs_weights(prepared.graph.nodes[asked.node]):
+    if not weights.found and asked.node is not None and _needs_weights(run.graph.nodes[asked.node]):
         raise UserError(
             f"`--node` is {asked.node!r}, which needs a model: {'; '.join(weights.lines)}; bring a checkpoint back, or"
             " give a node without one"
@@ -103,23 +101,25 @@ def replay(asked: Replay, prepared: Prepared, callbacks: Callbacks) -> list[Repl
     for line in weights.lines:
         print(line)
     logged = _logged(asked) if any(node.kind == "train" for node in nodes) else {}
-    joined = join(prepared, None)
+    join(run, None)
+    run.max_tokens_per_draw = None  # a response is generated whole, as the run left it
+    run.bad_updates = BadUpdates(most=sys.maxsize)  # the run continued, or it has reported why not
     with ExitStack() as stack:
-        if joined.context.conversations is not None:
-            stack.callback(joined.context.conversations.close)
+        if run.context.conversations is not None:
+            stack.callback(run.context.conversations.close)
         if needs and weights.found:
-            _load(joined, weights)
+            _load(run, weights)
             if any(node.generates for node in nodes):
-                joined.set_up_engines()
-                stack.callback(joined.engines.close)
+                set_up_engines(run)
+                stack.callback(run.rank_engines.close)
         metrics = Metrics()
-        controller = _controller(joined, callbacks, metrics, stack)
+        controller = _controller(run, callbacks, metrics, stack)
         results = []
         for each, node in zip(stored, nodes, strict=True):
             if _needs_weights(node) and not weights.found:
                 print(f"{node.id}: left out, for want of weights")
                 continue
-            results.append(replace(_run(joined, controller, metrics, each, asked, logged), raised=bool(each.failed)))
+            results.append(replace(_run(run, controller, metrics, each, asked, logged), raised=bool(each.failed)))
             print(results[-1])
     return results
 
@@ -155,10 +155,10 @@ def _needs_weights(node: Node) -> bool:
     return bool(node.role or node.uses or node.generates)
 
 
-def _stored(prepared: Prepared, asked: Replay) -> list[StoredInputs]:
+def _stored(run: Run, asked: Replay) -> list[StoredInputs]:
     """What was kept, in the order of the graph; before a node that is asked for, those that train what it uses."""
     folder = folder_of(RunFolder(asked.run).inputs, asked.step - 1)
-    kept = [node for node in prepared.graph.order if (folder / f"{node.id}.json").is_file()]
+    kept = [node for node in run.graph.order if (folder / f"{node.id}.json").is_file()]
     names = [node.id for node in kept]
     again = f"run again with `trainer.keep_inputs: [{asked.step}]`"
     if not kept:
@@ -171,9 +171,9 @@ def _stored(prepared: Prepared, asked: Replay) -> list[StoredInputs]:
             f" one of these, or {again}"
         )
     if asked.node is not None:
-        wanted = prepared.graph.nodes[asked.node]
+        wanted = run.graph.nodes[asked.node]
         used = {wanted.role, *wanted.uses, *wanted.generates}
-        used |= {owner for average, owner in prepared.graph.averages.items() if average in used}
+        used |= {owner for average, owner in run.graph.averages.items() if average in used}
         before = kept[: names.index(asked.node)]
         kept = [*(node for node in before if node.kind == "train" and node.role in used), wanted]
     found = [StoredInputs.read(folder, node.id) for node in kept]
@@ -186,56 +186,49 @@ def _stored(prepared: Prepared, asked: Replay) -> list[StoredInputs]:
     return found
 
 
-def _load(joined: Joined, weights: _Weights) -> None:
+def _load(run: Run, weights: _Weights) -> None:
     """The models of all roles, as they were."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    prepared, trained = joined.prepared, joined.prepared.graph.trained_roles()
-    for role in prepared.paths:
-        per_step = prepared.data.prompts_per_step
-        updates = counted(prepared.module, prepared.graph, role, per_step, prepared.steps) if role in trained else None
-        joined.load(role, updates)
+    trained = run.graph.trained_roles()
+    for role in run.paths:
+        per_step = run.data.prompts_per_step
+        updates = counted(run.module, run.graph, role, per_step, run.steps) if role in trained else None
+        load_role(run, role, updates)
     if weights.folder is not None:
-        checkpoint.restore(weights.folder, prepared.strategy, prepared.stateful)
+        checkpoint.restore(weights.folder, run.strategy, run.stateful)
 
 
-def _controller(joined: Joined, callbacks: Callbacks, metrics: Metrics, stack: ExitStack) -> Controller:
-    prepared, settings = joined.prepared, joined.prepared.settings
-    rank = joined.transport.rank
-    bad = BadUpdates(most=sys.maxsize)  # the run went on, or it has told why it did not
-    of_run = prepared.plan, rank, prepared.steps, settings.seed, settings.balance
-    program = Program(prepared.module, prepared.graph, *of_run, bad_updates=bad)
-    trace = Trace(joined.open_folder(stack.enter_context(joined.locked_folder())).traces, rank)
+def _controller(run: Run, callbacks: Callbacks, metrics: Metrics, stack: ExitStack) -> Controller:
+    trace = Trace(open_folder(run, stack.enter_context(locked_folder(run))).traces, run.rank)
     stack.callback(trace.close)
-    observers = Observers(metrics, trace, callbacks, NodeInputs(None))
-    policies = PolicyBuilder(joined).policies(callbacks)
-    prompts = stack.enter_context(Prefetch(prepared.train, None))
-    return Controller(program, policies, prepared.strategy, prompts, joined.context, joined.transport, observers)
+    prompts = stack.enter_context(Prefetch(run.train, None))
+    return Controller(run, policies_of(run, callbacks), prompts, metrics, trace, callbacks, NodeInputs(None))
 
 
 def _run(
-    joined: Joined,
+    run: Run,
     controller: Controller,
     metrics: Metrics,
     stored: StoredInputs,
     asked: Replay,
     logged: dict[str, float],
 ) -> Replayed:
-    prepared, program, step = joined.prepared, controller.program, asked.step - 1
-    node, device = prepared.graph.nodes[stored.node], prepared.strategy.root_device
-    prepared.module.load_state_dict(stored.state())
+    step = asked.step - 1
+    node, device = run.graph.nodes[stored.node], run.strategy.root_device
+    run.module.load_state_dict(stored.state())
     if asked.debugs:
-        setattr(prepared.module, node.id, partial(pdb.Pdb().runcall, getattr(prepared.module, node.id)))
-    now = controller.replay(node.id, step, stored.draw, lambda layout, now: stored.put(program, layout, now, device))
+        setattr(run.module, node.id, partial(pdb.Pdb().runcall, getattr(run.module, node.id)))
+    now = controller.replay(node.id, step, stored.draw, lambda layout, now: stored.put(run, layout, now, device))
     rows = len(now.spaces[node.inside])
     if node.kind == "train":
-        here, there = metrics.reduce(step, joined.transport, 0.0), logged
+        here, there = metrics.reduce(step, run.transport, 0.0), logged
         names = (f"{node.role}/loss", f"{node.role}/grad_norm")
         both = {name: (here[name], there[name]) for name in names if name in here and name in there}
         return Replayed(node.id, rows, max((_apart(a, b) for a, b in both.values()), default=math.nan), both)
-    layout = program.layouts[node.id]
-    made = stored.made(program, layout, step, device)
+    layout = run.value_layouts[node.id]
+    made = stored.made(run, layout, step, device)
     if made is None:
         return Replayed(node.id, rows, math.nan)
     value, space = made

@@ -12,6 +12,7 @@ from rlflow import checkpoint
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.checkpoint import Progress
 from rlflow.controller import Controller
+from rlflow.controller.run import Run
 from rlflow.dag.tasks import Load
 from rlflow.errors import UserError, did_you_mean
 from rlflow.metrics import Metrics
@@ -20,7 +21,6 @@ from rlflow.run.all_ranks import attempt, gather
 from rlflow.run.folder import RunFolder
 from rlflow.run.module_state import ModuleState
 from rlflow.run.resume import Resume
-from rlflow.run.setup import Joined
 from rlflow.run.standing import Standing
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import Draft, Record, not_written
@@ -36,7 +36,7 @@ class Saving:
     """One rank's part in checkpoints and models.
 
     Args:
-        joined: This rank.
+        run: The run on this rank.
         folder: Of the run.
         metrics: What was logged of steps in progress is saved with them.
         callbacks: Their states are saved.
@@ -47,22 +47,19 @@ class Saving:
         saved: After how many steps the last checkpoint in the run's folder was begun; None where there is none.
     """
 
-    def __init__(
-        self, joined: Joined, folder: RunFolder, metrics: Metrics, callbacks: Callbacks, resume: Resume
-    ) -> None:
-        self._joined = joined
+    def __init__(self, run: Run, folder: RunFolder, metrics: Metrics, callbacks: Callbacks, resume: Resume) -> None:
         self._monitored = {} if resume.progress is None else resume.progress.monitored
         self._saved_at = 0.0  # seconds of this run
-        self._prepared = joined.prepared
-        self._settings = joined.prepared.settings
-        self._module = joined.prepared.module
-        self._strategy = joined.prepared.strategy
-        self._transport = joined.transport
+        self._run = run
+        self._settings = run.settings
+        self._module = run.module
+        self._strategy = run.strategy
+        self._transport = run.transport
         self._folder = folder
         self._metrics = metrics
         self._callbacks = callbacks
         self._done = resume.done
-        self._roles = joined.prepared.graph.trained_roles()
+        self._roles = run.graph.trained_roles()
         self._disk = Disk(self._settings.async_save)
         self._pending = False  # whether something was begun that `wait` waits for
         self._nodes: dict[int, str] = {}  # of each rank
@@ -115,7 +112,7 @@ class Saving:
 
     def standing(self, done: int, controller: Controller) -> Standing:
         """Where this rank stands after `done` steps; asks no other rank."""
-        return Standing.of(done, controller, self._joined, self._metrics, self._callbacks, self._state)
+        return Standing.of(done, controller, self._run, self._metrics, self._callbacks, self._state)
 
     def save(self, standing: Standing, controller: Controller, with_models: bool = True) -> None:
         """Write models and a checkpoint; called by all ranks.
@@ -133,17 +130,17 @@ class Saving:
         module, tensors = self._state.taken(standing.module, standing.tensors)
         progress = Progress(
             step=done,
-            version=controller.policies.version_after(self._prepared.follows, done),
+            version=controller.policies.version_after(self._run.follows, done),
             seed=self._settings.seed,
-            data=self._prepared.train.scan.digest,
+            data=self._run.train.scan.digest,
             draws=standing.draws,
             before=self.before,
             module=module,
             callbacks={key: dict(state) for key, state in standing.callbacks.items()},
             chosen=self._chosen_rows(standing.chosen),
-            prompts_per_step=self._prepared.train.prompts_per_step,
+            prompts_per_step=self._run.train.prompts_per_step,
             history=self._history(standing.history),
-            config=None if self._joined.config is None else dict(self._joined.config),
+            config=None if self._run.config is None else dict(self._run.config),
             monitored=self._monitored,
         )
         draft = checkpoint.draft_of(self._folder.checkpoint, done)
@@ -153,14 +150,14 @@ class Saving:
         if not beside:  # before the states, so that no rank waits for their writing while weights are gathered
             self._write_models(models, done)
         checkpoint.write_share(
-            draft, self._disk, self._strategy, self._prepared.stateful, self._nodes, rank, kept, logged, tensors
+            draft, self._disk, self._strategy, self._run.stateful, self._nodes, rank, kept, logged, tensors
         )
         if beside:
             self._write_models(models, done, draft)
         self._complete_models(models, draft)
         checkpoint.leave(draft, self._disk, self._nodes, rank)
         if rank == 0:
-            roles, timeout_s = self._prepared.stateful, self._timeout_s
+            roles, timeout_s = self._run.stateful, self._timeout_s
             checkpoint.complete(draft, self._disk, roles, progress, self._nodes, timeout_s, self._retention)
             self._disk.do(partial(status.saved, done))
         self.saved = done
@@ -213,7 +210,7 @@ class Saving:
         every = settings.save_every_n_steps if settings.save_every_seconds is None else 1
         self._sizes = self._sizes_of_roles()
         model, state = (sum(size) for size in zip(*self._sizes.values(), strict=True))
-        saves = 0 if every is None else -(-(self._prepared.steps - self._done) // every)
+        saves = 0 if every is None else -(-(self._run.steps - self._done) // every)
         # A new one is written before an old one is removed.
         models, checkpoints = min(2, max(1, saves)), self._retention.most(saves)
         what = f"{models} x {in_bytes(model)} of models"
@@ -239,11 +236,11 @@ class Saving:
         return DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
 
     def _target(self, role: str) -> Path:
-        return self._folder.model if role == self._prepared.lead else self._folder.model_of(role)
+        return self._folder.model if role == self._run.lead else self._folder.model_of(role)
 
     def _sizes_of_roles(self) -> dict[str, tuple[int, int]]:
         """Bytes of each role's model and of its state in a checkpoint, which its first rank sends."""
-        led = [role for role in self._prepared.stateful if self._strategy.leads(role)]
+        led = [role for role in self._run.stateful if self._strategy.leads(role)]
         sizes: dict[str, tuple[int, int]] = {}
         with_states = self._settings.saves_checkpoints
 
@@ -297,7 +294,7 @@ class Saving:
                 what = draft.target.name if done is None else f"{draft.target.name} after step {done}"
                 written = self._strategy.save(role, draft.path, self._disk, read, what)
                 if self._strategy.leads(role):
-                    self._disk.do(partial(self._prepared.tokenizer.save_pretrained, draft.path))
+                    self._disk.do(partial(self._run.tokenizer.save_pretrained, draft.path))
                 self._disk.report(partial(record, draft, written))
 
     def _complete_models(self, models: dict[str, Draft], state: Draft | None = None) -> None:
@@ -334,7 +331,7 @@ class Saving:
         """Of epochs, as the first rank that loads prompts has them; None where the module does not choose."""
         if here is None:
             return None
-        loads = next(task.ranks[0] for task in self._prepared.plan.every() if isinstance(task, Load))
+        loads = next(task.ranks[0] for task in self._run.plan.every() if isinstance(task, Load))
         of_ranks = gather(self._transport, here if self._transport.rank == loads else None)
         rows: list[dict[str, Any]] = of_ranks[loads]
         return rows

@@ -12,7 +12,7 @@ from rlflow.errors import UserError, setting
 from rlflow.module import RLModule, handles
 
 if TYPE_CHECKING:
-    from rlflow.run.prepared_run import Prepared
+    from rlflow.controller.run import Run
 
 
 def updates_per_step(module: RLModule, graph: Graph, role: str, prompts: int) -> int | None:
@@ -71,18 +71,18 @@ def check_schedules(module: RLModule, graph: Graph, prompts: int) -> None:
         )
 
 
-def check_made(prepared: Prepared, tried: Mapping[str, int], step: int) -> None:
+def check_made(run: Run, tried: Mapping[str, int], step: int) -> None:
     """Refuse that a role makes other updates than its schedule counts: the rate would be 0 too early, or never.
 
     Args:
-        prepared: The run, on a rank.
+        run: The run, on a rank.
         tried: Updates in this step by role, those among them that were skipped; of roles that this rank trained in it.
         step: Counted from 1.
 
     Raises:
         UserError: One does.
     """
-    module, graph, prompts = prepared.module, prepared.graph, prepared.data.prompts_per_step
+    module, graph, prompts = run.module, run.graph, run.data.prompts_per_step
     for role, updates in tried.items():
         expected = updates_per_step(module, graph, role, prompts)
         if not _ends_by_updates(module, role) or expected is None or updates == expected:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import yaml
 
+from rlflow.controller.bad_updates import BadUpdates
 from rlflow.controller.context import NodeContext
 from rlflow.controller.probe import probing_group
+from rlflow.controller.run import Run
+from rlflow.controller.samples import Samples
 from rlflow.controller.syncing import sending_group
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.conversation_format import ConversationFormat
@@ -20,191 +23,163 @@ from rlflow.loggers.secrets import without_secrets
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_load
 from rlflow.models.file_digest import model_files
 from rlflow.module import handles
-from rlflow.rollout.engine import EnginePlace, RolloutEngine
+from rlflow.rollout.engine import EnginePlace
 from rlflow.rollout.rank_engines import RankEngines, engines_of_rank
 from rlflow.run.all_ranks import attempt
 from rlflow.run.consistency import agree, facts
 from rlflow.run.folder import RunFolder
 from rlflow.run.folder_lock import FolderLock, require_own
-from rlflow.run.prepared_run import Prepared
-from rlflow.run.samples import Samples
 
 
-@dataclass(frozen=True)
-class Joined:
-    """One rank of a run, which has met the others.
+def join(run: Run, resolved_config: str | None) -> None:
+    """Check that every rank was started for this run, and form the groups of ranks that have work together.
 
-    Attributes:
-        prepared: The run.
-        transport: To the other ranks.
-        samples: That the loggers will have.
-        engines: Of this rank, by policy.
-        context: That the module is attached to.
-        config: As resolved, without secrets; None for a run without one.
-    """
-
-    prepared: Prepared
-    transport: Transport
-    samples: Samples
-    engines: RankEngines
-    context: NodeContext
-    config: Mapping[str, Any] | None
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0, which writes and speaks."""
-        return self.transport.rank == 0
-
-    @contextmanager
-    def locked_folder(self) -> Iterator[FolderLock]:
-        """Within, no other run has the run's folder, which rank 0 locks; called by all ranks.
-
-        It is as it was before where the run ends before `open_folder`.
-
-        Raises:
-            UserError: Another run has it, or it is no run's.
-        """
-        folder = self.prepared.settings.run_dir
-        lock = FolderLock(folder)
-
-        def take() -> None:
-            if self.is_first:
-                require_own(folder)
-                lock.take()
-
-        try:
-            attempt(self.transport, folder, take)
-            yield lock
-        finally:
-            lock.release()
-
-    def open_folder(self, lock: FolderLock, goes_on: bool = False) -> RunFolder:
-        """The run's folder, in which nothing lies unless the run `goes_on` in it; called by all ranks.
-
-        Args:
-            lock: That is held on it.
-            goes_on: Whether the run goes on in what lies there.
-        """
-        folder = RunFolder(self.prepared.settings.run_dir)
-        lock.use()
-
-        def make() -> None:
-            if self.is_first and not goes_on:
-                RunFolder.open(folder.path)
-                lock.take()
-                if self.config is not None:
-                    folder.config.write_text(yaml.safe_dump(dict(self.config), sort_keys=False))
-
-        attempt(self.transport, folder.path, make)
-        return folder
-
-    def load(self, role: str, updates: int | None = None) -> None:
-        """Load a role's model, on the ranks that hold it.
-
-        Args:
-            role: Its name.
-            updates: That its optimizer will make; None for a role that is not trained.
-        """
-        strategy = self.prepared.strategy
-        if strategy.holds(role):
-            handle = handles(self.prepared.module)[role]
-            with memory_watched(f"loading `{role}`", partial(to_load, strategy), strategy), about(handle):
-                strategy.setup_role(role, handle, self.prepared.paths[role], updates)
-
-    @property
-    def validating(self) -> RolloutEngine | None:
-        """What generates on this rank with the policy that validation is of, if anything does."""
-        follows = self.prepared.follows
-        return None if follows is None else self.engines.by_policy.get(follows)
-
-    def set_up_engines(self) -> None:
-        """Build this rank's engines. Where there are several, each sleeps before the next takes its memory."""
-        prepared, strategy, engines = self.prepared, self.prepared.strategy, self.engines.own
-        place = EnginePlace(
-            strategy.dtype,
-            strategy.root_device,
-            self.transport.rank,
-            self.transport.world_size,
-            strategy.local_rank,
-            prepared.settings.seed,
-        )
-        for policy, engine in engines.items():
-            of = f" of `{policy}`" if len(engines) > 1 else ""
-            remedies = partial(to_generate, strategy, engine)
-            with memory_watched(f"setting up the rollout engine{of}", remedies, strategy), about(engine):
-                trusted = handles(prepared.module)[policy].trust_remote_code
-                engine.setup(str(prepared.policies[policy]), replace(place, trust_remote_code=trusted))
-                if len(engines) > 1:
-                    engine.sleep()
-        self.engines.check_context(prepared.longest_prompt, prepared.module.max_response_length)
-
-
-def join(prepared: Prepared, resolved_config: str | None) -> Joined:
-    """Every rank is here for the same run; then those meet that have work together. Called by all ranks.
+    Called by all ranks. It sets the attributes of `run` that follow from the other ranks.
 
     Args:
-        prepared: The run, which every rank planned alike.
+        run: The run, which every rank planned alike.
         resolved_config: YAML; None for a run without a config.
 
     Raises:
         UserError: A rank was started for another run.
     """
-    settings, strategy = prepared.settings, prepared.strategy
+    settings, strategy = run.settings, run.strategy
     _seed(settings.seed)
-    transport = Transport(strategy.root_device, strategy.timeout)
-    config = None if resolved_config is None else without_secrets(yaml.safe_load(resolved_config))
-    _agree(prepared, transport, config)
-    samples = Samples(
+    run.transport = transport = Transport(strategy.root_device, strategy.timeout)
+    run.config = config = None if resolved_config is None else without_secrets(yaml.safe_load(resolved_config))
+    _agree(run, transport, config)
+    run.samples = samples = Samples(
         transport,
-        prepared.generating.ranks[0],
-        prepared.decode,
-        prepared.decode_with_special,
-        prepared.train.rows_of,
+        run.generating.ranks[0],
+        run.decode,
+        run.decode_with_special,
+        run.train.rows_of,
     )
-    groups = [*prepared.plan.groups(), *(layout.ranks for layout in prepared.layouts.values())]
+    groups = [*run.plan.groups(), *(layout.ranks for layout in run.layouts.values())]
     groups += [samples.group]
-    placed = prepared.engine_layouts()
+    placed = run.engine_layouts()
     groups += [engine.peers(shard) for engine in placed.values() for shard in range(engine.shards)]
-    for task in prepared.syncs().values() if prepared.generates else ():
+    for task in run.syncs().values() if run.generates else ():
         groups += [task.ranks, sending_group(task), probing_group(task)]
     transport.form_groups(groups)
-    strategy.form_groups(prepared.layouts)
-    engines = RankEngines({}, {})
-    if prepared.generates:
-        engines = engines_of_rank(prepared.engines, placed, transport, strategy.root_device.type == "cpu")
-    context = NodeContext(
-        engines=engines.by_policy,
+    strategy.form_groups(run.layouts)
+    run.rank_engines = RankEngines({}, {})
+    if run.generates:
+        run.rank_engines = engines_of_rank(run.engines, placed, transport, strategy.root_device.type == "cpu")
+    run.context = NodeContext(
+        engines=run.rank_engines.by_policy,
         transport=transport,
         device=strategy.root_device,
         dtype=strategy.dtype,
         seed=settings.seed,
-        stop_token_ids=prepared.stop_token_ids,
-        decode=prepared.decode,
-        encode=prepared.train.tokens,
-        written=prepared.train.written,
+        stop_token_ids=run.stop_token_ids,
+        decode=run.decode,
+        encode=run.train.tokens,
+        written=run.train.written,
         on_scores=samples.keep,
-        rows_of=prepared.train.rows_of,
-        conversation_format=ConversationFormat(
-            prepared.bridges, prepared.train.messages, prepared.data.max_prompt_length
-        ),
-        writers={node.id: node.generates for node in prepared.graph.order},
-        longest_prompt=prepared.data.max_prompt_length,
+        rows_of=run.train.rows_of,
+        conversation_format=ConversationFormat(run.bridges, run.train.messages, run.data.max_prompt_length),
+        writers={node.id: node.generates for node in run.graph.order},
+        longest_prompt=run.data.max_prompt_length,
     )
-    prepared.module.attach(context)
-    return Joined(prepared, transport, samples, engines, context, config)
+    run.module.attach(run.context)
+    run.bad_updates = BadUpdates(settings.run_dir, run.rank, settings.skip_spikes, settings.max_skipped)
 
 
-def _agree(prepared: Prepared, transport: Transport, config: Mapping[str, Any] | None) -> None:
+@contextmanager
+def locked_folder(run: Run) -> Iterator[FolderLock]:
+    """Within, no other run has the run's folder, which rank 0 locks; called by all ranks.
+
+    It is as it was before where the run ends before `open_folder`.
+
+    Raises:
+        UserError: Another run has it, or it is no run's.
+    """
+    folder = run.settings.run_dir
+    lock = FolderLock(folder)
+
+    def take() -> None:
+        if run.is_first:
+            require_own(folder)
+            lock.take()
+
+    try:
+        attempt(run.transport, folder, take)
+        yield lock
+    finally:
+        lock.release()
+
+
+def open_folder(run: Run, lock: FolderLock, resumes: bool = False) -> RunFolder:
+    """The run's folder, which is empty unless the run `resumes` in it; called by all ranks.
+
+    Args:
+        run: The run.
+        lock: The lock that is held on the folder.
+        resumes: Whether the run continues in what lies there.
+    """
+    folder = RunFolder(run.settings.run_dir)
+    lock.use()
+
+    def make() -> None:
+        if run.is_first and not resumes:
+            RunFolder.open(folder.path)
+            lock.take()
+            if run.config is not None:
+                folder.config.write_text(yaml.safe_dump(dict(run.config), sort_keys=False))
+
+    attempt(run.transport, folder.path, make)
+    return folder
+
+
+def load_role(run: Run, role: str, updates: int | None = None) -> None:
+    """Load a role's model, on the ranks that hold it.
+
+    Args:
+        run: The run.
+        role: The role's name.
+        updates: Updates that its optimizer will make; None for a role that is not trained.
+    """
+    strategy = run.strategy
+    if strategy.holds(role):
+        handle = handles(run.module)[role]
+        with memory_watched(f"loading `{role}`", partial(to_load, strategy), strategy), about(handle):
+            strategy.setup_role(role, handle, run.paths[role], updates)
+
+
+def set_up_engines(run: Run) -> None:
+    """Build this rank's engines. Where there are several, each sleeps before the next takes its memory."""
+    strategy, engines = run.strategy, run.rank_engines.own
+    place = EnginePlace(
+        strategy.dtype,
+        strategy.root_device,
+        run.rank,
+        run.transport.world_size,
+        strategy.local_rank,
+        run.settings.seed,
+    )
+    for policy, engine in engines.items():
+        of = f" of `{policy}`" if len(engines) > 1 else ""
+        remedies = partial(to_generate, strategy, engine)
+        with memory_watched(f"setting up the rollout engine{of}", remedies, strategy), about(engine):
+            trusted = handles(run.module)[policy].trust_remote_code
+            engine.setup(str(run.policies[policy]), replace(place, trust_remote_code=trusted))
+            if len(engines) > 1:
+                engine.sleep()
+    run.rank_engines.check_context(run.longest_prompt, run.module.max_response_length)
+
+
+def _agree(run: Run, transport: Transport, config: Mapping[str, Any] | None) -> None:
     numbers = {
-        "seed": prepared.settings.seed,
-        "steps": prepared.steps,
-        "training rows": prepared.train.size,
+        "seed": run.settings.seed,
+        "steps": run.steps,
+        "training rows": run.train.size,
     }
-    data = {"training": prepared.train, "validation": prepared.validation}
+    data = {"training": run.train, "validation": run.validation}
     digests = {f"{kind} data {of.scan.source}": of.scan.digest[:12] for kind, of in data.items() if of is not None}
     written = None if config is None else yaml.safe_dump(dict(config), sort_keys=False)
-    models = {role: model_files(path) for role, path in (prepared.policies | prepared.paths).items()}
-    agree(transport, facts(prepared.module, written, str(prepared.plan), models, **numbers, **digests))
+    models = {role: model_files(path) for role, path in (run.policies | run.paths).items()}
+    agree(transport, facts(run.module, written, str(run.plan), models, **numbers, **digests))
 
 
 def _seed(seed: int) -> None:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller import Controller
+from rlflow.controller.run import Run
 from rlflow.databuffer.kept import Kept
 from rlflow.metrics import Metrics
 from rlflow.run import random_states
 from rlflow.run.module_state import ModuleState
-from rlflow.run.setup import Joined
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,19 @@ class Standing:
         cls,
         done: int,
         controller: Controller,
-        joined: Joined,
+        run: Run,
         metrics: Metrics,
         callbacks: Callbacks,
         module: ModuleState,
     ) -> Standing:
         """After `done` steps; asks no other rank."""
         later = metrics.of_later_steps(done - 1)
-        logged = {"metrics": later, "samples": joined.samples.of_later_steps()} if later else {}
-        if remembered := controller.context.memories.of_later_steps(done - 1):
+        logged = {"metrics": later, "samples": run.samples.of_later_steps()} if later else {}
+        if remembered := run.context.memories.of_later_steps(done - 1):
             logged |= {"remembered": remembered}
-        of, states = joined.transport, random_states.taken(joined.prepared.strategy.root_device)
+        of, states = run.transport, random_states.taken(run.strategy.root_device)
         logged |= {"random": {"of": [of.rank, of.world_size], "states": states}}
-        chosen, (rest, tensors) = joined.prepared.train.chosen, module.here()
+        chosen, (rest, tensors) = run.train.chosen, module.here()
         return cls(
             done=done,
             draws=controller.draws,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from rlflow.controller.run import Run
 from rlflow.module import handles
-from rlflow.run.prepared_run import Prepared
 
 
-def trusted_code(prepared: Prepared) -> list[str]:
+def trusted_code(run: Run) -> list[str]:
     """A line for each model for which `trust_remote_code` is on, and the roles that are of it."""
-    found, roles = handles(prepared.module), prepared.policies | prepared.paths
+    found, roles = handles(run.module), run.policies | run.paths
     trusted: dict[str, list[str]] = {}
     for role in roles:
         if found[role].trust_remote_code:

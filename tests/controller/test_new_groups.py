@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from rlflow.callbacks.hooks import Callbacks
+from rlflow.controller.run import Run
 from rlflow.process.environment import place_kept
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
-from rlflow.run.prepared_run import Prepared
 from rlflow.run.setup import join
 from rlflow.settings import Place
 from rlflow.strategies import DeepSpeedStrategy
@@ -49,9 +49,9 @@ def _meet(run: Fit) -> list[Any]:
     """The groups that this rank forms until models are loaded."""
     trainer = trainer_of(run, run.strategy(), [])
 
-    def meet(prepared: Prepared, callbacks: Callbacks) -> dict[str, Any]:
-        joined = join(prepared, None)
-        joined.engines.close()
+    def meet(run: Run, callbacks: Callbacks) -> dict[str, Any]:
+        join(run, None)
+        run.rank_engines.close()
         return {}
 
     with recording() as calls:

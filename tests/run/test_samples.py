@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rlflow.controller.samples import SAMPLES_PER_STEP, Samples
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.definition import defined
 from rlflow.environments.host import InProcess
@@ -14,7 +15,6 @@ from rlflow.rewards.reward import Scores
 from rlflow.rollout import Completion
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.conversation_rows import to_rollout
-from rlflow.run.samples import SAMPLES_PER_STEP, Samples
 from rlflow.values.ending import Ending
 from rlflow.values.path import RowPath
 

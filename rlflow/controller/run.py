@@ -1,14 +1,18 @@
-"""A run as it is planned, before a process starts."""
+"""A run, as one rank knows it: the algorithm, its plan, its models and data, and the other ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rlflow.controller.bad_updates import BadUpdates
+from rlflow.controller.context import NodeContext
+from rlflow.controller.samples import Samples
+from rlflow.controller.step_state import Keeping
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import engine_of
 from rlflow.dag.planner import Plan
@@ -16,10 +20,13 @@ from rlflow.dag.tasks import SyncWeights
 from rlflow.dag.weight_syncs import sync_of
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import PromptData
+from rlflow.databuffer.transport import Transport
 from rlflow.environments.conversation_format import Bridges
 from rlflow.models.causal_lm import Averaged
 from rlflow.module import RLModule, environments, handles
 from rlflow.rollout.assignment import Engines
+from rlflow.rollout.engine import RolloutEngine
+from rlflow.rollout.rank_engines import RankEngines
 from rlflow.settings import Settings
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.layout import Layout
@@ -28,15 +35,15 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class Planned:
+@dataclass(eq=False)
+class RunPlan:
     """What follows from the algorithm and the ranks alone.
 
     Attributes:
-        graph: Of the module.
-        layouts: By role; and by `engine_of` for the engines of each policy.
-        plan: Of all ranks.
-        engines: Of each policy, as configured.
+        graph: Graph of the module.
+        layouts: Layouts by role, and by `engine_of` for the engines of each policy.
+        plan: Plan of all ranks.
+        engines: Engine of each policy, as configured.
         follows: The language model that validation generates with, the first that is trained; None without.
     """
 
@@ -52,19 +59,19 @@ class Planned:
         return self.follows or self.graph.trained_roles()[0]
 
 
-@dataclass(frozen=True)
-class Prepared(Planned):
-    """A run with all that it is made of; models are not loaded.
+@dataclass(eq=False)
+class Run(RunPlan):
+    """All that a run is made of. `rlflow.run.prepare` makes it before processes start; no model is loaded.
 
     Attributes:
         module: The algorithm.
         data: Its prompts.
-        settings: Of the trainer.
+        settings: Settings of the trainer.
         strategy: How training is spread.
         paths: Model folder or hub name of each role that a node uses.
         policies: Model folder or hub name of each policy that generates, in the graph or to validate.
         configs: The transformers configuration of each of these.
-        tokenizer: Of the lead.
+        tokenizer: Tokenizer of the lead.
         bridges: Write the turns of environments.
         stop_token_ids: What ends a response: the end tokens of the tokenizer, of the model's generation config and of
             the module.
@@ -72,6 +79,14 @@ class Prepared(Planned):
         validation: Loader of the held-out rows; None without.
         generates: Whether a rollout engine is needed, for the graph or to validate.
         scores_validation: Whether validation generates responses and scores them.
+        max_tokens_per_draw: Tokens by which a response grows at most before it is cut off; None where none is.
+        bad_updates: When an update is not made.
+        transport: To the other ranks. This and what follows is set by `rlflow.run.setup.join`, on a rank that has met
+            the others.
+        samples: Samples of steps in progress, which loggers will have.
+        rank_engines: Engines of this rank, by policy.
+        context: What the module is attached to.
+        config: As resolved, without secrets; None for a run without one.
     """
 
     module: RLModule
@@ -88,6 +103,38 @@ class Prepared(Planned):
     validation: Loader | None
     generates: bool
     scores_validation: bool
+    max_tokens_per_draw: int | None = None
+    bad_updates: BadUpdates = BadUpdates()  # noqa: RUF009 - frozen
+    transport: Transport = field(init=False)
+    samples: Samples = field(init=False)
+    rank_engines: RankEngines = field(init=False)
+    context: NodeContext = field(init=False)
+    config: Mapping[str, Any] | None = field(init=False)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.transport.rank
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes files and the terminal."""
+        return self.rank == 0
+
+    @cached_property
+    def value_layouts(self) -> dict[str, Layout]:
+        """Where each value is made."""
+        return self.plan.layouts()
+
+    def keeping(self, spaces: Sequence[str], values: Sequence[str]) -> Keeping:
+        """How these rows and values are kept for later steps."""
+        seed, balance = self.settings.seed, self.settings.balance
+        return Keeping(self.graph, self.plan, self.rank, spaces, values, seed=seed, balance=balance)
+
+    @property
+    def validating(self) -> RolloutEngine | None:
+        """What generates on this rank with the policy that validation is of, if anything does."""
+        return None if self.follows is None else self.rank_engines.by_policy.get(self.follows)
 
     @property
     def loaders(self) -> tuple[Loader, Loader | None]:
