@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import UserError
-from rlflow.simulate.designs import DESIGNS, MEANING
+from rlflow.simulate.designs import DESIGNS, MEANING, StepTimeline
 from rlflow.simulate.simulation import Simulation
-from rlflow.simulate.timeline import StepTimeline
 
 COLOURS = {
     "rollout": "#4c78a8",

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlflow.memory.estimate import memory_lines
-from rlflow.simulate.designs import DESIGNS, MEANING
+from rlflow.simulate.designs import DESIGNS, MEANING, StepTimeline
 from rlflow.simulate.run_phases import phase_lines
 from rlflow.simulate.simulation import PredictedStep, Simulation
-from rlflow.simulate.timeline import StepTimeline
 from rlflow.storage.space import in_bytes
 
 

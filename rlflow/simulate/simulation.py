@@ -14,10 +14,9 @@ from rlflow.memory.estimate import Memory, memories
 from rlflow.memory.workload import Workload
 from rlflow.module import RLModule
 from rlflow.settings import Placed, Settings
-from rlflow.simulate.designs import DESIGNS, Design, works
+from rlflow.simulate.designs import DESIGNS, Design, StepTimeline, scheduled, works
 from rlflow.simulate.hardware import Hardware
 from rlflow.simulate.run_phases import Phase, run_phases
-from rlflow.simulate.timeline import StepTimeline, scheduled
 from rlflow.simulate.workload import read_workload
 from rlflow.trainer import Trainer
 

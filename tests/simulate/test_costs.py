@@ -23,8 +23,8 @@ from rlflow.simulate.costs import (
     sync_seconds,
     train_seconds,
 )
+from rlflow.simulate.designs import WorkItem, scheduled
 from rlflow.simulate.hardware import Hardware, read_hardware
-from rlflow.simulate.timeline import WorkItem, scheduled
 
 # Round numbers: 1 GFLOP/s, 1 MB/s of memory, 1 MB/s in a node of 4, 0.5 MB/s between nodes, all of it reached.
 PLAIN = Hardware(1e9, 1e9, 1e6, 1e6, 0.5e6, 4, 1e-3, 2e-3, 1e-4, 1.0, 1.0, 1.0, 1.0, 1e-9, 1e-3, 1e6, 1e-6)
