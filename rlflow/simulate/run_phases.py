@@ -6,13 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rlflow.memory.estimate import FLOAT32, RoleBytes
 from rlflow.memory.workload import LoadedRole, Workload
 from rlflow.simulate.costs import gather_seconds
 from rlflow.simulate.hardware import Hardware
-from rlflow.simulate.phases import loading_bytes, phases, resting_bytes
 from rlflow.storage.space import in_bytes
-
-FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -79,14 +77,12 @@ def _memory(workload: Workload, rank: int, buffer: float) -> tuple[float, float,
     for role in workload.roles.values():
         if role.owner is not None or rank not in role.layout.ranks:
             continue
-        size, how = role.size, role.training
-        loading = max(loading, lies + loading_bytes(size, how))
-        lies += loading_bytes(size, how) - (size.largest_layer * how.width if how.stage == 3 else 0)
-        of_role = phases(size, how, longest, buffer)
-        at_rest = resting_bytes(size, how)
-        saving = max(saving, of_role.saving - at_rest)
-        resuming = max(resuming, of_role.resuming - at_rest)
-        rests += at_rest
+        of_role = RoleBytes(role.size, role.training, longest, buffer)
+        loading = max(loading, lies + of_role.loading)
+        lies += of_role.loading - (of_role.piece if role.training.stage == 3 else 0)
+        saving = max(saving, of_role.sync - of_role.resting)
+        resuming = max(resuming, of_role.resuming - of_role.resting)
+        rests += of_role.resting
     return loading, rests + saving, rests + resuming
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import UserError
-from rlflow.memory.estimate import activation_bytes
+from rlflow.memory.estimate import RoleBytes
 from rlflow.memory.workload import RoleTraining
 from rlflow.models.sizes import KNOWN, ModelSize, size_of
 from rlflow.simulate.costs import (
@@ -172,8 +172,9 @@ def test_peers_compute_their_parts_of_a_sequence_and_tell_each_other_in_four_all
 
 
 def test_peers_hold_their_parts_of_activations_and_a_row_above_the_budget_stands_alone() -> None:
-    assert activation_bytes(SMALL, replace(ZERO3, peers=2)) == activation_bytes(SMALL, ZERO3) / 2
-    assert activation_bytes(SMALL, ZERO3, longest=1000) == 2 * activation_bytes(SMALL, ZERO3)  # the budget is 500
+    assert RoleBytes(SMALL, replace(ZERO3, peers=2)).activations == RoleBytes(SMALL, ZERO3).activations / 2
+    long = RoleBytes(SMALL, ZERO3, longest=1000)  # the budget is 500
+    assert long.activations == 2 * RoleBytes(SMALL, ZERO3).activations
 
 
 def test_weights_for_engines_elsewhere_cross_a_link_once() -> None:
