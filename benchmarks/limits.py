@@ -19,7 +19,7 @@ from rlflow.memory.estimate import memories
 from rlflow.memory.workload import RoleTraining, Workload
 from rlflow.models.sizes import KNOWN, ModelSize
 from rlflow.simulate.hardware import PRESETS, Hardware
-from rlflow.simulate.run_phases import run_phases
+from rlflow.simulate.simulation import run_phases
 
 CONFIG = Path(__file__).parents[1] / "configs" / "grpo_math_16nodes.yaml"
 NODES = (1, 4, 16)

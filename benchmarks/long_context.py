@@ -20,9 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlflow.commands.simulate import read_simulate
-from rlflow.simulate.figures import BATCH_PER_NODE, CONTEXT_SPEEDUPS, FIGURES, Curve, Model
 from rlflow.simulate.hardware import PRESETS, Hardware
-from rlflow.simulate.scaling import CONSTANTS, PARAMETERS, fit
+from rlflow.simulate.paper import BATCH_PER_NODE, CONSTANTS, CONTEXT_SPEEDUPS, FIGURES, PARAMETERS, Curve, Model, fit
 from rlflow.simulate.simulation import PredictedStep
 
 CONFIG = Path(__file__).parents[1] / "configs" / "grpo_math_16nodes.yaml"

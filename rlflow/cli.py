@@ -86,9 +86,9 @@ def export(arguments: Sequence[str]) -> None:
 def simulate(arguments: Sequence[str]) -> None:
     """Predict a config's time, bytes and memory on machines that are not here."""
     if "--paper" in arguments:
-        from rlflow.simulate.paper import read_paper
+        from rlflow.simulate.paper import show_paper
 
-        read_paper(arguments).show()
+        show_paper(arguments)
         return
     from rlflow.commands.simulate import read_simulate
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from rlflow.doctor import machine as hardware
-from rlflow.doctor import network, packages, trials
-from rlflow.doctor.finding import Finding, Machine
+from rlflow.doctor import checks
+from rlflow.doctor.checks import Finding, Machine
+from rlflow.doctor.trials import trials
 from rlflow.errors import UserError
 from rlflow.process.status import Answered
 
@@ -50,12 +50,12 @@ class Doctor:
 
     def _look(self, folder: Path) -> list[Finding]:
         machine = self.machine
-        found = _shown("packages", packages.look(machine, folder))
-        found += _shown("this machine", hardware.look(machine, folder))
-        found += _shown("many machines", network.look(machine))
+        found = _shown("packages", checks.packages(machine, folder))
+        found += _shown("this machine", checks.this_machine(machine, folder))
+        found += _shown("many machines", checks.many_machines(machine))
         if not self.quick:
-            gpus = hardware.gpu_count(folder) if machine.gpu else 0
-            found += _shown("tried", trials.look(machine, gpus, folder, self.seconds))
+            gpus = checks.gpu_count(folder) if machine.gpu else 0
+            found += _shown("tried", trials(machine, gpus, folder, self.seconds))
         return found
 
 
@@ -73,11 +73,11 @@ def read_doctor(arguments: Sequence[str]) -> Doctor:
     parser.add_argument("--timeout_s", type=float, default=TRIAL_S, help="seconds that each trial may take")
     parser.add_argument("--keep", type=Path, default=None, metavar="FOLDER", help="leave the trials' files here")
     given = parser.parse_args(list(arguments))
-    nodes = network.nodes_here() if given.num_nodes is None else given.num_nodes
+    nodes = checks.nodes_here() if given.num_nodes is None else given.num_nodes
     for name, value in (("--num_nodes", nodes), ("--timeout_s", given.timeout_s)):
         if not value >= 1:
             raise UserError(f"`{name}` is {value}; give 1 or more")
-    gpu = hardware.has_gpu() if given.accelerator == "auto" else given.accelerator == "cuda"
+    gpu = checks.has_gpu() if given.accelerator == "auto" else given.accelerator == "cuda"
     return Doctor(Machine(gpu, nodes), given.quick, given.timeout_s, given.keep)
 
 

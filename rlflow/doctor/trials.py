@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlflow.doctor.children import Tried, tried
-from rlflow.doctor.finding import Finding, Machine
-from rlflow.doctor.packages import VLLM, installed
+from rlflow.doctor.checks import VLLM, Finding, Machine, Tried, installed, tried
 
 AT_ONCE = 2
 PROMPTS = ("1+1=", "1+2=", "2+2=", "3+2=")
+MEET = timedelta(seconds=30)  # that two ranks may take to meet
 STEPS = 2  # the second generates with the weights that the first trained and the sync brought
 TRANSFORMERS = {"class_path": "rlflow.rollout.TransformersEngine"}
 
 
-def look(machine: Machine, gpus: int, folder: Path, seconds: float) -> Iterator[Finding]:
+def trials(machine: Machine, gpus: int, folder: Path, seconds: float) -> Iterator[Finding]:
     """Of the trials that this machine can do.
 
     Args:
@@ -29,25 +30,25 @@ def look(machine: Machine, gpus: int, folder: Path, seconds: float) -> Iterator[
         folder: Where children run.
         seconds: That each may take.
     """
-    trials: list[Callable[[], Finding]] = [partial(_meet, "gloo", folder, seconds)]
+    chosen: list[Callable[[], Finding]] = [partial(_meet, "gloo", folder, seconds)]
     if gpus >= 2:
-        trials.append(partial(_meet, "nccl", folder, seconds))
+        chosen.append(partial(_meet, "nccl", folder, seconds))
     train = partial(_train, machine, folder=folder, seconds=seconds)
-    trials.append(partial(train, "transformers engine, one process", 1, "SingleProcess", TRANSFORMERS))
+    chosen.append(partial(train, "transformers engine, one process", 1, "SingleProcess", TRANSFORMERS))
     ranks = min(2, gpus) if machine.gpu else 2
     if installed("deepspeed") is not None:
         name = f"transformers engine, DeepSpeed ZeRO-2 on {ranks} ranks"
-        trials.append(partial(train, name, ranks, "DeepSpeedStrategy", TRANSFORMERS))
+        chosen.append(partial(train, name, ranks, "DeepSpeedStrategy", TRANSFORMERS))
     else:
-        trials.append(
+        chosen.append(
             partial(train, f"transformers engine, FSDP on {ranks} ranks", ranks, "FSDPStrategy", TRANSFORMERS)
         )
     if any(installed(name) for name in VLLM):
         settings = {"gpu_memory_utilization": 0.3} if machine.gpu else {"kv_cache_gib": 0.25}
         engine = {"class_path": "rlflow.rollout.VLLMEngine", "init_args": settings | {"max_num_seqs": 16}}
-        trials.append(partial(train, "vLLM engine, one process", 1, "SingleProcess", engine))
+        chosen.append(partial(train, "vLLM engine, one process", 1, "SingleProcess", engine))
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield from pool.map(lambda trial: trial(), trials)
+        yield from pool.map(lambda trial: trial(), chosen)
 
 
 def _meet(backend: str, folder: Path, seconds: float) -> Finding:
@@ -64,7 +65,7 @@ def _meet(backend: str, folder: Path, seconds: float) -> Finding:
 
 
 def _rank(backend: str, rank: int, folder: Path, seconds: float) -> Tried:
-    arguments = ["-m", "rlflow.doctor.two_ranks", backend, str(rank), str(folder / "store")]
+    arguments = ["-m", "rlflow.doctor.trials", backend, str(rank), str(folder / "store")]
     return tried(folder / f"rank{rank}", arguments, seconds)
 
 
@@ -98,7 +99,10 @@ def _config(machine: Machine, ranks: int, strategy: str, engine: dict[str, Any])
                 "actor": {"model": "tiny", "optimizer": {"lr": 1e-3}},
                 "group_size": 4,
                 "max_response_length": 8,
-                "reward": {"class_path": "rlflow.doctor.trial_reward.ShareOfDigits"},
+                "reward": {
+                    "class_path": "rlflow.rewards.CallableReward",
+                    "init_args": {"function": "rlflow.doctor.trials.share_of_digits"},
+                },
             },
         },
         "data": {
@@ -115,3 +119,30 @@ def _config(machine: Machine, ranks: int, strategy: str, engine: dict[str, Any])
         "strategy": {"class_path": f"rlflow.strategies.{strategy}"},
         "rollout": engine,
     }
+
+
+def share_of_digits(response: str, row: dict[str, Any]) -> float:
+    """How much of a response are digits: a reward in which random responses differ."""
+    return sum(each.isdigit() for each in response) / max(1, len(response))
+
+
+def main(backend: str, rank: int, store: Path) -> None:
+    """One of two ranks, in a child: meet the other by a store in a file, gather what both have, and compare it."""
+    import torch
+    import torch.distributed as dist
+
+    from rlflow.databuffer.transport import Transport
+
+    device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=MEET)
+    mine = torch.full((3,), float(rank + 1), device=device)
+    found = [each.tolist() for each in Transport(device, MEET).all_gather(mine, (0, 1))]
+    dist.destroy_process_group()
+    if found != [[1.0] * 3, [2.0] * 3]:
+        sys.exit(f"rank {rank} received {found} from both ranks")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""What lies on a device, while responses are generated and while a role is trained: bytes, and a table of them."""
+"""What lies on a device, while roles are loaded and trained and responses are generated: one table of bytes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,160 @@ from rlflow.values.layout import Layout
 # no scores: Korthikanti et al., arXiv 2205.05198, equation 2 without its last term.
 ACTIVATION_BYTES = 34
 FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class RoleBytes:
+    """The bytes that a role takes of a rank: the table of which estimates of steps and of phases are sums.
+
+    Attributes:
+        size: Size of its model.
+        how: How it lies and is updated.
+        longest: Tokens of the longest row, which may be above the token budget and stands alone then.
+        buffer: Bytes of weights that are gathered at once on their way to an engine or into a file.
+    """
+
+    size: ModelSize
+    how: RoleTraining
+    longest: float = 0
+    buffer: float = 0
+
+    @property
+    def weights(self) -> float:
+        """Weights, divided at ZeRO 3, and there once more where a node's ranks divide them too.
+
+        Those that are trained may be wider than forward passes read them; beside those of a moving average is the
+        average.
+        """
+        size, how = self.size, self.how
+        average = size.parameters * how.averaged_width / how.states_over
+        nbytes = size.parameters * how.width
+        wider = how.trained * (how.summed_width - how.width) if how.masters else 0
+        return (nbytes + wider) / how.weights_over + (nbytes / how.within if how.within else 0) + average
+
+    @property
+    def gradients(self) -> float:
+        """Summed gradients, divided from ZeRO 2 on; before, those of the weights' dtype beside these sums."""
+        how = self.how
+        if how.stage >= 2:
+            return how.trained * how.summed_width / how.gradients_over
+        return how.trained * (how.summed_width + (how.width if how.width < how.summed_width else 0))
+
+    @property
+    def optimizer(self) -> float:
+        """Moments and float32 weights, divided from ZeRO 1 on; wherever they lie."""
+        return self.how.trained * self.how.summed_width * self.how.moments / self.how.states_over
+
+    @property
+    def stepping(self) -> float:
+        """While AdamW steps: the root of the second moments."""
+        how = self.how
+        return how.trained * how.summed_width / how.states_over if how.moments >= 2 and not how.offloaded else 0.0
+
+    @property
+    def activations(self) -> float:
+        """Of a micro-batch: of every layer, or with checkpointing every layer's input and one layer's activations.
+
+        Peers hold their parts of a row.
+        """
+        layer = self._tokens * self.size.hidden * ACTIVATION_BYTES * self.how.width / 2
+        if not self.how.checkpointing:
+            return self.size.layers * layer
+        return self.size.layers * self._tokens * self.size.hidden * self.how.width + layer
+
+    @property
+    def logits(self) -> float:
+        """Of a micro-batch: the chunk of logits that is held at once, and its gradient."""
+        return 2.0 * FLOAT32 * min(CHUNK_ELEMENTS, self._tokens * self.size.outputs)
+
+    @property
+    def gathered(self) -> float:
+        """Whole at once at ZeRO 3: an embedding, a layer, or as much as may stay so; with FSDP the next one too."""
+        if self.how.stage < 3:
+            return 0.0
+        pieces = 2 if self.how.masters else 1
+        whole = max(pieces * self.size.largest_layer, self.how.live)
+        return float(min(self.size.parameters, whole) * self.how.width)
+
+    @property
+    def reduced(self) -> float:
+        """While gradients are reduced: those of a backward pass, the buffer, and a copy on its way.
+
+        FSDP has no buffer and reduces a layer's gradients at once.
+        """
+        how = self.how
+        if not how.trained or how.ranks == 1:
+            return 0.0
+        if how.stage == 0:  # all of them, flattened
+            return float(how.trained * how.summed_width)
+        if how.masters:
+            return float(min(self.size.largest_layer, how.trained) * (how.width + how.summed_width))
+        return float(how.bucket * (how.width + how.summed_width * (1 if how.stage == 3 else 2)))
+
+    @property
+    def keeps_buffer(self) -> bool:
+        """Whether the buffer in which gradients are reduced is there between backward passes; FSDP has none."""
+        return self.how.stage == 3 and not self.how.masters
+
+    @property
+    def loading(self) -> float:
+        """The most while the role is loaded: whole, or from the first byte its own part and one piece."""
+        how = self.how
+        copied = how.moments % 2 * how.trained * how.summed_width / how.states_over  # in float32, beside the moments
+        if how.stage == 3:
+            return self.weights + copied + self._gradients_at_rest + self.piece
+        if how.stage and how.trained:  # flattened; then the part that this rank steps is cut out, and copied
+            return max(2 * self.weights, self.weights + 2 * copied)
+        return self.weights + copied
+
+    @property
+    def resting(self) -> float:
+        """Between steps, after the first: weights and states, and what DeepSpeed keeps at ZeRO-3."""
+        states = 0.0 if self.how.offloaded else self.optimizer
+        weights = 0.0 if self.how.weights_offloaded else self.weights
+        return weights + states + self._gradients_at_rest + self._buffer_at_rest
+
+    @property
+    def step(self) -> float:
+        """Forward and backward passes and the update, at their fullest moment."""
+        passes = self.activations + self.logits + self._moved
+        return self.resting + self._new_gradients + max(passes, self.stepping)
+
+    @property
+    def sync(self) -> float:
+        """Weights on their way to the engine, or into a file."""
+        return self.resting + min(max(self.buffer, self.piece), self.size.parameters * self.how.width)
+
+    @property
+    def resuming(self) -> float:
+        """A checkpoint read again, and the update by which the optimizer makes its states."""
+        updated = self.resting + self._new_gradients + max(self._moved, self.stepping) if self.how.trained else 0.0
+        return max(self.loading, self.resting + self.piece, updated)
+
+    @property
+    def piece(self) -> float:
+        """The largest layer or embedding."""
+        return float(self.size.largest_layer * self.how.width)
+
+    @property
+    def _tokens(self) -> float:
+        return max(self.how.token_budget, self.longest) / self.how.peers
+
+    @property
+    def _gradients_at_rest(self) -> float:
+        return self.gradients if self.how.trained and self.keeps_buffer else 0.0
+
+    @property
+    def _new_gradients(self) -> float:
+        return self.gradients - self._gradients_at_rest if self.how.trained else 0.0
+
+    @property
+    def _buffer_at_rest(self) -> float:
+        return float(self.how.bucket * self.how.summed_width) if self.how.stage == 3 else 0.0
+
+    @property
+    def _moved(self) -> float:
+        return self.gathered + self.reduced - self._buffer_at_rest
 
 
 @dataclass(frozen=True)
@@ -134,38 +288,40 @@ def memories(workload: Workload, capacity: float) -> list[Memory]:
 
 def memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memory:
     """What each of these ranks holds, on which the same lives."""
-    own = {name: role for name, role in workload.roles.items() if role.owner is None and ranks[0] in role.layout.ranks}
-    trained = {name: role for name, role in own.items() if role.training.trained}
+    longest = workload.lengths.longest_prompt + workload.lengths.longest_response
+    own = {
+        name: RoleBytes(role.size, role.training, longest)
+        for name, role in workload.roles.items()
+        if role.owner is None and ranks[0] in role.layout.ranks
+    }
+    trained = {name: role for name, role in own.items() if role.how.trained}
     engines = {
         name: _of_engine(engine, workload.model(name), capacity)
         for name, engine in workload.engines.items()
         if ranks[0] in engine.placed
     }
-    longest = workload.lengths.longest_prompt + workload.lengths.longest_response
-    reduced = [reduced_bytes(role.size, role.training) for role in trained.values()]
-    states = {name: optimizer_bytes(role.training) for name, role in trained.items()}
-    offloaded = {name for name, role in trained.items() if role.training.offloaded}
-    weights = {name: weight_bytes(role.size, role.training) for name, role in own.items()}
-    away = {name for name, role in own.items() if role.training.weights_offloaded}
+    reduced = [role.reduced for role in trained.values()]
+    states_away = {name for name, role in trained.items() if role.how.offloaded}
+    weights_away = {name for name, role in own.items() if role.how.weights_offloaded}
     return Memory(
         ranks=ranks,
-        weights={name: 0.0 if name in away else nbytes for name, nbytes in weights.items()},
-        gradients={name: gradient_bytes(role.training) for name, role in trained.items()},
-        optimizer={name: 0.0 if name in offloaded else nbytes for name, nbytes in states.items()},
-        activations={name: activation_bytes(role.size, role.training, longest) for name, role in trained.items()},
-        logits=max((logit_bytes(role.size, role.training, longest) for role in own.values()), default=0.0),
-        gathered=max((gathered_bytes(role.size, role.training) for role in own.values()), default=0.0),
+        weights={name: 0.0 if name in weights_away else role.weights for name, role in own.items()},
+        gradients={name: role.gradients for name, role in trained.items()},
+        optimizer={name: 0.0 if name in states_away else role.optimizer for name, role in trained.items()},
+        activations={name: role.activations for name, role in trained.items()},
+        logits=max((role.logits for role in own.values()), default=0.0),
+        gathered=max((role.gathered for role in own.values()), default=0.0),
         # ZeRO-3 keeps its buffer, the others make it anew for each backward pass
-        reduced=(sum if any(keeps_buffer(role.training) for role in trained.values()) else max)([0.0, *reduced]),
-        stepping=max((stepping_bytes(role.training) for role in trained.values()), default=0.0),
+        reduced=(sum if any(role.keeps_buffer for role in trained.values()) else max)([0.0, *reduced]),
+        stepping=max((role.stepping for role in trained.values()), default=0.0),
         engines=engines,
         held=_held(workload, ranks[0]),
         capacity=capacity,
         together=tuple(names & engines.keys() for names in workload.together),
         host={
-            name: (states[name] if name in offloaded else 0.0) + (nbytes if name in away else 0.0)
-            for name, nbytes in weights.items()
-            if name in offloaded | away
+            name: (role.optimizer if name in states_away else 0.0) + (role.weights if name in weights_away else 0.0)
+            for name, role in own.items()
+            if name in states_away | weights_away
         },
     )
 
@@ -176,80 +332,6 @@ def _of_engine(engine: Engine, role: LoadedRole, capacity: float) -> HeldByEngin
     cache = engine.memory.share * capacity - weights if given is None else given
     asleep = {"nothing": 0.0, "weights": weights, "weights and cache": weights + cache}[engine.memory.asleep]
     return HeldByEngine(weights, cache, asleep)
-
-
-def weight_bytes(size: ModelSize, how: RoleTraining) -> float:
-    """Of a role: divided at ZeRO 3, and there once more where a node's ranks divide them too.
-
-    Those that are trained may be wider than forward passes read them; beside those of a moving average is the average.
-    """
-    average = size.parameters * how.averaged_width / how.states_over
-    nbytes = size.parameters * how.width
-    wider = how.trained * (how.summed_width - how.width) if how.masters else 0
-    return (nbytes + wider) / how.weights_over + (nbytes / how.within if how.within else 0) + average
-
-
-def gradient_bytes(how: RoleTraining) -> float:
-    """Of a trained role: summed, and divided from ZeRO 2 on; before, those of the weights' dtype beside these sums."""
-    if how.stage >= 2:
-        return how.trained * how.summed_width / how.gradients_over
-    return how.trained * (how.summed_width + (how.width if how.width < how.summed_width else 0))
-
-
-def reduced_bytes(size: ModelSize, how: RoleTraining) -> float:
-    """Of a trained role, while gradients are reduced: those of a backward pass, the buffer, and a copy on its way.
-
-    FSDP has no buffer and reduces a layer's gradients at once.
-    """
-    if not how.trained or how.ranks == 1:
-        return 0.0
-    if how.stage == 0:  # all of them, flattened
-        return float(how.trained * how.summed_width)
-    if how.masters:
-        layer = min(size.largest_layer, how.trained)
-        return float(layer * (how.width + how.summed_width))
-    return float(how.bucket * (how.width + how.summed_width * (1 if how.stage == 3 else 2)))
-
-
-def keeps_buffer(how: RoleTraining) -> bool:
-    """Whether the buffer in which gradients are reduced is there between backward passes; FSDP has none."""
-    return how.stage == 3 and not how.masters
-
-
-def optimizer_bytes(how: RoleTraining) -> float:
-    """Of a trained role: moments and float32 weights, divided from ZeRO 1 on; wherever they lie."""
-    return how.trained * how.summed_width * how.moments / how.states_over
-
-
-def stepping_bytes(how: RoleTraining) -> float:
-    """Of a trained role, while AdamW steps: the root of the second moments."""
-    return how.trained * how.summed_width / how.states_over if how.moments >= 2 and not how.offloaded else 0.0
-
-
-def logit_bytes(size: ModelSize, how: RoleTraining, longest: float = 0) -> float:
-    """Of a micro-batch: the chunk of logits that is held at once, and its gradient."""
-    tokens = max(how.token_budget, longest) / how.peers
-    return 2.0 * FLOAT32 * min(CHUNK_ELEMENTS, tokens * size.outputs)
-
-
-def activation_bytes(size: ModelSize, how: RoleTraining, longest: float = 0) -> float:
-    """Of a micro-batch: of every layer, or with checkpointing every layer's input and one layer's activations.
-
-    A row of `longest` tokens may be above the budget, and stands alone then; peers hold their parts of it.
-    """
-    tokens = max(how.token_budget, longest) / how.peers
-    layer = tokens * size.hidden * ACTIVATION_BYTES * how.width / 2
-    if not how.checkpointing:
-        return size.layers * layer
-    return size.layers * tokens * size.hidden * how.width + layer
-
-
-def gathered_bytes(size: ModelSize, how: RoleTraining) -> float:
-    """Of what is whole at once at ZeRO 3: an embedding, a layer, or as much as is kept; with FSDP the next one too."""
-    if how.stage < 3:
-        return 0.0
-    pieces = 2 if how.masters else 1
-    return float(min(size.parameters, max(pieces * size.largest_layer, how.live)) * how.width)
 
 
 def _held(workload: Workload, rank: int) -> float:

@@ -16,15 +16,9 @@ from rlflow.errors import UserError
 from rlflow.memory.estimate import (
     HeldByEngine,
     Memory,
-    activation_bytes,
-    gathered_bytes,
-    gradient_bytes,
-    logit_bytes,
+    RoleBytes,
     memory_lines,
-    optimizer_bytes,
-    reduced_bytes,
     require_room_for_engines,
-    weight_bytes,
 )
 from rlflow.memory.workload import Lengths, RoleTraining, engine_here, loaded_role
 from rlflow.models.causal_lm import CausalLM
@@ -70,20 +64,21 @@ def test_zero_divides_optimizer_then_gradients_then_weights(
 ) -> None:
     # Three float32 numbers of each weight are the optimizer's; before ZeRO-2 gradients are in bfloat16, and in float32.
     how = replace(ZERO3, stage=stage)
-    assert (weight_bytes(SMALL, how), gradient_bytes(how), optimizer_bytes(how)) == (weights, gradients, optimizer)
+    found = RoleBytes(SMALL, how)
+    assert (found.weights, found.gradients, found.optimizer) == (weights, gradients, optimizer)
 
 
 def test_checkpointing_keeps_inputs_of_layers_and_one_layer() -> None:
-    assert activation_bytes(SMALL, ZERO3) == 2 * 500 * 10 * 34
-    assert activation_bytes(SMALL, replace(ZERO3, checkpointing=True)) == 2 * 500 * 10 * 2 + 500 * 10 * 34
+    assert RoleBytes(SMALL, ZERO3).activations == 2 * 500 * 10 * 34
+    assert RoleBytes(SMALL, replace(ZERO3, checkpointing=True)).activations == 2 * 500 * 10 * 2 + 500 * 10 * 34
 
 
 def test_zero_3_holds_the_largest_piece_whole() -> None:
-    assert gathered_bytes(SMALL, replace(ZERO3, live=10)) == 1000 * 2  # an embedding; a layer has 920
-    assert gathered_bytes(SMALL, replace(ZERO3, live=2500)) == 2500 * 2  # or as many as may stay
-    assert gathered_bytes(SMALL, replace(ZERO3, stage=2)) == 0
-    assert gathered_bytes(SMALL, replace(ZERO3, live=1500)) == 1500 * 2
-    assert gathered_bytes(SMALL, replace(ZERO3, live=10**9)) == 3850 * 2  # there are no more
+    assert RoleBytes(SMALL, replace(ZERO3, live=10)).gathered == 1000 * 2  # an embedding; a layer has 920
+    assert RoleBytes(SMALL, replace(ZERO3, live=2500)).gathered == 2500 * 2  # or as many as may stay
+    assert RoleBytes(SMALL, replace(ZERO3, stage=2)).gathered == 0
+    assert RoleBytes(SMALL, replace(ZERO3, live=1500)).gathered == 1500 * 2
+    assert RoleBytes(SMALL, replace(ZERO3, live=10**9)).gathered == 3850 * 2  # there are no more
 
 
 def test_settings_of_zero_3_say_where_weights_lie_and_how_many_are_on_their_way() -> None:
@@ -94,23 +89,23 @@ def test_settings_of_zero_3_say_where_weights_lie_and_how_many_are_on_their_way(
 
     assert how(bucket_elements=800).bucket == 800
     assert how().bucket == 1000  # no more than the largest layer, the embedding
-    assert weight_bytes(SMALL, how()) == 3850 * 4 / 4
-    assert weight_bytes(SMALL, how(partition_within=2)) == 3850 * 4 / 4 + 3850 * 4 / 2
-    assert weight_bytes(SMALL, how(partition_within=4)) == 3850 * 4 / 4  # the role has no more ranks
+    assert RoleBytes(SMALL, how()).weights == 3850 * 4 / 4
+    assert RoleBytes(SMALL, how(partition_within=2)).weights == 3850 * 4 / 4 + 3850 * 4 / 2
+    assert RoleBytes(SMALL, how(partition_within=4)).weights == 3850 * 4 / 4  # the role has no more ranks
     assert how(offload_parameters=True).weights_offloaded
 
 
 def test_zero_0_flattens_all_gradients_to_sum_them() -> None:
-    assert reduced_bytes(SMALL, replace(ZERO3, stage=0)) == 3850 * 4
+    assert RoleBytes(SMALL, replace(ZERO3, stage=0)).reduced == 3850 * 4
 
 
 def test_fsdp_holds_a_layer_and_the_next_one_whole() -> None:
-    assert gathered_bytes(SMALL, replace(ZERO3, masters=True)) == 2 * 1000 * 2
+    assert RoleBytes(SMALL, replace(ZERO3, masters=True)).gathered == 2 * 1000 * 2
 
 
 def test_a_second_copy_of_weights_within_a_node_is_counted() -> None:
     # 2 bytes each, divided over 8 ranks, and again over 4
-    assert weight_bytes(SMALL, replace(ZERO3, ranks=8, within=4)) == 3850 * 2 / 8 + 3850 * 2 / 4
+    assert RoleBytes(SMALL, replace(ZERO3, ranks=8, within=4)).weights == 3850 * 2 / 8 + 3850 * 2 / 4
 
 
 def test_a_moving_average_is_counted_beside_narrower_weights() -> None:
@@ -122,12 +117,12 @@ def test_a_moving_average_is_counted_beside_narrower_weights() -> None:
 
     assert how(DeepSpeedStrategy(2)).averaged_width == 0  # the weights are the average
     assert how(FSDPStrategy("bf16")).averaged_width == 2  # weights are float32, and read in 16 bits
-    assert weight_bytes(SMALL, how(DeepSpeedStrategy(2, "bf16"))) == 3850 * 2 + 3850 * 4 / 2  # whole, and divided
+    assert RoleBytes(SMALL, how(DeepSpeedStrategy(2, "bf16"))).weights == 3850 * 2 + 3850 * 4 / 2  # whole, and divided
 
 
 def test_logits_of_a_small_vocabulary_are_less_than_a_chunk() -> None:
-    assert logit_bytes(SMALL, ZERO3) == 2 * 4 * 500 * 100  # with the gradient, float32, tokens, vocabulary
-    assert logit_bytes(replace(SMALL, vocabulary=150_000), replace(ZERO3, token_budget=4096)) == 2 * 256 * 2**20
+    assert RoleBytes(SMALL, ZERO3).logits == 2 * 4 * 500 * 100  # with the gradient, float32, tokens, vocabulary
+    assert RoleBytes(replace(SMALL, vocabulary=150_000), replace(ZERO3, token_budget=4096)).logits == 2 * 256 * 2**20
 
 
 @pytest.fixture(scope="module")
@@ -154,9 +149,9 @@ def counted_bytes(folder: Path, stage: Stage, precision: str) -> tuple[int, floa
     backward(strategy, "actor", handle)
     new = [tensor.untyped_storage().nbytes() for address, tensor in storages().items() if address not in before]
     role = loaded_role("actor", {"actor": handle}, size_of(str(folder)), strategy, Layout((0, 1), 2), 8)
-    how = role.training
+    table, how = RoleBytes(role.size, role.training), role.training
     buffers = how.bucket * how.summed_width if stage == 3 else 0.0  # the others are gone after the backward pass
-    return sum(new), weight_bytes(role.size, how) + gradient_bytes(how) + optimizer_bytes(how) + buffers
+    return sum(new), table.weights + table.gradients + table.optimizer + buffers
 
 
 @pytest.mark.parametrize(
@@ -182,13 +177,14 @@ def test_a_critic_is_as_large_as_a_classifier_of_one_label(tiny: Path) -> None:
     size = loaded_role("critic", {"critic": handle}, size_of(str(tiny)), SingleProcess(), Layout((0,), 1), 8).size
     classifier = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1)
     assert size.parameters == sum(parameter.numel() for parameter in classifier.parameters())
-    assert logit_bytes(size, ZERO3) == 2 * 4 * 500  # with the gradient, float32, a number for each token
+    assert RoleBytes(size, ZERO3).logits == 2 * 4 * 500  # with the gradient, float32, a number for each token
 
 
 def test_one_process_keeps_all_in_the_dtype_of_the_weights() -> None:
     handle = CausalLM("tiny", optimizer=Optimizer())
     how = loaded_role("actor", {"actor": handle}, SMALL, SingleProcess("bf16"), Layout((0,), 1), 8).training
-    assert (weight_bytes(SMALL, how), gradient_bytes(how), optimizer_bytes(how)) == (7700, 7700, 15400)
+    found = RoleBytes(SMALL, how)
+    assert (found.weights, found.gradients, found.optimizer) == (7700, 7700, 15400)
 
 
 def test_states_that_lie_with_the_cpu_are_told_apart() -> None:

@@ -6,7 +6,7 @@ import torch
 
 from rlflow.controller.samples import SAMPLES_PER_STEP, Samples
 from rlflow.databuffer.transport import Transport
-from rlflow.environments.definition import defined
+from rlflow.environments.environment import defined
 from rlflow.environments.host import InProcess
 from rlflow.environments.session import Session
 from rlflow.environments.template_bridge import TemplateBridge

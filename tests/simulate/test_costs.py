@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import UserError
-from rlflow.memory.estimate import activation_bytes
+from rlflow.memory.estimate import RoleBytes
 from rlflow.memory.workload import RoleTraining
 from rlflow.models.sizes import KNOWN, ModelSize, size_of
 from rlflow.simulate.costs import (
@@ -23,8 +23,8 @@ from rlflow.simulate.costs import (
     sync_seconds,
     train_seconds,
 )
+from rlflow.simulate.designs import WorkItem, scheduled
 from rlflow.simulate.hardware import Hardware, read_hardware
-from rlflow.simulate.timeline import WorkItem, scheduled
 
 # Round numbers: 1 GFLOP/s, 1 MB/s of memory, 1 MB/s in a node of 4, 0.5 MB/s between nodes, all of it reached.
 PLAIN = Hardware(1e9, 1e9, 1e6, 1e6, 0.5e6, 4, 1e-3, 2e-3, 1e-4, 1.0, 1.0, 1.0, 1.0, 1e-9, 1e-3, 1e6, 1e-6)
@@ -172,8 +172,9 @@ def test_peers_compute_their_parts_of_a_sequence_and_tell_each_other_in_four_all
 
 
 def test_peers_hold_their_parts_of_activations_and_a_row_above_the_budget_stands_alone() -> None:
-    assert activation_bytes(SMALL, replace(ZERO3, peers=2)) == activation_bytes(SMALL, ZERO3) / 2
-    assert activation_bytes(SMALL, ZERO3, longest=1000) == 2 * activation_bytes(SMALL, ZERO3)  # the budget is 500
+    assert RoleBytes(SMALL, replace(ZERO3, peers=2)).activations == RoleBytes(SMALL, ZERO3).activations / 2
+    long = RoleBytes(SMALL, ZERO3, longest=1000)  # the budget is 500
+    assert long.activations == 2 * RoleBytes(SMALL, ZERO3).activations
 
 
 def test_weights_for_engines_elsewhere_cross_a_link_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 from rlflow.commands.fit import read_fit
 from rlflow.errors import UserError
 from rlflow.simulate.foretold import compared
-from rlflow.simulate.here import this_machine
+from rlflow.simulate.hardware import this_machine
 from tests.own_folder import make, write
 
 

@@ -7,9 +7,12 @@ import json
 import pytest
 
 from rlflow.cli import main
-from rlflow.simulate.figures import CURVES, FIGURES, Curve, Figure
-from rlflow.simulate.scaling import (
+from rlflow.simulate.paper import (
+    CURVES,
+    FIGURES,
     START,
+    Curve,
+    Figure,
     errors_beyond,
     fit,
     forecast,

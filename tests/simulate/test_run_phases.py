@@ -11,7 +11,7 @@ import pytest
 from rlflow.memory.workload import Lengths, LoadedRole, RoleTraining
 from rlflow.models.sizes import ModelSize
 from rlflow.simulate.hardware import PRESETS
-from rlflow.simulate.run_phases import Phase, phase_lines, run_phases
+from rlflow.simulate.simulation import Phase, phase_lines, run_phases
 from rlflow.values.layout import Layout
 
 # 3,850 parameters; the largest piece is an embedding of 1,000

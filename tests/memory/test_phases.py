@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from rlflow.memory.estimate import RoleBytes
 from rlflow.memory.workload import RoleTraining
 from rlflow.models.sizes import ModelSize
-from rlflow.simulate.phases import phases
 
 # 3,850 parameters; the largest piece is an embedding of 1,000
 SMALL = ModelSize(hidden=10, intermediate=20, layers=2, heads=2, kv_heads=1, vocabulary=100)
@@ -34,55 +34,55 @@ MEASURED = {
 
 
 def test_what_is_not_divided_is_loaded_whole_with_its_float32_copy() -> None:
-    assert phases(SMALL, WHOLE, 5, buffer=0).loading == 3850 * (2 + 4)
+    assert RoleBytes(SMALL, WHOLE, 5, buffer=0).loading == 3850 * (2 + 4)
 
 
 def test_at_zero_2_the_weights_are_there_twice_while_they_are_flattened() -> None:
     # 3,850 x 2 flat, and while the part is cut out and copied twice 1,925 x 4; or 3,850 x 2 twice
     how = replace(WHOLE, stage=2, bucket=100)
-    assert phases(SMALL, how, 5, buffer=0).loading == 3850 * 2 + 2 * 1925 * 4
-    assert phases(SMALL, replace(how, width=4, moments=2), 5, buffer=0).loading == 2 * 3850 * 4
+    assert RoleBytes(SMALL, how, 5, buffer=0).loading == 3850 * 2 + 2 * 1925 * 4
+    assert RoleBytes(SMALL, replace(how, width=4, moments=2), 5, buffer=0).loading == 2 * 3850 * 4
 
 
 def test_at_zero_3_a_rank_loads_its_part_and_a_piece() -> None:
     # a part of the weights, of the float32 copy and of the gradients, for which there is room from the beginning
     how = replace(WHOLE, stage=3, bucket=100, live=1500)
-    assert phases(SMALL, how, 5, buffer=0).loading == 1925 * (2 + 4 + 4) + 1000 * 2
+    assert RoleBytes(SMALL, how, 5, buffer=0).loading == 1925 * (2 + 4 + 4) + 1000 * 2
 
 
 def test_with_fsdp_a_rank_loads_its_float32_part_and_a_piece() -> None:
     how = replace(WHOLE, stage=3, moments=2, masters=True)
-    assert phases(SMALL, how, 5, buffer=0).loading == 1925 * 4 + 1000 * 2
+    assert RoleBytes(SMALL, how, 5, buffer=0).loading == 1925 * 4 + 1000 * 2
 
 
 def test_a_step_of_zero_3_adds_what_is_gathered_and_what_is_reduced() -> None:
     how = replace(WHOLE, stage=3, bucket=100, live=1500)
     parts = 1925 * (2 + 4 + 8 + 4) + 100 * 4  # with gradients and the bucket
-    assert phases(SMALL, how, 5, buffer=0).step == parts + PASSES + 1500 * 2 + 100 * 2
+    assert RoleBytes(SMALL, how, 5, buffer=0).step == parts + PASSES + 1500 * 2 + 100 * 2
 
 
 def test_a_step_of_fsdp_adds_two_pieces_and_the_gradients_of_one() -> None:
     how = replace(WHOLE, stage=3, moments=2, masters=True)
-    assert phases(SMALL, how, 5, buffer=0).step == 1925 * (4 + 8 + 4) + PASSES + 1000 * (2 * 2 + 2 + 4)
+    assert RoleBytes(SMALL, how, 5, buffer=0).step == 1925 * (4 + 8 + 4) + PASSES + 1000 * (2 * 2 + 2 + 4)
 
 
 def test_where_passes_are_small_the_optimizer_decides() -> None:
     how = replace(WHOLE, stage=2, bucket=1, token_budget=1)
     root = 1925 * 4
-    found = phases(SMALL, how, 1, buffer=0)
+    found = RoleBytes(SMALL, how, 1, buffer=0)
     assert found.step == 3850 * 2 + 1925 * (12 + 4) + root
     assert found.resuming == found.step  # by an update the optimizer makes its states
 
 
 def test_weights_are_brought_and_saved_in_buffers() -> None:
-    found = phases(SMALL, replace(WHOLE, stage=3, moments=2, masters=True), 5, buffer=3000)
-    assert found.sync == found.saving == 1925 * 12 + 3000
-    assert phases(SMALL, WHOLE, 5, buffer=1e9).sync == 3850 * (2 + 12) + 3850 * 2  # all of them at most
+    found = RoleBytes(SMALL, replace(WHOLE, stage=3, moments=2, masters=True), 5, buffer=3000)
+    assert found.sync == 1925 * 12 + 3000
+    assert RoleBytes(SMALL, WHOLE, 5, buffer=1e9).sync == 3850 * (2 + 12) + 3850 * 2  # all of them at most
 
 
 def test_a_frozen_role_is_its_weights_and_what_passes_gather() -> None:
     how = RoleTraining(3, 2, 2, 0, 0, False, 1, 5, masters=True)
-    found = phases(SMALL, how, 5, buffer=0)
+    found = RoleBytes(SMALL, how, 5, buffer=0)
     assert (found.loading, found.resuming) == (1925 * 2 + 2000, 1925 * 2 + 2000)
     assert found.step == 1925 * 2 + PASSES + 2 * 1000 * 2
 
@@ -90,7 +90,7 @@ def test_a_frozen_role_is_its_weights_and_what_passes_gather() -> None:
 @pytest.mark.parametrize("name", MEASURED)
 def test_phases_are_as_large_as_they_were_measured(name: str) -> None:
     how, step, loading = MEASURED[name]
-    found = phases(MEASURED_SIZE, how, 64, buffer=0)
+    found = RoleBytes(MEASURED_SIZE, how, 64, buffer=0)
     assert found.step / 2**20 == pytest.approx(step, rel=0.15)
     if loading is not None:
         assert found.loading / 2**20 == pytest.approx(loading, rel=0.15)
@@ -109,7 +109,7 @@ OF_BENCHMARK = {
 @pytest.mark.parametrize("name", OF_BENCHMARK)
 def test_phases_are_as_large_as_the_benchmark_of_large_models_found(name: str) -> None:
     how, (setup, step, sync) = OF_BENCHMARK[name]
-    found = phases(DEEP, how, 64, buffer=4 * LAYER)
+    found = RoleBytes(DEEP, how, 64, buffer=4 * LAYER)
     assert [found.loading / 2**20, found.step / 2**20, found.sync / 2**20] == pytest.approx(
         [setup, step, sync], rel=0.15
     )
