@@ -1,33 +1,34 @@
-"""Draw the graphs that the documentation shows, from the configs: python docs/pictures/draw.py"""
+"""Draw the graphs in the documentation anew, each from the config above it: python docs/pictures/draw.py"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from rlflow.commands.graph import ConfiguredGraph, read_graph
+from rlflow.commands.fit import read_fit
+from rlflow.commands.graph import mermaid
+from rlflow.run.prepare import plan_run
 
-PICTURES = Path(__file__).parent
-ROOT = PICTURES.parent.parent
-
-
-def pictures() -> dict[str, Path]:
-    """Each picture, relative to this folder and without its suffix, and the config that it is drawn from."""
-    configs = ROOT / "configs"
-    page = (PICTURES.parent / "algorithms.md").read_text(encoding="utf-8")
-    shown = re.findall(r"\(pictures/(algorithms/(\w+))\.svg\)", page)
-    others = {"grpo": "quickstart_grpo", "grpo_8_gpus": "grpo_math_8gpu"}
-    return {picture: configs / f"{config}.yaml" for picture, config in [*shown, *others.items()]}
+DOCS = Path(__file__).parent.parent
+PAGES = ("algorithms.md", "concepts.md")
+GRAPH = re.compile(r"<!-- (configs/\w+\.yaml) -->\n```mermaid\n(.*?)```\n", re.DOTALL)
 
 
-def draw(config: Path, to: Path) -> None:
-    """Write `to`.svg and `to`.mmd."""
-    configured = read_graph(["--config", str(config), "--draw", str(to)])
-    assert isinstance(configured, ConfiguredGraph)
-    configured.show()
+def graphs() -> list[tuple[str, str]]:
+    """The config and the drawing of each graph that the pages show."""
+    return [graph for page in PAGES for graph in GRAPH.findall((DOCS / page).read_text(encoding="utf-8"))]
+
+
+def drawn(config: str) -> str:
+    """The graph of a config in Mermaid's language."""
+    configured = read_fit(["--config", str(DOCS.parent / config)])
+    trainer = configured.trainer
+    run = plan_run(configured.module, trainer.settings, trainer.engine_settings)
+    return mermaid(run.graph, run.plan)
 
 
 if __name__ == "__main__":
-    for picture, config in pictures().items():
-        draw(config, PICTURES / picture)
-        (PICTURES / picture).with_suffix(".mmd").unlink()
+    for page in PAGES:
+        text = (DOCS / page).read_text(encoding="utf-8")
+        text = GRAPH.sub(lambda graph: f"<!-- {graph[1]} -->\n```mermaid\n{drawn(graph[1])}```\n", text)
+        (DOCS / page).write_text(text, encoding="utf-8")

@@ -1,131 +1,134 @@
-"""`rlflow graph`: an algorithm's graph and a rank's plan, or what differs between two algorithms."""
+"""`rlflow graph`: an algorithm's graph with the place of every node, the plan of a rank, and the graph as a picture."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlflow.commands.configuration import Configured, config_parser, configured
-from rlflow.commands.fit import read_fit
-from rlflow.commands.graph_difference import Algorithm, difference
-from rlflow.commands.graph_drawing import mermaid, svg, text
-from rlflow.dotted_path import object_at
+from rlflow.dag.annotations import type_name
+from rlflow.dag.graph import Graph
+from rlflow.dag.node import BATCH, Kind, Node
+from rlflow.dag.planner import Plan
+from rlflow.dag.tasks import rank_ranges, task_lines
 from rlflow.errors import UserError
-from rlflow.loggers.secrets import without_secrets
-from rlflow.models.arguments import model_parameters
-from rlflow.models.handle import ModelHandle
-from rlflow.module import RLModule
-from rlflow.rewards import ExactMatch
 from rlflow.run.prepare import plan_run
-from rlflow.run.prepare import read_graph as read_module_graph
+from rlflow.values.each import Trained, grown
+
+TYPES: dict[Kind, str] = {
+    "compute": "COMPUTE",
+    "model_inference": "MODEL_INFERENCE",
+    "rollout": "ROLLOUT",
+    "train": "MODEL_TRAIN",
+    "filter": "FILTER",
+}
+DATASET = "DATASET"
+COLOURS = {  # of a type: fill, outline
+    DATASET: ("#f1f3f5", "#868e96"),
+    "COMPUTE": ("#e7f5ff", "#1c7ed6"),
+    "MODEL_INFERENCE": ("#f3f0ff", "#7048e8"),
+    "ROLLOUT": ("#ebfbee", "#2f9e44"),
+    "MODEL_TRAIN": ("#fff4e6", "#e8590c"),
+    "FILTER": ("#fff0f6", "#c2255c"),
+}
 
 
 @dataclass(frozen=True)
 class ConfiguredGraph:
-    """A graph to be shown: for which rank, and where its drawings go."""
+    """A graph to be shown: for which rank, and the file that it is drawn in."""
 
     configured: Configured
     rank: int
     draw: Path | None
 
     def show(self) -> None:
-        """Print the nodes and the rank's plan; write `<draw>.mmd` and `<draw>.svg` if asked."""
+        """Print the nodes and the rank's plan, and draw the graph if asked."""
         module, trainer = self.configured.module, self.configured.trainer
         world_size = trainer.settings.machines.world_size
         if not 0 <= self.rank < world_size:
             raise UserError(f"`--rank` is {self.rank}, but the config has the ranks 0 to {world_size - 1}; name one")
         run = plan_run(module, trainer.settings, trainer.engine_settings)
-        graph, planned = run.graph, run.plan
-        print(text(graph, planned, self.rank))
+        print(text(run.graph, run.plan, self.rank))
         if self.draw is not None:
+            drawing = mermaid(run.graph, run.plan)
             self.draw.parent.mkdir(parents=True, exist_ok=True)
-            for suffix, drawing in {".mmd": mermaid(graph, planned), ".svg": svg(graph, planned)}.items():
-                path = self.draw.with_suffix(suffix)
-                path.write_text(drawing)
-                print(f"drew {path}")
+            self.draw.write_text(f"```mermaid\n{drawing}```\n" if self.draw.suffix == ".md" else drawing)
+            print(f"drew {self.draw}")
 
 
-@dataclass(frozen=True)
-class ConfiguredDifference:
-    """Two algorithms to be compared."""
-
-    left: Algorithm
-    right: Algorithm
-
-    def show(self) -> None:
-        """Print what differs between their graphs, their other methods, and their settings."""
-        print(difference(self.left, self.right))
-
-
-def read_graph(arguments: Sequence[str]) -> ConfiguredGraph | ConfiguredDifference:
-    """The graph that `rlflow graph` shows, or the two that it compares."""
-    parser = config_parser(
-        "graph", "Print an algorithm's graph and a rank's plan, or what differs between two algorithms."
-    )
+def read_graph(arguments: Sequence[str]) -> ConfiguredGraph:
+    """The graph that `rlflow graph` shows."""
+    parser = config_parser("graph", "Print an algorithm's graph and a rank's plan.")
     parser.add_argument("--rank", type=int, default=0, help="whose plan is printed")
-    parser.add_argument("--draw", type=str | None, default=None, help="write PATH.mmd and PATH.svg")
-    parser.add_argument(
-        "--diff", type=str, nargs=2, metavar=("A", "B"), help="compare two configs or classes; takes nothing beside it"
-    )
-    if "--diff" in arguments:
-        return _read_difference(arguments)
+    parser.add_argument("--draw", type=str | None, default=None, help="write the graph in Mermaid: PATH.md or .mmd")
     found = configured(parser, arguments)
     rank, draw = found.options.rank, found.options.draw
+    if draw is not None and Path(draw).suffix not in (".md", ".mmd"):
+        raise UserError(f"`--draw` is {draw!r}, and graphs are drawn in Mermaid; end it in .md or .mmd")
     return ConfiguredGraph(found, rank, None if draw is None else Path(draw))
 
 
-def _read_difference(arguments: Sequence[str]) -> ConfiguredDifference:
-    given = [argument for argument in arguments if argument != "--diff"]
-    if arguments[0] != "--diff" or len(given) != 2 or len(arguments) != 3:
-        raise UserError(
-            f"`rlflow graph {' '.join(arguments)}`: `--diff` compares two algorithms and takes nothing beside them;"
-            " write `rlflow graph --diff A B`, each a config or a class such as rlflow.algorithms.GRPO"
+def text(graph: Graph, plan: Plan, rank: int) -> str:
+    """The nodes as a table in the order of execution, what each reads and why, then the plan of `rank`."""
+    header = ("node", "role", "type", "returns", "rows of", "reads", "written in")
+    rows = [
+        (
+            node.id,
+            _models(node) or "-",
+            TYPES[node.kind],
+            type_name(grown(node.returns) if node.grows else node.returns),
+            node.space,
+            ", ".join(node.needs),
+            node.place,
         )
-    (left, filled_left), (right, filled_right) = map(_module, given)
-    filled = filled_left | filled_right
-    return ConfiguredDifference(_algorithm(left, filled), _algorithm(right, filled))
+        for node in graph.order
+    ]
+    tasks = (f"{i:>3}  {line}" for i, line in enumerate(task_lines(plan.for_rank(rank)), 1))
+    title = f"plan of rank {rank}, digest {plan.digest[:12]}:"
+    return "\n".join([*_table([header, *rows]), "", *_table(_reads(graph)), "", title, *tasks])
 
 
-def _module(given: str) -> tuple[RLModule, set[str]]:
-    """The module of a config or of a class, and which of its settings nobody said."""
-    if given.endswith((".yaml", ".yml")) or Path(given).is_file():
-        return read_fit(["--config", given]).module, set()
-    cls = _algorithm_class(given)
-    stand_ins: dict[str, Any] = {}
-    models = model_parameters(cls)
-    for name, parameter in inspect.signature(cls).parameters.items():
-        if name == "reward":
-            stand_ins[name] = ExactMatch()
-        elif parameter.default is parameter.empty and parameter.annotation in (str, "str"):
-            stand_ins[name] = "tiny"
-        elif parameter.default is parameter.empty and name in models:
-            stand_ins[name] = models[name]("tiny")
-        elif parameter.default is parameter.empty:
-            raise UserError(
-                f"`--diff {given}`: {cls.__name__} needs `{name}`, which a class does not say; name a config"
-            )
-    return cls(**stand_ins), set(stand_ins)
+def _models(node: Node) -> str:
+    """The models that a node runs on, and the others that it uses."""
+    return node.models + (f", uses {', '.join(node.uses)}" if node.uses else "")
 
 
-def _algorithm_class(path: str) -> type[RLModule]:
-    found = object_at(path, f"`--diff {path}` names no YAML file")
-    if not (isinstance(found, type) and issubclass(found, RLModule)):
-        raise UserError(f"`--diff {path}`: it is no RLModule; name a config, or a class such as rlflow.algorithms.GRPO")
-    return found
+def _reads(graph: Graph) -> list[tuple[str, ...]]:
+    """What each node reads: the value, the type that it asks for, and the fields that this names."""
+    read = [graph.fields[node.id, value] for node in graph.order for value in node.reads]
+    rows = [(each.node, each.value, each.asked, str(each) or "-") for each in read]
+    after = [(node.id, name, type_name(Trained), "-") for node in graph.order for name in node.after]
+    return [("node", "reads", "as", "fields"), *rows, *after]
 
 
-def _algorithm(module: RLModule, without: set[str]) -> Algorithm:
-    """With the settings that somebody said, or that have a default."""
-    names = [name for name in inspect.signature(type(module)).parameters if name not in without]
-    settings: dict[str, Any] = {}
-    for name in names:
-        value = getattr(module, name)
-        if isinstance(value, ModelHandle):
-            parameters = inspect.signature(type(value)).parameters
-            settings |= {f"{name}.{parameter}": getattr(value, parameter) for parameter in parameters}
-        else:
-            settings[name] = value
-    return Algorithm(module, read_module_graph(module), without_secrets(settings))
+def _table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def mermaid(graph: Graph, plan: Plan) -> str:
+    """The graph in Mermaid's language: boxes are values, coloured by type; dotted edges are exchanged between ranks."""
+    boxes, types = {}, dict[str, None]()
+    for name, layout in plan.layouts().items():
+        kind = DATASET if name == BATCH else TYPES[graph.nodes[name].kind]
+        models = "" if name == BATCH else _models(graph.nodes[name])
+        role, placed = f"{models} · {kind}" if models else kind, f"{rank_ranges(layout.ranks)}, {layout.dealing}"
+        # a prefix, for `end`, `class`, `style` and others are words of Mermaid's
+        boxes[name] = f'    node_{name}["<b>{name}</b><br/>{role}<br/>{placed}"]:::{kind}'
+        types[kind] = None
+    lines = ["flowchart TD"]
+    if graph.block:
+        repeated = [boxes.pop(name) for name in (BATCH, *(node.id for node in graph.block))]
+        frame = '    subgraph repeats ["repeats until the step is full"]'
+        lines += [frame, *(f"    {box}" for box in repeated), "    end"]
+    colours = ("    classDef {} fill:{},stroke:{},color:#212529".format(kind, *COLOURS[kind]) for kind in types)
+    return "\n".join([*lines, *boxes.values(), *_edges(graph, plan), *colours]) + "\n"
+
+
+def _edges(graph: Graph, plan: Plan) -> Iterator[str]:
+    for node in graph.order:
+        for name in node.reads:
+            sent = plan.exchange(name, node, graph.seen_in(node, name)) is not None
+            yield f"    node_{name} {'-. exchange .->' if sent else '-->'} node_{node.id}"
+        yield from (f"    node_{name} -- trained --> node_{node.id}" for name in node.after)

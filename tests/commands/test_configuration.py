@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlflow import algorithms
 from rlflow.cli import main
 from rlflow.commands.fit import read_fit
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
@@ -116,53 +115,19 @@ def test_a_config_that_comes_with_rlflow_has_a_graph_that_holds(
     assert "_loss" in capsys.readouterr().out
 
 
-def test_a_graph_is_drawn_as_mermaid_and_svg(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["graph", "--config", "my.yaml", "--draw", "drawn/graph"])
-    assert (folder / "drawn/graph.mmd").read_text().startswith(("flowchart", "graph", "%%", "---"))
-    assert "<svg" in (folder / "drawn/graph.svg").read_text()
-    assert capsys.readouterr().out.splitlines()[-2:] == ["drew drawn/graph.mmd", "drew drawn/graph.svg"]
+@pytest.mark.parametrize(("path", "first"), [("drawn/graph.mmd", "flowchart TD"), ("drawn/graph.md", "```mermaid")])
+def test_a_graph_is_drawn_as_mermaid(path: str, first: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["graph", "--config", "my.yaml", "--draw", path])
+    assert (folder / path).read_text().splitlines()[0] == first
+    assert capsys.readouterr().out.splitlines()[-1] == f"drew {path}"
 
 
-def graph_difference(capsys: pytest.CaptureFixture[str], *given: str) -> str:
-    """What `rlflow graph --diff` prints."""
-    main(["graph", "--diff", *given])
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", sorted({*algorithms.__all__} - {"PolicyGradient"}))  # the others' base is none itself
-def test_an_algorithm_does_not_differ_from_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = f"rlflow.algorithms.{name}"
-    assert graph_difference(capsys, path, path) == "no difference\n"
-
-
-def test_a_class_of_the_user_s_own_is_compared_with_a_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = graph_difference(capsys, "my.yaml", "my_algorithm.ShortGRPO")
-    assert shown.splitlines()[0].startswith("- GRPO  ")
-    assert "~ rewards " in shown
-    assert "model" not in shown  # a class does not say which
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["rlflow.algorithms.GRPO"], "write `rlflow graph --diff A B`"),
-        (["rlflow.algorithms.GRPO", "rlflow.algorithms.RLO"], 'Did you mean "RLOO"?'),
-        (["rlflow.algorithms.GRPO", "rlflow.rewards.ExactMatch"], "it is no RLModule"),
-        (["rlflow.algorithms.GRPO", "needs.Counting"], "Counting needs `count`, which a class does not say"),
-        (["rlflow.algorithms.GRPO", "none.yaml"], "none.yaml"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused_in_one_line(
-    given: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "needs.py").write_text(
-        "from rlflow import RLModule\nclass Counting(RLModule):\n    def __init__(self, count: int) -> None: ...\n"
-    )
+def test_a_graph_is_drawn_in_no_other_format(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["graph", "--diff", *given])
+        main(["graph", "--config", "my.yaml", "--draw", "graph.svg"])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert "`--draw` is 'graph.svg', and graphs are drawn in Mermaid; end it in .md or .mmd" in line
 
 
 @pytest.mark.parametrize(
