@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from rlflow.errors import Preempted, UserError, one_line, readable
 from rlflow.loggers.secrets import shown
-from rlflow.process import early_interrupt, handed_arguments, preemption, startup, status, terminal
+from rlflow.process import handed_arguments, preemption, startup, status, terminal
 from rlflow.process.leaving import leave
 from rlflow.process.status import refusing_exits
 from rlflow.process.supervisor import supervise
@@ -123,6 +123,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "doctor": doctor,
 }
 RUNS = ("fit", "validate")
+INTERRUPTED_CODE = 130  # as a shell has it of programs that SIGINT ended
 PIPE_CODE = 141  # as a shell has it of programs that SIGPIPE ended
 _FORGED = re.compile(r"^(?=rlflow\b)")  # of a line in an error's text that looks like one of ours
 
@@ -160,7 +161,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen, rest = parser.parse_known_args(arguments)
         is_run = of_process and chosen.command in RUNS
         startup.begin(of_process=is_run)
-        early_interrupt.over()
         if is_run:
             terminal.outlast()
             supervise()
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _end(2, is_run)
     except KeyboardInterrupt as error:
         _tell(f"rlflow: ended by SIGINT{_notes(error)}")
-        _end(early_interrupt.CODE, is_run)
+        _end(INTERRUPTED_CODE, is_run)
     except BaseException as error:
         if of_process and not is_run and isinstance(error, BrokenPipeError):  # `| head` has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest at its end
