@@ -13,10 +13,9 @@ from typing import NoReturn
 
 from rlflow.errors import Preempted, UserError, one_line, readable
 from rlflow.loggers.secrets import shown
-from rlflow.process import handed_arguments, preemption, startup, status, terminal
-from rlflow.process.leaving import leave
+from rlflow.process import environment, preemption, startup, status, terminal
 from rlflow.process.status import refusing_exits
-from rlflow.process.supervisor import supervise
+from rlflow.process.supervisor import leave, supervise
 
 # Heavy imports wait until a command is chosen, so that `rlflow --help` answers at once.
 
@@ -146,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     of_process = arguments is None
     if of_process:
-        handed_arguments.take()
+        environment.take_arguments()
     parser = _OneLineParser(
         prog="rlflow",
         description="Reinforcement-learning post-training of language models, without a central node.",
