@@ -5,10 +5,7 @@ What an algorithm is written with is here; `rlflow.functional` has the maths, `r
 
 from __future__ import annotations
 
-import rlflow.process.minimum_python
-
-# isort: split
-import rlflow.process.early_interrupt  # noqa: F401
+import rlflow.process.minimum_python  # noqa: F401
 
 # isort: split
 from importlib import import_module

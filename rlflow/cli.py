@@ -13,10 +13,9 @@ from typing import NoReturn
 
 from rlflow.errors import Preempted, UserError, one_line, readable
 from rlflow.loggers.secrets import shown
-from rlflow.process import early_interrupt, handed_arguments, preemption, startup, status, terminal
-from rlflow.process.leaving import leave
+from rlflow.process import environment, preemption, startup, status, terminal
 from rlflow.process.status import refusing_exits
-from rlflow.process.supervisor import supervise
+from rlflow.process.supervisor import leave, supervise
 
 # Heavy imports wait until a command is chosen, so that `rlflow --help` answers at once.
 
@@ -123,6 +122,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "doctor": doctor,
 }
 RUNS = ("fit", "validate")
+INTERRUPTED_CODE = 130  # as a shell has it of programs that SIGINT ended
 PIPE_CODE = 141  # as a shell has it of programs that SIGPIPE ended
 _FORGED = re.compile(r"^(?=rlflow\b)")  # of a line in an error's text that looks like one of ours
 
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     of_process = arguments is None
     if of_process:
-        handed_arguments.take()
+        environment.take_arguments()
     parser = _OneLineParser(
         prog="rlflow",
         description="Reinforcement-learning post-training of language models, without a central node.",
@@ -160,7 +160,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen, rest = parser.parse_known_args(arguments)
         is_run = of_process and chosen.command in RUNS
         startup.begin(of_process=is_run)
-        early_interrupt.over()
         if is_run:
             terminal.outlast()
             supervise()
@@ -186,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _end(2, is_run)
     except KeyboardInterrupt as error:
         _tell(f"rlflow: ended by SIGINT{_notes(error)}")
-        _end(early_interrupt.CODE, is_run)
+        _end(INTERRUPTED_CODE, is_run)
     except BaseException as error:
         if of_process and not is_run and isinstance(error, BrokenPipeError):  # `| head` has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest at its end

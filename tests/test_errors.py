@@ -16,8 +16,7 @@ from rlflow.loggers import TensorBoardLogger, WandbLogger
 from rlflow.models.lora import require_peft
 from rlflow.rewards import MathVerify, ReasoningGymScore
 from rlflow.rollout.vllm import VLLMEngine
-from rlflow.strategies.deepspeed import DeepSpeedStrategy
-from rlflow.strategies.deepspeed.process import join
+from rlflow.strategies.deepspeed import DeepSpeedStrategy, join
 
 PACKAGE = Path(rlflow.__file__).parent
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlflow.errors import UserError
 from rlflow.metrics import StepMetrics
-from rlflow.strategies.loss_scale import LossScale
+from rlflow.strategies.role import LossScale
 from rlflow.values.host_copy import on_host
 from rlflow.values.ragged import Ragged
 

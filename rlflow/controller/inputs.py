@@ -35,7 +35,7 @@ from rlflow.loggers.secrets import shown
 from rlflow.state.tensors import without_tensors
 from rlflow.storage.draft import of_rank
 from rlflow.storage.tensors import sha256
-from rlflow.strategies.collective_errors import of_a_collective
+from rlflow.strategies.launcher import of_a_collective
 from rlflow.values.layout import Layout
 
 MADE = "made"

@@ -7,11 +7,11 @@ is there may be stopped, or hang. Who waits for it learns from here which it is.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import mmap
 import os
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import threading
@@ -22,16 +22,14 @@ from pathlib import Path
 
 from rlflow.errors import UserError
 
-SIZE = 1024  # bytes of a rank
-TEXT = 512  # of these, for its number and what it is doing
+TEXT = 512  # bytes of a rank's number and what it is doing
 SLOTS = 1024  # ranks of a machine
 BEAT_S = 0.5
-NUMBERS = struct.Struct("<qdddqqq")  # process, last beat, its limit, failed since, exit code, collectives, saved steps
-PROCESS, BEAT, LIMIT, FAILED, CODE, WAITS, SAVED = range(7)
+SILENT_S = 5.0  # without a heartbeat
 ENDED = "ended"
 AT_FIRST = "before its first step"
 PARENT_VARIABLE = "RLFLOW_LAUNCHER_PID"  # of a rank that rank 0 started: rank 0's process
-BOARD_VARIABLE = "RLFLOW_STATUS"  # likewise: the file that has a place for each rank's status
+BOARD_VARIABLE = "RLFLOW_STATUS"  # of such a rank: the file that has a place for each rank's status
 SUPERVISED_VARIABLE = "RLFLOW_SUPERVISED"  # set where another process says how rank 0 ended
 
 
@@ -39,37 +37,46 @@ class Answered(SystemExit):
     """The command has answered and runs nothing, as for `--help`; or it has said on the terminal why it ends."""
 
 
-class Status:
+class Status(ctypes.Structure):
     """A rank and what it is doing, in memory that processes share.
 
-    Args:
-        memory: Of all ranks of the machine.
-        slot: The place of this one: its number on the machine.
+    Attributes:
+        process: Number of the process; 0 before it has begun.
+        beat: When its interpreter last ran, of `time.monotonic`.
+        limit_s: How long another rank waits for it, its strategy's `timeout_s`; 0 where none waits.
+        failed: When a collective of it failed, of `time.monotonic`; 0 if none has.
+        code: What its exit code is to be, once it has ended.
+        waits: How many collectives it waits in.
+        saved: After how many steps there is a checkpoint; 0 for none.
     """
 
-    def __init__(self, memory: mmap.mmap, slot: int = 0) -> None:
-        self._memory = memory
-        self._at = slot * SIZE
+    process: int
+    beat: float
+    limit_s: float
+    failed: float
+    code: int
+    waits: int
+    saved: int
+    text: bytes
+    _fields_ = (
+        ("process", ctypes.c_int64),
+        ("beat", ctypes.c_double),
+        ("limit_s", ctypes.c_double),
+        ("failed", ctypes.c_double),
+        ("code", ctypes.c_int64),
+        ("waits", ctypes.c_int64),
+        ("saved", ctypes.c_int64),
+        ("text", ctypes.c_char * TEXT),
+    )
 
     def write(self, rank: int, doing: str) -> None:
-        """Replace what is there."""
-        text = f"{rank}\n{' '.join(doing.split())}".encode()[:TEXT]
-        self._memory[self._at : self._at + TEXT] = text.ljust(TEXT, b"\0")
-
-    def set(self, number: int, value: float) -> None:
-        """Replace one of `NUMBERS`."""
-        kind = NUMBERS.format[1 + number]
-        struct.pack_into(f"<{kind}", self._memory, self._at + TEXT + 8 * number, value)
-
-    def get(self, number: int) -> float:
-        """One of `NUMBERS`."""
-        found: float = NUMBERS.unpack_from(self._memory, self._at + TEXT)[number]
-        return found
+        """Replace the rank's number and what it is doing."""
+        self.text = f"{rank}\n{' '.join(doing.split())}".encode()[:TEXT]
 
     @property
     def rank(self) -> str:
-        """Of the process, as text."""
-        return self._text().partition("\n")[0] or "0"
+        """Number of the rank, as text."""
+        return self._words()[0] or "0"
 
     @property
     def named(self) -> str:
@@ -78,8 +85,8 @@ class Status:
 
     @property
     def doing(self) -> str:
-        """Such as `step 1, run rewards: ranks 0-1`."""
-        return self._text().partition("\n")[2] or AT_FIRST
+        """What the rank does, such as `step 1, run rewards: ranks 0-1`."""
+        return self._words()[2] or AT_FIRST
 
     @property
     def ended(self) -> bool:
@@ -87,20 +94,22 @@ class Status:
         return self.doing == ENDED
 
     @property
-    def process(self) -> int:
-        """Its number; 0 before it has begun."""
-        return int(self.get(PROCESS))
-
-    @property
     def silent_s(self) -> float:
         """Seconds since its interpreter last ran; a stopped process has none that runs."""
-        return time.monotonic() - self.get(BEAT) if self.process else 0.0
+        return time.monotonic() - self.beat if self.process else 0.0
 
     @property
     def failed_s(self) -> float:
         """Seconds since a collective of it failed; 0 if none has."""
-        failed = self.get(FAILED)
-        return time.monotonic() - failed if failed else 0.0
+        return time.monotonic() - self.failed if self.failed else 0.0
+
+    @property
+    def silence(self) -> str:
+        """What a user reads of a rank whose interpreter does not run."""
+        return (
+            f"{self.named} has not answered for {self.silent_s:.0f} s ({self.doing}): it is stopped, or code in C"
+            " holds its interpreter"
+        )
 
     def ending(self, code: int) -> str:
         """How the process ended, and where: `exited with code 0 (step 1, run rewards), before the run came to its end`.
@@ -113,8 +122,8 @@ class Status:
             return f"was killed by {signal.Signals(-code).name}{where}"
         return f"exited with code {code}{where}" + ("" if self.ended else ", before the run came to its end")
 
-    def _text(self) -> str:
-        return self._memory[self._at : self._at + TEXT].rstrip(b"\0").decode(errors="replace")
+    def _words(self) -> tuple[str, str, str]:
+        return self.text.decode(errors="replace").partition("\n")
 
 
 class Board:
@@ -127,7 +136,7 @@ class Board:
     def __init__(self, path: Path) -> None:
         self.path = path
         with path.open("rb+") as file:
-            self._memory = mmap.mmap(file.fileno(), SLOTS * SIZE)
+            self._statuses = (Status * SLOTS).from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(Status) * SLOTS))
 
     @classmethod
     def make(cls) -> Board:
@@ -139,25 +148,37 @@ class Board:
             number, name = tempfile.mkstemp(prefix="rlflow-status-")
             path = Path(name)
             atexit.register(path.unlink, missing_ok=True)
-        os.truncate(number, SLOTS * SIZE)  # it takes what is written to, and no more
+        os.truncate(number, ctypes.sizeof(Status) * SLOTS)  # it takes what is written to, and no more
         return cls(path)
 
     def __getitem__(self, local_rank: int) -> Status:
-        return Status(self._memory, local_rank)
+        return self._statuses[local_rank]
 
     @property
     def how_to_go_on(self) -> str:
         """After a line that says how the run ended: from what it goes on; empty where nothing is known to be saved."""
-        steps = int(self[0].get(SAVED))
+        steps = self[0].saved
         return f"; continue with `--trainer.ckpt_path last`, after step {steps}" if steps else ""
 
     def begun(self) -> list[Status]:
-        """Of the ranks whose processes have begun."""
-        return [status for slot in range(SLOTS) if (status := self[slot]).process]
+        """The statuses of ranks whose processes have begun."""
+        return [status for status in self._statuses if status.process]
 
+    def missing(self) -> str | None:
+        """What is wrong with the rank that a collective failed for, in a line that begins with its name.
 
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK") or 0)
+        One whose interpreter does not run, because it is stopped or C code of its task holds it; else one that does
+        something while others wait. None if the rank that is missing is none of this machine.
+        """
+        here = [status for status in self.begun() if not status.ended]
+        if silent := [status for status in here if status.silent_s > SILENT_S]:
+            return max(silent, key=lambda status: status.silent_s).silence
+        absent = [status for status in here if not status.failed]
+        if len(absent) in (0, len(here)):
+            return None
+        late = next((status for status in absent if not status.waits), absent[0])
+        limit = f"`timeout_s` ({late.limit_s:g} s)" if late.limit_s else "their time limit"
+        return f"{late.named} did not join the other ranks within {limit}: it is at {late.doing}"
 
 
 def _first_rank() -> int:
@@ -173,7 +194,7 @@ _beats = False
 
 
 def board() -> Board:
-    """Of this machine's ranks: the one that this process was given, or one of its own."""
+    """The board of this machine's ranks: the one that this process was given, or one of its own."""
     if _board is None:
         given = os.environ.pop(BOARD_VARIABLE, None)
         use(Board.make() if given is None else Board(Path(given)))
@@ -184,12 +205,12 @@ def board() -> Board:
 def use(shared: Board) -> None:
     """From here on, this process writes its status there."""
     global _board, _mine, _owner, _beats  # of the process, as its exit code is
-    _board, _mine, _owner, _beats = shared, shared[_local_rank()], os.getpid(), False
+    _board, _mine, _owner, _beats = shared, shared[int(os.environ.get("LOCAL_RANK") or 0)], os.getpid(), False
     _mine.write(_first_rank(), AT_FIRST)
 
 
 def mine() -> Status:
-    """Of this process."""
+    """The status of this process."""
     board()
     assert _mine is not None
     return _mine
@@ -202,20 +223,19 @@ def beat() -> None:
     if _beats:
         return
     _beats = True
-    status.set(BEAT, time.monotonic())
-    status.set(PROCESS, os.getpid())
+    status.beat, status.process = time.monotonic(), os.getpid()
 
     def go_on() -> None:
         while True:
             time.sleep(BEAT_S)
-            status.set(BEAT, time.monotonic())
+            status.beat = time.monotonic()
 
     threading.Thread(target=go_on, daemon=True, name="heartbeat").start()
 
 
 def limit(seconds: float) -> None:
     """How long another rank waits for this one: its strategy's `timeout_s`; 0 where none waits."""
-    mine().set(LIMIT, seconds)
+    mine().limit_s = seconds
 
 
 def report(rank: int, doing: str) -> None:
@@ -239,29 +259,29 @@ def end(code: int = 0) -> None:
     """This process has come to its end, and its exit code is to be `code`."""
     status = mine()
     if os.getpid() == _owner:
-        status.set(CODE, code)
+        status.code = code
         status.write(int(status.rank), ENDED)
 
 
 def saved(steps: int) -> None:
     """There is a checkpoint after so many steps; 0 for none."""
-    mine().set(SAVED, steps)
+    mine().saved = steps
 
 
 def failed() -> None:
     """A collective of this process has failed: another rank did not join it in time, or is gone."""
-    mine().set(FAILED, time.monotonic())
+    mine().failed = time.monotonic()
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
     """Within, this process waits for other ranks."""
     status = mine()
-    status.set(WAITS, status.get(WAITS) + 1)
+    status.waits += 1
     try:
         yield
     finally:
-        status.set(WAITS, status.get(WAITS) - 1)
+        status.waits -= 1
 
 
 @contextmanager

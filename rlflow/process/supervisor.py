@@ -1,28 +1,32 @@
-"""The process that waits for a command: its exit code is 0 only if the command came to its end.
+"""How the process of a command ends: watched by one that waits for it, whose exit code is 0 only after a whole run.
 
 A reward, a callback or a library may end its process by `os._exit(0)`, and nothing in that process can act afterwards;
 one that is stopped, or held by code in C, cannot act either. So a run of `rlflow fit` is a child, forked before
 anything is loaded, and its parent waits, and watches the ranks of this machine. Signals that another process sends to
-the parent are passed on; those of the terminal reach both. What the run started and left running ends with it.
+the parent are passed on; those of the terminal reach both. What the run started and left running ends with it. A
+command that has nothing left to do leaves, whatever code of the user's still runs in its process.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import resource
 import signal
 import sys
+import threading
 import time
 import warnings
+from collections.abc import Callable
 from typing import NoReturn
 
 import psutil
 
+from rlflow.errors import readable
 from rlflow.process import status
-from rlflow.process.missing import missing, of_silence
 from rlflow.process.scratch import Scratch
-from rlflow.process.status import CODE, LIMIT, Board
+from rlflow.process.status import Board
 
 PASSED_ON = {
     signal.SIGINT,
@@ -38,7 +42,8 @@ POLL_S = 1.0
 GRACE_S = 4.0  # how long ranks may still take to end in their own words, after a collective has failed
 SLACK_S = 10.0  # beyond `timeout_s`, in which the ranks that wait find out by themselves
 UNKNOWN_S = 1800.0  # the limit where no other rank waits, or none is known yet
-HELD_S = 30.0  # the limit of a child that has come to its end; `leaving` has given it `EXIT_S`, where Python runs
+EXIT_S = 10.0  # for threads, for processes of `multiprocessing` and for what runs at exit
+HELD_S = 30.0  # the limit of a child that has come to its end; `leave` has given it `EXIT_S`, where Python runs
 LEAVING_S = 5.0  # how long what the run started may outlive it
 
 
@@ -127,14 +132,12 @@ class _Supervisor:
         """What is wrong with a rank, after so many more seconds."""
         for each in self._board.begun():
             beat, silent = self._silent.get(each.process, (0.0, 0.0))
-            now = each.get(status.BEAT)
-            self._silent[each.process] = now, silent + seconds if now == beat else 0.0
+            self._silent[each.process] = each.beat, silent + seconds if each.beat == beat else 0.0
         begun = [each for each in self._board.begun() if not each.ended]
         for each in begun:
-            limit = each.get(LIMIT)
-            if self._silent[each.process][1] > (limit + SLACK_S if limit else UNKNOWN_S):
-                return of_silence(each)
-        return missing(begun) if any(each.failed_s > GRACE_S for each in begun) else None
+            if self._silent[each.process][1] > (each.limit_s + SLACK_S if each.limit_s else UNKNOWN_S):
+                return each.silence
+        return self._board.missing() if any(each.failed_s > GRACE_S for each in begun) else None
 
     def _reaped(self) -> int | None:
         """Of children that have ended, the exit code of the one that is waited for, if it is among them."""
@@ -179,12 +182,12 @@ class _Supervisor:
         if self._held:
             line = f"{shared.named}: code in C still held it {HELD_S:.0f} s after all was done; ended with it"
             print(f"rlflow: {line}", file=sys.stderr, flush=True)
-            os._exit(int(shared.get(CODE)))
+            os._exit(shared.code)
         if not shared.ended and -code not in ASKED_FOR:
             _say(f"{shared.named} {shared.ending(code)}{self._board.how_to_go_on}")
         if code < 0:
             _die_of(signal.Signals(-code))
-        os._exit(code or (int(shared.get(CODE)) if shared.ended else 1))
+        os._exit(code or (shared.code if shared.ended else 1))
 
 
 def _sent(child: psutil.Process, what: signal.Signals) -> None:
@@ -206,3 +209,44 @@ def _die_of(what: signal.Signals) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {what})
     os.kill(os.getpid(), what)
     os._exit(128 + what)  # the first process of a container does not die of signals
+
+
+_first: list[Callable[[], None]] = []
+
+
+def before(function: Callable[[], None]) -> None:
+    """Call a function, which has a limit of its own, before this process leaves; at its exit if it does not `leave`."""
+    atexit.register(function)
+    _first.append(function)
+
+
+def leave(code: int) -> None:
+    """From here on this process ends with `code` within `EXIT_S`; one that must be ended says what still runs.
+
+    Python waits at its end for threads that are no daemons, and for processes of `multiprocessing`, without a limit.
+    What is to be done `before` is done first.
+    """
+    while _first:
+        function = _first.pop()
+        atexit.unregister(function)
+        function()
+    threading.Thread(target=_end_after, args=(code,), daemon=True, name="leaving").start()
+
+
+def _end_after(code: int) -> None:
+    time.sleep(EXIT_S)
+    line = f"{status.mine().named}: {_left()} still ran {EXIT_S:.0f} s after all was done; ended with it"
+    print(f"rlflow: {readable(line)}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _left() -> str:
+    """What Python waits for."""
+    import multiprocessing  # few processes need it
+
+    processes = [process.name for process in multiprocessing.active_children() if not process.daemon]
+    mine = (threading.current_thread(), threading.main_thread())
+    threads = [each.name for each in threading.enumerate() if each not in mine and not each.daemon]
+    named = [f"process {name}" for name in processes] + [f"thread {name}" for name in threads]
+    return ", ".join(named) or "code that runs at exit"

@@ -12,9 +12,9 @@ from torch import nn
 from rlflow.errors import UserError, about
 from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.handle import ForwardPlan, ModelHandle
-from rlflow.models.packed import PackedModel
 from rlflow.strategies.groups import Groups
 from rlflow.strategies.processes import ManyProcesses
+from rlflow.strategies.role import Role
 from rlflow.strategies.sequence import divided_attention, peers_of
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.layout import Layout
@@ -81,13 +81,13 @@ class DistributedStrategy(TrainingStrategy):
             plan = replace(plan, agree=lambda count: self.agree(name, count), gathers=True)
         return plan
 
-    def _divide(self, name: str, model: PackedModel) -> None:
+    def _wrap(self, name: str, role: Role) -> nn.Module:
         """Let the peers of each shard divide its lines, if it has any: Ulysses around the packed attention."""
         layout = self.layout(name)
-        if layout.copies == 1:
-            return
-        check_sequence_parallel(model.model.config, layout.copies, name, self.packing)
-        model.divide(divided_attention(self._groups.of(layout).peers))
+        if layout.copies > 1:
+            check_sequence_parallel(role.model.model.config, layout.copies, name, self.packing)
+            role.model.divide(divided_attention(self._groups.of(layout).peers))
+        return role.model
 
 
 def replace_parameters(model: nn.Module, made_of: Callable[[nn.Parameter], nn.Parameter]) -> None:

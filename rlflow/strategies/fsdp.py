@@ -17,8 +17,6 @@ from rlflow.models.handle import ModelHandle
 from rlflow.models.packed import PackedModel
 from rlflow.models.tensor_range import TensorRange
 from rlflow.strategies.distributed import DistributedStrategy, replace_parameters
-from rlflow.strategies.roles import Role
-from rlflow.strategies.update import clip_and_step
 from rlflow.values.layout import Layout
 
 
@@ -86,7 +84,7 @@ class FSDPStrategy(DistributedStrategy):
         # their copies it is summed once.
         model: Any = self._roles[name].model
         model.set_requires_all_reduce(last)
-        (loss * self._roles[name].scaled_by).backward()
+        super().backward(name, loss, last)
 
     def _materialize(self, name: str, model: PackedModel) -> None:
         """See `TrainingStrategy._materialize`. What is trained is float32: the optimizer steps it."""
@@ -104,13 +102,6 @@ class FSDPStrategy(DistributedStrategy):
 
     def _with_memory(self, parameter: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(torch.empty_like(parameter, device=self.root_device), parameter.requires_grad)
-
-    def _wrap(self, name: str, role: Role) -> nn.Module:
-        self._divide(name, role.model)
-        return role.model
-
-    def _update(self, name: str, role: Role, most: float) -> float:
-        return clip_and_step(role, most)
 
     def _whole(self, parameter: nn.Parameter) -> Tensor:
         return _full(parameter.detach().to(self.dtype))

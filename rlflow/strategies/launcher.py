@@ -13,17 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
 from rlflow.errors import Preempted, UserError
 from rlflow.loggers.secrets import arguments_without_secrets
-from rlflow.process import leaving, preemption, status
-from rlflow.process.environment import place_kept
-from rlflow.process.handed_arguments import handed
-from rlflow.process.missing import missing
+from rlflow.process import preemption, status, supervisor
+from rlflow.process.environment import handed_arguments, place_kept
 from rlflow.process.status import BOARD_VARIABLE, PARENT_VARIABLE, SUPERVISED_VARIABLE, Answered
-from rlflow.strategies.collective_errors import of_a_collective
 
 POLL_S = 0.2
 GRACE_S = 2.0  # how long rank 0 may still take to fail in its own words after another rank has died
@@ -61,20 +59,15 @@ class RankLauncher(_SubprocessScriptLauncher):
         status.saved(0)
         if environment.creates_processes_externally:
             status.report(environment.global_rank(), status.AT_FIRST)
-            if PARENT_VARIABLE not in os.environ:
-                return _alone(function, *args, **kwargs)
-            _follow(int(os.environ.pop(PARENT_VARIABLE)), environment.local_rank(), terminal)
-            try:
-                return _to_its_end(function, *args, **kwargs)
-            except Exception as error:
-                # Rank 0 finds most of them too: it reports them once, and ends this process.
-                time.sleep(MISSING_S if _of_a_collective(error) else GRACE_S)
-                raise
+            parent = os.environ.pop(PARENT_VARIABLE, None)
+            if parent is not None and os.environ.pop(SUPERVISED_VARIABLE, None) is None:
+                _follow(int(parent), environment.local_rank(), terminal)
+            return _started(parent is not None, function, *args, **kwargs)
 
         if self.num_processes > 1:
             require_command(self.num_processes)
         os.environ |= {PARENT_VARIABLE: str(os.getpid()), BOARD_VARIABLE: str(status.board().path)}
-        with handed(arguments_without_secrets(sys.argv[1:])):
+        with handed_arguments(arguments_without_secrets(sys.argv[1:])):
             self._call_children_scripts()
         del os.environ[PARENT_VARIABLE], os.environ[BOARD_VARIABLE]
         first = environment.node_rank() * self.num_processes
@@ -97,28 +90,30 @@ def require_command(devices: int) -> None:
         )
 
 
-def _to_its_end(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    result = function(*args, **kwargs)
+def _started(by_rank_0: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In a rank that another process started: rank 0, which sees this one, or torchrun or Slurm, which do not."""
+    try:
+        result = function(*args, **kwargs)
+    except Exception as error:
+        if of_a_collective(error):
+            status.failed()
+            if not by_rank_0:
+                named = status.mine().named
+                error.add_note(f"{named} waited for another rank, which is gone or did not join it in time")
+        if by_rank_0:  # it finds most errors too: it reports them once, and ends this process
+            time.sleep(MISSING_S if status.mine().failed else GRACE_S)
+        raise
     status.end()
     return result
 
 
-def _alone(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In a rank that torchrun or Slurm started: nobody here sees the others."""
-    try:
-        return _to_its_end(function, *args, **kwargs)
-    except Exception as error:
-        if _of_a_collective(error):
-            error.add_note(f"{status.mine().named} waited for another rank, which is gone or did not join it in time")
-        raise
-
-
-def _of_a_collective(error: Exception) -> bool:
-    """As `of_a_collective`; then this process's status says so."""
-    found = of_a_collective(error)
-    if found:
-        status.failed()
-    return found
+def of_a_collective(error: BaseException | None) -> bool:
+    """Whether the error is that another rank is gone or did not join a collective in time."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class _Watch(threading.Thread):
@@ -135,13 +130,16 @@ class _Watch(threading.Thread):
 
     def over(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.start()
-        leaving.before(self._wait_for_all)
+        supervisor.before(self._wait_for_all)
         try:
             return function(*args, **kwargs)
         except Exception as error:
             # Collectives fail here a moment after the rank that broke them, whose name is the better message.
             dead = None if isinstance(error, UserError) else self._await_death(GRACE_S / 2)
-            absent = missing(self._board.begun()) if dead is None and _of_a_collective(error) else None
+            absent = None
+            if dead is None and of_a_collective(error):
+                status.failed()
+                absent = self._board.missing()
             self._end_all()
             if dead is not None:
                 self._report(dead)
@@ -204,20 +202,19 @@ class _Watch(threading.Thread):
         if code == preemption.EXIT_CODE and last.ended:
             _say(self._terminal, f"rlflow: rank {rank} was asked to end by a signal; {Preempted.GO_ON_FROM_BEFORE}")
         elif code != REPORTED or not last.ended:
-            absent = missing(self._board.begun()) if last.failed_s else None
+            absent = self._board.missing() if last.failed else None
             said = absent or f"rank {rank} on {socket.gethostname()} {last.ending(code)}"
             _say(self._terminal, f"{said}; ended the other ranks{self._board.how_to_go_on}")
         status.end(self._exit_code(rank))  # of this process, whose exit code follows from what is said here
 
 
 def _follow(parent: int, local_rank: int, terminal: int) -> None:
-    """End this process when the one that started it is gone."""
-    supervised = os.environ.pop(SUPERVISED_VARIABLE, None) is not None
+    """End this process when the one that started it is gone, which nobody else waits for."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(POLL_S)
-        if local_rank == 1 and not supervised:  # one of them says it, where nobody else does
+        if local_rank == 1:  # one of them says it
             _say(terminal, "rank 0 of this machine is gone without a word; ended the other ranks")
         os._exit(1)
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 
@@ -45,42 +46,50 @@ class ManyProcesses(DDPStrategy):
     """
 
     def __init__(self, timeout: timedelta, before_joining: Callable[[], None]) -> None:
-        super().__init__(timeout=timeout)
+        super().__init__()
+        self._joins_within = timeout
         self._before_joining = before_joining
 
+    @property
+    def launcher(self) -> RankLauncher:
+        """Starts the ranks of this machine."""
+        return RankLauncher(self._place, self.num_processes, self.num_nodes)
+
+    @property
+    def process_group_backend(self) -> str:
+        """As torch names it."""
+        return "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
+
     def setup_environment(self) -> None:
-        """Join the process group."""
+        """Join the process group, which, unlike Fabric's, is bound to no device.
+
+        Bound to one, torch would split each further group from that of all ranks while it is formed, at once and by
+        NCCL, thousands of them in a large job.
+        """
         self._before_joining()
-        super().setup_environment()
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks; on a GPU it is named, for the process group is bound to none."""
-        torch.distributed.barrier(device_ids=self._determine_ddp_device_ids())
-
-    def _setup_distributed(self) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
         for announcer in ("lightning.fabric", "lightning.pytorch"):  # of every rank, on the terminal
             logging.getLogger(announcer).setLevel(logging.WARNING)
-        # Without a `device_id`, unlike Fabric: bound to a device, torch would split each further group from that of all
-        # ranks while it is formed, at once and by NCCL, thousands of them in a large job.
-        self._set_world_ranks()
-        assert self.cluster_environment is not None
-        backend = "gloo"
         if self.root_device.type == "cuda":
-            backend = "cpu:gloo,cuda:nccl"
             connect_when_used()
-        place = self.cluster_environment
-        assert self._timeout is not None
-        join_group(backend, place.global_rank(), place.world_size(), place.main_address, place.main_port, self._timeout)
-        self._process_group_backend = backend
+        address, port = self._place.main_address, self._place.main_port
+        join_group(self.process_group_backend, self.global_rank, self.world_size, address, port, self._joins_within)
         # DeepSpeed and vLLM read them, however the ranks were started.
         os.environ |= {
-            "MASTER_ADDR": self.cluster_environment.main_address,
-            "MASTER_PORT": str(self.cluster_environment.main_port),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
             "RANK": str(self.global_rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self.local_rank),
         }
 
-    def _configure_launcher(self) -> None:
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks; on a GPU it is named, for the process group is bound to none."""
+        device = self.root_device
+        torch.distributed.barrier(device_ids=None if device.type == "cpu" else [device.index])
+
+    @property
+    def _place(self) -> ClusterEnvironment:
         assert self.cluster_environment is not None
-        self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        return self.cluster_environment

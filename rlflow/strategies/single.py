@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from rlflow.errors import UserError
 from rlflow.strategies.processes import OneProcess
-from rlflow.strategies.roles import Role
 from rlflow.strategies.strategy import TrainingStrategy
-from rlflow.strategies.update import clip_and_step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -43,13 +40,3 @@ class SingleProcess(TrainingStrategy):
         if precision not in DTYPES:
             raise UserError(f"`precision` is {precision!r}; it is one of {', '.join(DTYPES)}.")
         self._configure(OneProcess(), DTYPES[precision], token_budget, packing, float32_head)
-
-    def backward(self, name: str, loss: Tensor, last: bool) -> None:
-        """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
-        loss.backward()
-
-    def _wrap(self, name: str, role: Role) -> torch.nn.Module:
-        return role.model
-
-    def _update(self, name: str, role: Role, most: float) -> float:
-        return clip_and_step(role, most)

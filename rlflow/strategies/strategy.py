@@ -1,39 +1,74 @@
-"""What the controller asks of a strategy: load roles, run backward and step, hand out weights."""
+"""What the controller asks of a strategy: load roles, run backward and step, give weights and training state."""
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import Averaged, WithoutAdapters
 from rlflow.models.filling import WeightFilling
 from rlflow.models.handle import ForwardPlan, ModelHandle
-from rlflow.models.lora import digest_of
+from rlflow.models.lora import Weight, digest_of
 from rlflow.models.packed import PackedModel
-from rlflow.strategies.held_weights import SAVE_BUCKET_BYTES
-from rlflow.strategies.loss_scale import LossScale
+from rlflow.models.shards import Unit, divided, write_index, write_shard, write_shard_later
+from rlflow.models.tensor_range import TensorRange
+from rlflow.models.weight_files import shard_name
+from rlflow.storage.disk import Disk
+from rlflow.storage.tensors import StoredTensor, all_finite
 from rlflow.strategies.processes import ManyProcesses, OneProcess
-from rlflow.strategies.roles import Role
-from rlflow.strategies.training_state import TrainingState
-from rlflow.strategies.update import is_taken, scheduled
+from rlflow.strategies.role import Average, LossScale, Role, begun, is_taken, move
 from rlflow.values.layout import Layout
 
+SAVE_BUCKET_BYTES = 64 * 2**20
+FLOAT32_BYTES = 4
+WEIGHT = "weight"
 
-class TrainingStrategy(TrainingState):
+
+class StoredState(Protocol):
+    """One role's state in a checkpoint, read range by range."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What there is of each parameter: `WEIGHT`, and what the optimizer keeps once it has made an update."""
+
+    def require(self, shapes: dict[str, torch.Size], kinds: Iterable[str]) -> None:
+        """Refuse a state of another model or optimizer, before anything is read.
+
+        Args:
+            shapes: Of the trained parameters by Hugging Face name.
+            kinds: What is needed of each: `weight`, and what the optimizer keeps, such as `exp_avg`.
+
+        Raises:
+            UserError: A parameter is missing, one too many or of another shape, or other things are kept of it.
+        """
+
+    def read(self, parameter: str, kind: str, start: int, length: int) -> Tensor:
+        """`[length]`: a range of the flattened tensor, on the CPU."""
+
+
+class TrainingStrategy:
     """Trains the roles of this rank; `Fabric(strategy=...)` is given its `processes`.
 
-    A subclass says how a role is wrapped (`_wrap`), how gradients come about (`backward`) and how they are applied
-    (`_update`); one that `divides_weights` also what a rank holds of each (`_materialize`, `_part_of`). A method that
+    What is here is for a model that lies whole in plain tensors. A subclass may wrap a role (`_wrap`), and say how its
+    gradients come about (`backward`) and are applied (`_update`); one that divides weights or states over ranks also
+    what a rank holds of each (`_materialize`, `_part_of`, `_state_parts_of`) and how it is gathered. A method that
     takes a role's name is called by all ranks of the role and by no others, in the same order. A role is on all ranks,
     each with rows of its own, unless `form_groups` says otherwise.
     """
 
+    processes: OneProcess | ManyProcesses  # Fabric's side: starts the ranks, and knows which this is
+    dtype: torch.dtype
     token_budget: int
     packing: bool
     float32_head: bool
@@ -41,6 +76,7 @@ class TrainingStrategy(TrainingState):
     stage: int | None = None  # of ZeRO, or the one that divides as much; sums in float32; None where nothing is divided
     can_offload: bool = False  # whether `offload_optimizer` is a setting
     offload_optimizer: bool = False  # to the CPU's memory
+    holds_masters: bool = False  # trained weights are float32, rounded for forward passes; ZeRO has a copy beside
     divides_weights: bool = False  # no rank ever holds a whole model
     offload_parameters: bool = False  # weights too
     bucket_elements: int = 0  # gradients that are reduced at once, at most, from ZeRO 1 on
@@ -64,6 +100,58 @@ class TrainingStrategy(TrainingState):
         self.float32_head = float32_head
         self._roles: dict[str, Role] = {}
         self._layouts: dict[str, Layout] = {}
+
+    @property
+    def root_device(self) -> torch.device:
+        """Of this rank."""
+        return self.processes.root_device
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return self.processes.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """This rank, among all of the run."""
+        return self.processes.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank, among those of this machine."""
+        return self.processes.local_rank
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.processes.barrier()
+
+    def form_groups(self, layouts: Mapping[str, Layout]) -> None:
+        """Say where roles live; called once, before any role is set up, by all ranks of the job alike.
+
+        Args:
+            layouts: By role. The ranks that hold a shard's copies divide its sequences among them.
+        """
+        self._layouts = dict(layouts)
+
+    def layout(self, name: str) -> Layout:
+        """Where the role lives, loaded or not."""
+        return self._layouts.get(name, Layout(tuple(range(self.world_size)), self.world_size))
+
+    def divided_over(self, layout: Layout) -> int:
+        """Over how many of a role's ranks it is divided; the others have copies."""
+        return len(layout.ranks)
+
+    def holds(self, name: str) -> bool:
+        """Whether the role lives on this rank too."""
+        return self.global_rank in self.layout(name).ranks
+
+    def leads(self, name: str) -> bool:
+        """Whether this is the role's first rank, which writes its files."""
+        return self.global_rank == self.layout(name).ranks[0]
+
+    def agree(self, name: str, count: int) -> int:
+        """The largest `count` over the ranks of the role, such as their numbers of micro-batches."""
+        return count
 
     def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
         """Refuse what cannot be trained this way, before processes start.
@@ -119,6 +207,18 @@ class TrainingStrategy(TrainingState):
         if isinstance(handle, Averaged) and handle.owner.trainable:
             role.average = self._average_of(role, handle)
 
+    def backward(self, name: str, loss: Tensor, last: bool) -> None:
+        """Add a micro-batch's gradient to the role's.
+
+        Args:
+            name: A trained role.
+            loss: This shard's share of the global loss: already divided by what the whole update divides by, so that
+                the losses of all shards and micro-batches add up to the loss of the update. 0-dim. The ranks that
+                hold copies of a shard all give the same.
+            last: Whether this is the update's last micro-batch.
+        """
+        (loss * self._roles[name].scaled_by).backward()
+
     def step(self, name: str, most: float = math.inf) -> float:
         """Clip, update the weights, move the learning rate, forget the gradients.
 
@@ -133,7 +233,7 @@ class TrainingStrategy(TrainingState):
         role = self._roles[name]
         assert role.optimizer is not None, name
         for group in role.optimizer.param_groups:
-            group["lr"] = self.learning_rate(name)
+            group["lr"] = role.learning_rate
         norm = self._update(name, role, most)
         if is_taken(norm, most):
             role.done += 1
@@ -141,10 +241,182 @@ class TrainingStrategy(TrainingState):
             role.loss_scale.update(math.isfinite(norm))
         return norm
 
-    def learning_rate(self, name: str) -> float:
-        """The learning rate of the role's next update."""
+    def updates_done(self, name: str) -> int:
+        """Updates that the role has made."""
+        return self._roles[name].done
+
+    def at_step(self, name: str, step: int) -> None:
+        """Say how many steps of the run have trained the role, before each that does."""
+        self._roles[name].step = step
+
+    def loss_scale(self, name: str) -> LossScale | None:
+        """Of the role, where its gradients are in float16."""
+        return self._roles[name].loss_scale
+
+    def weights(self, name: str, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """The role's weights as its forward uses them, full, by Hugging Face name, in buckets.
+
+        Tied weights come once, adapters merged into theirs. A bucket's tensors are views that hold until the next
+        bucket is asked for, or new ones. Every rank of the role iterates to the end.
+
+        Args:
+            name: The role.
+            bucket_bytes: A bucket holds at most this, or one larger tensor.
+        """
+        yield from self._full(self._roles[name].model.weights(), bucket_bytes)
+
+    def gradients(self, name: str) -> dict[str, Tensor]:
+        """The full gradient of every trained weight by name, after the last `backward` and before `step`."""
         role = self._roles[name]
-        return scheduled(role.settings, role.step if role.settings.by == "steps" else role.done, role.updates)
+        found = {weight.name: self._gradient(weight.parameter) for weight in role.model.trained()}
+        if role.loss_scale is None:
+            return found
+        return {key: gradient.float() / role.scaled_by for key, gradient in found.items()}
+
+    def save(
+        self,
+        name: str,
+        folder: Path,
+        disk: Disk,
+        state: Callable[[], StoredState] | None = None,
+        what: str | None = None,
+    ) -> tuple[Path, ...]:
+        """Write the role's model in Hugging Face form, of a model with adapters only these, in peft's.
+
+        Every rank of the role calls it. Weights are gathered bucket by bucket, and each rank writes its share of them
+        to a file of its own; the role's first rank writes the rest, and adapters. Where `state` has them all, nothing
+        is gathered or copied: the disk reads them there.
+
+        Args:
+            name: The role.
+            folder: Where to write; it is there.
+            disk: Writes. All is there when its `wait` returns on every rank.
+            state: Gives the role's state of now; the disk asks for it. None where it is not stored.
+            what: The model is called where a weight is infinite or NaN; None for the folder's name.
+
+        Returns:
+            This rank's file of weights, if it has one.
+
+        Raises:
+            UserError: By the disk: a weight is infinite or NaN.
+        """
+        model, ranks = self._roles[name].model, self.layout(name).ranks
+        weights = model.saved()
+        if model.lora is not None:
+            adapters: dict[str, Tensor] = {}
+            for bucket in self._full(weights, SAVE_BUCKET_BYTES):
+                if self.leads(name):
+                    adapters |= {key: weight.to("cpu", copy=True) for key, weight in bucket}
+            if self.leads(name):
+                disk.do(partial(_save_adapter, model, name, folder, adapters, what or folder.stem))
+            return ()
+        empty = {weight.name: self._empty_whole(weight.parameter) for weight in weights}
+        units = divided(model, empty, len(ranks))
+        shards, number = 1 + max(unit.shard for unit in units), ranks.index(self.global_rank)
+        path, own = folder / shard_name(number, shards), [unit for unit in units if unit.shard == number]
+        if state is None or empty.keys() != {weight.name for weight in model.trained()}:
+            passing = chain.from_iterable(self._full(weights, SAVE_BUCKET_BYTES))
+            written = write_shard(path, name, model, own, passing, disk, what)
+        else:
+            written = write_shard_later(path, name, model, own, _read(state, own, empty), disk, what)
+        if self.leads(name):
+            disk.do(partial(model.save_config, folder))
+            if shards > 1:
+                disk.do(partial(write_index, folder, units, shards))
+        return written
+
+    def model_bytes(self, name: str) -> int:
+        """Of what `save` writes."""
+        return sum(self._empty_whole(weight.parameter).nbytes for weight in self._roles[name].model.saved())
+
+    def state_parts(self, name: str) -> Iterator[tuple[str, torch.Size, dict[str, TensorRange]]]:
+        """Each trained parameter by name: its full shape, and this rank's part of its float32 weight and of the rest.
+
+        The rest is what the optimizer keeps of it, such as `exp_avg`. Nothing is gathered. The parts of the role's
+        ranks together are each element once; views, to be copied before the next update.
+        """
+        place, count = self._copies(name)
+        if (average := self._roles[name].average) is not None:
+            for key, part in average.held(self._part_of):
+                yield key, self._full_shape(average.weights[key]), {WEIGHT: _share_of(part, place, count)}
+            return
+        kinds = self._roles[name].kinds
+        for weight in self._roles[name].model.trained():
+            held = self._state_parts_of(name, weight.parameter, kinds)
+            shares = {kind: _share_of(part, place, count) for kind, part in held.items()}
+            yield weight.name, self._full_shape(weight.parameter), shares
+
+    def untrained_record(self, name: str) -> dict[str, Any]:
+        """What the state belongs to and does not hold, to be compared when training goes on."""
+        return self._roles[name].model.untrained_record()
+
+    def load_state_parts(
+        self, name: str, stored: StoredState, updates_done: int, loss_scale: tuple[float, int] | None = None
+    ) -> None:
+        """Go on from a state that `state_parts` gave, on any number of ranks and by any strategy.
+
+        Every rank of the role calls it, and reads only the ranges that it holds.
+
+        Args:
+            name: A trained role.
+            stored: By Hugging Face name.
+            updates_done: When it was taken.
+            loss_scale: `LossScale.record` when it was taken, of a role in float16; another role has no use for it.
+
+        Raises:
+            UserError: It is of another model, or the optimizer keeps other things than those stored.
+        """
+        role = self._roles[name]
+        if (average := role.average) is not None:
+            stored.require({key: self._full_shape(own) for key, own in average.weights.items()}, [WEIGHT])
+            for key, part in average.held(self._part_of):
+                part.values.copy_(stored.read(key, WEIGHT, part.start, part.values.numel()))
+            self._renew_average(name)
+            role.done = updates_done
+            return
+        trained = role.model.trained()
+        self._make_optimizer_state(name, role)
+        # Before its first update an optimizer keeps nothing, and its state is what an update of length 0 leaves.
+        kinds = [kind for kind in role.kinds if updates_done or kind in stored.kinds]
+        stored.require({weight.name: self._full_shape(weight.parameter) for weight in trained}, [WEIGHT, *kinds])
+        for weight in trained:
+            self._set_state_parts(name, weight.parameter, kinds, partial(stored.read, weight.name))
+        self._renew_copies(name)
+        assert role.optimizer is not None
+        for state in role.optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(updates_done)
+        role.done = updates_done
+        if role.loss_scale is not None and loss_scale is not None:
+            role.loss_scale = LossScale(*loss_scale)
+
+    def state_bytes(self, name: str) -> int:
+        """Of `state_parts`, of all ranks together; also of a role that is an average.
+
+        Raises:
+            UserError: What the role's optimizer keeps cannot be in a checkpoint.
+        """
+        average = self._roles[name].average
+        trained = [weight.parameter for weight in self._roles[name].model.trained()]
+        width = max(FLOAT32_BYTES, self.dtype.itemsize)
+        if average is not None:
+            return sum(self._full_shape(parameter).numel() for parameter in average.weights.values()) * width
+        kinds = 1 + _kinds_kept(self._roles[name], self.root_device)
+        return sum(self._full_shape(parameter).numel() for parameter in trained) * width * kinds
+
+    def move_average(self, name: str) -> None:
+        """Move a role that is another's average by one step; called by all its ranks."""
+        role = self._roles[name]
+        average = role.average
+        assert average is not None, name
+        for weight in self._roles[average.owner].model.trained():
+            part = average.parts.get(weight.name)
+            if part is None:  # the model's own weights are wide enough
+                move(self._part_of(average.weights[weight.name]), self._part_of(weight.parameter), average.decay)
+            else:
+                move(part, self._state_parts_of(average.owner, weight.parameter, [])[WEIGHT], average.decay)
+        self._renew_average(name)
+        role.done += 1
 
     def _materialize(self, name: str, model: PackedModel) -> None:
         """Give each parameter, which is on the device `meta`, memory for this rank's part of it.
@@ -154,9 +426,146 @@ class TrainingStrategy(TrainingState):
         """
         raise NotImplementedError
 
-    @abstractmethod
     def _wrap(self, name: str, role: Role) -> torch.nn.Module:
         """What the handle calls for a forward pass."""
+        return role.model
 
     def _forward_plan(self, name: str) -> ForwardPlan:
         return ForwardPlan(self.token_budget, self.packing)
+
+    def _update(self, name: str, role: Role, most: float) -> float:
+        """Apply the gradients, unless their norm is above `most`; `step` says what of them is returned."""
+        return role.clip_and_step(most)
+
+    def _full(self, weights: list[Weight], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """The values of `weights`, gathered bucket by bucket."""
+        for bucket in self._buckets(weights, bucket_bytes):
+            with self._gathered([parameter for weight in bucket for parameter in weight.parameters]):
+                yield [(weight.name, weight.value(self._whole)) for weight in bucket]
+
+    def _buckets(self, weights: list[Weight], limit: int) -> Iterator[list[Weight]]:
+        bucket: list[Weight] = []
+        filled = 0
+        for weight in weights:
+            size = self._empty_whole(weight.parameter).nbytes
+            if bucket and filled + size > limit:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(weight)
+            filled += size
+        if bucket:
+            yield bucket
+
+    def _gathered(self, parameters: list[torch.nn.Parameter]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _whole(self, parameter: torch.nn.Parameter) -> Tensor:
+        """The full tensor that the forward computes with, of a gathered parameter."""
+        return parameter.detach()
+
+    def _empty_whole(self, parameter: torch.nn.Parameter) -> Tensor:
+        """On the device `meta`, a tensor of the shape and dtype of `_whole`."""
+        return torch.empty(self._full_shape(parameter), dtype=parameter.dtype, device="meta")
+
+    def _full_shape(self, parameter: torch.nn.Parameter) -> torch.Size:
+        return parameter.shape
+
+    def _part_of(self, parameter: Tensor) -> TensorRange:
+        """What this rank holds of a parameter that forward passes read, or of a tensor that lies as it does."""
+        return TensorRange(0, parameter.detach().view(-1))
+
+    def _gradient(self, parameter: torch.nn.Parameter) -> Tensor:
+        assert parameter.grad is not None
+        return parameter.grad
+
+    def _copies(self, name: str) -> tuple[int, int]:
+        """This rank's place among those that hold the same parts of the role's state, and how many they are."""
+        return 0, 1
+
+    def _average_of(self, role: Role, handle: Averaged) -> Average:
+        """An average that has not moved: the weights that the owner starts from."""
+        owner = next(name for name, other in self._roles.items() if other.handle is handle.owner)
+        trained = self._roles[owner].model.trained()
+        own = {weight.name: weight.parameter for weight in role.model.weights()}
+        average = Average(owner, handle.decay, {weight.name: own[weight.name] for weight in trained})
+        if self.dtype.itemsize < FLOAT32_BYTES and not self.holds_masters:
+            for weight in trained:
+                wide = self._state_parts_of(owner, weight.parameter, [])[WEIGHT]
+                average.parts[weight.name] = begun(wide, self._part_of(own[weight.name]))
+        return average
+
+    def _renew_average(self, name: str) -> None:
+        """Let forward passes read the average where they read copies of it; called by all ranks of the role."""
+        average = self._roles[name].average
+        assert average is not None, name
+        for key, part in average.parts.items():
+            self._part_of(average.weights[key]).values.copy_(part.values)
+
+    def _make_optimizer_state(self, name: str, role: Role) -> None:
+        """An update of length 0: optimizers make their state, and DeepSpeed its maps of it, at the first one."""
+        assert role.optimizer is not None
+        with role.handle.training():
+            loss = role.handle.score_nothing()
+        self.backward(name, loss, last=True)
+        for group in role.optimizer.param_groups:
+            group["lr"] = 0.0
+        self._update(name, role, math.inf)
+
+    def _state_parts_of(self, name: str, parameter: torch.nn.Parameter, kinds: list[str]) -> dict[str, TensorRange]:
+        """All that this rank holds of a parameter's float32 `weight`, and of the `kinds` that the optimizer keeps."""
+        optimizer = self._roles[name].optimizer
+        assert optimizer is not None
+        held: dict[str, Tensor] = {WEIGHT: parameter} | {kind: optimizer.state[parameter][kind] for kind in kinds}
+        return {kind: self._part_of(tensor) for kind, tensor in held.items()}
+
+    @torch.no_grad()
+    def _set_state_parts(
+        self, name: str, parameter: torch.nn.Parameter, kinds: list[str], read: Callable[[str, int, int], Tensor]
+    ) -> None:
+        """Read, by `read(kind, start, length)`, what `_state_parts_of` gives."""
+        for kind, part in self._state_parts_of(name, parameter, kinds).items():
+            part.values.copy_(read(kind, part.start, part.values.numel()))
+
+    def _renew_copies(self, name: str) -> None:
+        """Let forward passes read the weights that were set, where these are copies of them; called by all ranks."""
+
+
+def _read(
+    state: Callable[[], StoredState], units: Iterable[Unit], empty: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of `units`, as forward passes read them, from the state that they are rounded from."""
+    stored, names = state(), {name for unit in units for name in unit.names}
+    for name, whole in empty.items():
+        if name in names:
+            yield name, stored.read(name, WEIGHT, 0, whole.numel()).view(whole.shape).to(whole.dtype)
+
+
+def _save_adapter(model: PackedModel, role: str, folder: Path, adapters: dict[str, Tensor], what: str) -> None:
+    entries = [StoredTensor.of(name, tensor) for name, tensor in adapters.items()]
+    deque(all_finite(what, role, entries, adapters.values()), maxlen=0)
+    model.save_adapter(folder, adapters)
+
+
+def _kinds_kept(role: Role, device: torch.device) -> int:
+    """How many tensors of a weight's shape the optimizer keeps; before its first update, as it does of a small one."""
+    if kinds := role.kinds:
+        return len(kinds)
+    weight = torch.nn.Parameter(torch.zeros(2, 2, device=device))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = role.settings.kind([weight], **role.settings.keywords)
+    optimizer.step()
+    kept = {kind: value for kind, value in optimizer.state[weight].items() if kind != "step" and value is not None}
+    for kind, value in kept.items():
+        if not isinstance(value, Tensor) or value.shape != weight.shape:
+            raise UserError(
+                f"`optimizer.name` is {role.settings.name!r}, which keeps `{kind}` of a weight in another shape than"
+                " its own, and a checkpoint cannot hold that; take another, or set `trainer.save_every_n_steps` to null"
+            )
+    return len(kept)
+
+
+def _share_of(part: TensorRange, place: int, count: int) -> TensorRange:
+    """The share of one of `count` ranks that hold the same part: ranges as even as can be."""
+    length = part.values.numel()
+    first, end = place * length // count, (place + 1) * length // count
+    return TensorRange(part.start + first, part.values[first:end])

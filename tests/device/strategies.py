@@ -12,7 +12,7 @@ from torch import nn
 
 from rlflow.strategies import DeepSpeedStrategy, SingleProcess
 from rlflow.strategies.processes import ManyProcesses, OneProcess
-from rlflow.strategies.roles import Role
+from rlflow.strategies.role import Role
 from tests.device.elsewhere import DEVICE, NAME
 
 

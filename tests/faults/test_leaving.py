@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.process.leaving import EXIT_S
+from rlflow.process.supervisor import EXIT_S
 from tests import own_folder
 from tests.faults.running import Running, left_over
 from tests.own_folder import TWO_RANKS, write

@@ -9,7 +9,7 @@ import pytest
 
 BEGIN = """
 import atexit, sys, threading, time
-from rlflow.process import leaving
+from rlflow.process import supervisor as leaving
 
 leaving.EXIT_S = 0.5
 

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from rlflow.errors import UserError
-from rlflow.strategies.collective_errors import of_a_collective
+from rlflow.strategies.launcher import of_a_collective
 
 
 def raised_from(cause: Exception) -> Exception:

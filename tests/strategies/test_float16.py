@@ -17,7 +17,7 @@ from rlflow.errors import UserError
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies import DeepSpeedStrategy, SingleProcess
 from rlflow.strategies.distributed import DistributedStrategy
-from rlflow.strategies.loss_scale import FIRST, LONG, LossScale
+from rlflow.strategies.role import FIRST, LONG, LossScale
 from tests.ranks import RankPool
 from tests.saved import write_checkpoint
 from tests.strategies.reference import distance, plain_update

@@ -11,8 +11,8 @@ from lightning.fabric import Fabric
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
+from rlflow.strategies.role import scheduled
 from rlflow.strategies.single import SingleProcess
-from rlflow.strategies.update import scheduled
 from tests.strategies.reference import distance, plain_update
 from tests.strategies.update import backward, trained, update
 
@@ -45,7 +45,7 @@ def test_an_update_that_is_not_finite_counts_for_nothing(tiny: Path) -> None:
     strategy.setup_role("actor", handle, tiny)
     backward(strategy, "actor", handle, factor=float("inf"))
     strategy.step("actor")
-    assert strategy.learning_rate("actor") == pytest.approx(0.1)  # still the first of the warm-up
+    assert strategy._roles["actor"].learning_rate == pytest.approx(0.1)  # still the first of the warm-up
 
 
 def test_more_devices_than_one_are_refused() -> None:

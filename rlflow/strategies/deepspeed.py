@@ -1,30 +1,31 @@
-"""DeepSpeed ZeRO 0 to 3 on CUDA and on the CPU, one engine per trained role."""
+"""DeepSpeed ZeRO 0 to 3 on CUDA and on the CPU, one engine per trained role. The one module that imports it."""
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from rlflow.errors import UserError, require
+from rlflow.errors import UserError, importable, require
 from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.tensor_range import TensorRange
-from rlflow.strategies.deepspeed.config import configuration
-from rlflow.strategies.deepspeed.norm import norm_at_most
-from rlflow.strategies.deepspeed.process import join, turn_to
 from rlflow.strategies.distributed import DistributedStrategy, replace_parameters
-from rlflow.strategies.roles import Role
-from rlflow.strategies.state import WEIGHT
-from rlflow.strategies.update import clip_and_step
+from rlflow.strategies.groups import RoleGroups
+from rlflow.strategies.role import FIRST, Role
+from rlflow.strategies.strategy import WEIGHT
 from rlflow.values.layout import Layout
 
 BUCKET_ELEMENTS = 50_000_000  # 200 MB in float32: enough for a network, and no burden where a layer is larger
+PERSISTENT_ELEMENTS = 10_000  # ZeRO-3 keeps smaller parameters whole on every rank: norms and biases
 
 
 class DeepSpeedStrategy(DistributedStrategy):
@@ -166,9 +167,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         replace_parameters(model, divided)
 
     def _wrap(self, name: str, role: Role) -> torch.nn.Module:
-        self._divide(name, role.model)
+        model = super()._wrap(name, role)
         if role.optimizer is None and self.stage < 3:
-            return role.model
+            return model
         import deepspeed
 
         join(self.root_device, self.dtype, self.processes.process_group_backend)
@@ -187,8 +188,44 @@ class DeepSpeedStrategy(DistributedStrategy):
         return engine
 
     def _config(self, name: str, model: PackedModel, optimizer: Optimizer | None) -> dict[str, Any]:
+        """DeepSpeed's configuration of a role; what it would do on its own (clip at 1.0, print, time) is off."""
         layer = model.largest_layer(lambda parameter: self._full_shape(parameter).numel())
-        return configuration(self, layer, len(self.layout(name).ranks), self.root_device.type == "cuda", optimizer)
+        on_gpu = self.root_device.type == "cuda"
+        bucket = -2 * (-min(self.bucket_elements, layer) // 2)  # its buffers are allocated in full; even, for NCCL
+        live = layer if self.live_elements is None else self.live_elements
+        zero: dict[str, Any] = {
+            "stage": self.stage,
+            "memory_efficient_linear": False,  # it would replace torch's function in the whole process, for good
+            "overlap_comm": self.overlap_comm,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "sub_group_size": bucket,  # stepped at once, with temporary copies of this size
+            "stage3_prefetch_bucket_size": bucket,
+            "stage3_max_live_parameters": live,
+            "stage3_max_reuse_distance": live,
+            "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
+        }
+        if self.offload_optimizer:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
+        if self.offload_parameters:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": on_gpu}
+        if self.partition_within is not None and len(self.layout(name).ranks) > self.partition_within:
+            zero["zero_hpz_partition_size"] = self.partition_within
+        return {
+            "train_micro_batch_size_per_gpu": 1,  # asked for, used for nothing
+            "gradient_accumulation_steps": 1,  # the boundary is set by hand in `backward`
+            "gradient_clipping": 0.0 if optimizer is None else optimizer.gradient_clipping,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": self.dtype == torch.bfloat16},
+            "fp16": {"enabled": self.dtype == torch.float16, "loss_scale": FIRST},  # set anew for each update
+            "data_types": {"grad_accum_dtype": "fp32" if self.stage else None},
+            "communication_data_type": "fp32",
+            "steps_per_print": None,
+            "wall_clock_breakdown": False,
+            "timers": {"throughput": {"enabled": False}},
+        }
 
     def _engine(self, name: str) -> Any:
         """The role's engine, about to be used."""
@@ -198,7 +235,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     def _update(self, name: str, role: Role, most: float) -> float:
         engine = self._engine(name)
         if engine.optimizer is role.optimizer:  # float32 at stage 0: DeepSpeed wraps nothing and has no norm
-            return clip_and_step(role, most)
+            return super()._update(name, role, most)
         with norm_at_most(engine.optimizer, most) as found:
             engine.step()
         norm = engine.get_global_grad_norm()
@@ -326,3 +363,116 @@ def _own_part(parameter: Any, padded: Tensor) -> TensorRange:
     start = padded.numel() * torch.distributed.get_rank(parameter.ds_process_group)
     length = min(padded.numel(), max(0, parameter.ds_numel - start))
     return TensorRange(min(start, parameter.ds_numel), padded.detach()[:length])
+
+
+def join(device: torch.device, dtype: torch.dtype, backend: str | None) -> None:
+    """Give DeepSpeed the process group that is there.
+
+    Args:
+        device: Of this rank.
+        dtype: In which it trains.
+        backend: Of the process group.
+
+    Raises:
+        UserError: This process has used DeepSpeed on another kind of device before, or it does not train in `dtype`.
+    """
+    with importable("deepspeed", "DeepSpeedStrategy"):
+        import deepspeed
+
+    deepspeed.utils.logging.logger.setLevel(logging.WARNING)
+    if (used := deepspeed.get_accelerator().device_name()) != device.type:
+        raise UserError(
+            f"the run is on the device {device}, and DeepSpeed was imported for `{used}` in this process,"
+            " which it cannot change; start a new process"
+        )
+    if dtype == torch.float16 and not deepspeed.get_accelerator().is_fp16_supported():
+        raise UserError(
+            f"`precision` is 'fp16', in which DeepSpeed does not train on this machine's {device.type};"
+            " set `strategy: fsdp`, or `precision: bf16`"
+        )
+    # It is for inference alone, and would be compiled first: a minute, or without end where a compile was killed.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(backend)
+    _keep_within_role()
+
+
+def turn_to(groups: RoleGroups) -> None:
+    """Make DeepSpeed speak to the ranks of one role: it has single places for them, whatever the engine."""
+    from deepspeed.utils import groups as current
+
+    current.mpu = groups
+    current._ZERO_PARAM_INTRA_PARALLEL_GROUP = groups.within
+
+
+@cache
+def _keep_within_role() -> None:
+    """Where DeepSpeed speaks to all ranks of the job, which do not all hold the role, let it speak to the role's.
+
+    ZeRO-3 does so twice: it waits for all ranks while it divides weights, and it compares with global rank 0 in what
+    order a forward pass reads them.
+    """
+    from deepspeed import comm
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+    from deepspeed.utils import groups
+
+    everybody = comm.barrier
+
+    def barrier(group: Any = None, **settings: Any) -> Any:
+        return everybody(group or groups.mpu.all, **settings)
+
+    def refuse_unlike(numbers: list[int]) -> None:
+        # Ranks count the weights of all their roles, so only the differences are alike.
+        digest = hash(tuple(number - numbers[0] for number in numbers))
+        ends = torch.tensor([digest, -digest])
+        torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX, groups.mpu.all)
+        if int(ends[0]) != -int(ends[1]):
+            raise RuntimeError("the ranks of a role read its weights in different orders")
+
+    comm.barrier = barrier
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = refuse_unlike
+
+
+@contextmanager
+def norm_at_most(optimizer: Any, most: float) -> Iterator[dict[str, float]]:
+    """Within it an optimizer of ZeRO 1 to 3 takes a gradient whose norm is above `most` for one that overflowed.
+
+    Its step measures the norm by a method of its own, `scaled_global_norm` at stages 1 and 2 and `_get_norm_groups` at
+    3, and passes over an update whose norm is not finite.
+
+    Args:
+        optimizer: DeepSpeed's.
+        most: Infinite for any.
+
+    Yields:
+        What was found to be too large, as `norm`; nothing where the update is made.
+
+    Raises:
+        UserError: The optimizer measures it otherwise.
+    """
+    found: dict[str, float] = {}
+    if math.isinf(most):
+        yield found
+        return
+    method = next((name for name in ("scaled_global_norm", "_get_norm_groups") if hasattr(optimizer, name)), None)
+    if method is None:
+        raise UserError(
+            "`trainer.skip_spikes` is set, and DeepSpeed's optimizer of stage 0 in half precision takes every gradient;"
+            " set `stage` to 1, 2 or 3, use `strategy: fsdp`, or leave `skip_spikes` out"
+        )
+    measure = getattr(optimizer, method)
+
+    def measured(*given: Any, **by_name: Any) -> Any:
+        norms = measure(*given, **by_name)
+        each = norms if isinstance(norms, list) else [norms]
+        total = math.sqrt(sum(float(norm) ** 2 for norm in each)) / float(optimizer.loss_scale)
+        if not math.isfinite(total) or min(map(float, each)) < 0 or total <= most:  # -1 says that it is not finite
+            return norms
+        found["norm"] = total
+        infinite = torch.full_like(torch.as_tensor(each[0]), math.inf)
+        return [infinite] if isinstance(norms, list) else infinite
+
+    setattr(optimizer, method, measured)
+    try:
+        yield found
+    finally:
+        delattr(optimizer, method)

@@ -1,0 +1,184 @@
+"""A role on a rank: its model, and what trains it (optimizer, schedule, loss scale, or the average that it is)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from rlflow.models.handle import ModelHandle
+from rlflow.models.optimizer import Optimizer
+from rlflow.models.packed import PackedModel
+from rlflow.models.tensor_range import TensorRange
+
+FIRST = 2.0**14
+LEAST = 1.0
+LONG = 500  # updates without an overflow after which a larger factor is tried
+
+
+@dataclass
+class Role:
+    """A loaded model and what trains it.
+
+    Attributes:
+        handle: What the algorithm calls.
+        model: The weights, under DeepSpeed too.
+        optimizer: Steps them; None for a frozen role.
+        updates: How many updates the whole run makes, or steps if its schedule counts those; None where nobody knows.
+        done: How many updates were made; skipped ones do not count.
+        step: How many steps of the run trained it before this one.
+        loss_scale: Of the losses of a trained role whose gradients are in float16; else None.
+        average: Of a role that is another's moving average; `done` counts its moves then.
+    """
+
+    handle: ModelHandle
+    model: PackedModel
+    optimizer: torch.optim.Optimizer | None
+    updates: int | None
+    done: int = 0
+    step: int = 0
+    loss_scale: LossScale | None = None
+    average: Average | None = None
+
+    @property
+    def scaled_by(self) -> float:
+        """The factor on the role's losses, and on its gradients until they are applied."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.factor
+
+    @property
+    def settings(self) -> Optimizer:
+        """How the role is trained; it is a trained one."""
+        assert self.handle.optimizer is not None, self.handle.model
+        return self.handle.optimizer
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the role's next update."""
+        return scheduled(self.settings, self.step if self.settings.by == "steps" else self.done, self.updates)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Tensors of each weight's shape that the optimizer keeps, such as `exp_avg`; nothing before an update."""
+        assert self.optimizer is not None
+        kept: dict[str, object] = next(iter(self.optimizer.state.values()), {})
+        return sorted(kind for kind, value in kept.items() if isinstance(value, Tensor) and value.dim() > 0)
+
+    def clip_and_step(self, most: float = math.inf) -> float:
+        """One update with the gradients that lie in `.grad`, full or divided; returns their norm before clipping.
+
+        Skipped if the norm is not finite, or above `most`.
+        """
+        assert self.optimizer is not None
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        if self.loss_scale is not None:
+            for parameter in parameters:
+                assert parameter.grad is not None
+                parameter.grad.div_(self.scaled_by)
+        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        total = norm.item()
+        limit = self.settings.gradient_clipping
+        if is_taken(total, most):
+            if 0.0 < limit < total:
+                clip_grads_with_norm_(parameters, limit, norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+
+@dataclass
+class LossScale:
+    """The factor on a loss whose gradients are in float16: without it small ones are 0, with a large one they overflow.
+
+    A power of 2, halved by an update whose gradient overflowed and doubled after many that did not: Micikevicius et
+    al., Mixed Precision Training, arXiv 1710.03740, section 3.2. It depends on the role's updates alone, whose gradient
+    all its ranks see alike.
+
+    Attributes:
+        factor: On the loss; gradients are divided by it before they are clipped.
+        clean: Updates since it last changed.
+    """
+
+    factor: float = FIRST
+    clean: int = 0
+
+    def update(self, finite: bool) -> None:
+        """After an update, whose gradient was `finite` or was not, so that it was skipped."""
+        if not finite:
+            self.factor, self.clean = max(self.factor / 2, LEAST), 0
+            return
+        self.clean += 1
+        if self.clean == LONG:
+            self.factor, self.clean = self.factor * 2, 0
+
+    @property
+    def can_fall(self) -> bool:
+        """Whether a smaller factor is left to be tried."""
+        return self.factor > LEAST
+
+    def record(self) -> tuple[float, int]:
+        """For a checkpoint; `LossScale(*record)` goes on from it."""
+        return self.factor, self.clean
+
+
+@dataclass
+class Average:
+    """The moving average of another role's weights, in the parts that a rank holds.
+
+    Attributes:
+        owner: The role that it follows.
+        decay: What stays of the average at a step.
+        weights: The following model's own parameters by name, of those that the owner trains.
+        parts: This rank's parts of the average, in float32, where the model's weights are narrower; else empty, and the
+            weights are the average.
+    """
+
+    owner: str
+    decay: float
+    weights: dict[str, nn.Parameter]
+    parts: dict[str, TensorRange] = field(default_factory=dict)
+
+    def held(self, part_of: Callable[[nn.Parameter], TensorRange]) -> Iterator[tuple[str, TensorRange]]:
+        """This rank's part of each averaged weight, by name."""
+        for name, parameter in self.weights.items():
+            yield name, self.parts[name] if self.parts else part_of(parameter)
+
+
+def scheduled(settings: Optimizer, done: int, updates: int | None) -> float:
+    """The learning rate after `done` updates or steps: a linear warm-up, then constant, or falling to 0 after all."""
+    if done < settings.warmup_steps:
+        return settings.lr * (done + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.lr
+    assert updates is not None
+    progress = (done - settings.warmup_steps) / max(1, updates - settings.warmup_steps)
+    left = max(0.0, 1.0 - progress)
+    return settings.lr * (left if settings.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * left)))
+
+
+def is_taken(norm: float, most: float) -> bool:
+    """Whether an update of a gradient of this norm is made."""
+    return math.isfinite(norm) and norm <= most
+
+
+def begun(like: TensorRange, weights: TensorRange) -> TensorRange:
+    """What an average starts as: the range of `like`, which this rank has of the owner, of weights that hold it."""
+    first = like.start - weights.start
+    values = weights.values[first : first + like.values.numel()]
+    return TensorRange(
+        like.start, values.to(like.values.device, torch.promote_types(values.dtype, torch.float32), copy=True)
+    )
+
+
+@torch.no_grad()
+def move(average: TensorRange, weights: TensorRange, decay: float) -> None:
+    """a + (1 - decay) (w - a), rounded of each number alone, so that no division over ranks changes a bit."""
+    assert (average.start, len(average.values)) == (weights.start, len(weights.values))
+    change: Tensor = weights.values.to(average.values) - average.values
+    average.values.add_(change.mul_(1 - decay))
