@@ -204,7 +204,7 @@ def _controller(joined: Joined, callbacks: Callbacks, metrics: Metrics, stack: E
     prepared, settings = joined.prepared, joined.prepared.settings
     rank = joined.transport.rank
     bad = BadUpdates(most=sys.maxsize)  # the run went on, or it has told why it did not
-    of_run = prepared.plan, rank, prepared.steps, settings.seed, settings.balance
+    of_run = prepared.plan, rank, prepared.steps, settings.seed, settings.balancing
     program = Program(prepared.module, prepared.graph, *of_run, bad_updates=bad)
     trace = Trace(joined.open_folder(stack.enter_context(joined.locked_folder())).traces, rank)
     stack.callback(trace.close)

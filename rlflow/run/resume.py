@@ -52,7 +52,7 @@ class Resume:
             return cls(joined, None, None)
         lines: list[str] = []
         folder = checkpoint.find(
-            settings.ckpt_path, settings.run_dir, partial(_damage, joined), lines.append, partial(_listed, joined)
+            settings.ckpt_path, settings.folder, partial(_damage, joined), lines.append, partial(_listed, joined)
         )
         if folder is None:
             return cls(joined, None, None, tuple(lines))
@@ -72,7 +72,7 @@ class Resume:
     @property
     def goes_on(self) -> bool:
         """Whether the run goes on in the folder that its checkpoint lies in."""
-        folder = self.joined.prepared.settings.run_dir
+        folder = self.joined.prepared.settings.folder
         return self.checkpoint is not None and self.checkpoint.resolve().is_relative_to(folder.resolve())
 
     def restore(self, controller: Controller, metrics: Metrics, callbacks: Callbacks) -> list[str]:

@@ -64,7 +64,7 @@ class Joined:
         Raises:
             UserError: Another run has it, or it is no run's.
         """
-        folder = self.prepared.settings.run_dir
+        folder = self.prepared.settings.folder
         lock = FolderLock(folder)
 
         def take() -> None:
@@ -85,7 +85,7 @@ class Joined:
             lock: That is held on it.
             goes_on: Whether the run goes on in what lies there.
         """
-        folder = RunFolder(self.prepared.settings.run_dir)
+        folder = RunFolder(self.prepared.settings.folder)
         lock.use()
 
         def make() -> None:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from rlflow.callbacks.callback import Callback
+from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller import validation
 from rlflow.loggers.console import Console
@@ -21,17 +21,18 @@ from rlflow.run.policies import PolicyBuilder
 from rlflow.run.prepared_run import Prepared
 from rlflow.run.setup import Joined, join
 from rlflow.run.trusted_code import trusted_code
-from rlflow.run_state import RunState
 from rlflow.values.layout import Layout
 
 
-def validate(prepared: Prepared, callbacks: Callbacks, state: RunState, resolved_config: str | None) -> dict[str, Any]:
+def validate(
+    prepared: Prepared, callbacks: Callbacks, state: RunningTrainer, resolved_config: str | None
+) -> dict[str, Any]:
     """Validate the model of the config in a folder of its own; no optimizer is built. Called by all ranks.
 
     Args:
         prepared: The run, of `Settings.for_validation`.
         callbacks: Told of the validation.
-        state: That they see.
+        state: The trainer, which they see.
         resolved_config: YAML; None for a run without a config.
 
     Returns:
@@ -58,7 +59,7 @@ def validate(prepared: Prepared, callbacks: Callbacks, state: RunState, resolved
             sync.run(version=0)
         startup.end()
         metrics = measure(joined, version=0)
-        state.metrics = dict(metrics)
+        state.callback_metrics = dict(metrics)
         callbacks.call(Callback.on_validation_end, 0, metrics)
     joined.engines.close()
     results = {"problems": loader.size, **metrics}

@@ -126,12 +126,14 @@ class Simulation:
         return predict(self._workload(self.nodes, other), self.hardware)
 
     def _workload(self, nodes: int, settings: Settings | None = None) -> Workload:
+        strategy = self.trainer.strategy
+        assert not isinstance(strategy, str)
         return read_workload(
             self.module,
             self.graph,
             self.data,
             settings or self.trainer.settings,
-            self.trainer.strategy,
+            strategy,
             self.trainer.engine_settings,
             nodes * self.hardware.gpus_per_node,
             weak=self.scaling == "weak",

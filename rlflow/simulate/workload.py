@@ -114,7 +114,7 @@ def read_workload(
         prompts=prompts,
         group_size=module.group_size,
         lengths=lengths,
-        moves_rows=settings.balance.mode != "off",
+        moves_rows=settings.balancing.mode != "off",
         policies=policies,
     )
 
