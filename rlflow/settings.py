@@ -1,9 +1,9 @@
-"""What a run is given beside its algorithm and data: numbers and choices, checked, that nothing changes afterwards."""
+"""The settings of a run, and the places that roles live in."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -56,15 +56,61 @@ class Machines:
         return range(node * self.devices, (node + 1) * self.devices)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False)
 class Settings:
-    """See the arguments of `Trainer`, which have these names.
+    """The arguments of `Trainer` that are numbers and choices. This is the one place where each is written.
+
+    Args:
+        run_dir: Folder of the results. Results of an earlier run there are moved to a folder of another name.
+        max_steps: Maximum number of steps; a step is one batch of prompts through the whole graph.
+        max_epochs: Maximum number of passes over the training rows.
+        max_seconds: Stop after the step in which the run has lasted so long.
+        devices: Processes on this machine, one for each accelerator.
+        num_nodes: Number of machines.
+        accelerator: `cpu`, `cuda`, or `auto` for what is there.
+        val_check_interval: Steps between validations; one comes before the first step and one after the last.
+        limit_val_batches: Maximum number of batches of `data.prompts_per_step` held-out prompts in a validation.
+        val_samples: Responses to each held-out prompt at the policy's temperature; with 2 or more, pass@k is logged.
+        log_every_n_steps: Steps between those whose metrics and samples are logged; validations always are.
+        save_every_n_steps: Steps between checkpoints, with one at the end and the model with them; None for only the
+            model at the end.
+        save_every_seconds: Seconds after which the next step is followed by a checkpoint; may be combined with steps.
+        save_last: Number of latest checkpoints that stay, 2 at least: if one is damaged, there is another. True for 2.
+        save_top_k: Number of best checkpoints by `monitor` that stay, which may be among the latest; -1 for all.
+        monitor: The metric that `save_top_k` compares, as it was when the checkpoint was written.
+        mode: Whether a smaller (`min`) or a larger (`max`) value of `monitor` is better.
+        async_save: Write checkpoints and models in the background: a step waits only until its rank's part of the
+            state is copied to the CPU's memory.
+        ckpt_path: Continue from a checkpoint, to the bit: `last` of `run_dir`, or a checkpoint's folder; `auto` for the
+            last if there is one, and else a new run.
+        grace_s: Seconds from a signal that ends `rlflow fit` (SIGTERM, SIGHUP, SIGUSR1, Ctrl-C) to its end, in which
+            the step is dropped or finished, and saved; a second signal ends the run immediately.
+        keep_inputs: Steps whose node inputs and outputs are stored for `rlflow replay`; those of a node that raises
+            always are.
+        keep_inputs_of: The nodes to which `keep_inputs` applies; empty for all.
+        balance: `auto` moves rows between ranks to even out tokens where it pays, `off` leaves them; or the constants
+            by which that is decided.
+        logprob_gap_limit: Largest mean difference of rollout and training logprobs; None for 1e-3 (0.05 in bf16, 0.01
+            in fp16), and for two more limits that follow from the run itself, see `sync/logprob_gap_uncertain`.
+        skip_spikes: Skip an update whose gradient norm is more than so many times the median of the role's last 32
+            above 0; None for none. An infinite or NaN norm is always skipped, by all ranks.
+        max_skipped: Number of updates of a role skipped in a row that ends the run.
+        sync_bucket_bytes: Bytes of weights that are gathered together on their way into the rollout engine.
+        fast_dev_run: Run two steps of every part, with validation, and write nothing but logs and traces, in
+            `<run_dir>-dev`.
+        placement: By role, `actor.rollout` for the engines of `actor` and `rollout` for those of all other policies:
+            the ranks or machines it lives on; all where it is not named.
+        max_staleness: Steps that generation runs ahead of training, with weights so many steps old; needs ranks of its
+            own for `rollout`.
+        partial_rollout: Tokens by which a response grows at most with one draw of prompts (in a conversation, those of
+            the policy); longer ones are cut off, and continue with the weights of the next. None for whole responses.
+        seed: Seed of everything random.
 
     Raises:
         UserError: A number is out of its range.
     """
 
-    run_dir: Path = Path("runs/default")
+    run_dir: str = "runs/default"
     max_steps: int | None = None
     max_epochs: int | None = None
     max_seconds: float | None = None
@@ -77,16 +123,16 @@ class Settings:
     log_every_n_steps: int = 1
     save_every_n_steps: int | None = None
     save_every_seconds: float | None = None
-    save_last: int = 2
+    save_last: int | bool = 2
     save_top_k: int = 0
     monitor: str | None = None
     mode: Literal["min", "max"] = "min"
     async_save: bool = False
     ckpt_path: str | None = None
     grace_s: float = 30.0
-    keep_inputs: tuple[int, ...] = ()
-    keep_inputs_of: tuple[str, ...] = ()
-    balance: Balance = Balance()  # noqa: RUF009 - frozen
+    keep_inputs: Sequence[int] = ()
+    keep_inputs_of: Sequence[str] = ()
+    balance: Literal["auto", "off"] | Balance = "auto"
     logprob_gap_limit: float | None = None
     skip_spikes: float | None = None
     max_skipped: int = 3
@@ -98,6 +144,12 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not Path(self.run_dir.strip()).name.strip(".") or not self.run_dir.isprintable():
+            raise UserError(f"`trainer.run_dir` is {self.run_dir!r}; name a folder, such as runs/mine")
+        if self.fast_dev_run:
+            self.max_steps = 2
+        if self.save_last is True:
+            self.save_last = 2
         for name in (
             "max_steps",
             "max_epochs",
@@ -159,6 +211,17 @@ class Settings:
             )
 
     @property
+    def folder(self) -> Path:
+        """Folder of the results: `run_dir`, or `<run_dir>-dev` of a `fast_dev_run`."""
+        path = Path(self.run_dir)
+        return path.with_name(f"{path.name}-dev") if self.fast_dev_run else path
+
+    @property
+    def balancing(self) -> Balance:
+        """The constants of `balance`."""
+        return Balance(self.balance) if isinstance(self.balance, str) else self.balance
+
+    @property
     def saves_checkpoints(self) -> bool:
         """Whether checkpoints are written."""
         return self.save_every_n_steps is not None or self.save_every_seconds is not None
@@ -174,5 +237,6 @@ class Settings:
         return self.partial_rollout is not None
 
     def for_validation(self) -> Settings:
-        """Those of `Trainer.validate`: in a folder beside the run's own, whose model may be what it validates."""
-        return replace(self, run_dir=self.run_dir.with_name(f"{self.run_dir.name}-validate"), max_steps=1)
+        """Settings of `Trainer.validate`: in a folder next to the run's own, whose model may be what it validates."""
+        path = Path(self.run_dir)
+        return replace(self, run_dir=str(path.with_name(f"{path.name}-validate")), max_steps=1)

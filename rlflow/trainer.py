@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from rlflow.callbacks.callback import Callback
+from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.callbacks.hooks import Callbacks, check_callbacks
 from rlflow.controller.run import Run
 from rlflow.data.loader import scan_together
 from rlflow.data.prompts import PromptData
-from rlflow.databuffer.balance import Balance
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError, about
 from rlflow.loggers.logger import Logger
@@ -24,7 +24,6 @@ from rlflow.process.scratch import scratch_folder
 from rlflow.process.status import refusing_exits
 from rlflow.rollout.assignment import EngineSettings, Share
 from rlflow.rollout.engine import RolloutEngine
-from rlflow.rollout.transformers import TransformersEngine
 from rlflow.run.checks import check_apart, check_monitors, check_rows
 from rlflow.run.fit import fit
 from rlflow.run.folder import require_folder
@@ -32,153 +31,47 @@ from rlflow.run.folder_lock import require_own
 from rlflow.run.prepare import prepare
 from rlflow.run.replay import Replay, Replayed, replay
 from rlflow.run.validation import validate
-from rlflow.run_state import RunState
-from rlflow.settings import Placed, Settings
-from rlflow.strategies.deepspeed import DeepSpeedStrategy
+from rlflow.settings import Settings
+from rlflow.short_names import made
 from rlflow.strategies.single import SingleProcess
 from rlflow.strategies.strategy import TrainingStrategy
 
 Result = TypeVar("Result")
 
 
-class Trainer:
+@dataclass(eq=False)
+class Trainer(RunningTrainer):
     """Runs an algorithm: processes, models, steps, validation, and what is left behind.
 
+    A strategy, an engine, a logger or a callback may be given by its short name (`rlflow.short_names`) or by the dotted
+    path of its class, and is then made with the defaults of the class.
+
     Args:
-        run_dir: Folder of the results; what lay there before is kept under another name.
-        max_steps: Steps at most; a step is one batch of prompts through the whole graph.
-        max_epochs: Passes over the training rows at most.
-        max_seconds: Stop after the step in which the run has lasted so long.
-        devices: Processes of this machine, one for each accelerator.
-        num_nodes: Machines.
-        accelerator: `cpu`, `cuda`, or what is there.
-        val_check_interval: Steps between validations; one comes before the first step and one after the last.
-        limit_val_batches: Batches of `data.prompts_per_step` held-out prompts that are validated on at most.
-        val_samples: Responses to each held-out prompt at the policy's temperature; with 2 or more, pass@k is logged.
-        log_every_n_steps: Steps between those whose metrics and samples are recorded; validations always are.
-        save_every_n_steps: Steps between checkpoints, with one at the end and the model beside them; None for just the
-            model at the end.
-        save_every_seconds: Seconds after which the next step is followed by a checkpoint; may be given beside steps.
-        save_last: The last so many checkpoints stay, 2 at least: if one is damaged, there is another. True for 2.
-        save_top_k: And so many of the best by `monitor`, which may be among the last; -1 for all.
-        monitor: The metric that `save_top_k` goes by, as it was when the checkpoint was written.
-        mode: Whether a smaller (`min`) or a larger (`max`) value of `monitor` is better.
-        async_save: Write checkpoints and models beside the steps: a step waits only until its rank's part of
-            the state is copied to the CPU's memory.
-        ckpt_path: Continue from a checkpoint, to the bit: `last` of `run_dir`, or a checkpoint's folder; `auto` for the
-            last if there is one, and else a new run.
-        grace_s: Seconds from a signal that ends `rlflow fit` (SIGTERM, SIGHUP, SIGUSR1, Ctrl-C) to its end, in which
-            the step is left or finished, and saved; a second signal ends it at once.
-        keep_inputs: Steps in which what nodes read and make is kept for `rlflow replay`; of a node that raises always.
-        keep_inputs_of: The nodes that `keep_inputs` is of; empty for all.
-        balance: `auto` moves rows between ranks to even out tokens where it pays, `off` leaves them; or the constants
-            by which that is decided.
-        logprob_gap_limit: Largest mean difference of rollout and training logprobs; None for 1e-3 (0.05 in bf16, 0.01
-            in fp16), and for two limits more that follow from the run itself, see `sync/logprob_gap_uncertain`.
-        skip_spikes: Skip an update whose gradient's norm is more than so many times the median of the role's last 32
-            above 0; None for none. One that is infinite or NaN is always skipped, by all ranks.
-        max_skipped: So many updates of a role that are skipped in a row end the run.
-        sync_bucket_bytes: Weights gathered at once on their way into the rollout engine.
-        fast_dev_run: Run two steps of every part, with validation, and leave nothing behind but logs and traces, in
-            `<run_dir>-dev`.
-        placement: By role, `actor.rollout` for the engines of `actor` and `rollout` for those of all other policies:
-            the ranks or machines it lives on; all where it is not named.
-        max_staleness: Steps that generation runs ahead of training, with weights so many steps old; needs ranks of its
-            own for `rollout`.
-        partial_rollout: Tokens by which a response grows at most with one draw of prompts, of a conversation the
-            policy's; longer ones are cut off, and go on with the weights of the next. None for whole responses.
         strategy: How training is spread over ranks; None for one process without DeepSpeed, else ZeRO-2.
         rollout: The engine that generates; None for transformers' own.
         engines: By policy, an engine other than `rollout`, or a `Share` of another policy's.
-        logger: Where metrics go beside the run's own files; one or several.
-        callbacks: Told of steps, nodes and validations.
-        seed: Of everything random.
+        logger: Where metrics are logged in addition to the run's own files; one or several.
+        callbacks: Called at steps, nodes and validations.
     """
 
-    def __init__(
-        self,
-        run_dir: str = "runs/default",
-        max_steps: int | None = None,
-        max_epochs: int | None = None,
-        max_seconds: float | None = None,
-        devices: int = 1,
-        num_nodes: int = 1,
-        accelerator: Literal["auto", "cpu", "cuda"] = "auto",
-        val_check_interval: int | None = None,
-        limit_val_batches: int | None = None,
-        val_samples: int = 1,
-        log_every_n_steps: int = 1,
-        save_every_n_steps: int | None = None,
-        save_every_seconds: float | None = None,
-        save_last: int | bool = 2,
-        save_top_k: int = 0,
-        monitor: str | None = None,
-        mode: Literal["min", "max"] = "min",
-        async_save: bool = False,
-        ckpt_path: str | None = None,
-        grace_s: float = 30.0,
-        keep_inputs: Sequence[int] = (),
-        keep_inputs_of: Sequence[str] = (),
-        balance: Literal["auto", "off"] | Balance = "auto",
-        logprob_gap_limit: float | None = None,
-        skip_spikes: float | None = None,
-        max_skipped: int = 3,
-        sync_bucket_bytes: int = 256 * 2**20,
-        fast_dev_run: bool = False,
-        placement: dict[str, Placed] | None = None,
-        max_staleness: int = 0,
-        partial_rollout: int | None = None,
-        strategy: TrainingStrategy | None = None,
-        rollout: RolloutEngine | None = None,
-        engines: dict[str, RolloutEngine | Share] | None = None,
-        logger: Logger | Sequence[Logger] = (),
-        callbacks: Sequence[Callback] = (),
-        seed: int = 0,
-    ) -> None:
-        if not Path(run_dir.strip()).name.strip(".") or not run_dir.isprintable():
-            raise UserError(f"`trainer.run_dir` is {run_dir!r}; name a folder, such as runs/mine")
-        self.settings = Settings(
-            run_dir=Path(run_dir).with_name(f"{Path(run_dir).name}-dev") if fast_dev_run else Path(run_dir),
-            max_steps=2 if fast_dev_run else max_steps,
-            max_epochs=max_epochs,
-            max_seconds=max_seconds,
-            devices=devices,
-            num_nodes=num_nodes,
-            accelerator=accelerator,
-            val_check_interval=val_check_interval,
-            limit_val_batches=limit_val_batches,
-            val_samples=val_samples,
-            log_every_n_steps=log_every_n_steps,
-            save_every_n_steps=save_every_n_steps,
-            save_every_seconds=save_every_seconds,
-            save_last=2 if save_last is True else int(save_last),
-            save_top_k=save_top_k,
-            monitor=monitor,
-            mode=mode,
-            async_save=async_save,
-            ckpt_path=ckpt_path,
-            grace_s=grace_s,
-            keep_inputs=tuple(keep_inputs),
-            keep_inputs_of=tuple(keep_inputs_of),
-            balance=Balance(balance) if isinstance(balance, str) else balance,
-            logprob_gap_limit=logprob_gap_limit,
-            skip_spikes=skip_spikes,
-            max_skipped=max_skipped,
-            sync_bucket_bytes=sync_bucket_bytes,
-            fast_dev_run=fast_dev_run,
-            placement=placement,
-            max_staleness=max_staleness,
-            partial_rollout=partial_rollout,
-            seed=seed,
-        )
-        check_callbacks(callbacks)
-        self.strategy = strategy
-        self.rollout = rollout
-        self.engines = engines or {}
-        self.callbacks = list(callbacks)
-        self.loggers = [logger] if isinstance(logger, Logger) else list(logger)
+    strategy: TrainingStrategy | str | None = None
+    rollout: RolloutEngine | str | None = None
+    engines: Mapping[str, RolloutEngine | Share | str] = field(default_factory=dict)
+    logger: Logger | str | Sequence[Logger | str] | None = None  # type: ignore[assignment]  # afterwards the first
+    callbacks: Sequence[Callback | str] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.strategy = made(self.strategy, "strategy", TrainingStrategy)
+        engine: RolloutEngine = made(self.rollout or "transformers", "rollout", RolloutEngine)
+        others = {name: made(each, f"engines.{name}", RolloutEngine) for name, each in self.engines.items()}
+        self.rollout, self.engines, self.engine_settings = engine, others, EngineSettings(engine, others)
+        given = [self.logger] if isinstance(self.logger, str | Logger) else self.logger or ()
+        self.loggers = [made(each, "logger", Logger) for each in given]
+        self.logger = self.loggers[0] if self.loggers else None
+        self.callbacks = self._callbacks = [made(each, "callbacks", Callback) for each in self.callbacks]
+        check_callbacks(self._callbacks)
         self.resolved_config: str | None = None
-        self._state = RunState(world_size=self.settings.machines.world_size)
 
     def fit(self, module: RLModule, data: PromptData) -> dict[str, Any]:
         """Train, and return the run's summary: validation before and after, steps, seconds.
@@ -190,7 +83,7 @@ class Trainer:
         """
 
         def run(prepared: Run, callbacks: Callbacks) -> dict[str, Any]:
-            return fit(prepared, callbacks, self.loggers, self._state, self.resolved_config)
+            return fit(prepared, callbacks, self.loggers, self, self.resolved_config)
 
         return self._launch(module, data, self.settings, run)
 
@@ -205,14 +98,14 @@ class Trainer:
         """
         if data.validation is None:
             raise UserError("`data.validation` is not set, so there is nothing to validate on; name a dataset")
-        if self.settings.ckpt_path is not None:
+        if self.ckpt_path is not None:
             raise UserError(
-                f"`trainer.ckpt_path` is {self.settings.ckpt_path!r}, and validation reads a model; leave it out, and"
+                f"`trainer.ckpt_path` is {self.ckpt_path!r}, and validation reads a model; leave it out, and"
                 " set the module's `model` to the `model` folder of the run"
             )
 
         def run(prepared: Run, callbacks: Callbacks) -> dict[str, Any]:
-            return validate(prepared, callbacks, self._state, self.resolved_config)
+            return validate(prepared, callbacks, self, self.resolved_config)
 
         return self._launch(module, data, self.settings.for_validation(), run)
 
@@ -227,61 +120,9 @@ class Trainer:
         Raises:
             UserError: Nothing was kept of it, or `devices` is not 1.
         """
-        if (ranks := self.settings.machines.world_size) != 1:
+        if (ranks := self.world_size) != 1:
             raise UserError(f"`trainer.devices` gives {ranks} ranks, and a step is replayed in one process; set 1")
         return self._launch(module, data, self.settings, partial(replay, asked))
-
-    @property
-    def engine_settings(self) -> EngineSettings:
-        """What generates, as configured."""
-        return EngineSettings(self.rollout or TransformersEngine(), self.engines)
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether the run ends after the step that it is at; a callback may set it, on all ranks alike."""
-        return self._state.should_stop
-
-    @should_stop.setter
-    def should_stop(self, value: bool) -> None:
-        self._state.should_stop = value
-
-    @property
-    def global_step(self) -> int:
-        """Steps of the run that are done, those before it was resumed included. A step may be several updates."""
-        return self._state.step
-
-    @property
-    def current_epoch(self) -> int:
-        """The pass over the training rows that the last step drew from, from 0.
-
-        Where a module's `choose_prompts` chooses, counted as if it chose all of them.
-        """
-        return self._state.epoch
-
-    @property
-    def callback_metrics(self) -> Mapping[str, float]:
-        """The metrics of the last step and of the last validation, the same on every rank."""
-        return self._state.metrics
-
-    @property
-    def global_rank(self) -> int:
-        """This process among all of the run, from 0; 0 before the run's processes have started."""
-        return self._state.rank
-
-    @property
-    def world_size(self) -> int:
-        """Processes of the run: `devices` times `num_nodes`."""
-        return self._state.world_size
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0, which writes what the run leaves behind."""
-        return self._state.rank == 0
-
-    @property
-    def logger(self) -> Logger | None:
-        """The first of `loggers`; None without."""
-        return self.loggers[0] if self.loggers else None
 
     def _launch(
         self,
@@ -294,29 +135,30 @@ class Trainer:
         from lightning.fabric import Fabric
 
         startup.begin()
-        machines = settings.machines
-        self._state = RunState(world_size=machines.world_size)
+        self.should_stop, self.global_step, self.current_epoch, self.callback_metrics = False, 0, 0, {}
         require_accelerator(settings.accelerator)
-        check_monitors(settings, self.callbacks, data)
-        require_folder(settings.run_dir)
-        strategy = self.strategy or (SingleProcess() if machines.world_size == 1 else DeepSpeedStrategy())
+        check_monitors(settings, self._callbacks, data)
+        require_folder(settings.folder)
+        by_default = "single" if self.world_size == 1 else "deepspeed"
+        strategy = self.strategy or made(by_default, "strategy", TrainingStrategy)
+        assert isinstance(strategy, TrainingStrategy)
         status.limit(0.0 if strategy.timeout is None else strategy.timeout.total_seconds())
         self.engine_settings.check_installed()
 
         def run(_: Fabric) -> Result:
-            self._state.rank = strategy.global_rank
+            self.global_rank = strategy.global_rank
             with refusing_exits():
                 transport = Transport(strategy.root_device, strategy.timeout)
                 scan_together(prepared.loaders, transport, keeps=strategy.local_rank == 0)
                 if not was_scanned:
                     check_rows(prepared)
                 startup.passed("ranks")
-                return start(prepared, Callbacks(self.callbacks, self, module))
+                return start(prepared, Callbacks(self._callbacks, self, module))
 
         with tempfile.TemporaryDirectory(dir=scratch_folder()) as scratch:
             prepared = prepare(module, data, settings, strategy, self.engine_settings, Path(scratch))
-            check_apart(prepared.policies | prepared.paths, settings.run_dir)
-            require_own(settings.run_dir)
+            check_apart(prepared.policies | prepared.paths, settings.folder)
+            require_own(settings.folder)
             with about(strategy):
                 strategy.check_roles(handles(module), prepared.layouts)
             if isinstance(strategy, SingleProcess) and settings.num_nodes > 1:

@@ -2,45 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from rlflow.loggers.logger import Logger
 from rlflow.module import RLModule
 from rlflow.settings import Settings
 
 
-class RunningTrainer(Protocol):
-    """What a callback sees of the `Trainer`, whose documentation says what each is."""
+@dataclass(eq=False)
+class RunningTrainer(Settings):
+    """The trainer as callbacks see it: its settings, each by its name, and where the run stands.
 
-    should_stop: bool
+    Attributes:
+        should_stop: Whether the run ends after this step; a callback may set it, on all ranks alike.
+        global_step: Steps of the run that are done, those before a resume included. A step may be several updates.
+        current_epoch: The pass over the training rows that the last step drew from, from 0. Where a module's
+            `choose_prompts` chooses, counted as if it chose all of them.
+        callback_metrics: The metrics of the last step and of the last validation, the same on every rank.
+        global_rank: This process among all of the run, from 0; 0 before the run's processes have started.
+        loggers: The loggers that the trainer was given.
+        logger: The first of them; None without.
+    """
 
-    @property
-    def settings(self) -> Settings: ...
-
-    @property
-    def global_step(self) -> int: ...
-
-    @property
-    def current_epoch(self) -> int: ...
-
-    @property
-    def global_rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def is_global_zero(self) -> bool: ...
-
-    @property
-    def callback_metrics(self) -> Mapping[str, float]: ...
+    should_stop: bool = field(default=False, init=False)
+    global_step: int = field(default=0, init=False)
+    current_epoch: int = field(default=0, init=False)
+    callback_metrics: dict[str, float] = field(default_factory=dict, init=False)
+    global_rank: int = field(default=0, init=False)
+    loggers: list[Logger] = field(default_factory=list, init=False)
+    logger: Logger | None = field(default=None, init=False)
 
     @property
-    def logger(self) -> Logger | None: ...
+    def settings(self) -> Settings:
+        """The settings alone, as they are now; the run reads those of its start."""
+        return Settings(**{each.name: getattr(self, each.name) for each in fields(Settings)})
 
     @property
-    def loggers(self) -> Sequence[Logger]: ...
+    def world_size(self) -> int:
+        """Processes of the run: `devices` times `num_nodes`."""
+        return self.machines.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0, which writes the run's results."""
+        return self.global_rank == 0
 
 
 class Callback:

@@ -13,7 +13,6 @@ import yaml
 from jsonargparse import Namespace
 
 from rlflow.callbacks.callback import Callback
-from rlflow.commands.moved_settings import refuse_moved
 from rlflow.commands.parser import OneLineParser, keys_of
 from rlflow.config.arguments import Argument, Group, arguments_of
 from rlflow.config.building import built, made
@@ -134,7 +133,6 @@ def _configured(parser: OneLineParser, arguments: Sequence[str], alone: Mapping[
     shape = _shape(parser)
     entries = read_entries(given)
     tree = MERGING.merged(given, shape)
-    refuse_moved(tree)
     keys = WrittenKeys(given, tree)
     tree.pop(NODES, None)
     if entries:

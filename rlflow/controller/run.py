@@ -128,7 +128,7 @@ class Run(RunPlan):
 
     def keeping(self, spaces: Sequence[str], values: Sequence[str]) -> Keeping:
         """How these rows and values are kept for later steps."""
-        seed, balance = self.settings.seed, self.settings.balance
+        seed, balance = self.settings.seed, self.settings.balancing
         return Keeping(self.graph, self.plan, self.rank, spaces, values, seed=seed, balance=balance)
 
     @property

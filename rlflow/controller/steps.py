@@ -84,7 +84,7 @@ class Steps:
             versions=numbers.get("versions"),
             seed=run.settings.seed,
             step=now.step,
-            balance=run.settings.balance,
+            balance=run.settings.balancing,
             above=run.graph.levels(name)[:-1] or ROOT,
         )
         return now.spaces[name]
@@ -95,7 +95,7 @@ class Steps:
         message = space_to_message(now.spaces[name]) if self._transport.rank == task.teller else None
         message = self._transport.broadcast_bytes(message, task.teller, task.ranks)
         if self._transport.rank != task.teller:
-            seed, balance = run.settings.seed, run.settings.balance
+            seed, balance = run.settings.seed, run.settings.balancing
             now.spaces[name] = space_from_message(message, name, seed=seed, step=step, balance=balance)
 
     def exchange(self, task: Exchange, step: int) -> None:

@@ -131,7 +131,7 @@ class StoredInputs:
                 shards = [none] * layout.shards
                 spaces[key] = RowSpace.of_shards(levels[-1], layout, shards, above=levels[:-1] or ROOT)
             read = read_rows(self.folder, name, described, Kept(layout.ranks[0], spaces, values), device)
-        seed, balance = run.settings.seed, run.settings.balance
+        seed, balance = run.settings.seed, run.settings.balancing
         in_step = {key: space.at(seed=seed, step=step, balance=balance) for key, space in read.spaces.items()}
         return Kept(read.rank, in_step, read.values)
 

@@ -5,52 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Keys of a config that change no number, or only how sums are rounded, and those below them.
-WITHOUT_EFFECT = frozenset(
-    {
-        "data.train",  # its rows are compared
-        "data.validation",
-        "logger",
-        "callbacks",
-        "placement",
-        "predict",
-        "strategy.init_args.timeout_s",
-        *(
-            f"trainer.{name}"
-            for name in (
-                "run_dir",
-                "max_epochs",
-                "max_seconds",
-                "devices",
-                "num_nodes",
-                "accelerator",
-                "val_check_interval",
-                "limit_val_batches",
-                "val_samples",
-                "log_every_n_steps",
-                "save_every_n_steps",
-                "save_every_seconds",
-                "save_last",
-                "save_top_k",
-                "monitor",
-                "mode",
-                "async_save",
-                "ckpt_path",
-                "grace_s",
-                "keep_inputs",
-                "keep_inputs_of",
-                "max_skipped",
-                "balance",
-                "logprob_gap_limit",
-                "sync_bucket_bytes",
-                "fast_dev_run",
-            )
-        ),
-    }
-)
-MAX_STEPS = "trainer.max_steps"  # counts where a learning rate ends with the run
+# Sections and settings that change no number, or only how sums are rounded; the rows of `data.train` are compared.
+WITHOUT_EFFECT = {"data.train", "data.validation", "logger", "callbacks", "placement", "predict"}
+WITHOUT_EFFECT |= {"strategy.init_args.timeout_s"}
+TRAINER, MAX_STEPS = "trainer.", "trainer.max_steps"
+# The settings of the trainer that change numbers; `max_steps` does where a learning rate ends with the run.
+WITH_EFFECT = {MAX_STEPS, "trainer.max_staleness", "trainer.partial_rollout", "trainer.skip_spikes"}
 SCHEDULE = ".schedule"
-TRUST = ".trust_remote_code"  # of a model; the configs of older checkpoints do not have it
 LONGEST = 60  # characters of a value
 
 
@@ -76,7 +37,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], where: s
 
 
 def _differences(before: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
-    if before == now or key in WITHOUT_EFFECT or (key.endswith(TRUST) and not (before or now)):
+    if before == now or key in WITHOUT_EFFECT or (key.startswith(TRAINER) and key not in WITH_EFFECT):
         return
     nested = isinstance(before, Mapping) and isinstance(now, Mapping)
     if not nested:

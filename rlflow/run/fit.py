@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
-from rlflow.callbacks.callback import Callback
+from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.checkpoint import AUTO
 from rlflow.controller import Controller
@@ -39,14 +39,13 @@ from rlflow.run.standing import Standing
 from rlflow.run.summary import closing_lines, compared
 from rlflow.run.trusted_code import trusted_code
 from rlflow.run.validation import measure
-from rlflow.run_state import RunState
 
 
 def fit(
     run: Run,
     callbacks: Callbacks,
     loggers: Sequence[Logger],
-    state: RunState,
+    state: RunningTrainer,
     resolved_config: str | None,
 ) -> dict[str, Any]:
     """Train to the end; the run's summary. Called by all ranks.
@@ -55,7 +54,7 @@ def fit(
         run: The run.
         callbacks: Of the user.
         loggers: Beside the run's own.
-        state: That callbacks see.
+        state: The trainer, which callbacks see; where the run stands is written there.
         resolved_config: YAML; None for a run without a config.
     """
     strategy = run.strategy
@@ -74,7 +73,7 @@ def _fit(
     resume: Resume,
     callbacks: Callbacks,
     loggers: Sequence[Logger],
-    state: RunState,
+    state: RunningTrainer,
 ) -> dict[str, Any]:
     """As `fit`, in the run's folder."""
     settings, strategy, rank = run.settings, run.strategy, run.rank
@@ -133,7 +132,7 @@ class Fit:
         saving: Saving,
         recording: Recording,
         callbacks: Callbacks,
-        state: RunState,
+        state: RunningTrainer,
         metrics: Metrics,
         trace: Trace,
     ) -> None:
@@ -164,7 +163,7 @@ class Fit:
             done += 1
             check_made(self._run, self._controller.tried, done)
             self._stand_at(done)
-            state.metrics |= metrics
+            state.callback_metrics |= metrics
             self._callbacks.call(Callback.on_step_end, done, metrics)
             state.should_stop |= _too_long(metrics, settings.max_seconds)
             last = done == steps or state.should_stop
@@ -173,7 +172,7 @@ class Fit:
                 after = self._validate(done)
                 metrics |= after
             self._recording.step(done, metrics, records=validates or done % settings.log_every_n_steps == 0)
-            self._saving.monitor(state.metrics)
+            self._saving.monitor(state.callback_metrics)
             if self._saving.is_due(done, metrics["time/elapsed"], state.should_stop or done == steps):
                 self._save(self._saving.standing(done, self._controller))
             if self._controller.asked and done < steps and not state.should_stop:
@@ -192,8 +191,8 @@ class Fit:
     def _stand_at(self, done: int) -> None:
         """Let callbacks see where the run stands; every rank knows how often prompts were drawn."""
         draws = done if self._run.plan.fill is None else self._controller.draws
-        self._state.step = done
-        self._state.epoch = max(0, draws - 1) // self._run.train.steps_per_epoch
+        self._state.global_step = done
+        self._state.current_epoch = max(0, draws - 1) // self._run.train.steps_per_epoch
 
     def _step(self, done: int) -> dict[str, float]:
         """The metrics of the step after `done`; if it is given up, the run ends as it stood before."""
@@ -242,7 +241,7 @@ class Fit:
         metrics = measure(self._run, 0 if follows is None else follows.version_after(done))
         if follows is not None and self._run.graph.policies() != (follows.name,):
             follows.sleep()  # else the next step generates with it first, and lets it sleep
-        self._state.metrics |= metrics
+        self._state.callback_metrics |= metrics
         self._callbacks.call(Callback.on_validation_end, done, metrics)
         return metrics
 

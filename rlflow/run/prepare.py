@@ -187,7 +187,7 @@ def prepare(
         follows=made.follows,
         module=module,
         data=data,
-        settings=replace(settings, run_dir=settings.run_dir.absolute()),
+        settings=replace(settings, run_dir=str(Path(settings.run_dir).absolute())),
         strategy=strategy,
         engines=made.engines,
         paths=_absolute(paths),

@@ -51,7 +51,7 @@ class Resume:
             return cls(run, None, None)
         lines: list[str] = []
         folder = checkpoint.find(
-            settings.ckpt_path, settings.run_dir, partial(_damage, run), lines.append, partial(_listed, run)
+            settings.ckpt_path, settings.folder, partial(_damage, run), lines.append, partial(_listed, run)
         )
         if folder is None:
             return cls(run, None, None, tuple(lines))
@@ -71,7 +71,7 @@ class Resume:
     @property
     def goes_on(self) -> bool:
         """Whether the run goes on in the folder that its checkpoint lies in."""
-        folder = self.run.settings.run_dir
+        folder = self.run.settings.folder
         return self.checkpoint is not None and self.checkpoint.resolve().is_relative_to(folder.resolve())
 
     def restore(self, controller: Controller, metrics: Metrics, callbacks: Callbacks) -> list[str]:

@@ -83,7 +83,7 @@ def join(run: Run, resolved_config: str | None) -> None:
         longest_prompt=run.data.max_prompt_length,
     )
     run.module.attach(run.context)
-    run.bad_updates = BadUpdates(settings.run_dir, run.rank, settings.skip_spikes, settings.max_skipped)
+    run.bad_updates = BadUpdates(settings.folder, run.rank, settings.skip_spikes, settings.max_skipped)
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def locked_folder(run: Run) -> Iterator[FolderLock]:
     Raises:
         UserError: Another run has it, or it is no run's.
     """
-    folder = run.settings.run_dir
+    folder = run.settings.folder
     lock = FolderLock(folder)
 
     def take() -> None:
@@ -118,7 +118,7 @@ def open_folder(run: Run, lock: FolderLock, resumes: bool = False) -> RunFolder:
         lock: The lock that is held on the folder.
         resumes: Whether the run continues in what lies there.
     """
-    folder = RunFolder(run.settings.run_dir)
+    folder = RunFolder(run.settings.folder)
     lock.use()
 
     def make() -> None:

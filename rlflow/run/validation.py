@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from rlflow.callbacks.callback import Callback
+from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller import validation
 from rlflow.controller.run import Run
@@ -21,17 +21,16 @@ from rlflow.run.folder import from_here
 from rlflow.run.policies import weight_sync
 from rlflow.run.setup import join, load_role, locked_folder, open_folder, set_up_engines
 from rlflow.run.trusted_code import trusted_code
-from rlflow.run_state import RunState
 from rlflow.values.layout import Layout
 
 
-def validate(run: Run, callbacks: Callbacks, state: RunState, resolved_config: str | None) -> dict[str, Any]:
+def validate(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_config: str | None) -> dict[str, Any]:
     """Validate the model of the config in a folder of its own; no optimizer is built. Called by all ranks.
 
     Args:
         run: The run, of `Settings.for_validation`.
         callbacks: Told of the validation.
-        state: That they see.
+        state: The trainer, which they see.
         resolved_config: YAML; None for a run without a config.
 
     Returns:
@@ -59,7 +58,7 @@ def validate(run: Run, callbacks: Callbacks, state: RunState, resolved_config: s
             sync.run(version=0)
         startup.end()
         metrics = measure(run, version=0)
-        state.metrics = dict(metrics)
+        state.callback_metrics = dict(metrics)
         callbacks.call(Callback.on_validation_end, 0, metrics)
     run.rank_engines.close()
     results = {"problems": loader.size, **metrics}

@@ -53,7 +53,7 @@ class Foretold:
 
     def after(self, simulation: Simulation) -> None:
         """Print what was predicted against what the run's metrics say, for responses as long as they were."""
-        folder = simulation.trainer.settings.run_dir
+        folder = simulation.trainer.folder
         if (folder / METRICS_FILE).is_file():
             print("\n".join(compared(simulation, read_metrics(folder))))
 

@@ -142,6 +142,7 @@ class Simulation:
         """
         graph, data, trainer = self.graph, self.data, self.trainer
         settings = settings or trainer.settings
+        assert not isinstance(trainer.strategy, str)  # the trainer has made it
         ranks = nodes * self.hardware.gpus_per_node
         world = settings.machines.world_size
         share = ranks / world if self.scaling == "weak" else 1.0
@@ -203,7 +204,7 @@ class Simulation:
             prompts=prompts,
             group_size=module.group_size,
             lengths=lengths,
-            moves_rows=settings.balance.mode != "off",
+            moves_rows=settings.balancing.mode != "off",
             policies=policies,
         )
 

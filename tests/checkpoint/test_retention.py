@@ -58,7 +58,7 @@ def test_settings_that_keep_nothing_are_refused(given: dict[str, Any], says: str
 
 
 def test_true_is_the_least_number_of_last_ones() -> None:
-    assert Trainer(save_last=True).settings.save_last == 2
+    assert Trainer(save_last=True).save_last == 2
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_of_two_configs_the_later_wins_and_keeps_what_it_does_not_name(folder: Path) -> None:
     (folder / "more.yaml").write_text("trainer: {max_steps: 7}\n")
     trainer = read_fit(["--config", "my.yaml", "--config", "more.yaml"]).trainer
-    assert (trainer.settings.max_steps, str(trainer.settings.run_dir)) == (7, "runs/own")
+    assert (trainer.settings.max_steps, trainer.settings.run_dir) == (7, "runs/own")
 
 
 def test_a_module_that_goes_to_another_folder_when_it_is_imported_takes_nothing_along(folder: Path) -> None:

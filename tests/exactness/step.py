@@ -23,7 +23,6 @@ from rlflow.rewards import SampleReward
 from rlflow.rollout.assignment import EngineSettings
 from rlflow.run.fit import fit
 from rlflow.run.prepare import prepare
-from rlflow.run_state import RunState
 from rlflow.strategies import SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
 from tests.exactness.cases import Case, settings
@@ -150,7 +149,8 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
         logprob_gap_limit=100.0,  # the recorded logprobs are no model's
         seed=setting.seed,
     )
-    one = replace(trainer.settings, max_steps=1)
+    one = trainer.settings
+    one.max_steps = 1
     prepared = prepare(module, data, one, strategy, EngineSettings(Recorded(recording)), scratch)
     Fabric(accelerator="cpu", devices=world_size, strategy=strategy.processes).launch()
     adapters: dict[str, dict[str, Tensor]] = {}
@@ -165,7 +165,7 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
         return update(name, most)
 
     strategy.step = step  # type: ignore[method-assign]
-    fit(prepared, Callbacks([], trainer, module), (), RunState(), None)
+    fit(prepared, Callbacks([], trainer, module), (), trainer, None)
     return {
         role: Outcome(
             adapters.get(role, {}),

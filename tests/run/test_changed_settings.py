@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.run.changed_settings import WITHOUT_EFFECT, changed_settings
+from rlflow.run.changed_settings import WITH_EFFECT, changed_settings
 from rlflow.settings import Settings
 
 CONFIG: dict[str, Any] = {
@@ -55,14 +55,6 @@ def test_a_changed_setting_is_reported_with_both_values(key: str, value: Any, wa
     ]
 
 
-TRUST = "module.init_args.actor.init_args.trust_remote_code"
-
-
-def test_a_checkpoint_older_than_trust_in_code_was_written_without_it() -> None:
-    assert changed((TRUST, False)) == []
-    assert changed((TRUST, True))[0].startswith(f"`{TRUST}` is True and was null when")
-
-
 def test_each_of_several_has_a_line() -> None:
     assert [line.split()[0] for line in changed((LR, 1), ("trainer.max_staleness", 1))] == [
         f"`{LR}`",
@@ -86,8 +78,14 @@ def test_of_another_class_the_class_alone_is_reported() -> None:
     assert "`rollout.class_path` is rlflow.rollout.VLLMEngine and was rlflow.rollout.TransformersEngine" in line
 
 
-def test_of_each_of_the_trainer_s_settings_it_is_said_whether_it_changes_numbers() -> None:
-    without = {key.removeprefix("trainer.") for key in WITHOUT_EFFECT if key.startswith("trainer.")}
-    # `placement` and `seed` stand beside `trainer` in a config.
-    with_effect = {"max_steps", "max_staleness", "partial_rollout", "skip_spikes", "placement", "seed"}
-    assert sorted([*without, *with_effect]) == sorted(Settings.__dataclass_fields__)
+def test_of_each_setting_of_the_trainer_it_is_known_whether_it_changes_numbers() -> None:
+    outside = {"placement", "seed"}  # sections of their own in a config
+    with_effect = {key.removeprefix("trainer.") for key in WITH_EFFECT}
+    outputs = ["run_dir", "log_every_n_steps", "keep_inputs", "keep_inputs_of", "fast_dev_run"]
+    lengths = ["max_epochs", "max_seconds", "grace_s", "max_skipped", "logprob_gap_limit"]
+    ranks = ["devices", "num_nodes", "accelerator", "balance", "sync_bucket_bytes"]
+    validation = ["val_check_interval", "limit_val_batches", "val_samples"]
+    checkpoints = ["save_every_n_steps", "save_every_seconds", "save_last", "save_top_k", "monitor", "mode"]
+    checkpoints += ["async_save", "ckpt_path"]
+    without = [*outputs, *lengths, *ranks, *validation, *checkpoints]
+    assert sorted([*without, *with_effect, *outside]) == sorted(Settings.__dataclass_fields__)

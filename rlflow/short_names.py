@@ -1,0 +1,164 @@
+"""Short names of rlflow's own classes, in configs, options and Python; and classes by name or dotted path."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from rlflow.dotted_path import object_at
+from rlflow.errors import UserError, did_you_mean
+
+# By kind: short names, and the paths of their classes. A class's own name, such as `VLLMEngine`, stands for it as well.
+SHORT_NAMES: dict[str, dict[str, str]] = {
+    "module": {
+        "cispo": "rlflow.algorithms.CISPO",
+        "cpgd": "rlflow.algorithms.CPGD",
+        "dapo": "rlflow.algorithms.DAPO",
+        "dpo": "rlflow.algorithms.DPO",
+        "dppo": "rlflow.algorithms.DPPO",
+        "dr_grpo": "rlflow.algorithms.DrGRPO",
+        "gail": "rlflow.algorithms.GAIL",
+        "gdpo": "rlflow.algorithms.GDPO",
+        "gmpo": "rlflow.algorithms.GMPO",
+        "gpg": "rlflow.algorithms.GPG",
+        "grpo": "rlflow.algorithms.GRPO",
+        "gspo": "rlflow.algorithms.GSPO",
+        "maxrl": "rlflow.algorithms.MaxRL",
+        "off_policy_sequence_masking": "rlflow.algorithms.OffPolicySequenceMasking",
+        "on_policy_distillation": "rlflow.algorithms.OnPolicyDistillation",
+        "opo": "rlflow.algorithms.OPO",
+        "ppo": "rlflow.algorithms.PPO",
+        "raft": "rlflow.algorithms.RAFT",
+        "reinforce": "rlflow.algorithms.REINFORCE",
+        "reinforce_plus_plus": "rlflow.algorithms.REINFORCEPlusPlus",
+        "reinforce_plus_plus_baseline": "rlflow.algorithms.REINFORCEPlusPlusBaseline",
+        "remax": "rlflow.algorithms.ReMax",
+        "reward_model_training": "rlflow.algorithms.RewardModelTraining",
+        "rloo": "rlflow.algorithms.RLOO",
+        "sapo": "rlflow.algorithms.SAPO",
+        "self_distillation": "rlflow.algorithms.SelfDistillation",
+        "self_play": "rlflow.algorithms.SelfPlay",
+        "sft": "rlflow.algorithms.SFT",
+        "tree_rl": "rlflow.algorithms.TreeRL",
+        "workflow": "rlflow.Workflow",
+    },
+    "model": {
+        "causal_lm": "rlflow.CausalLM",
+        "reward_model": "rlflow.RewardModel",
+        "value_model": "rlflow.ValueModel",
+    },
+    "environment": {"environment": "rlflow.Environment"},
+    "reward": {
+        "callable_reward": "rlflow.rewards.CallableReward",
+        "code_tests": "rlflow.rewards.CodeTests",
+        "exact_match": "rlflow.rewards.ExactMatch",
+        "http": "rlflow.rewards.HTTPReward",
+        "judge": "rlflow.rewards.Judge",
+        "math_verify": "rlflow.rewards.MathVerify",
+        "reasoning_gym": "rlflow.rewards.ReasoningGymScore",
+        "rubric": "rlflow.rewards.Rubric",
+        "sum_value": "rlflow.rewards.SumValue",
+        "weighted_sum": "rlflow.rewards.WeightedSum",
+    },
+    "data": {
+        "hugging_face": "rlflow.data.HuggingFace",
+        "jsonl": "rlflow.data.JSONL",
+        "parquet": "rlflow.data.Parquet",
+        "played": "rlflow.data.Played",
+        "random_rows": "rlflow.data.RandomRows",
+        "reasoning_gym": "rlflow.data.ReasoningGym",
+        "reasoning_gym_hints": "rlflow.data.ReasoningGymHints",
+        "reasoning_gym_pairs": "rlflow.data.ReasoningGymPairs",
+    },
+    "rollout": {
+        "transformers": "rlflow.rollout.TransformersEngine",
+        "vllm": "rlflow.rollout.VLLMEngine",
+    },
+    "strategy": {
+        "deepspeed": "rlflow.strategies.DeepSpeedStrategy",
+        "fsdp": "rlflow.strategies.FSDPStrategy",
+        "single": "rlflow.strategies.SingleProcess",
+    },
+    "logger": {
+        "csv": "rlflow.loggers.CSVLogger",
+        "jsonl": "rlflow.loggers.JSONLLogger",
+        "tensorboard": "rlflow.loggers.TensorBoardLogger",
+        "wandb": "rlflow.loggers.WandbLogger",
+    },
+    "callback": {"early_stopping": "rlflow.callbacks.EarlyStopping"},
+}
+
+
+def made(value: Any, setting: str, base: type) -> Any:
+    """The object that a name stands for, with the defaults of its class; what is no name stays as it is.
+
+    Args:
+        value: A short name, a dotted path of a class, or an object.
+        setting: The setting that the value was given for.
+        base: The class that the object has to be of.
+
+    Raises:
+        UserError: There is no such class, or it has no defaults for all that it takes.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        cls = class_named(value, [base])
+    except UserError as error:
+        raise UserError(f"`{setting}` {error}") from error
+    required = [
+        f"`{each.name}`"
+        for each in inspect.signature(cls).parameters.values()
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    if required:
+        raise UserError(f"`{setting}` is {value!r}, and {cls.__name__} needs {', '.join(required)}; give the object")
+    return cls()
+
+
+def class_named(name: str, bases: Sequence[type]) -> type:
+    """The class of a short name, or at a dotted path.
+
+    Args:
+        name: As a user wrote it.
+        bases: The classes of which it has to be one, or a subclass of one.
+
+    Raises:
+        UserError: There is none, it cannot be imported, or it is none of `bases`. The message continues after the key.
+    """
+    for path in _paths():
+        if name in (path[0], path[1].rpartition(".")[2]):
+            found: type = object_at(path[1], f"is {name!r}")
+            if issubclass(found, tuple(bases)):
+                return found
+    if not all(part.isidentifier() for part in name.split(".")) or "." not in name:
+        known = [each for named in names_of(bases) for each in named]
+        hint = did_you_mean(name, known) or f" Write module.Class{such_as(name, bases)}"
+        raise UserError(f"is {name!r}, and no class is known by that name.{hint}")
+    rooms = {path.rpartition(".")[0] for _, path in _paths()}
+    at_path = object_at(name, f"names the class {name}", rooms)
+    if not inspect.isclass(at_path) or not issubclass(at_path, tuple(bases)):
+        kinds = " or ".join(base.__name__ for base in bases)
+        raise UserError(f"names the class {name}, which is no {kinds}; name one that is{such_as(name, bases)}")
+    cls: type = at_path
+    return cls
+
+
+def names_of(bases: Sequence[type]) -> Iterator[tuple[str, str]]:
+    """The short names and the class names of rlflow's classes of these."""
+    for short, path in _paths():
+        if issubclass(object_at(path, short), tuple(bases)):
+            yield short, path.rpartition(".")[2]
+
+
+def such_as(name: str, bases: Sequence[type]) -> str:
+    """`, such as NAME`: the nearest short name of a class of these; empty where there is none."""
+    nearest = get_close_matches(name.rpartition(".")[2].lower(), [short for short, _ in names_of(bases)], 1, 0.0)
+    return f", such as {nearest[0]}" if nearest else ""
+
+
+def _paths() -> Iterator[tuple[str, str]]:
+    for named in SHORT_NAMES.values():
+        yield from named.items()
