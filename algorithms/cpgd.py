@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from rlflow import Grouped, PerSample, PerToken, UserError, node
+from rlflow import PerSample, PerToken, UserError, node
 from rlflow.functional import (
     Bounds,
     cpgd_drift,
@@ -13,6 +13,7 @@ from rlflow.functional import (
     kl_estimate,
     ppo_is_clipped,
 )
+from rlflow.types import Grouped
 
 from .grpo import GRPO
 

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from rlflow import Grouped, PerSample, Written, node
+from rlflow import PerSample, node
 from rlflow.functional import Clip, group_has_signal
+from rlflow.types import Grouped, Written
 
 from .credit import Earned
 from .grpo import GRPO

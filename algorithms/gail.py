@@ -7,20 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, pad
 
-from rlflow import (
-    Batch,
-    Each,
-    Grown,
-    Masked,
-    PerSample,
-    PerToken,
-    Ragged,
-    RewardModel,
-    RowPath,
-    Tokens,
-    Trained,
-    node,
-)
+from rlflow import Batch, Each, PerSample, PerToken, RewardModel, node
+from rlflow.types import Grown, Masked, Ragged, RowPath, Tokens, Trained
 
 from .grpo import GRPO
 

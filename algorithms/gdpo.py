@@ -6,8 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from rlflow import Grouped, PerSample, UserError, Written, node
+from rlflow import PerSample, UserError, node
 from rlflow.functional import group_has_signal, group_normalized_advantages
+from rlflow.types import Grouped, Written
 
 from .grpo import GRPO
 

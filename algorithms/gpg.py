@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlflow import Grouped, PerSample, PerToken, node
+from rlflow import PerSample, PerToken, node
 from rlflow.functional import beside_tokens, group_has_signal, group_normalized_advantages
+from rlflow.types import Grouped
 
 from .policy_gradient import PolicyGradient
 

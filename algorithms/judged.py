@@ -6,8 +6,9 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from rlflow import CausalLM, Each, PerSample, RLModule, Rollout, UserError, Written, node
+from rlflow import CausalLM, Each, PerSample, RLModule, Rollout, UserError, node
 from rlflow.rewards import Rubric
+from rlflow.types import Written
 
 OnTooLong = Literal["raise", "zero"]
 

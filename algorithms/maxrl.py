@@ -5,8 +5,9 @@ from typing import ClassVar
 
 import torch
 
-from rlflow import Grouped, PerSample, UserError, node
+from rlflow import PerSample, UserError, node
 from rlflow.functional import Aggregation, group_has_signal, group_normalized_advantages
+from rlflow.types import Grouped
 
 from .grpo import GRPO
 

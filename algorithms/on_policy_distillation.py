@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from rlflow import CausalLM, PerToken, Tokens, node
+from rlflow import CausalLM, PerToken, node
 from rlflow.functional import reinforce_returns
+from rlflow.types import Tokens
 
 from .policy_gradient import PolicyGradient
 from .scored import SampledLogprobs

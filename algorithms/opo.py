@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from rlflow import Grouped, PerSample, node
+from rlflow import PerSample, node
 from rlflow.functional import group_has_signal, opo_advantages
+from rlflow.types import Grouped
 
 from .policy_gradient import PolicyGradient
 from .scored import PolicyLengths

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from rlflow import AdaptiveCoefficient, CausalLM, PerSample, PerToken, Sampled, Tokens, Written, node
+from rlflow import CausalLM, PerSample, PerToken, node
 from rlflow.functional import (
     KL,
     Aggregation,
@@ -16,6 +16,8 @@ from rlflow.functional import (
     ppo_clip_loss,
     ppo_is_clipped,
 )
+from rlflow.state import AdaptiveCoefficient
+from rlflow.types import Sampled, Tokens, Written
 
 from .checks import check, check_updates
 from .credit import Credited

@@ -5,18 +5,9 @@ from typing import ClassVar, Literal, Protocol
 
 import torch
 
-from rlflow import (
-    Masked,
-    MaskedTokens,
-    PerSample,
-    PerToken,
-    Tokens,
-    UserError,
-    ValueModel,
-    Written,
-    node,
-)
+from rlflow import PerSample, PerToken, UserError, ValueModel, node
 from rlflow.functional import gae, last_token_rewards, reinforce_returns, value_loss
+from rlflow.types import Masked, MaskedTokens, Tokens, Written
 
 from .policy_gradient import PolicyGradient
 

@@ -2,23 +2,9 @@
 
 from dataclasses import dataclass
 
-from rlflow import (
-    Batch,
-    CausalLM,
-    Each,
-    Grouped,
-    Grown,
-    MaskedTokens,
-    PerSample,
-    PerToken,
-    Reward,
-    RLModule,
-    Rollout,
-    UserError,
-    Written,
-    node,
-)
+from rlflow import Batch, CausalLM, Each, PerSample, PerToken, Reward, RLModule, Rollout, UserError, node
 from rlflow.functional import Aggregation
+from rlflow.types import Grouped, Grown, MaskedTokens, Written
 
 
 @dataclass(eq=False)

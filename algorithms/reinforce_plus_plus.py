@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlflow import Masked, PerSample, PerToken, Written, node
+from rlflow import PerSample, PerToken, node
 from rlflow.functional import last_token_rewards, reinforce_returns
+from rlflow.types import Masked, Written
 
 from .policy_gradient import PolicyGradient
 

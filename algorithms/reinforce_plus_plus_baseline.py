@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from rlflow import Grouped, Masked, PerSample, PerToken, node
+from rlflow import PerSample, PerToken, node
 from rlflow.functional import KLEstimator, group_has_signal, group_normalized_advantages
+from rlflow.types import Grouped, Masked
 
 from .policy_gradient import PolicyGradient
 

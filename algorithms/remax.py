@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlflow import Batch, Each, Grouped, Masked, PerSample, PerToken, Rollout, Tokens, Written, node
+from rlflow import Batch, Each, PerSample, PerToken, Rollout, node
 from rlflow.functional import last_token_rewards, reinforce_returns
+from rlflow.types import Grouped, Masked, Tokens, Written
 
 from .policy_gradient import PolicyGradient
 

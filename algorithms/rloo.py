@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlflow import Grouped, PerSample, node
+from rlflow import PerSample, node
 from rlflow.functional import group_has_signal, rloo_advantages
+from rlflow.types import Grouped
 
 from .policy_gradient import PolicyGradient
 

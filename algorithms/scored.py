@@ -9,19 +9,17 @@ from rlflow import (
     Batch,
     CausalLM,
     Environment,
-    Masked,
     PerSample,
     PerToken,
     Reward,
     RewardModel,
     RLModule,
     Rollout,
-    Tokens,
     UserError,
-    Written,
     node,
 )
 from rlflow.functional import overlong_penalty, overlong_tokens
+from rlflow.types import Masked, Tokens, Written
 
 
 class SampledLogprobs(Masked, Protocol):

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from rlflow import Batch, CausalLM, MaskedTokens, PerToken, Ragged, Reward, RLModule, Rollout, Sourced, node
+from rlflow import Batch, CausalLM, PerToken, Reward, RLModule, Rollout, node
 from rlflow.functional import Aggregation
+from rlflow.types import MaskedTokens, Ragged, Sourced
 
 
 @dataclass(eq=False)

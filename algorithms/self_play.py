@@ -3,22 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from rlflow import (
-    Batch,
-    CausalLM,
-    Each,
-    Grouped,
-    MaskedTokens,
-    PerSample,
-    PerToken,
-    Reward,
-    RLModule,
-    Rollout,
-    UserError,
-    Written,
-    node,
-)
+from rlflow import Batch, CausalLM, Each, PerSample, PerToken, Reward, RLModule, Rollout, UserError, node
 from rlflow.functional import Aggregation, group_normalized_advantages
+from rlflow.types import Grouped, MaskedTokens, Written
 
 
 @dataclass(eq=False)

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from rlflow import CausalLM, Environment, MaskedTokens, PerToken, Reward, RLModule, node
+from rlflow import CausalLM, Environment, PerToken, Reward, RLModule, node
 from rlflow.functional import Aggregation
+from rlflow.types import MaskedTokens
 
 
 @dataclass(eq=False)

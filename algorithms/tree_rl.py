@@ -6,7 +6,8 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import pad
 
-from rlflow import Batch, Each, Grouped, Masked, PerSample, PerToken, Rollout, Sampled, UserError, node
+from rlflow import Batch, Each, PerSample, PerToken, Rollout, UserError, node
+from rlflow.types import Grouped, Masked, Sampled
 
 from .policy_gradient import PolicyGradient
 

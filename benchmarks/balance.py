@@ -40,9 +40,10 @@ from small_run import (
 )
 from torch import Tensor
 
-from rlflow import CausalLM, PerSample, PerToken, Written
+from rlflow import CausalLM, PerSample, PerToken
 from rlflow.databuffer.balance import balanced_partition, group_partition
 from rlflow.models.tiny import write_tiny_model
+from rlflow.types import Written
 
 MEAN, LONGEST = 128, 1024
 TRAIN_S = 0.5e-3  # for each token

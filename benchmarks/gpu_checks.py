@@ -12,10 +12,11 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from rlflow import CausalLM, Optimizer, Ragged
+from rlflow import CausalLM, Optimizer
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import EnginePlace, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
 from rlflow.strategies import DeepSpeedStrategy, SingleProcess, TrainingStrategy
+from rlflow.types import Ragged
 from rlflow.values.batch import TokenRows
 
 ROWS, LONGEST = 12, 24

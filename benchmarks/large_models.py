@@ -29,7 +29,7 @@ import torch.multiprocessing
 from lightning.fabric import Fabric
 
 from benchmarks.exchange_memory import kilobytes, reset_peak
-from rlflow import CausalLM, Optimizer, Ragged, checkpoint
+from rlflow import CausalLM, Optimizer, checkpoint
 from rlflow.controller.syncing import WeightSync, sending_group
 from rlflow.dag.tasks import SyncWeights
 from rlflow.databuffer.transport import Transport
@@ -37,6 +37,7 @@ from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import EnginePlace, TransformersEngine
 from rlflow.storage.disk import Disk
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, TrainingStrategy
+from rlflow.types import Ragged
 from rlflow.values.batch import TokenRows
 from rlflow.values.layout import Layout
 

@@ -25,7 +25,7 @@ from torch import Tensor
 import rlflow.controller.steps
 import rlflow.run.fit
 import rlflow.run.setup
-from rlflow import Callback, PerSample, PerToken, PromptData, Sampled, Tokens, Trainer, Written
+from rlflow import Callback, PerSample, PerToken, PromptData, Trainer
 from rlflow.algorithms import GRPO
 from rlflow.data import JSONL
 from rlflow.data.prefetch import Prefetch
@@ -34,6 +34,7 @@ from rlflow.databuffer.transport import Transport
 from rlflow.rewards import SampleReward
 from rlflow.rollout import Completion, Sampling, TransformersEngine
 from rlflow.strategies import DeepSpeedStrategy
+from rlflow.types import Sampled, Tokens, Written
 
 WARM_UP = 1  # steps of each run that are not counted
 

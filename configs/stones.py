@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlflow import Batch, Grouped, PerSample, Rollout, Turns, node
+from rlflow import Batch, PerSample, Rollout, node
 from rlflow.algorithms import GRPO
 from rlflow.data import RandomRows
 from rlflow.functional import group_has_signal, group_normalized_advantages
+from rlflow.types import Grouped, Turns
 
 SEATS = ("player", "opponent")
 LEAST, MOST = 3, 9

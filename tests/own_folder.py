@@ -32,7 +32,8 @@ FILES = {
     "rows.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS),
     "long.jsonl": json.dumps({"question": "1+1=", "answer": "2" * 2045}) + "\n",
     "my_algorithm.py": '''
-from rlflow import PerSample, PerToken, Rollout, Written, node
+from rlflow import PerSample, PerToken, Rollout, node
+from rlflow.types import Written
 from rlflow.algorithms import GRPO
 
 

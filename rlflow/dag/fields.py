@@ -14,7 +14,7 @@ from rlflow.values.absent import Absent
 from rlflow.values.batch import Pairs
 from rlflow.values.columns import Column, columns
 from rlflow.values.path import RowPath
-from rlflow.values.protocols import READ_BY_NODES, fields_behind
+from rlflow.values.protocols import fields_behind
 from rlflow.values.rollout import Rollout
 
 _SCORED = ("prompt_ids", "response_ids", "lengths", "loss_mask")
@@ -54,16 +54,15 @@ class FieldsRead:
             return value
         names = [field.name for field in dataclasses.fields(value) if field.name not in self.names]
         hidden = [name for name in names if not isinstance(getattr(value, name), RowPath)]
-        return dataclasses.replace(value, **{name: self._absent(name) for name in hidden}) if hidden else value
+        return dataclasses.replace(value, **{name: self._absent(name, value) for name in hidden}) if hidden else value
 
-    def _absent(self, field: str) -> Absent:
-        wider = next((each.__name__ for each in READ_BY_NODES if field in members(each)), None)
-        instead = f"`{self.value}: {wider}`, or " if wider else ""
-        return Absent(
-            field,
-            f"`{self.node}` reads `{self.value}: {self.asked}`, a type that does not ask for it. Write {instead}a"
-            f" Protocol of your own that names `{field}` too",
-        )
+    def _absent(self, field: str, value: Any) -> Absent:
+        wider = type(value).__name__
+        if field not in _plain(columns(type(value))):
+            wider = "RolloutWithTexts" if isinstance(value, Rollout) else "rlflow.types.Sourced"
+        asked = f"`{self.node}` reads `{self.value}: {self.asked}`, a type that does not ask for it"
+        own = f"a Protocol of your own that names `{field}` too"
+        return Absent(field, f"{asked}. Write `{self.value}: {wider}`, or {own}")
 
     def __str__(self) -> str:
         said = [", ".join(self.named)] if self.named and "" not in self.named else []

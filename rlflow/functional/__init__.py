@@ -9,37 +9,51 @@ from rlflow.functional.advantages import (
     opo_advantages,
     rloo_advantages,
 )
-from rlflow.functional.aggregation import Aggregation, aggregate, loss_count, loss_sum, loss_weights
-from rlflow.functional.clip import Bounds, Clip
-from rlflow.functional.importance import (
+from rlflow.functional.pass_at_k import pass_at_k
+from rlflow.functional.penalties import overlong_penalty, overlong_tokens
+from rlflow.functional.policy_gradient import (
+    KL,
+    Aggregation,
+    Bounds,
+    Clip,
     Importance,
     ImportanceLevel,
     ImportanceMode,
+    KLEstimator,
+    aggregate,
     importance_dropped,
     importance_weights,
-)
-from rlflow.functional.kl import KL, KLEstimator, kl_estimate
-from rlflow.functional.objective import policy_objective
-from rlflow.functional.pass_at_k import pass_at_k
-from rlflow.functional.penalties import overlong_penalty, overlong_tokens
-from rlflow.functional.policy_losses import (
-    cispo_loss,
-    cpgd_drift,
-    cpgd_loss,
-    gmpo_loss,
-    gspo_is_clipped,
-    gspo_loss,
+    kl_estimate,
+    log_ratio,
+    loss_count,
+    loss_sum,
+    loss_weights,
+    policy_objective,
     ppo_clip_loss,
     ppo_is_clipped,
 )
 from rlflow.functional.preference import bradley_terry_loss, dpo_loss, preference_accuracy
 from rlflow.functional.quantiles import quantiles
-from rlflow.functional.ratios import log_ratio
-from rlflow.functional.returns import gae, last_token_rewards, reinforce_returns
+from rlflow.functional.returns import (
+    at_turns,
+    gae,
+    last_token_rewards,
+    reinforce_returns,
+    rewards_to_go,
+    value_loss,
+)
 from rlflow.functional.shapes import beside_tokens
-from rlflow.functional.trust_regions import dppo_tv_mask, off_policy_sequence_mask, sapo_loss
-from rlflow.functional.turns import at_turns, rewards_to_go
-from rlflow.functional.value_losses import value_loss
+from rlflow.functional.surrogates import (
+    cispo_loss,
+    cpgd_drift,
+    cpgd_loss,
+    dppo_tv_mask,
+    gmpo_loss,
+    gspo_is_clipped,
+    gspo_loss,
+    off_policy_sequence_mask,
+    sapo_loss,
+)
 from rlflow.functional.whitening import merge_moments, moments, row_moments, standardize, whiten
 
 __all__ = [

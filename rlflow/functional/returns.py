@@ -1,4 +1,4 @@
-"""Returns and advantages along the tokens of a response, from rewards per token.
+"""Returns and advantages along the tokens and turns of a response, from rewards per token; and the critic's loss.
 
 They are constants to the gradient: computed from detached inputs in float64, returned in the dtype of the values, or
 of the rewards where there are none. Positions where the mask is 0 are stepped over, be they padding or, between
@@ -82,3 +82,62 @@ def reinforce_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """
     returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)
     return returns
+
+
+def rewards_to_go(rewards: Tensor, returns: Tensor, turns: Tensor, most: int) -> Tensor:
+    """`G_k = R - sum_{j < k} e_j`, what a conversation is given from turn `k` on. Detached.
+
+    `R` has the rewards of all turns in it, and may have more, such as a verifier's score, which is given at the end.
+    From the last turn on it is that of the last turn.
+
+    Args:
+        rewards: `[B]`, of whole conversations.
+        returns: `[B, K]`, the reward of each turn, 0 beyond a row's own.
+        turns: `[B]`, how many turns each has, 1 or more.
+        most: Turns that a conversation may have, `K` or more.
+
+    Returns:
+        `[B, most]`, in the dtype of the rewards.
+    """
+    earned = returns.detach().double().cumsum(dim=1)
+    before = torch.cat([earned.new_zeros(len(earned), 1), earned], dim=1)  # of turn k what was given before it
+    numbers = torch.arange(most, device=turns.device)
+    own = torch.minimum(numbers, turns[:, None] - 1)  # [B, most]
+    return (rewards.detach().double()[:, None] - before.gather(1, own)).to(float_dtype(rewards))
+
+
+def at_turns(x: Tensor, turn: Tensor) -> Tensor:
+    """What each token's turn has, of `x` `[B, K]`; tokens of no turn get the first one's.
+
+    Args:
+        x: A number for each turn.
+        turn: `[B, T]` int64, the turn of each token; below 0 where the policy did not write it.
+
+    Returns:
+        `[B, T]`.
+    """
+    return x.gather(1, turn.clamp(min=0))
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None = None) -> Tensor:
+    """`max((V - R)^2, (clip(V, V_old - clip_range, V_old + clip_range) - R)^2) / 2`; without a range `(V - R)^2 / 2`.
+
+    The clip keeps the critic near its values at the start of the step; it comes from PPO's first implementation and is
+    described in arXiv 2005.12729. `old_values` and `returns` are detached.
+
+    Args:
+        values: `[B, T]` of the critic in training.
+        old_values: `[B, T]` of the critic at the start of the step.
+        returns: `[B, T]`, the targets.
+        clip_range: How far a value may move from its old one and still count; None is off.
+
+    Returns:
+        `[B, T]`.
+    """
+    targets = returns.detach()
+    squares = (values - targets).square()
+    if clip_range is not None:
+        old = old_values.detach()
+        clipped = values.clamp(old - clip_range, old + clip_range)
+        squares = torch.maximum(squares, (clipped - targets).square())
+    return squares / 2

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rlflow.errors import UserError
-from rlflow.functional.aggregation import Aggregation
+from rlflow.functional import Aggregation
 from rlflow.models.lora import LoRA
 from rlflow.models.moe import Routed
 from rlflow.models.optimizer import Optimizer

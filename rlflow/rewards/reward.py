@@ -114,7 +114,7 @@ def scored(reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]])
     except BaseException as error:
         raise UserError(f"{reward} raised {_said(error)}{_raised_at(error)}; mend it") from error
     if not isinstance(scores, Scores):
-        raise UserError(f"{reward} returned {scores!r:.60} for {len(texts)} samples; return `rlflow.Scores`")
+        raise UserError(f"{reward} returned {scores!r:.60} for {len(texts)} samples; return `rlflow.rewards.Scores`")
     if not isinstance(scores.parts, Mapping):
         raise UserError(f"{reward} returned {scores.parts!r:.60} as parts; return a mapping of names to scores")
     if taken := next((name for name in scores.parts if name in TAKEN), None):

@@ -62,18 +62,6 @@ class Sampled(MaskedTokens, Protocol):
         """`[B]` int64, of the policy that generated the sample."""
 
 
-class Continued(Masked, Protocol):
-    """Which tokens a row has from the row that it continues, for what treats these in another way."""
-
-    @property
-    def inherited(self) -> PerSample:
-        """`[B]` int64, how many of the first tokens came with the row that is continued."""
-
-    @property
-    def inherited_mask(self) -> PerToken:
-        """`[B, T]` bool, True on these tokens."""
-
-
 class Grouped(Protocol):
     """Whose samples they are, for what compares the samples of a prompt."""
 
@@ -138,33 +126,6 @@ class Written(Sourced, Protocol):
 
     def group_of(self, level: str) -> PerSample:
         """`[B]` int64, alike for all rows below one row of `level`, such as `batch`."""
-
-
-class Turns(Masked, Protocol):
-    """The turns of conversations with an environment."""
-
-    @property
-    def turn(self) -> PerToken:
-        """`[B, T]` int64, in which turn of the policy each token was written; -1 where the policy did not write it."""
-
-    @property
-    def turns(self) -> PerSample:
-        """`[B]` int64, how many turns of the policy each row has."""
-
-    @property
-    def returns(self) -> Tensor:
-        """`[B, K]`, the reward of each turn, 0 beyond a row's own."""
-
-    @property
-    def ended(self) -> PerSample:
-        """`[B]` int64, why a conversation is over: done 0, turns 1, tokens 2, failed 3."""
-
-    @property
-    def seat(self) -> PerSample:
-        """`[B]` int64, whose view of a conversation a row is, among the environment's `seats`."""
-
-
-READ_BY_NODES = (Tokens, Masked, MaskedTokens, Sampled, Continued, Turns, Grouped, Sourced, Written)
 
 
 def computed_from(*fields: str) -> Callable[[Method], Method]:

@@ -223,3 +223,7 @@ class Rollout:
         path = self.path if len(asked) == len(rendered) else self.path.take(torch.tensor(asked, dtype=torch.int64))
         rows = [self.rows[i] for i in asked]
         return Batch(prompts, none, none.bool(), torch.zeros_like(self.lengths[: len(asked)]), rows, path)
+
+
+class RolloutWithTexts(Rollout):
+    """A rollout for a node that reads its texts or its rows of the dataset, which `Rollout` does not ask for."""

@@ -18,7 +18,8 @@ from rlflow.cli import main
 MINE = """
 import os
 
-from rlflow import Each, Grouped, PerSample, node
+from rlflow import Each, PerSample, node
+from rlflow.types import Grouped
 from rlflow.algorithms import PPO
 from rlflow.rewards import SampleReward
 

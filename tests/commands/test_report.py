@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rlflow import CausalLM, PerSample, UserError, Written, node
+from rlflow import CausalLM, PerSample, UserError, node
 from rlflow.cli import main
 from rlflow.commands.report import Report
 from rlflow.commands.timeline import Timeline, spans
 from rlflow.commands.trace import MergedTrace
 from rlflow.loggers.trace import read_events, step_windows, window_of
 from rlflow.models.tiny import write_tiny_model
+from rlflow.types import Written
 from tests.controller.runs import ZERO2, Fit, OddCharacters, RaggedGRPO, fit, sums
 from tests.ranks import RankPool
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlflow import Batch, PerSample, PerToken, Rollout, Written, node
+from rlflow import Batch, PerSample, PerToken, Rollout, node
 from rlflow.functional import group_normalized_advantages
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.module import RLModule
+from rlflow.types import Written
 from tests.controller.runs import OddCharacters
 
 QUESTIONS, ANSWERS = 2, 3  # of a prompt, of a question

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow import Batch, LoRA, PerSample, PerToken, Rollout, Sourced, ValueModel, node
+from rlflow import Batch, LoRA, PerSample, PerToken, Rollout, ValueModel, node
 from rlflow.algorithms import GRPO, SFT, ReMax
 from rlflow.callbacks import Callback
 from rlflow.data.prompts import PromptData
@@ -30,6 +30,7 @@ from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
+from rlflow.types import Sourced
 from tests.data.listed import Listed
 from tests.making import made
 

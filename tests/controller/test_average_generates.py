@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from rlflow import Batch, CausalLM, Optimizer, PerToken, RLModule, Rollout, Tokens, Trained, node
+from rlflow import Batch, CausalLM, Optimizer, PerToken, RLModule, Rollout, node
 from rlflow.rollout.assignment import Share
 from rlflow.run.placement import Place
 from rlflow.strategies import TrainingStrategy
+from rlflow.types import Tokens, Trained
 from tests.controller.policies import STOPS, paths_of
 from tests.controller.runs import ZERO2, Fit, Lies, Result, StopsAfter, failing_fit, fit, sums
 from tests.ranks import RankPool

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlflow import Batch, CausalLM, PerSample, Rollout, Sourced, UserError, node
+from rlflow import Batch, CausalLM, PerSample, Rollout, UserError, node
 from rlflow.algorithms import GRPO
 from rlflow.controller.context import NodeContext, Running
 from rlflow.dag.graph import Graph
@@ -18,6 +18,7 @@ from rlflow.data.prompts import PromptData
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.metrics import Metrics, StepMetrics
+from rlflow.types import Sourced
 from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
 from tests.controller.runs import ZERO2, Fit, OddCharacters, Paired, fit

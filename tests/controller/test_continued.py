@@ -4,34 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlflow import (
-    Batch,
-    CausalLM,
-    Continued,
-    MaskedTokens,
-    Optimizer,
-    PerSample,
-    PerToken,
-    Ragged,
-    Rollout,
-    Written,
-    node,
-)
+from rlflow import Batch, CausalLM, Optimizer, PerSample, PerToken, Rollout, node
 from rlflow.errors import UserError
 from rlflow.module import RLModule
 from rlflow.strategies import SingleProcess
+from rlflow.types import Masked, MaskedTokens, Ragged, Written
 from tests.controller.policies import paths_of
 from tests.controller.runs import FSDP, Fit, OddCharacters, Result, fit, sums
 from tests.ranks import RankPool
 
 PROMPTS, TRUNKS, BRANCHES, TRUNK = 4, 2, 3, 4  # of a step, of a prompt, of a trunk; tokens of a trunk
 Rows = dict[tuple[int, ...], dict[str, Any]]  # by path
+
+
+class Continued(Masked, Protocol):
+    inherited: PerSample
+    inherited_mask: PerToken
 
 
 class Branching(RLModule):

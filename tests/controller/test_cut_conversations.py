@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlflow import CausalLM, Environment, PerSample, PerToken, Sampled, Turns, Written, node
+from rlflow import CausalLM, Environment, PerSample, PerToken, node
 from rlflow.algorithms import GRPO
 from rlflow.errors import UserError
 from rlflow.strategies import SingleProcess
+from rlflow.types import Sampled, Written
 from rlflow.values.path import RowPath
 from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import SGD, ZERO2, Fit, Paired, Result, failing_fit, fit, sums
@@ -29,9 +30,11 @@ DRAWING = "tests.controller.answering.Drawing"
 Row = dict[str, Any]
 
 
-class Seen(Sampled, Turns, Written, Protocol):
+class Seen(Sampled, Written, Protocol):
     path: RowPath
     versions: PerToken
+    turn: PerToken
+    seat: PerSample
 
 
 @dataclass(eq=False)

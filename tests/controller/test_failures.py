@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow import Each, Grouped, Grown, PerSample, PerToken, Rollout, Sampled, UserError, Written, node
+from rlflow import Each, PerSample, PerToken, Rollout, UserError, node
 from rlflow.algorithms import RAFT, REINFORCEPlusPlusBaseline
 from rlflow.algorithms.reinforce_plus_plus_baseline import MaskedGroups
 from rlflow.rewards import WeightedSum
 from rlflow.rewards.reward import OnError
 from rlflow.strategies import SingleProcess
+from rlflow.types import Grouped, Grown, Sampled, Written
 from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import FSDP, SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
 from tests.controller.test_filling import Picky

@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import pytest
 import torch
 
-from rlflow import Batch, CausalLM, Grouped, Masked, PerSample, PerToken, Rollout, Sourced, UserError, Written, node
+from rlflow import Batch, CausalLM, PerSample, PerToken, Rollout, UserError, node
 from rlflow.controller.filling import kept_groups
 from rlflow.rollout.engine import Completion
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies import SingleProcess
+from rlflow.types import Grouped, Masked, Sourced, Written
 from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
 from tests.controller.test_ranks import FLOAT32, difference

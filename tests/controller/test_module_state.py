@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlflow import CausalLM, PerSample, Ragged, ReplayBuffer, Rollout, node
+from rlflow import CausalLM, PerSample, Rollout, node
+from rlflow.state import ReplayBuffer
+from rlflow.types import Ragged
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, StopsAfter, failing_fit, fit, sums
 from tests.ranks import RankPool
 

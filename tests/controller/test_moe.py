@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from rlflow import Environment, MoE
+from rlflow import Environment
 from rlflow.controller.gap import LARGEST_GAP
+from rlflow.models.moe import MoE
 from rlflow.models.optimizer import Optimizer
 from rlflow.rollout import VLLMEngine
 from tests.controller.runs import FSDP, ZERO2, ZERO3, Fit, Result, failing_fit, fit, grpo, sums

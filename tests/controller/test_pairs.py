@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rlflow import CausalLM, LoRA, Optimizer, Pairs, PerSample, RewardModel, Sourced, UserError, node
+from rlflow import CausalLM, LoRA, Optimizer, Pairs, PerSample, RewardModel, UserError, node
 from rlflow.algorithms import DPO, SFT, RewardModelTraining
 from rlflow.callbacks import Callback, EarlyStopping
 from rlflow.data.prompts import PromptData
@@ -20,6 +20,7 @@ from rlflow.models.tiny import tiny_tokenizer, write_tiny_model
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies import DeepSpeedStrategy, SingleProcess
 from rlflow.trainer import Trainer
+from rlflow.types import Sourced
 from rlflow.values.ragged import Ragged
 from tests.controller.runs import SGD, Fit, answers, fit
 from tests.data.listed import Listed

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlflow import Batch, Grouped, PerSample, PerToken, Rollout, Sampled, Sourced, node
+from rlflow import Batch, PerSample, PerToken, Rollout, node
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies import SingleProcess
+from rlflow.types import Grouped, Sampled, Sourced
 from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
 from tests.controller.test_apart import fit_with_delays, fit_with_weights, numbers, same

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from rlflow import CausalLM, PerSample, PerToken, Rollout, Written, node
+from rlflow import CausalLM, PerSample, PerToken, Rollout, node
 from rlflow.errors import UserError
 from rlflow.rewards import SampleReward
+from rlflow.types import Written
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, failing_fit, fit, sums
 from tests.ranks import RankPool
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlflow import Batch, CausalLM, Grouped, PerSample, PromptMemory, Rollout, Written, node
+from rlflow import Batch, CausalLM, PerSample, Rollout, node
 from rlflow.functional import group_has_signal
+from rlflow.state import PromptMemory
+from rlflow.types import Grouped, Written
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, StopsAfter, failing_fit, fit, sums
 from tests.ranks import RankPool
 

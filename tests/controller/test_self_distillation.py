@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlflow import Batch, CausalLM, Optimizer, PerToken, Ragged, RLModule, Rollout, UserError, node
+from rlflow import Batch, CausalLM, Optimizer, PerToken, RLModule, Rollout, UserError, node
 from rlflow.data.prompts import PromptData
 from rlflow.run.placement import Place
 from rlflow.strategies import SingleProcess, TrainingStrategy
+from rlflow.types import Ragged
 from tests.controller.runs import Fit, Result, StopsAfter, fit
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.data.listed import Listed

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from rlflow import Batch, CausalLM, Masked, Optimizer, PerSample, PerToken, RLModule, Rollout, Trained, node
+from rlflow import Batch, CausalLM, Optimizer, PerSample, PerToken, RLModule, Rollout, node
+from rlflow.types import Masked, Trained
 from tests.controller.runs import ZERO2, Fit, Lies, Result, failing_fit, fit, sums
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.ranks import RankPool

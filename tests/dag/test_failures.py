@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from rlflow import Each, Grouped, Grown, Pairs, PerSample, PerToken, Rollout, Written, node
+from rlflow import Each, Pairs, PerSample, PerToken, Rollout, node
 from rlflow.dag.graph import Graph, GraphError
 from rlflow.dag.planner import plan
 from rlflow.dag.tasks import Exchange, RunNode, TrainNode
+from rlflow.types import Grouped, Grown, Written
 from rlflow.values.batch import Batch
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath

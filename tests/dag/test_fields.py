@@ -9,32 +9,16 @@ from typing import Any, Protocol
 import pytest
 import torch
 
-from rlflow import (
-    Batch,
-    CausalLM,
-    Grouped,
-    Masked,
-    MaskedTokens,
-    MoE,
-    Pairs,
-    PerSample,
-    PerToken,
-    Ragged,
-    Rollout,
-    Sampled,
-    Sourced,
-    Tokens,
-    UserError,
-    Written,
-    node,
-)
+from rlflow import Batch, CausalLM, Pairs, PerSample, PerToken, Rollout, RolloutWithTexts, UserError, node
 from rlflow.algorithms import GRPO, PPO
 from rlflow.dag.graph import Graph, GraphError
 from rlflow.dag.planner import plan
 from rlflow.dag.tasks import Exchange
 from rlflow.functional import KL
+from rlflow.models.moe import MoE
 from rlflow.rewards import ExactMatch
 from rlflow.run.prepare import read_graph
+from rlflow.types import Grouped, Masked, MaskedTokens, Ragged, Sampled, Sourced, Tokens, Written
 from rlflow.values.layout import Layout
 from rlflow.values.protocols import computed_from
 
@@ -103,6 +87,10 @@ def test_a_type_of_ones_own_adds_to_those_it_derives_from() -> None:
 
 
 SEEN_BY_NAME = ("texts", "messages", "progress", "rows")
+
+
+def test_a_rollout_with_texts_has_all_fields() -> None:
+    assert fields_of(RolloutWithTexts) == {*Rollout.__dataclass_fields__}
 
 
 @pytest.mark.parametrize("annotation", [Rollout, Any])
@@ -190,8 +178,8 @@ def test_a_node_sees_what_it_asks_for_and_no_more_even_on_one_rank() -> None:
     with pytest.raises(UserError) as error:
         seen.other.sum()
     assert str(error.value) == (
-        "`other` was not sent here; `wide` reads `sides: Width`, a type that does not ask for it. Write a Protocol of"
-        " your own that names `other` too"
+        "`other` was not sent here; `wide` reads `sides: Width`, a type that does not ask for it. Write `sides: Sides`,"
+        " or a Protocol of your own that names `other` too"
     )
     assert graph.seen(graph.nodes["whole"], {"sides": made})["sides"] is made
 
@@ -199,9 +187,13 @@ def test_a_node_sees_what_it_asks_for_and_no_more_even_on_one_rank() -> None:
 def test_the_line_names_the_type_to_write() -> None:
     graph = read_graph(GRPO(CausalLM("tiny"), reward=ExactMatch()))
     read = graph.fields["advantages", "rollout"]
-    line = "`advantages` reads `rollout: Grouped`, a type that does not ask for it. Write `rollout: Written`, or a"
-    with pytest.raises(UserError, match=line):
-        len(read._absent("texts"))
+    fields: dict[str, Any] = dict.fromkeys(Rollout.__dataclass_fields__)
+    seen = read.seen(Rollout(**fields))
+    line = "`advantages` reads `rollout: Grouped`, a type that does not ask for it. Write `rollout: {}`, or a"
+    with pytest.raises(UserError, match=line.format("RolloutWithTexts")):
+        len(seen.texts)
+    with pytest.raises(UserError, match=line.format("Rollout")):
+        len(seen.lengths)
 
 
 def test_grpo_sends_the_actor_what_it_scores_compares_and_masks() -> None:

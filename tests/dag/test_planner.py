@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from rlflow import Grouped, Masked, Sampled, Written
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
 from rlflow.dag.planner import plan
 from rlflow.dag.tasks import Exchange, Load, Reduce, RunNode, Sleep, SyncWeights, TrainNode
+from rlflow.types import Grouped, Masked, Sampled, Written
 from rlflow.values.batch import Batch
 from rlflow.values.cuts import PerSample, PerToken
 from rlflow.values.layout import Layout

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from rlflow import Batch, CausalLM, PerSample, PerToken, RLModule, Rollout, Trained, UserError, node
+from rlflow import Batch, CausalLM, PerSample, PerToken, RLModule, Rollout, UserError, node
 from rlflow.dag.graph import Graph
 from rlflow.dag.planner import plan
 from rlflow.dag.tasks import Sleep, SyncWeights, TrainNode
 from rlflow.run.prepare import read_graph
+from rlflow.types import Trained
 from rlflow.values.layout import Layout
 from tests.dag.modules import GRPO, Filtered
 from tests.dag.plans import BALANCED, BOTH, GROUPS

@@ -14,7 +14,7 @@ from lightning.fabric import Fabric
 from torch import Tensor
 
 import rlflow.algorithms
-from rlflow import Batch, PerToken, Ragged, RewardModel, RLModule, Rollout, node
+from rlflow import Batch, PerToken, RewardModel, RLModule, Rollout, node
 from rlflow.algorithms import RewardModelTraining
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.data.prompts import PromptData
@@ -25,6 +25,7 @@ from rlflow.run.fit import fit
 from rlflow.run.prepare import prepare
 from rlflow.strategies import SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
+from rlflow.types import Ragged
 from tests.exactness.cases import Case, settings
 from tests.exactness.recording import Answer, Recorded, Recording
 from tests.exactness.settings import Setting

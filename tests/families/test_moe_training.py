@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlflow import CausalLM, MoE
+from rlflow import CausalLM
 from rlflow.errors import UserError
 from rlflow.models.handle import ForwardPlan
-from rlflow.models.moe import check_moe
+from rlflow.models.moe import MoE, check_moe
 from rlflow.rollout import Completion, EngineBeside, Sampling, TransformersEngine, VLLMEngine
 from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged

@@ -8,9 +8,10 @@ import sys
 import threading
 from typing import Any
 
-from rlflow import PerSample, Written, node
+from rlflow import PerSample, node
 from rlflow.algorithms import GRPO
 from rlflow.callbacks import Callback
+from rlflow.types import Written
 
 if os.environ.get("EARLY_END") == f"at import on rank {os.environ.get('LOCAL_RANK')}":
     os._exit(0)

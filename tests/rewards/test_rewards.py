@@ -273,7 +273,7 @@ class Gives(Reward):
     [
         (Scores([1.0]), "Gives returned 1 scores as `total` for 2 samples; return one for each"),
         (Scores([1.0, 2.0], {"p": [1.0, 1.0, 1.0]}), "Gives returned 3 scores as `p` for 2 samples; return one"),
-        ([1.0, 2.0], "Gives returned [1.0, 2.0] for 2 samples; return `rlflow.Scores`"),
+        ([1.0, 2.0], "Gives returned [1.0, 2.0] for 2 samples; return `rlflow.rewards.Scores`"),
         (Scores([1.0, math.nan]), "Gives failed on sample 1 (`total`): it returned nan (response 'b', row {'n': 1})"),
         (Scores([1e308, 1.0]), "Gives failed on sample 0 (`total`): it returned 1e+308, which float32 cannot hold ("),
         (Scores([1.0, 1.0], {"p": [1.0, -1e39]}), "Gives failed on sample 1 (`p`): it returned -1e+39, which float32"),

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from rlflow import CausalLM, LoRA, MoE, Optimizer, RewardModel, UserError, ValueModel
+from rlflow import CausalLM, LoRA, Optimizer, RewardModel, UserError, ValueModel
 from rlflow.algorithms import DPO, GPG, GRPO, PPO, SFT, OnPolicyDistillation
 from rlflow.functional import KL
+from rlflow.models.moe import MoE
 from rlflow.run.prepare import read_graph
 from tests.controller.runs import OddCharacters
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlflow import Each, PerSample, PerToken, Rollout, Trained, node
+from rlflow import Each, PerSample, PerToken, Rollout, node
 from rlflow.dag.graph import Graph
 from rlflow.run.policies import scores_its_rows
+from rlflow.types import Trained
 from rlflow.values.batch import Batch
 from tests.dag.modules import GRPO
 

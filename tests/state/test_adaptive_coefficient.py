@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlflow import AdaptiveCoefficient, RLModule, UserError
+from rlflow import RLModule, UserError
+from rlflow.state import AdaptiveCoefficient
 
 
 def test_without_a_target_it_stays() -> None:

@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlflow import Ragged, ReplayBuffer, UserError
+from rlflow import UserError
+from rlflow.state import ReplayBuffer
+from rlflow.types import Ragged
 
 
 def filled(capacity: int, rows: int) -> ReplayBuffer:

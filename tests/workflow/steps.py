@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rlflow import CausalLM, PerSample, PerToken, RLModule, Rollout, Scalar
+from rlflow import CausalLM, PerSample, PerToken, RLModule, Rollout
+from rlflow.types import Scalar
 
 
 def shortened(rollout: Rollout, rewards: PerSample, weight: float = 0.1, floor: float | None = None) -> PerSample:

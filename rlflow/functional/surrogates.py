@@ -1,9 +1,8 @@
-"""Surrogate losses of policy gradients, per token `[B, T]` or, where the method is, per sample `[B]`.
+"""Surrogate losses in place of PPO's clipped one, per token `[B, T]` or, where the method is, per sample `[B]`.
 
-With `r_t = exp(log_ratio(logprobs_t, old_logprobs_t))` everywhere. Gradients flow through `logprobs` alone: old
-logprobs and advantages are detached. Losses per token are not masked here; what stands on padding has no part in
-`aggregate`. With one update per step, `logprobs.detach()` serves as `old_logprobs`: the ratio is exactly 1 and the
-gradient that of REINFORCE.
+With `r_t = exp(log_ratio(logprobs_t, old_logprobs_t))` everywhere. Gradients flow through `logprobs` alone, and through
+no mask: old logprobs and advantages are detached. Losses per token are not masked here; what stands on padding has no
+part in `aggregate`.
 """
 
 from __future__ import annotations
@@ -13,69 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from rlflow.functional.ratios import log_ratio
+from rlflow.functional.policy_gradient import log_ratio, ppo_clip_loss, ppo_is_clipped
 from rlflow.functional.shapes import beside_tokens, token_mean
-
-
-def ppo_clip_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> Tensor:
-    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`; with dual clip, where `A < 0`, at most `-dual_clip A`.
-
-    PPO, arXiv 1707.06347, equation 7; a `clip_high` above `clip_low` is DAPO's clip-higher, arXiv 2503.14476; dual
-    clip is arXiv 1912.09729.
-
-    Args:
-        logprobs: `[B, T]` of the policy in training.
-        old_logprobs: `[B, T]` of the policy at the start of the step.
-        advantages: `[B, T]`, or `[B, 1]` or `[B]` for one per sample.
-        clip_low: How far below 1 the ratio still counts.
-        clip_high: How far above 1 the ratio still counts.
-        dual_clip: The ratio, above 1, from which a negative advantage no longer counts (3 in the paper); None is off.
-
-    Returns:
-        `[B, T]`.
-    """
-    ratio, advantages = _ratio_and_advantages(logprobs, old_logprobs, advantages)
-    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    if dual_clip is not None:
-        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
-    return -objective
-
-
-def ppo_is_clipped(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> Tensor:
-    """1 at tokens that the clips of `ppo_clip_loss` leave without a gradient, else 0; the mean is the clip fraction.
-
-    Args:
-        logprobs: `[B, T]` of the policy in training.
-        old_logprobs: `[B, T]` of the policy at the start of the step.
-        advantages: `[B, T]`, or `[B, 1]` or `[B]` for one per sample.
-        clip_low: How far below 1 the ratio still counts.
-        clip_high: How far above 1 the ratio still counts.
-        dual_clip: The ratio from which a negative advantage no longer counts; None is off.
-
-    Returns:
-        `[B, T]`, detached, in the dtype of `logprobs`.
-    """
-    ratio, advantages = _ratio_and_advantages(logprobs.detach(), old_logprobs, advantages)
-    above = (advantages > 0) & (ratio > 1 + clip_high)
-    below = (advantages < 0) & (ratio < 1 - clip_low)
-    clipped = above | below
-    if dual_clip is not None:
-        clipped = clipped | ((advantages < 0) & (ratio > dual_clip))
-    return clipped.to(logprobs.dtype)
 
 
 def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_high: float) -> Tensor:
@@ -92,8 +30,8 @@ def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_
     Returns:
         `[B, T]`.
     """
-    ratio, advantages = _ratio_and_advantages(logprobs.detach(), old_logprobs, advantages)
-    return -ratio.clamp(max=1 + clip_high) * advantages * logprobs
+    ratio = log_ratio(logprobs.detach(), old_logprobs).exp()
+    return -ratio.clamp(max=1 + clip_high) * beside_tokens(advantages.detach(), ratio) * logprobs
 
 
 def cpgd_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
@@ -199,6 +137,71 @@ def gmpo_loss(
     return -token_mean(advantages, mask) * token_mean(clipped, mask).exp()
 
 
-def _ratio_and_advantages(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+def sapo_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, tau_pos: float = 1.0, tau_neg: float = 1.05
+) -> Tensor:
+    """`-sigmoid(tau (r - 1)) 4 / tau A`, with `tau_pos` where `A > 0` and `tau_neg` elsewhere.
+
+    The gate weights the gradient of log pi by `4 p (1 - p) r`, `p = sigmoid(tau (r - 1))`: 1 at `r = 1`, less on both
+    sides. SAPO, arXiv 2511.20347, equations 5 and 6.
+
+    Args:
+        logprobs: `[B, T]` of the policy in training.
+        old_logprobs: `[B, T]` of the policy at the start of the step.
+        advantages: `[B, T]`, or `[B, 1]` or `[B]` for one per sample.
+        tau_pos: How sharply tokens with a positive advantage fade as their ratio leaves 1.
+        tau_neg: The same for the others.
+
+    Returns:
+        `[B, T]`.
+    """
     ratio = log_ratio(logprobs, old_logprobs).exp()
-    return ratio, beside_tokens(advantages.detach(), ratio)
+    advantages = beside_tokens(advantages.detach(), ratio)
+    tau = torch.where(advantages > 0, torch.full_like(advantages, tau_pos), torch.full_like(advantages, tau_neg))
+    return -(tau * (ratio - 1)).sigmoid() * 4 / tau * advantages
+
+
+def dppo_tv_mask(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, delta: float) -> Tensor:
+    """0 at tokens that moved by `|pi - old| > delta` and would move on, up where `A > 0` or down where `A < 0`; else 1.
+
+    `|pi - old|` of the sampled token's probabilities is the total variation of the two policies, of the token against
+    all others. DPPO, arXiv 2602.04879, equations 12 and 13; `old` there is the policy that sampled.
+
+    Args:
+        logprobs: `[B, T]` of the policy in training.
+        old_logprobs: `[B, T]` of the policy that sampled.
+        advantages: `[B, T]`, or `[B, 1]` or `[B]` for one per sample.
+        delta: The total variation up to which every token counts.
+
+    Returns:
+        `[B, T]`, 0 or 1 in the dtype of `logprobs`, detached.
+    """
+    new, old = logprobs.detach(), old_logprobs.detach()
+    advantages = beside_tokens(advantages.detach(), new)
+    moves_on = ((advantages > 0) & (new > old)) | ((advantages < 0) & (new < old))
+    far = (new.exp() - old.exp()).abs() > delta
+    return (~(moves_on & far)).to(logprobs.dtype)
+
+
+def off_policy_sequence_mask(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float
+) -> Tensor:
+    """0 where `A < 0` and the response's `mean_t (log old_t - log pi_t) > delta`, else 1.
+
+    A bad response that the policy would hardly give any more teaches little and unsettles much. Off-policy sequence
+    masking of DeepSeek-V3.2, arXiv 2512.02556, equation 9; `old` there is the policy that sampled.
+
+    Args:
+        logprobs: `[B, T]` of the policy in training.
+        old_logprobs: `[B, T]` of the policy that sampled.
+        advantages: `[B, T]`, or `[B, 1]` or `[B]` for one per sample.
+        mask: `[B, T]`, nonzero on generated tokens.
+        delta: The mean log ratio up to which every response counts, in nats a token.
+
+    Returns:
+        `[B, T]`, 0 or 1 in the dtype of `logprobs`, detached.
+    """
+    new = logprobs.detach()
+    divergence = token_mean(old_logprobs.detach() - new, mask)  # [B]
+    dropped = (beside_tokens(advantages.detach(), new) < 0) & (divergence > delta)[:, None]
+    return (~dropped).to(logprobs.dtype).expand_as(logprobs)

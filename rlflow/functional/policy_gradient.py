@@ -1,0 +1,535 @@
+"""The loss of a policy gradient: PPO's, of which GRPO's is one.
+
+With the policy `pi` in training, `old` at the start of the step and `rollout`, the engine's when it sampled, it is
+
+    loss_t = w_t surrogate_t + kl_coef KL_t - entropy_coef H_t        policy_objective
+
+    r_t = pi_t / old_t                                                log_ratio
+    surrogate_t = -min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)     ppo_clip_loss
+    w_t = min(old_t / rollout_t, high)                                importance_weights
+    KL_t = r_t k3(pi_t, ref_t)                                        kl_estimate
+
+and becomes one number by `aggregate`. Gradients flow through the logprobs and the entropy of `pi` alone: all others are
+detached, and so are advantages. Losses per token are not masked: what stands on padding has no part in `aggregate`.
+With one update per step, `logprobs.detach()` serves as `old_logprobs`: the ratio is exactly 1 and the gradient that of
+REINFORCE.
+
+The modes of `aggregate` for a loss `l` per token with mask `m`; `N` counts samples with at least one token, `S` all:
+
+    token-mean                  sum_it m l / sum_it m               DAPO, arXiv 2503.14476
+    sequence-mean-token-mean    sum_i (sum_t m l / sum_t m) / N     GRPO, arXiv 2402.03300
+    sequence-mean-token-sum     sum_i sum_t m l / N
+    constant                    sum_it m l / (max_length S)         Dr. GRPO, arXiv 2503.20783
+
+Every mode is a sum of weighted losses over a count, and neither looks beyond its own rows. So a batch may be cut by
+rows over micro-batches and ranks in any way, and its gradient is that of the whole:
+
+    aggregate(whole) = sum over parts of loss_sum(loss, loss_weights(mask, ...)) / sum over parts of loss_count(mask)
+
+Rows without a token, such as responses that `mask_truncated` leaves out, count in `constant` alone: its divisor does
+not depend on what was sampled. A loss per sample `[B]`, with the mask of the samples that count `[B]`
+(`loss_mask.any(dim=1)`), is averaged over those samples in every mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import UserError
+from rlflow.functional.shapes import beside_tokens, token_mean, token_sum
+
+Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"]
+ImportanceLevel = Literal["token", "sequence", "geometric"]
+ImportanceMode = Literal["truncate", "mask"]
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k3+", "k3-ratio"]
+MOST = 1e9  # of the weight of the divergence
+MAX_LOG_RATIO = 20.0  # as in verl and OpenRLHF; exp(20) is 4.9e8
+
+
+def policy_objective(
+    surrogate: Tensor,
+    entropy: Tensor,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    log: Callable[[str, Tensor, Tensor], None],
+    importance: Importance | None = None,
+    entropy_coef: float = 0.0,
+    divergence: Callable[[], Tensor] | None = None,
+    kl_coef: float = 0.0,
+) -> Tensor:
+    """`w_t surrogate_t + kl_coef KL_t - entropy_coef H_t`, with w the importance weights of old over rollout.
+
+    Args:
+        surrogate: `[B, T]`, or `[B]` of whole sequences: the mean over a sequence's tokens is then the sequence's.
+        entropy: `[B, T]` of the policy.
+        old_logprobs: `[B, T]` of the policy at the start of the step.
+        rollout_logprobs: `[B, T]` of the engine when it sampled.
+        mask: `[B, T]`, True on tokens that count.
+        log: Is given `actor/entropy`, `actor/kl` and `actor/importance_dropped`, each with the mask.
+        importance: Correction for the gap between the two logprobs; None is off.
+        entropy_coef: Weight of the entropy bonus.
+        divergence: Makes the KL from the reference, `[B, T]`; None where there is no reference.
+        kl_coef: Its weight; 0 where it is logged alone.
+
+    Returns:
+        `[B, T]`.
+    """
+    loss = surrogate[:, None].expand_as(entropy) if surrogate.dim() == 1 else surrogate
+    if importance is not None:
+        loss = loss * importance.weights(old_logprobs, rollout_logprobs, mask)
+        log("actor/importance_dropped", importance.dropped(old_logprobs, rollout_logprobs, mask), mask)
+    log("actor/entropy", entropy.detach(), mask)
+    if entropy_coef != 0:
+        loss = loss - entropy_coef * entropy
+    if divergence is None:
+        return loss
+    kl = divergence()
+    log("actor/kl", kl.detach(), mask)
+    return loss if kl_coef == 0 else loss + kl_coef * kl
+
+
+def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """`log pi - log old` of each token, clamped to -20 and 20; `old_logprobs` is detached.
+
+    Beyond them the gradient is 0. In float32 `exp` overflows at 89, and infinity times a gradient of 0 is NaN.
+
+    Args:
+        logprobs: `[B, T]` of the policy in training.
+        old_logprobs: `[B, T]` of the other policy, for the same tokens.
+
+    Returns:
+        `[B, T]`.
+    """
+    return bounded(logprobs - old_logprobs.detach())
+
+
+def bounded(log_ratios: Tensor) -> Tensor:
+    """Log ratios of any shape, such as sums over a response, clamped to -20 and 20."""
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far something may leave its middle, a ratio 1 or a log ratio 0, and still count.
+
+    Attributes:
+        low: How far it may fall.
+        high: How far it may rise.
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not (self.low >= 0 and self.high >= 0):
+            raise UserError(f"`clip.low` is {self.low} and `clip.high` is {self.high}; give both 0 or more")
+
+
+@dataclass(frozen=True)
+class Clip(Bounds):
+    """The clip of PPO, arXiv 1707.06347, of the ratio of the policy to the old one.
+
+    Attributes:
+        dual: Ratio, above 1, from which a negative advantage no longer counts (arXiv 1912.09729); None is off.
+    """
+
+    dual: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dual is not None and not self.dual > 1:
+            raise UserError(f"`clip.dual` is {self.dual}; a ratio above 1 (3 in the paper), or null for none")
+
+
+def ppo_clip_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`; with dual clip, where `A < 0`, at most `-dual_clip A`.
+
+    PPO, arXiv 1707.06347, equation 7; a `clip_high` above `clip_low` is DAPO's clip-higher, arXiv 2503.14476; dual
+    clip is arXiv 1912.09729.
+
+    Args:
+        logprobs: `[B, T]` of the policy in training.
+        old_logprobs: `[B, T]` of the policy at the start of the step.
+        advantages: `[B, T]`, or `[B, 1]` or `[B]` for one per sample.
+        clip_low: How far below 1 the ratio still counts.
+        clip_high: How far above 1 the ratio still counts.
+        dual_clip: The ratio, above 1, from which a negative advantage no longer counts (3 in the paper); None is off.
+
+    Returns:
+        `[B, T]`.
+    """
+    ratio, advantages = _ratio_and_advantages(logprobs, old_logprobs, advantages)
+    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if dual_clip is not None:
+        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+    return -objective
+
+
+def ppo_is_clipped(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """1 at tokens that the clips of `ppo_clip_loss` leave without a gradient, else 0; the mean is the clip fraction.
+
+    Args:
+        logprobs: `[B, T]` of the policy in training.
+        old_logprobs: `[B, T]` of the policy at the start of the step.
+        advantages: `[B, T]`, or `[B, 1]` or `[B]` for one per sample.
+        clip_low: How far below 1 the ratio still counts.
+        clip_high: How far above 1 the ratio still counts.
+        dual_clip: The ratio from which a negative advantage no longer counts; None is off.
+
+    Returns:
+        `[B, T]`, detached, in the dtype of `logprobs`.
+    """
+    ratio, advantages = _ratio_and_advantages(logprobs.detach(), old_logprobs, advantages)
+    above = (advantages > 0) & (ratio > 1 + clip_high)
+    below = (advantages < 0) & (ratio < 1 - clip_low)
+    clipped = above | below
+    if dual_clip is not None:
+        clipped = clipped | ((advantages < 0) & (ratio > dual_clip))
+    return clipped.to(logprobs.dtype)
+
+
+def _ratio_and_advantages(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    ratio = log_ratio(logprobs, old_logprobs).exp()
+    return ratio, beside_tokens(advantages.detach(), ratio)
+
+
+@dataclass(frozen=True)
+class Importance:
+    """How the gap between the policy that sampled and the one that the trainer computes is corrected.
+
+    Attributes:
+        level: Over what the ratio is taken: each `token`, the whole `sequence`, or its `geometric` mean.
+        mode: `truncate` cuts weights at `high`; `mask` drops tokens whose weight is not between `low` and `high`.
+        low: The smallest weight that `mask` keeps.
+        high: The largest weight.
+    """
+
+    level: ImportanceLevel = "token"
+    mode: ImportanceMode = "truncate"
+    low: float = 0.5
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check_importance(self.level, self.mode, self.low, self.high)
+
+    def weights(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """`importance_weights` with these settings, `[B, T]`."""
+        return importance_weights(old_logprobs, rollout_logprobs, mask, self.level, self.mode, self.low, self.high)
+
+    def dropped(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """`importance_dropped` with these settings, `[B, T]`."""
+        return importance_dropped(old_logprobs, rollout_logprobs, mask, self.level, self.mode, self.low, self.high)
+
+
+def importance_weights(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    level: ImportanceLevel = "token",
+    mode: ImportanceMode = "truncate",
+    low: float = 0.5,
+    high: float = 2.0,
+) -> Tensor:
+    """Weights that a loss on sampled tokens is multiplied by; with `d_t = log old_t - log rollout_t`:
+
+        token        w_t = exp(d_t)
+        sequence     w_t = exp(sum_s d_s)       its noise grows with the length; prefer one of the other two
+        geometric    w_t = exp(mean_s d_s)
+
+        truncate     min(w, high)               truncated importance sampling, arXiv 1802.01561
+        mask         w where low <= w <= high, else 0    IcePop, arXiv 2510.18855
+
+    `old` is the trainer's policy at the start of the step; the ratio of the policy in training to `old` stands in the
+    loss, so do not use these weights where that ratio is taken to `rollout` directly (decoupled PPO, arXiv 2110.00641).
+    A token that is masked still counts in the loss's denominator. Detached.
+
+    Args:
+        old_logprobs: `[B, T]`, the trainer's at the start of the step.
+        rollout_logprobs: `[B, T]`, the engine's when it sampled.
+        mask: `[B, T]`, nonzero on sampled tokens.
+        level: Over what the ratio is taken.
+        mode: What happens to large weights.
+        low: The smallest weight that `mask` keeps; `truncate` has no lower end.
+        high: The largest weight; `inf` leaves all as they are.
+
+    Returns:
+        `[B, T]` at every level, 0 where the mask is 0.
+
+    Raises:
+        UserError: The level or mode does not exist, or `low` exceeds `high`.
+    """
+    _check_importance(level, mode, low, high)
+    d = log_ratio(old_logprobs.detach(), rollout_logprobs)
+    if level == "sequence":
+        d = token_sum(d, mask).unsqueeze(1).expand_as(d)
+    elif level == "geometric":
+        d = token_mean(d, mask).unsqueeze(1).expand_as(d)
+    weights = bounded(d).exp()
+    if mode == "truncate":
+        weights = weights.clamp(max=high)
+    else:
+        weights = torch.where((low <= weights) & (weights <= high), weights, 0.0)
+    return weights.where(mask.bool(), 0.0)
+
+
+def importance_dropped(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    level: ImportanceLevel = "token",
+    mode: ImportanceMode = "truncate",
+    low: float = 0.5,
+    high: float = 2.0,
+) -> Tensor:
+    """1 at tokens whose weight `importance_weights` cut or set to 0, else 0; the mean is the dropped fraction.
+
+    Noise alone grows with the length at the level `sequence`, so watch it there. Arguments as in `importance_weights`.
+
+    Returns:
+        `[B, T]` in the dtype of `old_logprobs`, 0 where the mask is 0.
+    """
+    every = importance_weights(old_logprobs, rollout_logprobs, mask, level, "truncate", low, torch.inf)
+    outside = every > high if mode == "truncate" else (every < low) | (every > high)
+    return (outside & mask.bool()).to(old_logprobs.dtype)
+
+
+def _check_importance(level: str, mode: str, low: float, high: float) -> None:
+    if level not in get_args(ImportanceLevel):
+        raise UserError(
+            f"importance level {level!r} does not exist; choose one of {', '.join(get_args(ImportanceLevel))}"
+        )
+    if mode not in get_args(ImportanceMode):
+        raise UserError(f"importance mode {mode!r} does not exist; choose one of {', '.join(get_args(ImportanceMode))}")
+    if not low >= 0:
+        raise UserError(f"importance `low` is {low}, and weights are ratios of probabilities; give 0 or more")
+    if low > high:
+        raise UserError(f"importance weights between `low` {low} and `high` {high} do not exist; lower `low`")
+
+
+@dataclass(frozen=True)
+class KL:
+    """How the divergence from a reference restrains a policy.
+
+    Attributes:
+        coef: Its weight; 0 leaves the reference out.
+        kind: Its estimator; None for k1 in a reward and k3-ratio in a loss, which have the gradient of KL (arXiv
+            2512.21852), or for the algorithm's own.
+        in_reward: Take the divergence off the rewards instead of adding it to the loss; None for as the algorithm does.
+        target: Adapt `coef` to hold the divergence per token here (arXiv 1909.08593), in the reward; None is off.
+        horizon: Samples over which `coef` adapts.
+    """
+
+    coef: float = 0.0
+    kind: KLEstimator | None = None
+    in_reward: bool | None = None
+    target: float | None = None
+    horizon: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.coef <= MOST:
+            raise UserError(f"`kl.coef` is {self.coef}; give 0 or more, at most {MOST:g}")
+        if self.kind not in (None, *get_args(KLEstimator)):
+            raise UserError(f"`kl.kind` is {self.kind!r}; give one of {', '.join(get_args(KLEstimator))}")
+        if self.coef > 0 and self.in_reward is True and self.kind == "k3-ratio":
+            raise UserError(
+                "`kl.kind` is 'k3-ratio' and `kl.in_reward` is true, but its ratio is for the gradient of a loss; set"
+                " `kl.kind` to 'k1', whose gradient in a reward is that of KL"
+            )
+        if self.coef > 0 and self.in_reward is False and self.kind == "k1":
+            raise UserError(
+                "`kl.kind` is 'k1' and `kl.in_reward` is false, but the expected gradient of k1 in a loss is 0; set"
+                " `kl.kind` to 'k3-ratio', or `kl.in_reward` to true"
+            )
+        if self.target is not None and self.in_reward is False:
+            raise UserError(f"`kl.target` is {self.target}, and adapts KL in the reward; set `kl.in_reward` to true")
+        if self.target is not None and not (self.target > 0 and self.coef > 0):
+            raise UserError(
+                f"`kl.target` is {self.target} and `kl.coef` is {self.coef}, which is adapted by multiplication; give"
+                " both more than 0"
+            )
+        if not self.horizon > 0:
+            raise UserError(f"`kl.horizon` is {self.horizon}; it is a number of samples above 0")
+
+    def filled(self, in_reward: bool, in_loss: KLEstimator) -> KL:
+        """With what is None as an algorithm has it.
+
+        Args:
+            in_reward: Where its divergence stands.
+            in_loss: Its estimator in a loss.
+        """
+        there = in_reward if self.in_reward is None else self.in_reward
+        return replace(self, in_reward=there, kind=self.kind or ("k1" if there else in_loss))
+
+    @property
+    def restrains_reward(self) -> bool:
+        """Whether the divergence comes off the rewards."""
+        return bool(self.in_reward) and self.coef > 0
+
+    def estimate(self, logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor | None = None) -> Tensor:
+        """`kl_estimate` of this kind."""
+        kind = self.filled(in_reward=False, in_loss="k3-ratio").kind
+        assert kind is not None
+        return kl_estimate(logprobs, ref_logprobs, kind, old_logprobs)
+
+
+def kl_estimate(
+    logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator = "k3-ratio", old_logprobs: Tensor | None = None
+) -> Tensor:
+    """An estimate of `KL(pi || ref)` at each token; with `d = log pi - log ref` of the token, sampled from `pi`:
+
+        k1          d                   unbiased value; as a loss its expected gradient is 0
+        k2          d^2 / 2             biased value; as a loss its expected gradient is that of KL(pi || ref)
+        k3          exp(-d) - 1 + d     unbiased value, never negative; as a loss the gradient of KL(ref || pi)
+        abs         |d|
+        k3+         the value of k3 with the gradient of k2 (straight-through)
+        k3-ratio    (pi / old) k3       value and gradient of KL(pi || ref) where `old` sampled the token
+
+    After the first update of a step the tokens are `old`'s and no longer `pi`'s: of these kinds k3-ratio alone has the
+    right gradient then, `(pi / old) d grad log pi` of each token, and before it k2, k3+ and k3-ratio have the same one.
+    So k3-ratio is the right choice in a loss, and k1, detached, in a reward (arXiv 2512.21852).
+
+    The estimators are John Schulman's, http://joschu.net/blog/kl-approx.html; k3 is the one in GRPO's equation 4, arXiv
+    2402.03300, k3-ratio that of DeepSeek-V3.2, arXiv 2512.02556. `ref_logprobs` and `old_logprobs` are detached; the
+    result is differentiable in `logprobs`. The log ratios of k3 and its like are clamped, see `log_ratio`.
+
+    Args:
+        logprobs: `[B, T]` of the policy.
+        ref_logprobs: `[B, T]` of the reference, for the same tokens.
+        kind: The estimator.
+        old_logprobs: `[B, T]` of the policy that sampled, which k3-ratio reads; None where that is `pi` itself.
+
+    Returns:
+        `[B, T]`.
+
+    Raises:
+        UserError: The estimator does not exist.
+    """
+    d = logprobs - ref_logprobs.detach()
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return d.square() / 2
+    if kind == "k3":
+        return _k3(logprobs, ref_logprobs)
+    if kind == "abs":
+        return d.abs()
+    if kind == "k3+":
+        k2 = d.square() / 2
+        return _k3(logprobs, ref_logprobs).detach() + (k2 - k2.detach())
+    if kind == "k3-ratio":
+        old = logprobs if old_logprobs is None else old_logprobs
+        return log_ratio(logprobs, old).exp() * _k3(logprobs, ref_logprobs)
+    raise UserError(f"KL estimator {kind!r} does not exist; choose one of {', '.join(get_args(KLEstimator))}")
+
+
+def _k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    d = log_ratio(logprobs, ref_logprobs)
+    return (-d).expm1() + d  # exp(-d) - 1 would lose all digits of a small d
+
+
+def aggregate(loss: Tensor, mask: Tensor, mode: Aggregation, max_length: int | None = None) -> Tensor:
+    """The loss of a whole batch as one number, differentiable in `loss`.
+
+    Args:
+        loss: `[B, T]` per token, or `[B]` per sample.
+        mask: `[B, T]`, nonzero on tokens that count; `[B]` will do for a loss per sample.
+        mode: One of the module's equations.
+        max_length: The divisor of `constant`, a setting and not the padded width; no other mode reads it.
+
+    Returns:
+        0-dim, in the dtype of `loss`; 0 if nothing counts.
+
+    Raises:
+        UserError: The mode does not exist, or is `constant` without a positive `max_length`.
+    """
+    if loss.dim() == 1 and mask.dim() == 2:
+        mask = mask.any(dim=1)
+    return loss_sum(loss, loss_weights(mask, mode, max_length)) / loss_count(mask, mode).clamp(min=1)
+
+
+def loss_weights(mask: Tensor, mode: Aggregation, max_length: int | None = None) -> Tensor:
+    """What each entry of a loss is multiplied by before the sum; it depends on the entry's own row alone.
+
+    Args:
+        mask: `[B, T]` of a loss per token, or `[B]` of a loss per sample; nonzero on what counts.
+        mode: As in `aggregate`.
+        max_length: As in `aggregate`.
+
+    Returns:
+        Of the shape of `mask`, float64, so that a float64 loss loses nothing; 0 where the mask is 0.
+
+    Raises:
+        UserError: The mode does not exist, or is `constant` without a positive `max_length`.
+    """
+    _check_mode(mode)
+    if mode == "constant" and (max_length is None or max_length < 1):
+        raise UserError(
+            f"`max_length` is {max_length}; the loss aggregation `constant` divides by it. "
+            "Set it to the longest response that is allowed"
+        )
+    weights = mask.bool().double()
+    if weights.dim() == 1:
+        return weights
+    if mode == "sequence-mean-token-mean":
+        return weights / weights.sum(dim=1, keepdim=True).clamp(min=1)
+    if mode == "constant":
+        assert max_length is not None
+        return weights / max_length
+    return weights
+
+
+def loss_sum(loss: Tensor, weights: Tensor) -> Tensor:
+    """`sum w l`, 0-dim, summed in float64 and returned in the dtype of `loss`; NaN where `w` is 0 does no harm.
+
+    Args:
+        loss: `[B, T]` or `[B]`.
+        weights: Of the shape of `loss`, from `loss_weights`.
+    """
+    assert loss.shape == weights.shape, f"a loss of shape {list(loss.shape)} beside weights {list(weights.shape)}"
+    return (loss.where(weights > 0, 0.0) * weights).sum().to(loss.dtype)
+
+
+def loss_count(mask: Tensor, mode: Aggregation) -> Tensor:
+    """What the sum of weighted losses is divided by: tokens for `token-mean`, all samples for `constant`, else those
+    with a token.
+
+    Args:
+        mask: `[B, T]` of a loss per token, or `[B]` of a loss per sample; nonzero on what counts.
+        mode: As in `aggregate`.
+
+    Returns:
+        0-dim int64; add up the counts of all parts before dividing.
+
+    Raises:
+        UserError: The mode does not exist.
+    """
+    _check_mode(mode)
+    counts = mask.bool()
+    if counts.dim() == 2 and mode == "constant":
+        return counts.new_tensor(len(counts), dtype=torch.int64)
+    return counts.sum() if counts.dim() == 1 or mode == "token-mean" else counts.any(dim=1).sum()
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in get_args(Aggregation):
+        raise UserError(f"loss aggregation {mode!r} does not exist; choose one of {', '.join(get_args(Aggregation))}")
