@@ -28,8 +28,8 @@ from benchmarks.small_run import on_ranks
 from rlflow import Environment
 from rlflow.controller.conversations import ConversationRunner, ConverseCall
 from rlflow.databuffer.transport import Transport
+from rlflow.environments.bridge import message
 from rlflow.environments.conversation_format import Bridges, ConversationFormat
-from rlflow.environments.messages import message
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import EnginePlace, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
 from rlflow.rollout.request import Turn

@@ -16,9 +16,7 @@ from rlflow.databuffer.transport import Transport
 from rlflow.environments.conversation_format import ConversationFormat
 from rlflow.environments.environment import Environment
 from rlflow.environments.environment_calls import EnvironmentCalls, SharedCalls
-from rlflow.environments.environment_session import EnvironmentSession
-from rlflow.environments.game_session import GameSession
-from rlflow.environments.session import Session
+from rlflow.environments.session import EnvironmentSession, GameSession, Session
 from rlflow.rollout.children import Children, Earlier
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.conversation_loop import ConversationLoop, ConversationSteps, TurnQueue

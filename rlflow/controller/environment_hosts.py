@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from rlflow.environments.coroutines import Coroutines
 from rlflow.environments.environment import Environment
-from rlflow.environments.host import Host
+from rlflow.environments.host import Coroutines, Host
 
 
 class EnvironmentHosts:

@@ -10,9 +10,8 @@ from typing import Any
 from rlflow.data.sources import Source
 from rlflow.data.template import column_of
 from rlflow.dotted_path import object_at
-from rlflow.environments.bridge import Bridge, ParsedTurn
+from rlflow.environments.bridge import Bridge, Message, ParsedTurn, message
 from rlflow.environments.environment import Environment
-from rlflow.environments.messages import Message, message
 from rlflow.environments.session import Session
 from rlflow.environments.tool_calls import TOOL_FORMS, ToolForm
 from rlflow.errors import UserError, did_you_mean

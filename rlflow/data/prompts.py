@@ -11,12 +11,9 @@ from rlflow.data.columns import is_message, says_nothing, text_in
 from rlflow.data.played import Played
 from rlflow.data.sources import Source
 from rlflow.data.template import Template, column_of
-from rlflow.environments.conversation_format import Bridges
-from rlflow.environments.definition import Definition, defined
-from rlflow.environments.environment import Environment
-from rlflow.environments.messages import text_of
-from rlflow.environments.special_tokens import MARK, SpecialTokens
-from rlflow.environments.traces import traced
+from rlflow.environments.bridge import MARK, SpecialTokens, text_of
+from rlflow.environments.conversation_format import Bridges, traced
+from rlflow.environments.environment import Definition, Environment, defined
 from rlflow.errors import UserError, one_line
 
 if TYPE_CHECKING:

@@ -1,13 +1,18 @@
-"""Environments of other packages' forms: Gymnasium's with texts, and SkyRL-Gym's."""
+"""Environments of other packages: Gymnasium's with texts, SkyRL-Gym's, and the games of textarena."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, ClassVar
 
 from rlflow.dotted_path import object_at
-from rlflow.errors import UserError
+from rlflow.environments.host import OwnDraws
+from rlflow.errors import UserError, did_you_mean, require
+from rlflow.values.hashed import hashed
 
 
 class TextGym:
@@ -74,3 +79,100 @@ class SkyRLGym:
         done = bool(found["done"])
         said = None if done else list(found["observations"])
         return {"reward": float(found["reward"]), "episode_done": done, "next_messages": said}
+
+
+PLAYER, OPPONENT = "player", "opponent"
+
+
+class TextArena:
+    """A game of textarena, in which each message of the policy is a move.
+
+    Its seats are `player` and `opponent`, or `opponent_1`, `opponent_2` ... of several. A row of the dataset decides
+    its game, by its column `seed` or else by all that it has: what is drawn in it, and which seat is its Player 0.
+
+    The games draw from the process-wide `random` and NumPy. Here each has a state of its own, which is put in place for
+    its moves; what was there comes back.
+
+    Args:
+        env_id: Of the game, such as `GuessTheNumber-v0`, `TicTacToe-v0`, `Nim-v0` or `KuhnPoker-v0`. Some load word
+            lists from the network.
+        players: Of the game.
+        options: That the game is made with, such as `{max_number: 50}`.
+    """
+
+    _drawing: ClassVar[Lock] = Lock()  # of the process-wide states
+
+    def __init__(self, env_id: str, players: int = 1, options: Mapping[str, Any] | None = None) -> None:
+        textarena = _package_with(env_id)
+        self._draws = OwnDraws()
+        self._seats = self.seats(env_id, players)
+        with self._own_states():
+            self._game = textarena.make(env_id, **(options or {}))
+        self._bare = self._game  # without what rewrites observations
+        while isinstance(self._bare, textarena.Wrapper):
+            self._bare = self._bare.env
+        self._own_move = textarena.ObservationType.PLAYER_ACTION
+
+    @classmethod
+    def seats(cls, env_id: str, players: int = 1, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+        """By name; a game of one player has one.
+
+        Raises:
+            UserError: There is no such package, or no such game.
+        """
+        _package_with(env_id)
+        if players <= 2:
+            return (PLAYER, OPPONENT)[:players]
+        return (PLAYER, *(f"{OPPONENT}_{number}" for number in range(1, players)))
+
+    def reset(self, **row: Any) -> None:
+        of_row = hashed(json.dumps(row, sort_keys=True, default=str), size=4)  # as large as NumPy's seeds
+        seed = row["seed"] if isinstance(row.get("seed"), int) else of_row
+        first = seed % len(self._seats)
+        self._seat_of = [*self._seats[first:], *self._seats[:first]]  # by the game's players
+        self._draws = OwnDraws(seed)
+        with self._own_states():
+            self._game.reset(num_players=len(self._seats), seed=seed)
+
+    def initial_observation(self) -> dict[str, Any]:
+        return self._observed()
+
+    def step(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        with self._own_states():
+            done, _ = self._game.step(action=message["content"])
+        if not done:
+            return self._observed()
+        with self._own_states():
+            rewards, _ = self._game.close()
+        by_seat = {self._seat_of[player]: float(reward) for player, reward in (rewards or {}).items()}
+        return {"rewards": by_seat, "episode_done": True}
+
+    def _observed(self) -> dict[str, Any]:
+        """Whose turn it is, and what it has not seen yet."""
+        with self._own_states():
+            player, said = self._bare.get_observation()
+        names = self._bare.state.role_mapping
+        lines = [
+            f"[{names.get(who, f'Player {who}')}] {text}"
+            for who, text, kind in said
+            if (who, kind) != (player, self._own_move)
+        ]
+        content = "\n".join(lines) or "It is your turn."
+        return {"next_seat": self._seat_of[player], "next_messages": [{"role": "user", "content": content}]}
+
+    @contextmanager
+    def _own_states(self) -> Iterator[None]:
+        """Within it the process draws from this game's states."""
+        with self._drawing, self._draws.in_place():
+            yield
+
+
+def _package_with(env_id: str) -> Any:
+    """The package, which has this game."""
+    require("textarena", f"the game {env_id!r}", "games")
+    import textarena
+
+    games = textarena.envs.registration.ENV_REGISTRY
+    if env_id not in games:
+        raise UserError(f"`env_id` is {env_id!r}, and textarena has no such game.{did_you_mean(env_id, games)}")
+    return textarena

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import random
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from importlib import import_module
+from types import TracebackType
 from typing import Any, ClassVar
 
-from rlflow.environments.coroutines import Coroutines
-from rlflow.environments.own_draws import OwnDraws
+import numpy as np
+
 from rlflow.errors import ENDING, one_line
 from rlflow.worker import Limits, Worker, WorkerError, WorkerRaised
 
@@ -180,3 +185,131 @@ class InWorker(Host):
 def _at(path: str) -> Any:
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
+
+
+END_SECONDS = 1.0  # that tasks which were cancelled are waited for
+
+draws_of_task: ContextVar[OwnDraws | None] = ContextVar("draws_of_task", default=None)
+
+
+class Coroutines:
+    """Runs calls on one event loop, in a thread that begins with the first; a call may wait while others run.
+
+    Whatever a task and the tasks that it makes draw from the process-wide `random` and NumPy is of the call's own
+    states. `results` is for several threads at once, each of which waits for its call.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def result(self, call: Callable[[], Any], draws: OwnDraws | None) -> Any:
+        """What a call returns, which is made on the loop; what it gives to await is awaited."""
+        draws_of_task.set(draws)  # tasks have a copy of the context that they are made in
+        return asyncio.run_coroutine_threadsafe(_awaited(call), self._running()).result()
+
+    def close(self) -> None:
+        """Cancel what is awaited and close the loop, where there is one; a later call has another."""
+        with self._lock:
+            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        if loop is None or thread is None:
+            return
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(END_SECONDS)  # longer only where code blocks the loop: its thread is no reason to stay
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._loop.set_task_factory(_task)
+                self._thread = threading.Thread(target=_run, args=[self._loop], name="coroutines", daemon=True)
+                self._thread.start()
+            return self._loop
+
+
+class DrawingCoroutine(Coroutine[Any, Any, Any]):
+    """A coroutine that draws from states of its own whenever it runs."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], draws: OwnDraws) -> None:
+        self._coroutine = coroutine
+        self._draws = draws
+
+    def send(self, value: Any) -> Any:
+        with self._draws.in_place():
+            return self._coroutine.send(value)
+
+    def throw(self, kind: Any, value: Any = None, traceback: TracebackType | None = None, /) -> Any:
+        with self._draws.in_place():
+            return self._coroutine.throw(kind if value is None else value)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._coroutine.__await__()
+
+
+def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **given: Any) -> asyncio.Task[Any]:
+    draws = draws_of_task.get()
+    return asyncio.Task(coroutine if draws is None else DrawingCoroutine(coroutine, draws), loop=loop, **given)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped; what is awaited then is cancelled."""
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(left, timeout=END_SECONDS) if left else asyncio.sleep(0))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+async def _awaited(call: Callable[[], Any]) -> Any:
+    value = call()
+    return await value if inspect.isawaitable(value) else value
+
+
+class OwnDraws:
+    """States of `random` and of NumPy's legacy generator, in place of the process's for as long as a call takes.
+
+    Args:
+        seed: Not below 0; the same gives the same numbers. None for the states that are there.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._states: tuple[Any, Any] = random.getstate(), np.random.get_state()
+        if seed is not None:
+            self._states = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
+
+    def to_json(self) -> list[Any]:
+        """The states."""
+        (version, numbers, gauss), of_numpy = self._states
+        kind, array, *rest = of_numpy
+        return [[version, list(numbers), gauss], [kind, array.tolist(), *rest]]
+
+    @classmethod
+    def from_json(cls, states: list[Any]) -> OwnDraws:
+        """States that `to_json`, or a worker, gave."""
+        (version, numbers, gauss), of_numpy = states
+        draws = cls()
+        draws._states = (version, tuple(numbers), gauss), tuple(of_numpy) if of_numpy is not None else draws._states[1]
+        return draws
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it the process draws from these states; afterwards from what was there. For one thread at a time."""
+        outside = random.getstate(), np.random.get_state()
+        random.setstate(self._states[0])
+        np.random.set_state(self._states[1])
+        try:
+            yield
+        finally:
+            self._states = random.getstate(), np.random.get_state()
+            random.setstate(outside[0])
+            np.random.set_state(outside[1])

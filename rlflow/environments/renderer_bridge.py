@@ -13,9 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlflow.environments.bridge import Bridge, ParsedTurn
-from rlflow.environments.messages import Message, message
-from rlflow.environments.special_tokens import MarkedTokenizer, SpecialTokens
+from rlflow.environments.bridge import Bridge, MarkedTokenizer, Message, ParsedTurn, SpecialTokens, message
 from rlflow.environments.tool_calls import ToolCall
 from rlflow.errors import UserError, did_you_mean, importable, one_line, require
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlflow.environments.bridge import Bridge, ParsedTurn
-from rlflow.environments.messages import Message, message
-from rlflow.environments.special_tokens import SpecialTokens
+from rlflow.environments.bridge import Bridge, Message, ParsedTurn, SpecialTokens, message
 from rlflow.environments.tool_calls import TOOL_FORMS, ToolCall, ToolForm
 from rlflow.errors import UserError, did_you_mean, one_line
 

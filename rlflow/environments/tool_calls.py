@@ -17,13 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlflow.environments import harmony
-
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.S)
 _CODER = re.compile(r"(?:<tool_call>\s*)?<function=(.*?)(?:</function>|$)|<tool_call>(?!\s*<function=)", re.S)
 _PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.S)
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _MISTRAL_CALL = re.compile(r"([^\[{\s]+)(?:\[CALL_ID\]([^\[]*))?(?:\[ARGS\])?\s*(.*)", re.S)
+_READER = re.compile(r"\bto=([^\s<]+)")
+_FUNCTIONS = "functions."
+_END = re.compile(r"<\|(?:end|call|return)\|>")
 _JSON = json.JSONDecoder()
 
 Schemas = Sequence[Mapping[str, Any]]
@@ -92,10 +93,29 @@ def _mistral(text: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def _harmony(text: str, schemas: Schemas) -> list[ToolCall]:
-    return [
-        ToolCall(name, {}, problem) if problem else _from_arguments(name, arguments)
-        for name, arguments, problem in harmony.calls_in(text)
-    ]
+    """Messages with a header, which names a channel and who reads it, before or behind the channel.
+
+    A turn may think before, in `<|channel|>analysis<|message|>...<|end|><|start|>assistant`. The format:
+    cookbook.openai.com/articles/openai-harmony.
+    """
+    calls = []
+    for message in text.split("<|start|>"):
+        header, written, body = message.partition("<|message|>")
+        reader = _READER.search(header)
+        if reader is None:
+            continue
+        name = reader.group(1).removeprefix(_FUNCTIONS)
+        if not written:
+            problem = "this tool call has no <|message|>, behind which its arguments stand"
+        elif not reader.group(1).startswith(_FUNCTIONS):
+            problem = f"there is no `{name}` to write to; tools are called by to={_FUNCTIONS}NAME"
+        elif not name:
+            problem = f"this tool call names no tool; write to={_FUNCTIONS}NAME"
+        else:
+            calls.append(_from_arguments(name, _END.split(body, maxsplit=1)[0]))
+            continue
+        calls.append(ToolCall(name, {}, problem))
+    return calls
 
 
 TOOL_FORMS = {
@@ -103,7 +123,7 @@ TOOL_FORMS = {
     "qwen3_coder": ToolForm("<function=", _qwen3_coder),
     "llama3": ToolForm("<|python_tag|>", _llama3),
     "mistral": ToolForm("[TOOL_CALLS]", _mistral),
-    "harmony": ToolForm(harmony.MARK, _harmony),
+    "harmony": ToolForm("<|channel|>", _harmony),
 }
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from rlflow.environments.bridge import Bridge
-from rlflow.environments.environment_session import EnvironmentSession
-from rlflow.environments.messages import Message
+from rlflow.environments.bridge import Bridge, Message
+from rlflow.environments.session import EnvironmentSession
 from rlflow.rollout.engine import Completion
 from rlflow.values.ending import Ending
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rlflow.environments.bridge import Bridge
-from rlflow.environments.environment_session import EnvironmentSession
+from rlflow.environments.session import EnvironmentSession
 from rlflow.rollout.conversation import Conversation
 from rlflow.values.ending import Ending
 from rlflow.values.path import RowPath

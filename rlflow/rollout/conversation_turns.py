@@ -7,12 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from rlflow.environments.bridge import Bridge, ParsedTurn
+from rlflow.environments.bridge import Bridge, Message, ParsedTurn, message
 from rlflow.environments.environment import OnFailure
-from rlflow.environments.environment_session import EnvironmentSession
 from rlflow.environments.host import HostError
-from rlflow.environments.messages import Message, message
-from rlflow.environments.session import Reply, Session
+from rlflow.environments.session import EnvironmentSession, Reply, Session
 from rlflow.errors import UserError
 from rlflow.loggers.secrets import shown
 from rlflow.rollout.conversation import Conversation

@@ -7,10 +7,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from rlflow.environments.bridge import Bridge
-from rlflow.environments.game_session import GameSession, Move
+from rlflow.environments.bridge import Bridge, Message
 from rlflow.environments.host import HostError
-from rlflow.environments.messages import Message
+from rlflow.environments.session import GameSession, Move
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.conversation_loop import ConversationSteps, EnvironmentCall
 from rlflow.rollout.conversation_turns import Rules, add_answer, fail, new_conversation, parse_turn, take_turn, unread

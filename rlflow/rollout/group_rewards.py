@@ -7,8 +7,8 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
-from rlflow.environments.environment_session import EnvironmentSession
 from rlflow.environments.host import HostError
+from rlflow.environments.session import EnvironmentSession
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.conversation_loop import ConversationSteps, EnvironmentCall
 from rlflow.rollout.conversation_turns import Rules, fail

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from rlflow.environments.messages import message
+from rlflow.environments.bridge import message
 from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.errors import UserError
 from rlflow.models.tiny import CHAT_TEMPLATE, tiny_tokenizer

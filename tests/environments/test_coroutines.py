@@ -7,9 +7,9 @@ import random
 import time
 
 from rlflow.environments.bridge import ParsedTurn
-from rlflow.environments.coroutines import Coroutines
 from rlflow.environments.environment import Environment
 from rlflow.environments.environment_calls import EnvironmentCalls
+from rlflow.environments.host import Coroutines
 from rlflow.environments.session import Session
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rlflow.environments.definition import defined
+from rlflow.environments.bridge import message
+from rlflow.environments.environment import defined
 from rlflow.environments.host import InProcess
-from rlflow.environments.messages import message
 from rlflow.environments.session import Session
 from tests.environments import games
 from tests.environments.test_session import call, spoken

@@ -8,7 +8,7 @@ import pytest
 
 from rlflow import Environment
 from rlflow.environments.conversation_format import Bridges
-from rlflow.environments.definition import Definition
+from rlflow.environments.environment import Definition
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlflow.environments.definition import defined
-from rlflow.environments.game_session import GameSession
+from rlflow.environments.bridge import message
+from rlflow.environments.environment import defined
 from rlflow.environments.host import Host, InProcess
-from rlflow.environments.messages import message
+from rlflow.environments.session import GameSession
 from rlflow.errors import UserError
 
 PROMPT = [message("user", "Win.")]

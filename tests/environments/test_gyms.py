@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from rlflow import Environment
-from rlflow.environments.bridge import ParsedTurn
+from rlflow.environments.bridge import ParsedTurn, message
 from rlflow.environments.host import HostError, InProcess
-from rlflow.environments.messages import message
 from rlflow.environments.session import Session
 
 SKY = "rlflow.environments.SkyRLGym"

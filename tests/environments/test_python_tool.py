@@ -11,7 +11,7 @@ import pytest
 
 from rlflow.environments import PythonTool
 from rlflow.environments.bridge import ParsedTurn
-from rlflow.environments.definition import defined
+from rlflow.environments.environment import defined
 from rlflow.environments.host import InProcess, InWorker
 from rlflow.environments.session import Session
 from rlflow.environments.tool_calls import ToolCall

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlflow.environments.messages import Message, message
+from rlflow.environments.bridge import Message, message
 from rlflow.environments.renderer_bridge import RendererBridge
 from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.environments.tool_calls import ToolCall

@@ -14,12 +14,10 @@ import numpy as np
 import pytest
 
 from rlflow import Environment
-from rlflow.environments.bridge import ParsedTurn
-from rlflow.environments.coroutines import Coroutines
-from rlflow.environments.definition import defined
+from rlflow.environments.bridge import ParsedTurn, message
+from rlflow.environments.environment import defined
 from rlflow.environments.environment_calls import EnvironmentCalls
-from rlflow.environments.host import Host, HostDied, HostError, InProcess, InWorker
-from rlflow.environments.messages import message
+from rlflow.environments.host import Coroutines, Host, HostDied, HostError, InProcess, InWorker
 from rlflow.environments.session import Session
 from rlflow.environments.tool_calls import TOOL_FORMS
 from rlflow.errors import UserError

@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, pre_tokenizers
 
-from rlflow.environments.bridge import Bridge
-from rlflow.environments.messages import message
+from rlflow.environments.bridge import MARK, Bridge, SpecialTokens, message
 from rlflow.environments.renderer_bridge import RendererBridge
-from rlflow.environments.special_tokens import MARK, SpecialTokens
 from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer

@@ -10,9 +10,9 @@ import pytest
 from rlflow.commands.fit import read_fit
 from rlflow.configs.stones import Moves, Stones, game
 from rlflow.data import RandomRows
-from rlflow.environments.definition import defined
-from rlflow.environments.game_session import GameSession
+from rlflow.environments.environment import defined
 from rlflow.environments.host import InProcess
+from rlflow.environments.session import GameSession
 
 
 def test_who_leaves_a_multiple_of_four_wins_against_any_move() -> None:

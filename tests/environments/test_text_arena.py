@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rlflow import Environment
-from rlflow.environments.game_session import GameSession, Move
 from rlflow.environments.host import Host, InProcess
+from rlflow.environments.session import GameSession, Move
 from rlflow.errors import UserError
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from copy import deepcopy
 from typing import Any
+from unicodedata import normalize
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlflow.environments.messages import message
+from rlflow.environments.bridge import message
 from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.environments.tool_calls import TOOL_FORMS, ToolCall
 from rlflow.errors import UserError
@@ -39,8 +40,8 @@ BRIDGES = {family: bridge_of(family) for family in FAMILIES}
 @settings(max_examples=25, deadline=None)
 @given(arguments=ARGUMENTS)
 def test_a_call_that_a_family_s_template_writes_is_read_back(family: str, arguments: dict[str, Any]) -> None:
-    if family == "qwen3-coder":  # whose template writes a value between line breaks
-        arguments["word"] = arguments["word"].strip("\n")
+    if family == "qwen3-coder":  # whose template writes a value between line breaks, and whose tokenizer reads NFC
+        arguments["word"] = normalize("NFC", arguments["word"]).strip("\n")
     function = {"name": "guess", "arguments": arguments}
     call = message("assistant", "", tool_calls=[{"id": "abcdefg12", "type": "function", "function": function}])
     asked = [message("user", "?")]

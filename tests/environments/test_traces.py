@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from rlflow.data.prompts import Encoder, PromptData
+from rlflow.environments.bridge import message
+from rlflow.environments.conversation_format import traced
 from rlflow.environments.environment import Environment
-from rlflow.environments.messages import message
 from rlflow.environments.template_bridge import TemplateBridge
-from rlflow.environments.traces import traced
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer
 from tests.data.listed import Listed

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from rlflow.environments import watch
-from rlflow.environments.definition import defined
+from rlflow.environments import session
+from rlflow.environments.environment import defined
 from rlflow.environments.host import Host, InProcess, InWorker
 from rlflow.environments.session import Session
 from rlflow.worker import Limits
@@ -19,8 +19,7 @@ from rlflow.worker import Limits
 def test_a_call_that_does_not_return_is_warned_of_once(
     host: Host, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(watch, "WARN_AFTER", 0.1)
-    monkeypatch.setattr("rlflow.environments.environment_session.watch", watch.CallWatch())
+    monkeypatch.setattr(session, "WARN_AFTER", 0.1)
     with caplog.at_level(logging.WARNING):
         Session(defined("games.Late"), host).begin([{"role": "user", "content": "?"}], {"late": 0.5})
     host.close()

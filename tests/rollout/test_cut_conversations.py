@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow.environments.definition import Definition, defined
+from rlflow.environments.bridge import message
+from rlflow.environments.environment import Definition, defined
 from rlflow.environments.environment_calls import EnvironmentCalls
 from rlflow.environments.host import Host, InProcess, InWorker
-from rlflow.environments.messages import message
 from rlflow.environments.session import Session
 from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.errors import UserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlflow.environments.bridge import ParsedTurn
-from rlflow.environments.definition import defined
+from rlflow.environments.environment import defined
 from rlflow.environments.host import InProcess
 from rlflow.environments.session import Session
 from rlflow.environments.template_bridge import TemplateBridge

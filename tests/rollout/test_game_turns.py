@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow.environments.definition import defined
+from rlflow.environments.bridge import Message, message
+from rlflow.environments.environment import defined
 from rlflow.environments.environment_calls import EnvironmentCalls
-from rlflow.environments.game_session import GameSession
 from rlflow.environments.host import InProcess
-from rlflow.environments.messages import Message, message
+from rlflow.environments.session import GameSession
 from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
