@@ -13,8 +13,7 @@ from rlflow.environments.environment_session import EnvironmentSession
 from rlflow.environments.host import HostError
 from rlflow.environments.messages import Message, message
 from rlflow.environments.session import Reply, Session
-from rlflow.errors import UserError
-from rlflow.loggers.secrets import shown
+from rlflow.errors import UserError, shown
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.conversation_loop import ConversationSteps, EnvironmentCall, PolicyTurn
 from rlflow.rollout.engine import Completion
