@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import NoReturn
 
-from rlflow.errors import Preempted, UserError, one_line, readable
-from rlflow.loggers.secrets import shown
+from rlflow.errors import Preempted, UserError, one_line, readable, shown
 from rlflow.process import environment, preemption, startup, status, terminal
 from rlflow.process.status import refusing_exits
 from rlflow.process.supervisor import leave, supervise

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 SETTING = re.compile(r"(?<!column )`([a-z_][\w.]*)`")  # in a message; a dataset's column is none
-READ, SHOWN = 16_384, 4_096  # letters of a message that are read, and of its line that are shown
+WHOLE, READ, SHOWN = 131_072, 16_384, 4_096  # letters shown of a text, of another library's error, and of a line
 MORE = " ... ({:,} letters more)"
 _PLACE = "_place_in_config"
 
@@ -207,20 +207,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def shortened(text: str, most: int = READ) -> str:
-    """A text that is too long without its end, and how much of it there is more.
-
-    A word that would be cut in two is left out: half a secret would not be known for one. What is read for secrets
-    (`READ`) is longer than what is shown of it in the end (`SHOWN`).
-    """
+    """A text that is too long without its middle, and how much of it there is more."""
     if len(text) <= most:
         return text
-    head = text[:most]
-    for signs in (" \n\t\r'\"`", ",;&|<>(){}[]"):
-        end = max(head.rfind(sign, most - most // 4) for sign in signs)
-        if end >= 0:
-            head = head[: end + 1]
-            break
-    return f"{head}{MORE.format(len(text) - len(head))}"
+    last = most // 4
+    return text[: most - last] + MORE.format(len(text) - most) + " ... " + text[-last:]
+
+
+def shown(text: str) -> str:
+    """A text as it stands in a log or on a terminal: of a line or a whole that is too long without its middle."""
+    return "\n".join(shortened(line, SHOWN) for line in shortened(text, WHOLE).split("\n"))
 
 
 def readable(text: str) -> str:

@@ -125,8 +125,8 @@ def test_a_reward_that_leaves_with_code_0_on_rank_0_is_named_and_the_run_has_fai
 def test_a_text_of_others_can_forge_no_line_and_does_nothing_to_the_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    _tell("Traceback:\nKeyError: \x1b[2J\nrlflow: error: forged, \rpassword=opensesame\n  rlflow stays")
-    shown = "Traceback:\nKeyError: \\x1b[2J\n  rlflow: error: forged, \\rpassword=***\n  rlflow stays\n"
+    _tell("Traceback:\nKeyError: \x1b[2J\nrlflow: error: forged, \ragain\n  rlflow stays")
+    shown = "Traceback:\nKeyError: \\x1b[2J\n  rlflow: error: forged, \\ragain\n  rlflow stays\n"
     assert capsys.readouterr().err == shown
 
 

@@ -11,8 +11,7 @@ from rlflow.config.checking import Mistake
 from rlflow.config.layers import Layer, Text
 from rlflow.dag.problems import GraphError
 from rlflow.errors import SETTING, UserError, readable_line
-from rlflow.loggers.secret_keys import is_secret
-from rlflow.loggers.secrets import HIDDEN, text_without_secrets, without_secrets
+from rlflow.loggers.secrets import HIDDEN, is_secret, without_secrets
 
 CLASS, ARGUMENTS = "class_path", "init_args"
 
@@ -28,7 +27,7 @@ class ConfigError(UserError):
         value = mistake.value.value if isinstance(mistake.value, Text) else mistake.value
         shown = HIDDEN if any(is_secret(key, value) for key in mistake.keys) else _shown(without_secrets(value))
         key = ".".join(map(_printable, mistake.keys))
-        super().__init__(text_without_secrets(f"`{key}` {mistake.found.replace('{value}', shown)}"))
+        super().__init__(f"`{key}` {mistake.found.replace('{value}', shown)}")
         self.settings = (key,)
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from rlflow.config.reading import MOST_BYTES, composed, constructed, read
 from rlflow.errors import UserError, one_line
-from rlflow.loggers.secrets import text_without_secrets, without_secrets
+from rlflow.loggers.secrets import arguments_without_secrets, without_secrets
 from rlflow.no_file import no_file
 
 CONFIG = "config"
@@ -93,7 +93,7 @@ def options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--") or argument == "--":
-            given = f"{text_without_secrets(argument):.80}"
+            given = f"{arguments_without_secrets([argument])[0]:.80}"
             raise UserError(f"`{given}` is neither an option nor a value of one; an option is `--key value`")
         name, equals, value = argument[2:].partition("=")
         if equals:
@@ -108,7 +108,7 @@ def _file(path: str) -> Layer:
     Raises:
         UserError: It cannot be read, is not YAML, or holds no keys.
     """
-    what = f"`--{CONFIG}` is {text_without_secrets(path)!r:.200}"
+    what = f"`--{CONFIG}` is {path!r:.200}"
     try:
         if not Path(path).is_file():
             raise UserError(f"{what}{no_file(path, 'a YAML file', '.yaml', '.yml')}")

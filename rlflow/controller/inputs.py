@@ -30,8 +30,7 @@ from rlflow.databuffer.descent import ancestors, beside_parents
 from rlflow.databuffer.kept import Kept, KeptValue
 from rlflow.databuffer.partition import Partition
 from rlflow.databuffer.rows import RowSpace
-from rlflow.errors import one_line, readable
-from rlflow.loggers.secrets import shown
+from rlflow.errors import one_line, readable, shown
 from rlflow.state.tensors import without_tensors
 from rlflow.storage.draft import of_rank
 from rlflow.storage.tensors import sha256

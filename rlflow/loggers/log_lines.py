@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from rlflow.errors import readable
-from rlflow.loggers.secrets import shown
+from rlflow.errors import readable, shown
 
 
 class _OneReadableLine(logging.Filter):
@@ -16,7 +15,7 @@ class _OneReadableLine(logging.Filter):
 
 
 def line_log(name: str) -> logging.Logger:
-    """A module's log. Each message is one line, without secrets, in which control characters are escaped."""
+    """A module's log. Each message is one line in which control characters are escaped."""
     log = logging.getLogger(name)
     if not any(isinstance(each, _OneReadableLine) for each in log.filters):
         log.addFilter(_OneReadableLine())

@@ -16,7 +16,6 @@ from typing import Any, Literal, get_args
 
 from rlflow.errors import ENDING, UserError, one_line
 from rlflow.loggers.log_lines import line_log
-from rlflow.loggers.secrets import text_without_secrets
 
 LeftOut = Literal["mask", "skip"]
 Failed = Literal["zero", "mask", "skip"]
@@ -305,7 +304,7 @@ def _number(score: Any) -> float:
 
 
 def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {text_without_secrets(one_line(error)):.{MOST_SAID}}"
+    return f"{type(error).__name__}: {one_line(error):.{MOST_SAID}}"
 
 
 def _raised_at(error: BaseException) -> str:

@@ -11,8 +11,7 @@ from rlflow.environments.bridge import Bridge, Message, ParsedTurn, message
 from rlflow.environments.environment import OnFailure
 from rlflow.environments.host import HostError
 from rlflow.environments.session import EnvironmentSession, Reply, Session
-from rlflow.errors import UserError
-from rlflow.loggers.secrets import shown
+from rlflow.errors import UserError, shown
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.conversation_loop import ConversationSteps, EnvironmentCall, PolicyTurn
 from rlflow.rollout.engine import Completion

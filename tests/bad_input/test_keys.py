@@ -223,8 +223,8 @@ def test_a_wrong_command_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("option", "secret"),
     [
-        ("--trainer.max_steps=sk-abcdefghijklmnop1234", "sk-abcdefghijklmnop1234"),
-        ("--trainer.hf_tokn=hf_abcdefghijklmnop1234", "hf_abcdefghijklmnop1234"),
+        ("--trainer.hf_token=opensesame", "opensesame"),
+        ("--trainer.store={password: opensesame}", "opensesame"),
         ("--trainer.password=opensesame", "opensesame"),
         ("password=opensesame", "opensesame"),
     ],

@@ -19,5 +19,5 @@ ROWS = {
     "leaks": "less than 2 kB a step over 2,000 steps; files, threads, processes constant; nothing left after 20 kills",
     "two runs, one folder": "the second is refused in one line; no folder of others is moved",
     "determinism": "metrics but times equal to the byte at equal ranks; the same prompts on 1, 2 and 4 ranks",
-    "safety": "no code of models by itself, no pickle, ports on one interface, 24 secrets, none found; output escaped",
+    "safety": "no code of models by itself, no pickle, ports on one interface, 16 secrets, none found; output escaped",
 }

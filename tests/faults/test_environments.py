@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from rlflow.environments.host import InWorker
-from rlflow.errors import UserError
-from rlflow.loggers.secrets import shown
+from rlflow.errors import UserError, shown
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import RolloutEngine, TransformersEngine
 from rlflow.rollout.conversation import Conversation

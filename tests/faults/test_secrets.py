@@ -1,4 +1,4 @@
-"""Secrets of the config, the command line, the environment and errors are in no file and no line of a run."""
+"""Secrets of the config, the command line and the environment are in no file and no line of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.own_folder import TWO_RANKS, write
 
 pytestmark = [pytest.mark.row("safety"), pytest.mark.faults]
 
-# Made up, 24 of them: what stands under a key that names a secret has no shape of its own.
+# Made up, each under a key that names a secret; and one in the environment.
 KEYS = {
     "api_key": "opensesame-01",
     "Authorization": "opensesame-02",
@@ -27,30 +27,18 @@ KEYS = {
     "PLANTED_TOKEN": "opensesame-07",
     "hf_token": "opensesame-08",
     "password": "opensesame-09",
-    "login": "me:opensesame-10",
-    "signature": "opensesame-11",
-    "private_key": "opensesame-12",
-    "db_pass": "opensesame-13",
-    "openai_key": "opensesame-14",
-    "tokens": "opensesame-15",
-    "passwords": "opensesame-16",
+    "private_key": "opensesame-10",
+    "db_pass": "opensesame-11",
+    "openai_key": "sk-proj-" + "aBcDeFgHiJkL-5678",
+    "tokens": "opensesame-13",
+    "passwords": "opensesame-14",
+    "login_password": "opensesame-15",
+    "secret": "opensesame-16",
 }
-SHAPES = {
-    "Hugging Face": "hf_" + "aBcDeFgHiJkLmNoPqRsT",
-    "OpenAI": "sk-proj-" + "abcd1234efgh5678",
-    "GitHub": "ghp_" + "abcdefghijklmnop1234",
-    "AWS": "AKIA" + "IOSFODNN7EXAMPLE",
-    "Google": "AIza" + "SyA1234567890abcdefghijklmnopqrstuv",
-    "Slack": "xoxb-" + "123456789012-abcdefghijkl",
-    "GitLab": "glpat-" + "abcdefghij0123456789",
-    "JSON web token": "eyJhbGciOiJIUzI1NiJ9" + ".eyJzdWIiOiIxMjM0In0" + ".abc_DEF-123",
-}
-PLANTED = [*KEYS.values(), *SHAPES.values()]
 REWARD = "module.init_args.reward"
 IN_THE_CONFIG = {
     "class_path": "tests.faults.secret_rewards.Served",
     "init_args": {
-        "url": f"https://{KEYS['login']}@example.org/score?signature={KEYS['signature']}",
         "api_key": KEYS["api_key"],
         "headers": {"Authorization": KEYS["Authorization"], "x-slack_webhook": KEYS["slack_webhook"]},
         "stores": [
@@ -58,16 +46,14 @@ IN_THE_CONFIG = {
             {name: KEYS[name] for name in ("db_pass", "openai_key")},
             {"tokens": [KEYS["tokens"]], "passwords": {"a": KEYS["passwords"]}},
         ],
-        "note": f"the old one was {SHAPES['OpenAI']}",
-        "names": [SHAPES[name] for name in ("AWS", "Google", "Slack", "GitLab", "JSON web token")],
+        "command": ["serve", "--login_password", KEYS["login_password"]],
     },
 }
-IN_THE_ENVIRONMENT = {"PLANTED_TOKEN": KEYS["PLANTED_TOKEN"], "PLANTED_SHAPE": SHAPES["GitHub"]}
 ON_THE_COMMAND_LINE = [
     f"--{REWARD}.init_args.hf_token={KEYS['hf_token']}",
     f"--{REWARD}.init_args.password",
     KEYS["password"],
-    f"--{REWARD}.init_args.names+={SHAPES['Hugging Face']}",
+    f"--{REWARD}.init_args.stores+={{secret: {KEYS['secret']}}}",
 ]
 LOGGERS = [
     {"class_path": "rlflow.loggers.WandbLogger", "init_args": {"mode": "offline"}},
@@ -81,7 +67,7 @@ def run(folder: Path, *more: str) -> tuple[Ended, list[list[str]]]:
     own_folder.make(folder)
     kept = {"trainer.keep_inputs": [1], "trainer.save_every_n_steps": 1, "trainer.max_steps": 2}
     write(folder / "my.yaml", TWO_RANKS | kept | {REWARD: IN_THE_CONFIG, "logger": LOGGERS})
-    environment = IN_THE_ENVIRONMENT | {"PYTHONPATH": f"{folder}:{PROJECT}"}
+    environment = {"PLANTED_TOKEN": KEYS["PLANTED_TOKEN"], "PYTHONPATH": f"{folder}:{PROJECT}"}
     lines: list[list[str]] = []
     arguments = ["fit", "--config", "my.yaml", *ON_THE_COMMAND_LINE, *more]
     with Running(folder, *arguments, environment=environment) as running:
@@ -107,11 +93,12 @@ def found_in(folder: Path, ended: Ended, lines: list[list[str]], *parts: str) ->
         assert any(part in name for name in places), (part, list(places))
     assert any(b"api_key: '***'" in content for content in places.values())
     places |= {"the terminal": (ended.output + ended.errors).encode(), "command lines": repr(lines).encode()}
-    bare = {secret: secret.rpartition(":")[2].encode() for secret in PLANTED}
-    return [(secret, name) for secret in PLANTED for name, content in places.items() if bare[secret] in content]
+    return [
+        (key, name) for key, secret in KEYS.items() for name, content in places.items() if secret.encode() in content
+    ]
 
 
-def test_24_planted_secrets_are_found_in_no_file_line_or_command_of_a_run(
+def test_planted_secrets_are_found_in_no_file_line_or_command_of_a_run(
     tmp_path: Path, seen: Callable[[str], None]
 ) -> None:
     ended, lines = run(tmp_path)
@@ -120,10 +107,10 @@ def test_24_planted_secrets_are_found_in_no_file_line_or_command_of_a_run(
     assert any("***" in word for line in lines for word in line)  # rank 1
     kept = ("config.yaml", ".wandb", "tfevents", "state.json", "/inputs/", "metrics", "samples", "trace", "summary")
     assert found_in(tmp_path, ended, lines, *kept) == []
-    seen(f"{len(PLANTED)} planted, 0 found")
+    seen(f"{len(KEYS)} planted, 0 found")
 
 
-def test_nor_in_those_of_a_run_that_ends_with_an_error_that_has_them(tmp_path: Path) -> None:
+def test_nor_in_those_of_a_run_that_ends_with_an_error_which_forges_no_line(tmp_path: Path) -> None:
     ended, lines = run(tmp_path, f"--{REWARD}.init_args.at_end", "true", "--trainer.keep_inputs", "[]")
     assert ended.code == 2, ended
     assert "answered 401" in ended.last

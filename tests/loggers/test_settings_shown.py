@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlflow.loggers.secrets import arguments_without_secrets, text_without_secrets, without_secrets
+from rlflow.loggers.secrets import arguments_without_secrets, without_secrets
 
 PROJECT = Path(__file__).parents[2]
 CONFIGS = sorted((PROJECT / "configs").rglob("*.yaml"))
@@ -46,18 +46,15 @@ def test_no_setting_is_hidden(value: object) -> None:
     names = sorted(settings() if value != "a" else settings() - COUNTED)
     assert without_secrets(dict.fromkeys(names, value)) == dict.fromkeys(names, value)
     for name in names:
-        assert text_without_secrets(f"`{name}` is 3; {name}: {value}") == f"`{name}` is 3; {name}: {value}"
         assert arguments_without_secrets([f"--a.{name}", str(value)]) == [f"--a.{name}", str(value)]
 
 
 def test_no_metric_is_hidden() -> None:
     for name in metrics():
         assert without_secrets({name: 0.5}) == {name: 0.5}
-        assert text_without_secrets(f"{name}: 1,024, {name}=0.5") == f"{name}: 1,024, {name}=0.5"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
 def test_nothing_of_a_config_is_hidden(path: Path) -> None:
     config = yaml.safe_load(path.read_text())
     assert without_secrets(config) == config
-    assert text_without_secrets(path.read_text()) == path.read_text()
