@@ -26,8 +26,7 @@ from rlflow.rollout.assignment import EngineSettings, Share
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.run.checks import check_apart, check_monitors, check_rows
 from rlflow.run.fit import fit
-from rlflow.run.folder import require_folder
-from rlflow.run.folder_lock import require_own
+from rlflow.run.folder import require_folder, require_own
 from rlflow.run.prepare import prepare
 from rlflow.run.replay import Replay, Replayed, replay
 from rlflow.run.validation import validate

@@ -116,8 +116,8 @@ def _without_first(mask: Tensor) -> Tensor:
 
 def _reference_follows(old: Callable[..., float], strategy: SingleProcess, name: str, role: Any) -> float:
     norm = old(strategy, name, role)
-    if name == "actor" and "reference" in strategy._roles:
-        strategy._roles["reference"].model.load_state_dict(role.model.state_dict())
+    if name == "actor" and "reference" in strategy.roles:
+        strategy.roles["reference"].model.load_state_dict(role.model.state_dict())
     return norm
 
 

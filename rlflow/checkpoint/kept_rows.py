@@ -32,7 +32,6 @@ from rlflow.values.absent import Absent
 from rlflow.values.columns import columns, join_rows, take_rows, with_path
 from rlflow.values.cuts import Cut
 from rlflow.values.layout import Layout
-from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 
 SURPLUS = "surplus"
@@ -225,21 +224,13 @@ def _space_from_json(
     like: RowSpace, stored: dict[str, Any], dealt: dict[Layout, Partition] | None, layouts: list[Layout]
 ) -> RowSpace:
     """The stored rows; where their layouts are other ones now, with their groups dealt anew."""
-    arrays = {name: torch.tensor(stored[name], dtype=torch.int64) for name in NUMBERS} | {"path": _path(stored, like)}
+    arrays = {name: torch.tensor(stored[name], dtype=torch.int64) for name in ("path", *NUMBERS)}
+    arrays["path"] = arrays["path"].view(-1, like.path.shape[1])  # of no rows it has no width
     made_in = like.home[0]
     if dealt is not None:
         return like.renewed(arrays, dealt)
     anew = like.renewed(arrays, {made_in: Partition(group_partition(arrays["path"][:, 0], made_in.shards))})
     return like.renewed(arrays, {layout: anew.partition(layout) for layout in layouts})
-
-
-def _path(stored: dict[str, Any], like: RowSpace) -> Tensor:
-    """The paths `[N, depth]`; of a checkpoint that has ids and groups, (group, number among the group's rows)."""
-    depth = like.path.shape[1]
-    if "path" in stored:
-        return torch.tensor(stored["path"], dtype=torch.int64).view(-1, depth)
-    groups = torch.tensor(stored["groups"], dtype=torch.int64)
-    return groups[:, None] if depth == 1 else RowPath.of_groups(groups).numbers
 
 
 def _layout(stored: dict[str, Any]) -> Layout:

@@ -7,25 +7,14 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlflow.errors import UserError, one_line
-
-
-class Resumed(Protocol):
-    """The strategy, as far as reading needs it."""
-
-    def holds(self, name: str) -> bool: ...
-
-    def load_state_parts(
-        self, name: str, stored: Stored, updates_done: int, loss_scale: tuple[float, int] | None = None
-    ) -> None: ...
-
-    def untrained_record(self, name: str) -> dict[str, Any]: ...
+from rlflow.strategies.strategy import TrainingStrategy
 
 
 @dataclass(frozen=True)
@@ -110,7 +99,7 @@ def index_name(role: str) -> str:
     return f"{role}.json"
 
 
-def restore(folder: Path, strategy: Resumed, roles: Iterable[str]) -> None:
+def restore(folder: Path, strategy: TrainingStrategy, roles: Iterable[str]) -> None:
     """Bring every trained role of this rank to where it stood; called by all ranks.
 
     Args:
@@ -128,7 +117,7 @@ def restore(folder: Path, strategy: Resumed, roles: Iterable[str]) -> None:
                 f"{folder} has no state of `{role}`, which this run trains; continue with the same `module`"
             )
         index = RoleIndex.read(path)
-        _require_same(role, found=strategy.untrained_record(role), stored=index.untrained)
+        _require_same(role, found=strategy.roles[role].model.untrained_record(), stored=index.untrained)
         strategy.load_state_parts(role, Stored(folder, role, index), index.updates, index.loss_scale)
 
 
@@ -151,7 +140,7 @@ def _require_same(role: str, found: Mapping[str, Any], stored: Mapping[str, Any]
 
 
 class Stored:
-    """One role's state in a checkpoint, see `rlflow.strategies.state.StoredState`."""
+    """One role's state in a checkpoint, see `rlflow.strategies.strategy.StoredState`."""
 
     def __init__(self, folder: Path, role: str, index: RoleIndex) -> None:
         self._folder, self._role, self._index = folder, role, index

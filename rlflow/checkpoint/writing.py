@@ -7,9 +7,8 @@ import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,30 +22,9 @@ from rlflow.models.tensor_range import TensorRange
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import LEFT, Draft, Record, not_written, of_rank
 from rlflow.storage.tensors import StoredTensor, all_finite, write_tensors
+from rlflow.strategies.strategy import TrainingStrategy
 
 MODULE = "module-state"  # in the names of files of the module's tensors; no role is called so
-
-
-class Recorded(Protocol):
-    """A loss scale, as far as writing needs it."""
-
-    def record(self) -> tuple[float, int]: ...
-
-
-class Saved(Protocol):
-    """The strategy, as far as writing needs it."""
-
-    def holds(self, name: str) -> bool: ...
-
-    def leads(self, name: str) -> bool: ...
-
-    def state_parts(self, name: str) -> Iterable[tuple[str, torch.Size, dict[str, TensorRange]]]: ...
-
-    def untrained_record(self, name: str) -> dict[str, Any]: ...
-
-    def updates_done(self, name: str) -> int: ...
-
-    def loss_scale(self, name: str) -> Recorded | None: ...
 
 
 class RoleShare:
@@ -58,7 +36,7 @@ class RoleShare:
         disk: Writes it; copies it now if the run goes on meanwhile.
     """
 
-    def __init__(self, strategy: Saved, role: str, disk: Disk) -> None:
+    def __init__(self, strategy: TrainingStrategy, role: str, disk: Disk) -> None:
         self._strategy, self.role = strategy, role
         self._entries: list[StoredTensor] = []
         self._copies: list[Tensor] | None = [] if disk.asynchronous else None
@@ -76,11 +54,11 @@ class RoleShare:
                     self._copies.append(disk.copy(f"{role}/{key}", values))
         self.more: dict[str, Any] = {"ranges": ranges}
         if strategy.leads(role):
-            scale = strategy.loss_scale(role)
+            scale = strategy.roles[role].loss_scale
             self.more |= {
                 "loss_scale": None if scale is None else scale.record(),
-                "updates": strategy.updates_done(role),
-                "untrained": strategy.untrained_record(role),
+                "updates": strategy.roles[role].done,
+                "untrained": strategy.roles[role].model.untrained_record(),
                 "kinds": kinds,
                 "shapes": shapes,
             }
@@ -115,7 +93,7 @@ def draft_of(folder: Path, step: int) -> Draft:
 def write_share(
     draft: Draft,
     disk: Disk,
-    strategy: Saved,
+    strategy: TrainingStrategy,
     roles: Iterable[str],
     nodes: Mapping[int, str],
     rank: int,

@@ -123,7 +123,7 @@ class Training:
         handle: ModelHandle = getattr(self._module, node.role)
         if handle.lora is not None and handle.lora.dropout > 0:
             torch.manual_seed(sampling_seed(self._seed, step, node.id, (0,), self._transport.rank))
-        self._strategy.at_step(node.role, step - handle.start_step)
+        self._strategy.roles[node.role].step = step - handle.start_step
         bring_over(each for name, value in values.items() for each in countable(value, self._graph.type_of(name)))
         mini_batches = space.held_mini_batches(layout, self._transport.rank)
         self.tried[node.role] += handle.epochs * len(mini_batches)
@@ -198,7 +198,7 @@ class Training:
         self._log(role, loss_here, balance_here, layout, metrics)
         largest = self.watch.largest(role)
         norm = self._strategy.step(role, largest)
-        self.watch.note(role, norm, largest, self._strategy.loss_scale(role), metrics, mini)
+        self.watch.note(role, norm, largest, self._strategy.roles[role].loss_scale, metrics, mini)
 
     def _take(self, values: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
         return {name: take_rows(value, self._graph.type_of(name), rows) for name, value in values.items()}

@@ -20,7 +20,7 @@ class DeferredPackage(ModuleType):
     """Its submodules are found; it is executed when an attribute is asked for that it has not."""
 
     def __getattr__(self, name: str) -> Any:
-        """Of the package, executed now; a submodule that is being imported is no reason to."""
+        """Attribute of the package, which is executed now, unless it is a submodule that is being imported."""
         if (submodule := sys.modules.get(f"{self.__name__}.{name}")) is not None:
             return submodule
         if name.startswith("__") and name not in SAID_BY_THE_WHOLE:

@@ -57,9 +57,9 @@ def require_known_gpu(device: torch.device, dtype: torch.dtype) -> None:
     """Refuse a GPU for which torch's build, and vLLM's, which is for the same GPUs, has no kernels.
 
     Args:
-        device: Of this rank.
-        dtype: Of forward passes; packed ones of 16 bits are by flash attention, and every model is tried by one when it
-            is loaded, with `packing: false` too.
+        device: Device of this rank.
+        dtype: Dtype of forward passes; packed ones of 16 bits are by flash attention, and every model is tried by one
+            when it is loaded, with `packing: false` too.
 
     Raises:
         UserError: It is such a GPU.

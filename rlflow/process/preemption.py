@@ -38,7 +38,7 @@ class _Preemption:
         begun: Whether the run decides when it ends; else it ends at once.
         last_line: What the terminal reads at the end of that time; None where it has read it.
         saved: Whether the state is saved, and nothing is left to do but to end.
-        raised: Whether the main thread was told at once, which may be before the number is noted here.
+        raised: Whether the main thread was interrupted at once, which may be before the number is noted here.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ def handled(until_exit: bool) -> Iterator[None]:
             signal.set_wakeup_fd(before.pop(0))
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_IGN if ends else handler or signal.SIG_DFL)
-            if ends:  # the thread goes on to watch that the process ends in time; the caller reports why
+            if ends:  # the thread still watches that the process ends in time; the caller reports why
                 mine.last_line = None
             else:
                 mine.close()

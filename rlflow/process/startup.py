@@ -4,56 +4,37 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import dataclass
 
 import psutil
 
 SHORTEST_S = 0.05  # a phase that takes less is not shown
 
 
-@dataclass(frozen=True)
-class StartupPhase:
-    """What a process did from `start` to `end`, seconds of `time.perf_counter`."""
-
-    name: str
-    start: float
-    end: float
-
-
 class Startup:
-    """The phases so far.
+    """The seconds of the phases so far.
 
     Args:
         began: When the first one began, of `time.perf_counter`.
+        pauses_gc: Whether Python looks for no garbage meanwhile.
 
     Attributes:
-        pauses_gc: Whether Python looks for no garbage meanwhile.
+        seconds: How long each phase took; a name that comes again is counted once.
     """
 
-    pauses_gc = False
-
-    def __init__(self, began: float) -> None:
-        self._at = self._began = began
-        self._phases: list[StartupPhase] = []
+    def __init__(self, began: float, pauses_gc: bool = False) -> None:
+        self.pauses_gc = pauses_gc
+        self.seconds: dict[str, float] = {}
+        self._at = began
 
     def passed(self, name: str) -> None:
-        """What was done since the phase before was `name`."""
-        now = time.perf_counter()
-        self._phases.append(StartupPhase(name, self._at, now))
-        self._at = now
-
-    @property
-    def phases(self) -> tuple[StartupPhase, ...]:
-        """In order."""
-        return tuple(self._phases)
+        """What was done since the previous phase was `name`."""
+        began, self._at = self._at, time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + self._at - began
 
     def line(self) -> str:
-        """Such as `before step 1: 12.3 s (imports 3.1, config 0.4, ...)`; a name that comes again is counted once."""
-        seconds: dict[str, float] = {}
-        for phase in self._phases:
-            seconds[phase.name] = seconds.get(phase.name, 0.0) + phase.end - phase.start
-        parts = ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items() if taken >= SHORTEST_S)
-        return f"before step 1: {self._at - self._began:.1f} s ({parts})"
+        """Such as `before step 1: 12.3 s (imports 3.1, config 0.4, ...)`."""
+        parts = ", ".join(f"{name} {taken:.1f}" for name, taken in self.seconds.items() if taken >= SHORTEST_S)
+        return f"before step 1: {sum(self.seconds.values()):.1f} s ({parts})"
 
 
 def _process_began() -> float:
@@ -74,9 +55,8 @@ def begin(of_process: bool = False) -> None:
     """
     global _mine  # of the process
     if _mine is None:
-        _mine = Startup(_process_began() if of_process else time.perf_counter())
+        _mine = Startup(_process_began() if of_process else time.perf_counter(), pauses_gc=of_process)
         if of_process:
-            _mine.pauses_gc = True
             gc.disable()
 
 

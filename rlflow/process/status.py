@@ -156,7 +156,7 @@ class Board:
 
     @property
     def how_to_go_on(self) -> str:
-        """After a line that says how the run ended: from what it goes on; empty where nothing is known to be saved."""
+        """How to continue, after a line that says how the run ended; empty where nothing is known to be saved."""
         steps = self[0].saved
         return f"; continue with `--trainer.ckpt_path last`, after step {steps}" if steps else ""
 

@@ -79,12 +79,12 @@ def supervise() -> None:
     _die_with(parent)
     status.use(board)
     status.beat()
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)  # an end by a signal is one that the board is told of
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)  # a signal that ends it is noted on the board
     os.environ[status.SUPERVISED_VARIABLE] = "1"
 
 
 def _die_with(parent: int) -> None:
-    """Of this process's parent: its death ends this process, whatever it is doing."""
+    """Let the death of this process's parent end this process, whatever it is doing."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -140,7 +140,7 @@ class _Supervisor:
         return self._board.missing() if any(each.failed_s > GRACE_S for each in begun) else None
 
     def _reaped(self) -> int | None:
-        """Of children that have ended, the exit code of the one that is waited for, if it is among them."""
+        """Reap all children that have ended; the exit code of the one that is waited for, if it is among them."""
         code = None
         while True:
             try:

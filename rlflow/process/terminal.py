@@ -27,7 +27,7 @@ def lasting(number: int, closefd: bool = True) -> TextIO:
     """The open file of a number for text, whose lines are dropped where they cannot be written.
 
     Args:
-        number: Of the file, see `os.open`.
+        number: Number of the file, see `os.open`.
         closefd: Whether closing what is returned closes it.
     """
     file = io.BufferedWriter(_LastingFile(number, "w", closefd=closefd))

@@ -27,8 +27,7 @@ from rlflow.rollout.engine import EnginePlace
 from rlflow.rollout.rank_engines import RankEngines, engines_of_rank
 from rlflow.run.all_ranks import attempt
 from rlflow.run.consistency import agree, facts
-from rlflow.run.folder import RunFolder
-from rlflow.run.folder_lock import FolderLock, require_own
+from rlflow.run.folder import FolderLock, RunFolder, require_own
 
 
 def join(run: Run, resolved_config: str | None) -> None:

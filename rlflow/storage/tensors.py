@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlflow.errors import UserError
 
-BLOCK = 64 * 2**20  # bytes hashed and written at once
+BLOCK = 64 * 2**20  # bytes written at once
 # The names of the format: https://github.com/huggingface/safetensors#format
 NAMES = {
     torch.float64: "F64",
@@ -125,13 +125,9 @@ def all_finite(what: str, role: str, entries: Iterable[StoredTensor], tensors: I
 
 
 def sha256(path: Path) -> str:
-    """Of a file, read block by block."""
-    digest = hashlib.sha256()
+    """SHA-256 of a file's content."""
     with path.open("rb", buffering=0) as file:
-        block = bytearray(BLOCK)
-        while count := file.readinto(block):
-            digest.update(memoryview(block)[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

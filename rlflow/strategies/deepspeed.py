@@ -33,8 +33,8 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     Args:
         stage: What is divided over ranks: 0 nothing, 1 optimizer states, 2 and gradients, 3 and weights.
-        precision: Of weights and forward passes; `bf16` and `fp16` keep float32 master weights and sum gradients in
-            float32. `fp16` scales the loss, and skips updates whose gradient overflows.
+        precision: Precision of weights and forward passes; `bf16` and `fp16` keep float32 master weights and sum
+            gradients in float32. `fp16` scales the loss, and skips updates whose gradient overflows.
         token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
         float32_head: Compute logits in float32 from weights and hidden states of less, in the rollout engine too.
@@ -43,7 +43,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         offload_parameters: Keep weights in CPU memory too, and send each layer to the GPU when it is used (CUDA; stage
             3). Off: for a model whose weights alone, divided, do not fit.
         overlap_comm: Reduce gradients, and gather weights at stage 3, on a CUDA stream of their own while the backward
-            pass goes on. Off, as it was never compared on a GPU.
+            pass runs. Off, as it was never compared on a GPU.
         bucket_elements: Gradients that are reduced at once, and weights that are gathered ahead at stage 3, at most. No
             bucket is larger than the model's largest layer; it is allocated in full, 4 bytes each.
         live_elements: Weights that are whole at a time at stage 3, give or take one parameter, so that they need not be
@@ -132,7 +132,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def _say_scale(self, name: str) -> None:
         """Give DeepSpeed, which would have one of its own, by what it scales a loss and divides gradients."""
-        role = self._roles[name]
+        role = self.roles[name]
         if role.loss_scale is not None:
             self._engine(name).optimizer.loss_scaler.cur_scale = role.scaled_by
 
@@ -266,13 +266,13 @@ class DeepSpeedStrategy(DistributedStrategy):
         return gradient
 
     def _copies(self, name: str) -> tuple[int, int]:
-        ranks, average = self.layout(name).ranks, self._roles[name].average
+        ranks, average = self.layout(name).ranks, self.roles[name].average
         whole = self.stage < 3 and average is not None and not average.parts  # as forward passes read it
         return (ranks.index(self.global_rank), len(ranks)) if whole or self.stage == 0 else (0, 1)
 
     @torch.no_grad()
     def _renew_average(self, name: str) -> None:
-        average = self._roles[name].average
+        average = self.roles[name].average
         assert average is not None, name
         if self.stage in (0, 3):
             super()._renew_average(name)
@@ -285,7 +285,7 @@ class DeepSpeedStrategy(DistributedStrategy):
                 average.weights[key].copy_(whole.view_as(average.weights[key]))
         if self.stage == 3:  # what was kept whole, and second copies within nodes, are of the weights before
             self._engine(name).optimizer.partition_all_parameters()
-            for parameter in self._roles[name].model.parameters():
+            for parameter in self.roles[name].model.parameters():
                 parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
 
     def _state_parts_of(self, name: str, parameter: torch.nn.Parameter, kinds: list[str]) -> dict[str, TensorRange]:
@@ -369,9 +369,9 @@ def join(device: torch.device, dtype: torch.dtype, backend: str | None) -> None:
     """Give DeepSpeed the process group that is there.
 
     Args:
-        device: Of this rank.
+        device: Device of this rank.
         dtype: In which it trains.
-        backend: Of the process group.
+        backend: Backend of the process group.
 
     Raises:
         UserError: This process has used DeepSpeed on another kind of device before, or it does not train in `dtype`.

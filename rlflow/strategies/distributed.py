@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -19,13 +20,14 @@ from rlflow.strategies.sequence import divided_attention, peers_of
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.layout import Layout
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LONGEST_S = 1e9
 
 
 class DistributedStrategy(TrainingStrategy):
     """Ranks that each have rows of their own. A subclass says what of a role is divided over its ranks."""
 
+    precisions = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
+    otherwise = "for fp64 use `strategy: single`"
     processes: ManyProcesses
 
     def _configure_ranks(
@@ -37,16 +39,11 @@ class DistributedStrategy(TrainingStrategy):
         timeout_s: float,
         within: int | None = None,
     ) -> None:
-        if precision not in DTYPES:
-            raise UserError(
-                f"`precision` is {precision!r}; {type(self).__name__} trains in fp32, bf16 or fp16 (fp64:"
-                " SingleProcess)."
-            )
         if not 1 <= timeout_s <= LONGEST_S:
             raise UserError(f"`timeout_s` is {timeout_s}; give a number of seconds from 1 to {LONGEST_S:g}.")
         self.timeout = timedelta(seconds=timeout_s)
         processes = ManyProcesses(self.timeout, self._before_joining)
-        self._configure(processes, DTYPES[precision], token_budget, packing, float32_head)
+        self._configure(processes, precision, token_budget, packing, float32_head)
         self._groups = Groups(self.timeout, within)
 
     def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:

@@ -26,8 +26,9 @@ class FSDPStrategy(DistributedStrategy):
     Each parameter is divided by rows. A layer is whole while it computes. It needs nothing but torch.
 
     Args:
-        precision: Of forward passes; `bf16` and `fp16` keep float32 weights, which are rounded when a layer is
-            gathered, and sum gradients in float32. `fp16` scales the loss, and skips updates whose gradient overflows.
+        precision: Precision of forward passes; `bf16` and `fp16` keep float32 weights, which are rounded when a layer
+            is gathered, and sum gradients in float32. `fp16` scales the loss, and skips updates whose gradient
+            overflows.
         token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
         float32_head: Compute logits in float32 from weights and hidden states of less, in the rollout engine too.
@@ -82,7 +83,7 @@ class FSDPStrategy(DistributedStrategy):
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
         # Each micro-batch's is summed over the ranks that divide it, so that none ever holds more than its rows; over
         # their copies it is summed once.
-        model: Any = self._roles[name].model
+        model: Any = self.roles[name].model
         model.set_requires_all_reduce(last)
         super().backward(name, loss, last)
 

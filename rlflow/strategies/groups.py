@@ -87,14 +87,9 @@ class Groups:
         if layout.ranks not in self._formed:
             assert len(layout.ranks) == dist.get_world_size(), layout
             self.form(layout)
-        everybody = self._formed[layout.ranks]
-        peers = self._formed[layout.peers(layout.shard(rank))]
-        mine = self._formed[(rank,)]
-        assert everybody is not None, layout
-        assert peers is not None, layout
-        assert mine is not None
-        within = next((self._formed[ranks] for ranks in self.divided_within(layout) if rank in ranks), None)
-        return RoleGroups(everybody, peers, mine, within)
+        everybody, peers = self._own(layout.ranks), self._own(layout.peers(layout.shard(rank)))
+        within = next((self._own(ranks) for ranks in self.divided_within(layout) if rank in ranks), None)
+        return RoleGroups(everybody, peers, self._own((rank,)), within)
 
     def form_copies(self, layout: Layout, width: int) -> None:
         """Form what `copies` gives; called by all ranks of the job, those outside the layout too."""
@@ -110,10 +105,13 @@ class Groups:
         if across not in self._formed or among not in self._formed:
             assert len(layout.ranks) == dist.get_world_size(), layout
             self.form_copies(layout, width)
-        same, divide = self._formed[across], self._formed[among]
-        assert same is not None, layout
-        assert divide is not None, layout
-        return same, divide
+        return self._own(across), self._own(among)
+
+    def _own(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        """A group that was formed, and that this rank is in."""
+        group = self._formed[ranks]
+        assert group is not None, ranks
+        return group
 
     def _form(self, ranks: tuple[int, ...]) -> None:
         self._formed[ranks] = process_group(ranks, self._timeout)

@@ -142,8 +142,7 @@ class _Watch(threading.Thread):
                 absent = self._board.missing()
             self._end_all()
             if dead is not None:
-                self._report(dead)
-                raise Answered(self._exit_code(dead)) from error
+                raise Answered(self._reported(dead)) from error
             if absent is None:
                 raise
             _say(self._terminal, f"{absent}; ended the other ranks{self._board.how_to_go_on}")
@@ -158,8 +157,7 @@ class _Watch(threading.Thread):
             if dead is not None:
                 if not self._over.wait(GRACE_S):  # rank 0 hangs: it waits for the dead
                     self._end_all()
-                    self._report(dead)
-                    os._exit(self._exit_code(dead))
+                    os._exit(self._reported(dead))
                 return
 
     def _dead(self) -> int | None:
@@ -191,13 +189,10 @@ class _Watch(threading.Thread):
                 process.kill()
         dead = self._dead()
         if dead is not None and not self._over.is_set():
-            self._report(dead)
-            os._exit(self._exit_code(dead))
+            os._exit(self._reported(dead))
 
-    def _exit_code(self, rank: int) -> int:
-        return max(1, self._ranks[rank].returncode)
-
-    def _report(self, rank: int) -> None:
+    def _reported(self, rank: int) -> int:
+        """Say how the rank died; the exit code that follows from it."""
         code, last = self._ranks[rank].returncode, self._statuses[rank]
         if code == preemption.EXIT_CODE and last.ended:
             _say(self._terminal, f"rlflow: rank {rank} was asked to end by a signal; {Preempted.GO_ON_FROM_BEFORE}")
@@ -205,7 +200,8 @@ class _Watch(threading.Thread):
             absent = self._board.missing() if last.failed else None
             said = absent or f"rank {rank} on {socket.gethostname()} {last.ending(code)}"
             _say(self._terminal, f"{said}; ended the other ranks{self._board.how_to_go_on}")
-        status.end(self._exit_code(rank))  # of this process, whose exit code follows from what is said here
+        status.end(max(1, code))
+        return max(1, code)
 
 
 def _follow(parent: int, local_rank: int, terminal: int) -> None:

@@ -41,7 +41,7 @@ class ManyProcesses(DDPStrategy):
     """A process for each rank, in one process group.
 
     Args:
-        timeout: Of its collectives.
+        timeout: Timeout of its collectives.
         before_joining: Called in each rank before it joins, when its device is known.
     """
 
@@ -57,7 +57,7 @@ class ManyProcesses(DDPStrategy):
 
     @property
     def process_group_backend(self) -> str:
-        """As torch names it."""
+        """Name of the backend, as torch knows it."""
         return "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
 
     def setup_environment(self) -> None:

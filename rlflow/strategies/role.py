@@ -32,8 +32,8 @@ class Role:
         updates: How many updates the whole run makes, or steps if its schedule counts those; None where nobody knows.
         done: How many updates were made; skipped ones do not count.
         step: How many steps of the run trained it before this one.
-        loss_scale: Of the losses of a trained role whose gradients are in float16; else None.
-        average: Of a role that is another's moving average; `done` counts its moves then.
+        loss_scale: Scale of the losses of a trained role whose gradients are in float16; else None.
+        average: The average, of a role that is another's moving average; `done` counts its moves then.
     """
 
     handle: ModelHandle
@@ -123,7 +123,7 @@ class LossScale:
         return self.factor > LEAST
 
     def record(self) -> tuple[float, int]:
-        """For a checkpoint; `LossScale(*record)` goes on from it."""
+        """What a checkpoint stores; `LossScale(*record)` resumes from it."""
         return self.factor, self.clean
 
 

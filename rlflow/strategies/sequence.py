@@ -98,7 +98,7 @@ def _gather(group: ProcessGroup, values: tuple[Tensor, ...], counts: list[int]) 
 class _Gather(torch.autograd.Function):
     """`[K, r]` of each peer to `[K, R]` on all; its own part of the gradient back to each.
 
-    The peers go on from the same numbers to the same loss, so each has the whole gradient at hand: nothing is summed.
+    The peers compute the same loss from the same numbers, so each has the whole gradient at hand: nothing is summed.
     """
 
     @staticmethod

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Literal
 
 import torch
 
-from rlflow.errors import UserError
 from rlflow.strategies.processes import OneProcess
 from rlflow.strategies.strategy import TrainingStrategy
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 class SingleProcess(TrainingStrategy):
     """Trains in this process without DeepSpeed; needs `trainer.devices: 1`.
 
     Args:
-        precision: Of weights, gradients and optimizer states alike; so there is no fp16, whose range is too small for
-            an optimizer's states (FSDP on one rank has float32 ones).
+        precision: Precision of weights, gradients and optimizer states alike; so there is no fp16, whose range is too
+            small for an optimizer's states (FSDP on one rank has float32 ones).
         token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
         float32_head: Compute logits in float32 from weights and hidden states of less, in the rollout engine too.
     """
+
+    precisions = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64})
+    otherwise = "for fp16 use `strategy: fsdp`, which keeps an optimizer's states in float32, on one rank too"
 
     def __init__(
         self,
@@ -31,12 +32,4 @@ class SingleProcess(TrainingStrategy):
         packing: bool = True,
         float32_head: bool = False,
     ) -> None:
-        given: str = precision
-        if given == "fp16":
-            raise UserError(
-                "`precision` is 'fp16', and SingleProcess keeps an optimizer's states in it too, whose squares of"
-                " gradients would be 0; use `strategy: fsdp`, which keeps them in float32, on one rank too"
-            )
-        if precision not in DTYPES:
-            raise UserError(f"`precision` is {precision!r}; it is one of {', '.join(DTYPES)}.")
-        self._configure(OneProcess(), DTYPES[precision], token_budget, packing, float32_head)
+        self._configure(OneProcess(), precision, token_budget, packing, float32_head)

@@ -27,11 +27,11 @@ def join_group(backend: str, rank: int, world_size: int, address: str, port: int
 
     Args:
         backend: As torch names it.
-        rank: Of this process.
-        world_size: All ranks.
-        address: Of rank 0's machine.
-        port: Of the store.
-        timeout: Of the group's collectives, and of joining it.
+        rank: Rank of this process.
+        world_size: Number of all ranks.
+        address: Address of rank 0's machine.
+        port: The store's port.
+        timeout: Timeout of the group's collectives, and of joining it.
     """
     if dist.is_initialized():
         return

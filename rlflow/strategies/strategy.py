@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class StoredState(Protocol):
         """Refuse a state of another model or optimizer, before anything is read.
 
         Args:
-            shapes: Of the trained parameters by Hugging Face name.
+            shapes: Shapes of the trained parameters by Hugging Face name.
             kinds: What is needed of each: `weight`, and what the optimizer keeps, such as `exp_avg`.
 
         Raises:
@@ -68,6 +68,9 @@ class TrainingStrategy:
     """
 
     processes: OneProcess | ManyProcesses  # Fabric's side: starts the ranks, and knows which this is
+    roles: dict[str, Role]  # that live on this rank
+    precisions: Mapping[str, torch.dtype]  # that it trains in, by the name that users give
+    otherwise: str  # what to do for another one
     dtype: torch.dtype
     token_budget: int
     packing: bool
@@ -76,7 +79,7 @@ class TrainingStrategy:
     stage: int | None = None  # of ZeRO, or the one that divides as much; sums in float32; None where nothing is divided
     can_offload: bool = False  # whether `offload_optimizer` is a setting
     offload_optimizer: bool = False  # to the CPU's memory
-    holds_masters: bool = False  # trained weights are float32, rounded for forward passes; ZeRO has a copy beside
+    holds_masters: bool = False  # trained weights are float32, rounded for forward passes; ZeRO has copies of them
     divides_weights: bool = False  # no rank ever holds a whole model
     offload_parameters: bool = False  # weights too
     bucket_elements: int = 0  # gradients that are reduced at once, at most, from ZeRO 1 on
@@ -86,29 +89,32 @@ class TrainingStrategy:
     def _configure(
         self,
         processes: OneProcess | ManyProcesses,
-        dtype: torch.dtype,
+        precision: str,
         token_budget: int,
         packing: bool,
-        float32_head: bool = False,
+        float32_head: bool,
     ) -> None:
+        if precision not in self.precisions:
+            known = ", ".join(self.precisions)
+            raise UserError(f"`precision` is {precision!r}; {type(self).__name__} trains in {known}; {self.otherwise}")
         if token_budget < 1:
             raise UserError(f"`token_budget` is {token_budget}; a micro-batch holds at least 1 token.")
         self.processes = processes
-        self.dtype = dtype
+        self.dtype = self.precisions[precision]
         self.token_budget = token_budget
         self.packing = packing
         self.float32_head = float32_head
-        self._roles: dict[str, Role] = {}
+        self.roles = {}
         self._layouts: dict[str, Layout] = {}
 
     @property
     def root_device(self) -> torch.device:
-        """Of this rank."""
+        """Device of this rank."""
         return self.processes.root_device
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run."""
+        """Number of ranks of the run."""
         return self.processes.world_size
 
     @property
@@ -197,7 +203,7 @@ class TrainingStrategy:
         if self.float32_head:
             model.use_float32_head()
         scale = LossScale() if optimizer is not None and self.dtype == torch.float16 else None
-        role = self._roles[name] = Role(handle, model, optimizer, updates, loss_scale=scale)
+        role = self.roles[name] = Role(handle, model, optimizer, updates, loss_scale=scale)
         forward, plan = self._wrap(name, role), self._forward_plan(name)
         model.check(forward, self.root_device, plan.peers)
         if handle.lora is not None:
@@ -217,7 +223,7 @@ class TrainingStrategy:
                 hold copies of a shard all give the same.
             last: Whether this is the update's last micro-batch.
         """
-        (loss * self._roles[name].scaled_by).backward()
+        (loss * self.roles[name].scaled_by).backward()
 
     def step(self, name: str, most: float = math.inf) -> float:
         """Clip, update the weights, move the learning rate, forget the gradients.
@@ -230,7 +236,7 @@ class TrainingStrategy:
             The norm of the whole gradient before clipping, the same on every rank of the role. If it is not finite or
             above `most`, no rank has changed anything.
         """
-        role = self._roles[name]
+        role = self.roles[name]
         assert role.optimizer is not None, name
         for group in role.optimizer.param_groups:
             group["lr"] = role.learning_rate
@@ -240,18 +246,6 @@ class TrainingStrategy:
         if role.loss_scale is not None:
             role.loss_scale.update(math.isfinite(norm))
         return norm
-
-    def updates_done(self, name: str) -> int:
-        """Updates that the role has made."""
-        return self._roles[name].done
-
-    def at_step(self, name: str, step: int) -> None:
-        """Say how many steps of the run have trained the role, before each that does."""
-        self._roles[name].step = step
-
-    def loss_scale(self, name: str) -> LossScale | None:
-        """Of the role, where its gradients are in float16."""
-        return self._roles[name].loss_scale
 
     def weights(self, name: str, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """The role's weights as its forward uses them, full, by Hugging Face name, in buckets.
@@ -263,11 +257,11 @@ class TrainingStrategy:
             name: The role.
             bucket_bytes: A bucket holds at most this, or one larger tensor.
         """
-        yield from self._full(self._roles[name].model.weights(), bucket_bytes)
+        yield from self._full(self.roles[name].model.weights(), bucket_bytes)
 
     def gradients(self, name: str) -> dict[str, Tensor]:
         """The full gradient of every trained weight by name, after the last `backward` and before `step`."""
-        role = self._roles[name]
+        role = self.roles[name]
         found = {weight.name: self._gradient(weight.parameter) for weight in role.model.trained()}
         if role.loss_scale is None:
             return found
@@ -300,7 +294,7 @@ class TrainingStrategy:
         Raises:
             UserError: By the disk: a weight is infinite or NaN.
         """
-        model, ranks = self._roles[name].model, self.layout(name).ranks
+        model, ranks = self.roles[name].model, self.layout(name).ranks
         weights = model.saved()
         if model.lora is not None:
             adapters: dict[str, Tensor] = {}
@@ -326,8 +320,8 @@ class TrainingStrategy:
         return written
 
     def model_bytes(self, name: str) -> int:
-        """Of what `save` writes."""
-        return sum(self._empty_whole(weight.parameter).nbytes for weight in self._roles[name].model.saved())
+        """Bytes that `save` writes."""
+        return sum(self._empty_whole(weight.parameter).nbytes for weight in self.roles[name].model.saved())
 
     def state_parts(self, name: str) -> Iterator[tuple[str, torch.Size, dict[str, TensorRange]]]:
         """Each trained parameter by name: its full shape, and this rank's part of its float32 weight and of the rest.
@@ -336,19 +330,15 @@ class TrainingStrategy:
         ranks together are each element once; views, to be copied before the next update.
         """
         place, count = self._copies(name)
-        if (average := self._roles[name].average) is not None:
+        if (average := self.roles[name].average) is not None:
             for key, part in average.held(self._part_of):
                 yield key, self._full_shape(average.weights[key]), {WEIGHT: _share_of(part, place, count)}
             return
-        kinds = self._roles[name].kinds
-        for weight in self._roles[name].model.trained():
+        kinds = self.roles[name].kinds
+        for weight in self.roles[name].model.trained():
             held = self._state_parts_of(name, weight.parameter, kinds)
             shares = {kind: _share_of(part, place, count) for kind, part in held.items()}
             yield weight.name, self._full_shape(weight.parameter), shares
-
-    def untrained_record(self, name: str) -> dict[str, Any]:
-        """What the state belongs to and does not hold, to be compared when training goes on."""
-        return self._roles[name].model.untrained_record()
 
     def load_state_parts(
         self, name: str, stored: StoredState, updates_done: int, loss_scale: tuple[float, int] | None = None
@@ -366,7 +356,7 @@ class TrainingStrategy:
         Raises:
             UserError: It is of another model, or the optimizer keeps other things than those stored.
         """
-        role = self._roles[name]
+        role = self.roles[name]
         if (average := role.average) is not None:
             stored.require({key: self._full_shape(own) for key, own in average.weights.items()}, [WEIGHT])
             for key, part in average.held(self._part_of):
@@ -391,25 +381,25 @@ class TrainingStrategy:
             role.loss_scale = LossScale(*loss_scale)
 
     def state_bytes(self, name: str) -> int:
-        """Of `state_parts`, of all ranks together; also of a role that is an average.
+        """Bytes of `state_parts` on all ranks together, also of a role that is an average.
 
         Raises:
             UserError: What the role's optimizer keeps cannot be in a checkpoint.
         """
-        average = self._roles[name].average
-        trained = [weight.parameter for weight in self._roles[name].model.trained()]
+        average = self.roles[name].average
+        trained = [weight.parameter for weight in self.roles[name].model.trained()]
         width = max(FLOAT32_BYTES, self.dtype.itemsize)
         if average is not None:
             return sum(self._full_shape(parameter).numel() for parameter in average.weights.values()) * width
-        kinds = 1 + _kinds_kept(self._roles[name], self.root_device)
+        kinds = 1 + _kinds_kept(self.roles[name], self.root_device)
         return sum(self._full_shape(parameter).numel() for parameter in trained) * width * kinds
 
     def move_average(self, name: str) -> None:
         """Move a role that is another's average by one step; called by all its ranks."""
-        role = self._roles[name]
+        role = self.roles[name]
         average = role.average
         assert average is not None, name
-        for weight in self._roles[average.owner].model.trained():
+        for weight in self.roles[average.owner].model.trained():
             part = average.parts.get(weight.name)
             if part is None:  # the model's own weights are wide enough
                 move(self._part_of(average.weights[weight.name]), self._part_of(weight.parameter), average.decay)
@@ -484,8 +474,8 @@ class TrainingStrategy:
 
     def _average_of(self, role: Role, handle: Averaged) -> Average:
         """An average that has not moved: the weights that the owner starts from."""
-        owner = next(name for name, other in self._roles.items() if other.handle is handle.owner)
-        trained = self._roles[owner].model.trained()
+        owner = next(name for name, other in self.roles.items() if other.handle is handle.owner)
+        trained = self.roles[owner].model.trained()
         own = {weight.name: weight.parameter for weight in role.model.weights()}
         average = Average(owner, handle.decay, {weight.name: own[weight.name] for weight in trained})
         if self.dtype.itemsize < FLOAT32_BYTES and not self.holds_masters:
@@ -496,7 +486,7 @@ class TrainingStrategy:
 
     def _renew_average(self, name: str) -> None:
         """Let forward passes read the average where they read copies of it; called by all ranks of the role."""
-        average = self._roles[name].average
+        average = self.roles[name].average
         assert average is not None, name
         for key, part in average.parts.items():
             self._part_of(average.weights[key]).values.copy_(part.values)
@@ -513,7 +503,7 @@ class TrainingStrategy:
 
     def _state_parts_of(self, name: str, parameter: torch.nn.Parameter, kinds: list[str]) -> dict[str, TensorRange]:
         """All that this rank holds of a parameter's float32 `weight`, and of the `kinds` that the optimizer keeps."""
-        optimizer = self._roles[name].optimizer
+        optimizer = self.roles[name].optimizer
         assert optimizer is not None
         held: dict[str, Tensor] = {WEIGHT: parameter} | {kind: optimizer.state[parameter][kind] for kind in kinds}
         return {kind: self._part_of(tensor) for kind, tensor in held.items()}

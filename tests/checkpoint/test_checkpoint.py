@@ -53,7 +53,7 @@ def train_on(
     for _ in range(updates):
         backward(strategy, "actor", handle)
         norms.append(strategy.step("actor"))
-    write_checkpoint(strategy, folder, strategy.updates_done("actor"))
+    write_checkpoint(strategy, folder, strategy.roles["actor"].done)
     return norms, all_weights(strategy, "actor")
 
 
@@ -268,7 +268,7 @@ class Spoils(Callback):
         if step != self.after or self.rank not in (None, strategy.global_rank):
             return
         if self.kind is None:
-            strategy._part_of(strategy._roles[self.role].model.trained()[0].parameter).values.data[-1] = self.value
+            strategy._part_of(strategy.roles[self.role].model.trained()[0].parameter).values.data[-1] = self.value
         else:
             parts = next(parts for _, _, parts in strategy.state_parts(self.role) if parts[self.kind].values.numel())
             parts[self.kind].values.data[-1] = self.value

@@ -100,15 +100,3 @@ def test_what_stayed_on_another_rank_stays_away(tmp_path: Path) -> None:
     assert found is not None
     assert isinstance(found.values["made"].rows, Value)
     assert isinstance(found.values["made"].rows.texts, Absent)
-
-
-def test_rows_that_were_kept_by_id_and_group_are_numbered_within_their_group(folder: Path) -> None:
-    stored = json.loads((folder / "surplus.json").read_text())
-    space = stored["spaces"]["rollout"]
-    path = space.pop("path")
-    space |= {"ids": [row for _, row in path], "groups": [group for group, _ in path]}
-    (folder / "surplus.json").write_text(json.dumps(stored))
-    found = read_kept(folder, SURPLUS, empty(1, HOME, BALANCED), CPU)
-    assert found is not None
-    assert found.spaces["rollout"].path.tolist() == [[group, index] for group in KEEPS.tolist() for index in range(2)]
-    assert same(found.values["made"].rows, surplus(1).values["made"].rows)

@@ -124,7 +124,7 @@ def trainer_of(run: Fit, strategy: TrainingStrategy, more: Sequence[Callback]) -
 
 
 def _weights(strategy: TrainingStrategy) -> dict[str, Tensor]:
-    if "actor" not in strategy._roles:
+    if "actor" not in strategy.roles:
         return {}
     return {name: weight.clone() for bucket in strategy.weights("actor", 2**20) for name, weight in bucket}
 

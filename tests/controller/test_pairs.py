@@ -154,7 +154,7 @@ def test_dpo_of_adapters_is_measured_against_the_model_without_them(policy: Path
     module = DPO(CausalLM(str(policy), optimizer=Optimizer(lr=1e-2), lora=LoRA()), BETA)
     strategy = SingleProcess()
     summary = fit(Fit(module, data(held_out=3), tmp_path / "run", lambda: strategy, settings={"max_steps": 5})).summary
-    assert list(strategy._roles) == ["actor"]  # no second copy
+    assert list(strategy.roles) == ["actor"]  # no second copy
     assert summary["margin_before"] == 0.0
     assert summary["margin_after"] > 0.1
 
@@ -197,7 +197,7 @@ def test_validate_says_what_a_module_measures_before_the_first_step(
     fit(Fit(dpo(policy, reference), data(held_out=3), tmp_path / "fit", settings={"callbacks": [seen]}))
     trainer = Trainer(str(tmp_path / "run"), accelerator="cpu", strategy=strategy)
     assert trainer.validate(dpo(policy, reference), data(held_out=3)) == {"problems": 3, **seen.validations[0]}
-    assert all(role.optimizer is None for role in strategy._roles.values())
+    assert all(role.optimizer is None for role in strategy.roles.values())
 
 
 def test_an_algorithm_that_generates_nothing_needs_no_engine(policy: Path, reference: str, tmp_path: Path) -> None:

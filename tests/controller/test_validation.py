@@ -61,9 +61,9 @@ def test_validate_says_what_the_first_validation_of_fit_says(policy: Path, tmp_p
 def test_validate_builds_no_optimizer_and_no_model_but_the_one_that_generates(policy: Path, tmp_path: Path) -> None:
     strategy = SingleProcess()
     trainer(tmp_path / "run", strategy=strategy).validate(grpo(policy, kl_coef=0.1), sums(8, 2, held_out=3))
-    assert list(strategy._roles) == ["actor"]
-    assert strategy._roles["actor"].optimizer is None
-    assert not any(weight.requires_grad for weight in strategy._roles["actor"].model.parameters())
+    assert list(strategy.roles) == ["actor"]
+    assert strategy.roles["actor"].optimizer is None
+    assert not any(weight.requires_grad for weight in strategy.roles["actor"].model.parameters())
 
 
 def test_validate_leaves_its_numbers_beside_the_run_that_it_reads(policy: Path) -> None:

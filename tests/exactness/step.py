@@ -179,7 +179,7 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
 
 def trained_weights(strategy: TrainingStrategy, name: str) -> dict[str, Tensor]:
     """What the role's optimizer changes, in full."""
-    trained = strategy._roles[name].model.trained()
+    trained = strategy.roles[name].model.trained()
     return {key: weight.clone() for bucket in strategy._full(trained, 2**20) for key, weight in bucket}
 
 

@@ -17,14 +17,13 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import UserError
-from rlflow.run.folder import RunFolder, require_folder
-from rlflow.run.folder_lock import LOCK, FolderLock, require_own
+from rlflow.run.folder import LOCK, FolderLock, RunFolder, require_folder, require_own
 
 
 @contextlib.contextmanager
 def taking(folder: Path, then: str = "") -> Iterator[subprocess.Popen[str]]:
     """A process that has locked the folder, and does `then` when it is told to."""
-    imports = "import time; from pathlib import Path; from rlflow.run.folder_lock import FolderLock"
+    imports = "import time; from pathlib import Path; from rlflow.run.folder import FolderLock"
     takes = f"lock = FolderLock(Path({str(folder)!r})); lock.take(); print('locked', flush=True); input(); {then}"
     command = [sys.executable, "-c", f"{imports}; {takes}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -65,7 +64,7 @@ def test_a_stranger_s_summary_beside_a_model_is_left_alone(tmp_path: Path) -> No
 
 
 def test_a_folder_is_one_run_s_until_its_process_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlflow.run.folder_lock.PATIENCE_S", 0.2)
+    monkeypatch.setattr("rlflow.run.folder.PATIENCE_S", 0.2)
     lock = FolderLock(tmp_path / "run")
     with taking(tmp_path / "run") as other:
         with pytest.raises(UserError, match=rf"where another run writes \(process {other.pid} on "):
@@ -179,7 +178,7 @@ def test_who_waits_for_a_folder_that_a_refused_run_removes_makes_it_anew(tmp_pat
 def test_a_refused_run_leaves_the_folder_of_the_one_that_writes_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlflow.run.folder_lock.PATIENCE_S", 0.2)
+    monkeypatch.setattr("rlflow.run.folder.PATIENCE_S", 0.2)
     with taking(tmp_path / "run") as other:
         lock = FolderLock(tmp_path / "run")
         with pytest.raises(UserError, match=rf"where another run writes \(process {other.pid} on "):

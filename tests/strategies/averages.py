@@ -81,7 +81,7 @@ def third_step(folder: Path, stage: Stage | None, precision: str, target: Path) 
     strategy = launched(stage, precision)
     actor, _ = with_teacher(strategy, folder)
     checkpoint.restore(checkpoint.find("last", target), strategy, BOTH)
-    assert strategy.updates_done("teacher") == 2
+    assert strategy.roles["teacher"].done == 2
     backward(strategy, "actor", actor)
     strategy.step("actor")
     strategy.move_average("teacher")

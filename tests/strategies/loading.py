@@ -33,10 +33,10 @@ def load(
     if not strategy.holds("role"):
         return None
     strategy.setup_role("role", handle, folder)
-    model = strategy._roles["role"].model
+    model = strategy.roles["role"].model
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     adapters = {name: weight.clone() for bucket in strategy._full(model.trained(), 1) for name, weight in bucket}
-    return all_weights(strategy, "role") | adapters, buffers, strategy.untrained_record("role")
+    return all_weights(strategy, "role") | adapters, buffers, strategy.roles["role"].model.untrained_record()
 
 
 def refused(handle: ModelHandle, folder: Path, stage: Stage) -> str:
@@ -70,7 +70,7 @@ def updates_with(
     weights = all_weights(strategy, "actor")
     if not frozen_too:
         return weights
-    held: list[Any] = list(strategy._roles["reference"].model.parameters())
+    held: list[Any] = list(strategy.roles["reference"].model.parameters())
     second = all(each.ds_secondary_tensor is not None for each in held)
     return weights, all_weights(strategy, "reference"), second
 
@@ -81,7 +81,7 @@ def live_elements(folder: Path, limit: int | None) -> tuple[int, int]:
     Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy.processes).launch()
     handle = trained(folder, Optimizer())
     strategy.setup_role("actor", handle, folder)
-    model = strategy._roles["actor"].model
+    model = strategy.roles["actor"].model
     large: list[Any] = [each for each in model.parameters() if not each.ds_persist]  # type: ignore[attr-defined]
     for _ in range(3):  # until DeepSpeed knows the order in which weights are used
         backward(strategy, "actor", handle)
@@ -117,7 +117,7 @@ def growth_while_loading(small: Path, large: Path, stage: Stage) -> tuple[int, i
     strategy.setup_role("large", CausalLM(str(large), trainable=False), large)
     done.set()
     watcher.join()
-    model = strategy._roles["large"].model
+    model = strategy.roles["large"].model
     return max(seen) - before, sum(
         strategy._full_shape(each).numel() * each.element_size() for each in model.parameters()
     )

@@ -79,7 +79,7 @@ def on_ranks(folder: Path, stage: Stage, layout: Layout, target: Path) -> Adapte
 
 
 def _frozen(strategy: TrainingStrategy) -> dict[str, Tensor]:
-    model = strategy._roles["actor"].model
+    model = strategy.roles["actor"].model
     found = {}
     for name, parameter in model.named_parameters():
         if not is_adapter(name):

@@ -67,7 +67,7 @@ def parts_when_given(
     given, weights = pieces(strategy), all_weights(strategy, "actor")
     backward(strategy, "actor", handle)
     norm = strategy.step("actor")
-    assert strategy.updates_done("actor") == 4
+    assert strategy.roles["actor"].done == 4
     return given, weights, torch.tensor(norm)
 
 

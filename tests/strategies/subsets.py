@@ -124,7 +124,7 @@ def held_bytes(folder: Path, shards: int) -> int:
     strategy, handle = launch(2), trained(folder, Optimizer())
     strategy.form_groups({"actor": Layout((0, 1), shards)})
     strategy.setup_role("actor", handle, folder)
-    weights = {weight.data_ptr() for weight in strategy._roles["actor"].model.parameters()}
+    weights = {weight.data_ptr() for weight in strategy.roles["actor"].model.parameters()}
     kept: dict[int, int] = {}  # bytes by address: what is kept is not freed meanwhile
 
     def pack(tensor: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def overflow_and_update(folder: Path, stage: Stage) -> Seen:
     strategy = launch_anywhere(stage)
     handle = trained(folder, Optimizer(name="sgd", lr=0.1, gradient_clipping=0.5 * SMALL))
     strategy.setup_role("actor", handle, folder)
-    scale = strategy.loss_scale("actor")
+    scale = strategy.roles["actor"].loss_scale
     assert scale is not None
     before = all_weights(strategy, "actor")
     backward(strategy, "actor", handle, factor=1e6 if dist.get_rank() == 1 else 1.0)
@@ -64,7 +64,7 @@ def overflow_and_update(folder: Path, stage: Stage) -> Seen:
     factors.append(scale.factor)
     kept = all(torch.equal(weight, before[key]) for key, weight in after.items())
     weights = all_weights(strategy, "actor")
-    return Seen(gradients, norm / SMALL, weights, overflowed, kept, factors, strategy.updates_done("actor"))
+    return Seen(gradients, norm / SMALL, weights, overflowed, kept, factors, strategy.roles["actor"].done)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -97,7 +97,7 @@ def goes_on(folder: Path, stage: Stage, saved: Path, then: Stage) -> list[tuple[
         other = launch_anywhere(then, precision)
         other.setup_role("actor", trained(folder, ADAMW), folder)
         checkpoint.restore(checkpoint.find("last", saved), other, ["actor"])
-        scale = other.loss_scale("actor")
+        scale = other.roles["actor"].loss_scale
         found.append(None if scale is None else scale.record())
     return found
 

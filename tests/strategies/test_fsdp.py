@@ -35,7 +35,7 @@ def adapted_in_bf16(folder: Path, stage: Stage) -> tuple[list[float], set[tuple[
     for _ in range(2):
         backward(strategy, "actor", handle)
         norms.append(strategy.step("actor"))
-    parameters = strategy._roles["actor"].model.parameters()
+    parameters = strategy.roles["actor"].model.parameters()
     return norms, {(parameter.requires_grad, parameter.dtype) for parameter in parameters}
 
 
@@ -81,7 +81,7 @@ def held(folder: Path) -> list[float]:
     strategy, handle = launch("fsdp", "bf16"), trained(folder, SGD)
     strategy.setup_role("actor", handle, folder)
     handle.logprobs(rows_of([0, 1]))
-    parameters = list(strategy._roles["actor"].model.parameters())
+    parameters = list(strategy.roles["actor"].model.parameters())
     shares = [_share(parameters)]
     with handle.training():
         loss = handle.logprobs(rows_of([2])).sum()

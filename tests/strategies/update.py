@@ -152,7 +152,7 @@ def frozen_scores(folder: Path, stage: Stage) -> tuple[Tensor, bool]:
     strategy.setup_role("reference", handle, folder)
     scores = handle.logprobs(rows_of(list(range(len(ROWS))) if dist.get_rank() == 0 else [0]))
     wants = any(weight.requires_grad for bucket in strategy.weights("reference", 2**30) for _, weight in bucket)
-    return scores, wants or strategy._roles["reference"].optimizer is not None
+    return scores, wants or strategy.roles["reference"].optimizer is not None
 
 
 def bucket_bytes(folder: Path, stage: Stage, limit: int) -> tuple[list[list[int]], dict[str, Tensor]]:
