@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     )
     from rlflow.values.ragged import Ragged
     from rlflow.values.rollout import Rollout
-    from rlflow.workflow.module import Workflow
+    from rlflow.workflow import Workflow
 
 __all__ = [
     "AdaptiveCoefficient",
@@ -141,6 +141,6 @@ _MODULES = {
     "Written": "rlflow.values.protocols",
     "Ragged": "rlflow.values.ragged",
     "Rollout": "rlflow.values.rollout",
-    "Workflow": "rlflow.workflow.module",
+    "Workflow": "rlflow.workflow",
     "Trainer": "rlflow.trainer",
 }

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 
-from rlflow.commands.configuration import Configured, config_parser, configured
+from rlflow.commands.configuration import NODES, Configured, config_parser, configured
 from rlflow.run.prepare import read_graph
 from rlflow.simulate.command import ShownSimulation
 from rlflow.simulate.foretold import Foretold
 from rlflow.simulate.hardware import read_hardware
 from rlflow.simulate.here import this_machine
 from rlflow.simulate.simulation import Scaling, Simulation
-from rlflow.workflow.entries import NODES
 
 
 def read_simulate(arguments: Sequence[str]) -> ShownSimulation:
