@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from rlflow.dag.entry import Entry
+from rlflow.dag.call import NodeConfig
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.functional import Aggregation
@@ -53,7 +53,7 @@ class RLModule(OverRows):
         unclipped: Whether the loss has no clip, cap or mask at all. A run that makes several updates a step, or trains
             on samples of older weights, is then warned of it, once.
         config_models: Model handles by role that a config gives beside or in place of those of `configure_models`.
-        config_nodes: Nodes that a config adds, puts in the place of others, or removes.
+        config_nodes: By name the nodes that a config adds or puts in the place of others; None removes one.
         given_models: Model handles by role as the constructor set them, before a run changed copies of them.
         run_models: The handles of the last run, derived ones among them.
         run_settings: What was set of these when it was configured, by role.
@@ -68,7 +68,7 @@ class RLModule(OverRows):
     max_draws: int = 10
     unclipped: ClassVar[bool] = False
     config_models: Mapping[str, ModelHandle] = MappingProxyType({})
-    config_nodes: tuple[Entry, ...] = ()
+    config_nodes: Mapping[str, NodeConfig | str | None] = MappingProxyType({})
     given_models: Mapping[str, ModelHandle] = MappingProxyType({})
     run_models: Mapping[str, ModelHandle] = MappingProxyType({})
     run_settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({})

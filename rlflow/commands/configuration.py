@@ -19,8 +19,9 @@ from rlflow.config.building import built, made
 from rlflow.config.checking import mistakes, unreal_numbers
 from rlflow.config.classes import SHORT_NAMES, class_named
 from rlflow.config.errors import ConfigError, WrittenKeys
-from rlflow.config.layers import CONFIG, layers
+from rlflow.config.layers import CONFIG, Layer, layers
 from rlflow.config.merging import Merging
+from rlflow.dag.call import NodeConfig
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.loggers.logger import Logger
@@ -31,12 +32,11 @@ from rlflow.rollout.engine import RolloutEngine
 from rlflow.settings import Placed
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.trainer import Trainer
-from rlflow.workflow.entries import NODES, as_written, read_entries
 
 if TYPE_CHECKING:  # the simulator is imported where it is asked for
     from rlflow.simulate.foretold import Foretold
 
-MODELS = "models"
+MODELS, NODES = "models", "nodes"
 # Of Trainer, sections of their own in a config.
 TOP_LEVEL = {"strategy", "rollout", "engines", "placement", "logger", "callbacks", "seed"}
 
@@ -94,7 +94,10 @@ def config_parser(command: str, description: str) -> OneLineParser:
     parser.add_argument("--seed", type=int, default=0, help="of everything random")
     parser.add_argument("--module", type=RLModule, required=True, help="the algorithm")
     parser.add_argument(f"--{MODELS}", type=dict[str, ModelHandle], default={}, help="by role, beside the algorithm's")
-    parser.add_argument(f"--{NODES}", type=list[dict[str, Any]], default=[], help="added, replaced or removed")
+    nodes = dict[str, NodeConfig | str | None]
+    parser.add_argument(
+        f"--{NODES}", type=nodes, default={}, help="added or replaced, by the path of a function; or null"
+    )
     parser.add_class_arguments(PromptData, "data")
     parser.add_class_arguments(Trainer, "trainer", skip=TOP_LEVEL, instantiate=False)
     parser.add_argument("--strategy", type=TrainingStrategy | None, default=None, help="how training is spread")
@@ -130,22 +133,19 @@ def _configured(parser: OneLineParser, arguments: Sequence[str], alone: Mapping[
     if asked and not all(_prints_config(argument) for argument in asked):
         parser.parse_args(list(arguments))  # prints help and ends
     given = layers([argument for argument in arguments if argument not in asked], alone)
+    _replace_nodes(given)
     shape = _shape(parser)
-    entries = read_entries(given)
     tree = MERGING.merged(given, shape)
     keys = WrittenKeys(given, tree)
-    tree.pop(NODES, None)
-    if entries:
-        tree[NODES] = as_written(entries)
     parsed = _parsed(parser, tree, shape, keys)
     if asked:
-        parser.parse_args([f"--{CONFIG}", yaml.safe_dump(tree), *asked])  # prints it and ends
+        parser.parse_args([f"--{CONFIG}", yaml.safe_dump(tree, sort_keys=False), *asked])  # prints it and ends
     resolved = parser.dump(parsed, skip_unset=False)
     config = yaml.safe_load(resolved)
     with keys.in_errors(config):
         parts = {
             name: built(parsed[name], shape.arguments[name].hint, (name,), keys.key)
-            for name in ("module", MODELS, "trainer", *TOP_LEVEL)
+            for name in ("module", MODELS, NODES, "trainer", *TOP_LEVEL)
         }
         data = made(PromptData, parsed.data, ("data",), ("data",), keys.key)
         trainer = Trainer(**parts["trainer"], **{name: parts[name] for name in TOP_LEVEL})
@@ -155,9 +155,22 @@ def _configured(parser: OneLineParser, arguments: Sequence[str], alone: Mapping[
     module = parts["module"]
     if parts[MODELS]:
         module.config_models = parts[MODELS]
-    if entries:
-        module.config_nodes = entries
+    if parts[NODES]:
+        module.config_nodes = parts[NODES]
     return Configured(module, data, trainer, config, keys, parsed)
+
+
+def _replace_nodes(given: Sequence[Layer]) -> None:
+    """Of a node that a later config writes with another `call` leave nothing but its place."""
+    earlier: dict[str, list[dict[str, Any]]] = {}
+    for layer in given:
+        nodes = layer.tree.get(NODES)
+        for name, node in nodes.items() if isinstance(nodes, dict) else ():
+            before = earlier.setdefault(name, [])
+            if isinstance(node, dict) and "call" in node:
+                for each in before:
+                    each[name] = {}
+            before.append(nodes)
 
 
 def _parsed(parser: OneLineParser, tree: Mapping[str, Any], shape: Group, keys: WrittenKeys) -> Namespace:

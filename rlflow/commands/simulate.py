@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-from rlflow.commands.configuration import Configured, config_parser, configured
+from rlflow.commands.configuration import NODES, Configured, config_parser, configured
 from rlflow.run.prepare import read_graph
 from rlflow.simulate.foretold import Foretold
 from rlflow.simulate.hardware import read_hardware, this_machine
 from rlflow.simulate.report import ShownSimulation
 from rlflow.simulate.simulation import Scaling, Simulation
-from rlflow.workflow.entries import NODES
 
 
 def read_simulate(arguments: Sequence[str]) -> ShownSimulation:

@@ -43,7 +43,6 @@ class Graph:
         cls,
         module: object,
         roles: Collection[str] = (),
-        found: Collection[Problem] = (),
         policies: Collection[str] | None = None,
         averages: Mapping[str, str] = MappingProxyType({}),
         leaves_out: bool = False,
@@ -53,7 +52,6 @@ class Graph:
         Args:
             module: An instance of a class with methods marked `@node`, or with calls in place of some or all of them.
             roles: The names of its model handles.
-            found: What is wrong with single nodes, to be reported with the rest.
             policies: Which of the handles are language models, which can generate; None for all.
             averages: By handle that is a moving average: the handle that it follows.
             leaves_out: Whether training leaves out samples that the module's reward fails on.
@@ -63,7 +61,7 @@ class Graph:
             UserError: The module has no node.
         """
         methods = read_methods(module)
-        if not methods.nodes and not methods.problems and not found:
+        if not methods.nodes and not methods.problems:
             steps = "Mark the steps of the algorithm with `@node`, or write them under `nodes` in the config"
             raise UserError(f"`{type(module).__name__}` has no node. {steps}")
         added, untold = telling(methods.nodes) if leaves_out else ({}, [])
@@ -81,7 +79,6 @@ class Graph:
             spaces, _ = row_spaces(order)
         masks = {name: masked[0] for name, node in nodes.items() if len(masked := checks.masks_of(node, nodes)) == 1}
         problems = [
-            *found,
             *methods.problems,
             *checks.missing(nodes, methods.removed, methods.all),
             *checks.mistyped(nodes),

@@ -1,4 +1,4 @@
-"""From a module to its nodes: its marked methods and its config's calls, and what each one says of itself."""
+"""From a module to its nodes: its marked methods and the calls of its config, and what each one says of itself."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import ast
 import contextlib
 import inspect
 import textwrap
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, get_args, get_type_hints
@@ -60,7 +59,7 @@ def read_methods(module: object) -> Methods:
     calls = {name: value for name, value in getattr(module, "__dict__", {}).items() if isinstance(value, Call)}
     for name in dict.fromkeys([*declared, *calls]):
         if name in calls:
-            found.add(_CallReading(name, calls[name]))
+            found.add(_Reading(name, calls[name].function, calls[name].mark, calls[name]))
             continue
         definitions = [vars(cls)[name] for cls in classes if name in vars(cls)]
         marked = next(value for value in definitions if _is_marked(value))
@@ -69,7 +68,7 @@ def read_methods(module: object) -> Methods:
             found.removed.append(name)
             continue
         plain = isinstance(chosen, FunctionType) and name not in vars(module)
-        reading = _MethodReading(name, chosen if plain else inspect.unwrap(marked), getattr(marked, MARK))
+        reading = _Reading(name, chosen if plain else inspect.unwrap(marked), getattr(marked, MARK))
         if not plain:
             text = f"`{name}` is a {type(chosen).__name__}, not a plain method, so the node of that name cannot run"
             reading.wrong.append(f"{text}. Rename the attribute, or set it to None to remove the node")
@@ -101,14 +100,23 @@ def _defined_twice(cls: type, names: dict[str, Mark]) -> Iterator[Problem]:
                 first[statement.name] = line
 
 
-class _Reading(ABC):
-    """What one node says of itself, read into a `Node`; `wrong` gathers what is wrong with it."""
+class _Reading:
+    """What one node says of itself, read into a `Node`; `wrong` gathers what is wrong with it.
 
-    def __init__(self, name: str, mark: Mark, file: str, line: int) -> None:
+    Args:
+        name: The node's.
+        function: The method, or the function that a config calls.
+        mark: What `@node` says of it.
+        call: Of a node of a config: what its parameters get.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], mark: Mark, call: Call | None = None) -> None:
+        code = inspect.unwrap(function).__code__
         self.name = name
+        self.function = function
         self.mark = mark
-        self.file = file
-        self.line = line
+        self.call = call
+        self.file, self.line = code.co_filename, code.co_firstlineno
         self.wrong: list[str] = []
 
     def node(self) -> Node:
@@ -116,18 +124,40 @@ class _Reading(ABC):
         if self.name == BATCH:
             self.wrong.append("a node may not be called `batch`, the name of the dataset's rows. Rename it")
         hints = self._hints()
-        inputs = self._inputs(hints or {})
+        inputs = tuple(self._inputs(hints or {}))
         kind = self._kind()
         returns, grows = (Any, False) if hints is None else self._returns(hints, kind)
         role = None if self.mark.role == ROLLOUT else self.mark.role
         marked = (self.mark.generates, self.mark.uses)
         return Node(self.name, inputs, role, kind, returns, self.file, self.line, *marked, grows)
 
-    @abstractmethod
-    def _hints(self) -> dict[str, Any] | None: ...
+    def _hints(self) -> dict[str, Any] | None:
+        try:
+            hints = get_type_hints(self.function, include_extras=True)
+        except (NameError, AttributeError, TypeError, SyntaxError) as error:  # annotations are the user's own code
+            self.wrong.append(f"the types of `{self.name}` cannot be read: {error}. Import or correct them")
+            return None
+        return hints if self.call is None or self.call.returns is None else {**hints, "return": self.call.returns}
 
-    @abstractmethod
-    def _inputs(self, hints: dict[str, Any]) -> tuple[Input, ...]: ...
+    def _inputs(self, hints: dict[str, Any]) -> Iterator[Input]:
+        parameters = list(inspect.signature(self.function).parameters.values())
+        if self.call is None and (not parameters or parameters[0].name != "self"):
+            self.wrong.append(f"the first parameter of `{self.name}` is not `self`. Add it: a node is a plain method")
+        elif self.call is None:
+            del parameters[0]
+        for parameter in parameters:
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                bare = parameter.replace(annotation=parameter.empty, default=parameter.empty)
+                text = f"parameter `{bare}` of `{self.name}` is {parameter.kind.description}"
+                text += ", and values are passed by name"
+                self.wrong.append(f"{text}. Write each value that is read as a parameter of its own")
+            elif self.call is None:
+                required = parameter.default is parameter.empty
+                yield Input.of(parameter.name, required, hints.get(parameter.name, Any))
+            elif parameter.name in self.call.reads:
+                value, _, part = self.call.reads[parameter.name].partition(".")
+                required = parameter.default is parameter.empty or parameter.name in self.call.renamed
+                yield Input.of(value, required, hints.get(parameter.name, Any), part)
 
     def _kind(self) -> Kind:
         mark = self.mark
@@ -194,51 +224,3 @@ class _Reading(ABC):
             self.wrong.append(f"`{self.name}` returns {type_name(returns)}, which cannot be cut by rows: {error}")
             return Any
         return returns
-
-
-class _MethodReading(_Reading):
-    """A marked method."""
-
-    def __init__(self, name: str, function: FunctionType, mark: Mark) -> None:
-        code = inspect.unwrap(function).__code__
-        super().__init__(name, mark, code.co_filename, code.co_firstlineno)
-        self.function = function
-
-    def _hints(self) -> dict[str, Any] | None:
-        try:
-            return get_type_hints(self.function, include_extras=True)
-        except (NameError, AttributeError, TypeError, SyntaxError) as error:  # annotations are the user's own code
-            self.wrong.append(f"the types of `{self.name}` cannot be read: {error}. Import or correct them")
-            return None
-
-    def _inputs(self, hints: dict[str, Any]) -> tuple[Input, ...]:
-        parameters = list(inspect.signature(self.function).parameters.values())
-        if not parameters or parameters[0].name != "self":
-            self.wrong.append(f"the first parameter of `{self.name}` is not `self`. Add it: a node is a plain method")
-        else:
-            del parameters[0]
-        for parameter in parameters:
-            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                bare = parameter.replace(annotation=parameter.empty, default=parameter.empty)
-                text = f"parameter `{bare}` of `{self.name}` is {parameter.kind.description}"
-                text += ", and values are passed by name"
-                self.wrong.append(f"{text}. Write each value that is read as a parameter of its own")
-        return tuple(
-            Input.of(parameter.name, parameter.default is parameter.empty, hints.get(parameter.name, Any))
-            for parameter in parameters
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        )
-
-
-class _CallReading(_Reading):
-    """A call that a config writes; what is wrong with it alone was reported when it was bound."""
-
-    def __init__(self, name: str, call: Call) -> None:
-        super().__init__(name, call.mark, call.file, call.line)
-        self.call = call
-
-    def _hints(self) -> dict[str, Any] | None:
-        return None if self.call.returns is Any else {"return": self.call.returns}
-
-    def _inputs(self, hints: dict[str, Any]) -> tuple[Input, ...]:
-        return self.call.inputs

@@ -27,14 +27,14 @@ from rlflow.module import RLModule, chooses_prompts, environments, handles, has_
 from rlflow.process.status import refusing_exits
 from rlflow.rollout.assignment import EngineSettings
 from rlflow.run import checks
+from rlflow.run.models import configure
 from rlflow.run.placement import followed_role, layouts, owner_of
 from rlflow.run.pretrained import load_config, load_tokenizer, loading, require_same_vocabulary, stop_tokens
 from rlflow.run.schedules import check_schedules
 from rlflow.settings import Settings
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.layout import Layout
-from rlflow.workflow.binding import bind
-from rlflow.workflow.models import configure
+from rlflow.workflow import bind
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -50,12 +50,12 @@ def read_graph(module: RLModule) -> Graph:
         if (size := getattr(module, name)) < 1:
             raise UserError(f"`{name}` is {size}; give 1 or more", of=module)
     configure(module)
-    problems = bind(module)
+    bind(module)
     models = handles(module)
     policies = [name for name, of in models.items() if isinstance(of, CausalLM)]
     averages = {name: owner_of(name, models) for name, of in models.items() if isinstance(of, Averaged)}
     leaves_out = module.reward is not None and module.reward.leaves_out
-    return Graph.read(module, models, problems, policies, averages, leaves_out)
+    return Graph.read(module, models, policies, averages, leaves_out)
 
 
 def plan_run(module: RLModule, settings: Settings, engines: EngineSettings) -> RunPlan:

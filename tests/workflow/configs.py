@@ -17,6 +17,7 @@ CONFIGS = Path(__file__).parent.parent.parent / "configs"
 FUNCTIONAL = "rlflow.functional.group_normalized_advantages"
 STEPS = "tests.workflow.steps"
 WORKFLOW = CONFIGS / "workflow_grpo.yaml"
+GRPO = CONFIGS / "grpo.yaml"
 
 
 def module_of(folder: Path, *nodes: str, on: Path = WORKFLOW, options: tuple[str, ...] = ()) -> RLModule:
@@ -35,7 +36,8 @@ def graph_of(folder: Path, *nodes: str, on: Path = WORKFLOW, options: tuple[str,
 
 
 def refusal(folder: Path, *nodes: str, on: Path = WORKFLOW, options: tuple[str, ...] = ()) -> str:
-    """The one line that refuses the config, its files without their folder."""
+    """The one line that refuses the config."""
     with pytest.raises(UserError) as error:
         graph_of(folder, *nodes, on=on, options=options)
-    return str(error.value).replace(f"{folder}/", "")
+    assert "\n" not in str(error.value)
+    return str(error.value)

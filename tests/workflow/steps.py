@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlflow import CausalLM, PerSample, PerToken, RLModule, Rollout
+from rlflow import CausalLM, PerSample, PerToken, RLModule, Rollout, node
 from rlflow.types import Scalar
 
 
@@ -21,7 +21,9 @@ def centred(self: RLModule, rewards: PerSample) -> PerSample:
     return centred
 
 
-def likelihood_loss(actor: CausalLM, rollout: Rollout, advantages: PerSample) -> PerToken:
+@node(role="actor", type="train")
+def likelihood_loss(self: Any, rollout: Rollout, advantages: PerSample) -> PerToken:
+    actor: CausalLM = self.actor
     return -advantages[:, None] * actor.logprobs(rollout)
 
 
@@ -33,12 +35,12 @@ def longest(lengths: Tensor) -> Scalar:
     return lengths.max()
 
 
-def unsaid(rewards: Any) -> Any:
+def unsaid(rewards: Any):
     return rewards
 
 
-def preferred(actor: CausalLM, chosen: Any, beta: float) -> PerSample:
-    return -beta * actor.logprobs(chosen).sum(dim=1)
+def preferred(self: Any, chosen: Any, beta: float) -> PerSample:
+    return -beta * self.actor.logprobs(chosen).sum(dim=1)
 
 
 def starred(*values: Tensor) -> PerSample:

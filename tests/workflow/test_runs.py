@@ -22,19 +22,21 @@ models:
   reference: {class_path: rlflow.CausalLM, init_args: {model: MODEL, trainable: false}}
   actor: {init_args: {samples_per_update: 8}}
 nodes:
-  - {id: ref_logprobs, role: reference, call: reference.logprobs, dependencies: {rows: rollout}}
-  - {id: old_logprobs, role: actor, call: actor.logprobs, dependencies: {rows: rollout}}
-  - id: actor_loss
-    dependencies: [rollout, advantages, old_logprobs, ref_logprobs]
-    parameters: {kl_coef: 0.1, entropy_coef: 0.01, importance: {level: geometric, mode: mask, low: 0.9, high: 1.1}}
+  ref_logprobs: {call: reference.logprobs, inputs: {rows: rollout}}
+  old_logprobs: {call: actor.logprobs, inputs: {rows: rollout}}
+  actor_loss:
+    settings:
+      kl: {coef: 0.1}
+      entropy_coef: 0.01
+      importance: {level: geometric, mode: mask, low: 0.9, high: 1.1}
 """
 
 LOGGED = """
 nodes:
-  - {id: white, call: whiten, dependencies: {x: rewards}, returns: PerSample}
-  - {id: squared, call: tests.workflow.steps.squared, dependencies: {x: white}}
-  - {id: white_told, call: log, dependencies: {x: white}, parameters: {name: reward/white}}
-  - {id: squared_told, call: log, dependencies: {x: squared}, parameters: {name: reward/white_squared}}
+  white: {call: whiten, inputs: {x: rewards}, returns: PerSample}
+  squared: {call: tests.workflow.steps.squared, inputs: {x: white}}
+  log_white: {call: log, inputs: {x: white}, settings: {name: reward/white}}
+  log_squared: {call: log, inputs: {x: squared}, settings: {name: reward/white_squared}}
 """
 
 

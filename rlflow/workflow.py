@@ -1,0 +1,165 @@
+"""Workflows in YAML: the module without a node of its own, a loss that a config can name, and how nodes are bound."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_type_hints
+
+from jsonargparse import ArgumentParser
+
+from rlflow.dag.call import CUTS, Call, NodeConfig
+from rlflow.dag.methods import marks
+from rlflow.dag.node import MARK, Mark, names, node
+from rlflow.dotted_path import object_at
+from rlflow.errors import UserError, did_you_mean, one_line
+from rlflow.functional import (
+    KL,
+    Aggregation,
+    Clip,
+    Importance,
+    policy_objective,
+    ppo_clip_loss,
+    ppo_is_clipped,
+)
+from rlflow.models.causal_lm import CausalLM
+from rlflow.module import RLModule, handles
+from rlflow.rewards.reward import Reward
+from rlflow.values.batch import Batch
+from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.protocols import Sampled
+from rlflow.values.rollout import Rollout
+
+
+@dataclass(eq=False)
+class Workflow(RLModule):
+    """No node and no model of its own: `nodes` and `models` of the config are the algorithm.
+
+    Args:
+        reward: What scores a response, for nodes that call `reward_function`.
+        group_size: Responses to each prompt, which `generate` samples unless a node says otherwise.
+        max_response_length: Tokens after which a response is cut.
+        stop_token_ids: Tokens that end a response beside those of the model and its tokenizer.
+        mask_truncated: Leave responses that were cut out of losses; they stay in their group's baseline.
+        loss_aggregation: How per-token losses become one number.
+        max_draws: Batches of prompts that a filter draws at most to fill a step.
+    """
+
+    reward: Reward | None = None
+    group_size: int = 1
+    max_response_length: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+    mask_truncated: bool = False
+    loss_aggregation: Aggregation = "token-mean"
+    max_draws: int = 10
+
+    def generate(self, batch: Batch, n: int | None = None, temperature: float | None = None) -> Rollout:
+        """Sample `n` responses to each prompt, `group_size` by default; see `RLModule.generate`."""
+        return super().generate(batch, self.group_size if n is None else n, temperature)
+
+
+@node(role="actor", type="train")
+def policy_loss(
+    self: RLModule,
+    rollout: Sampled,
+    advantages: PerSample | PerToken,
+    old_logprobs: PerToken | None = None,
+    ref_logprobs: PerToken | None = None,
+    clip: Clip = Clip(),
+    kl: KL = KL(),
+    entropy_coef: float = 0.0,
+    importance: Importance | None = Importance(),
+) -> PerToken:
+    """`w_t surrogate_t + kl.coef KL_t - entropy_coef H_t`, the loss of `rlflow.algorithms.PolicyGradient`, `[B, T]`.
+
+    Args:
+        self: The module, whose `actor` is trained.
+        rollout: The actor's samples.
+        advantages: `[B]`, or `[B, T]`.
+        old_logprobs: `[B, T]` of the policy at the start of the step; where None, the trained one is the old one, which
+            holds for one update a step.
+        ref_logprobs: `[B, T]` of the reference; None is no KL.
+        clip: How far the ratio may leave 1 and still count.
+        kl: Weight and estimator of the divergence from the reference.
+        entropy_coef: Weight of the entropy bonus.
+        importance: Correction for the gap between rollout and training logprobs; None is off.
+    """
+    actor, mask, clips = handles(self)["actor"], rollout.loss_mask, (clip.low, clip.high, clip.dual)
+    assert isinstance(actor, CausalLM)
+    logprobs, entropy = actor.score(rollout)
+    old = logprobs.detach() if old_logprobs is None else old_logprobs
+    self.log("actor/clip_fraction", ppo_is_clipped(logprobs, old, advantages, *clips), mask)
+    loss = ppo_clip_loss(logprobs, old, advantages, *clips)
+    estimate = kl.filled(in_reward=False, in_loss="k3-ratio").estimate
+    divergence = None if ref_logprobs is None else partial(estimate, logprobs, ref_logprobs, old)
+    weights = importance, entropy_coef, divergence, kl.coef
+    return policy_objective(loss, entropy, old, rollout.logprobs, mask, self.log, *weights)
+
+
+def bind(module: RLModule) -> None:
+    """Give a module the nodes of its config, once it has its models: a call each, or None to remove one.
+
+    Raises:
+        UserError: The config names a node that cannot be, or a function that is not there or takes no such parameter.
+    """
+    declared, cls = marks(type(module)), type(module)
+    for name, written in module.config_nodes.items():
+        before = vars(module).get(name)
+        if not name.isidentifier():
+            raise UserError(f"`nodes.{name}` is no name that a parameter can have; write letters, digits and _")
+        if name not in declared and (name in dir(cls) or not isinstance(before, Call | None)):
+            raise UserError(f"`nodes.{name}` has the name of something else of {cls.__name__}; rename it")
+        if written is None and name not in declared:
+            hint = did_you_mean(name, declared) or f" Its nodes are {', '.join(declared) or 'none'}."
+            raise UserError(f"`nodes.{name}` is null, and {cls.__name__} has no node of that name to remove.{hint}")
+        setattr(module, name, None if written is None else _call(module, name, written, declared.get(name)))
+
+
+def _call(module: RLModule, name: str, written: NodeConfig | str, declared: Mark | None) -> Call:
+    """The call of a node, which stands in the place of one of the class where that has a mark of this name."""
+    config = NodeConfig(written) if isinstance(written, str) else written
+    said = f"`nodes.{name}` calls {config.call}"
+    function = _function(config.call, module, said)
+    parameters = inspect.signature(function).parameters
+    for given in (*config.inputs, *config.settings):
+        if given not in parameters:
+            hint = did_you_mean(given, parameters) or f" It takes {', '.join(parameters) or 'nothing'}."
+            raise UserError(f"{said}, which has no parameter {given}.{hint}")
+    settings = _settings(function, config.settings, f"`nodes.{name}.settings`")
+    reads = {each: config.inputs.get(each, each) for each in parameters if each not in settings and each != "self"}
+    bound = {"self": module} if "self" in parameters else {}
+    mark = Mark(config.role, config.type, names(config.generates), names(config.uses))
+    if mark == Mark():
+        first = config.call.partition(".")[0]
+        mark = getattr(function, MARK, None) or declared or Mark(role=first if first in handles(module) else None)
+    returns = None if config.returns is None else CUTS[config.returns]
+    return Call(function, mark, reads, settings | bound, frozenset(config.inputs), returns)
+
+
+def _function(path: str, module: RLModule, said: str) -> Callable[..., Any]:
+    """A method of the module (`generate`) or of one of its models (`actor.logprobs`), or a function by its path."""
+    first, _, rest = path.partition(".")
+    owner = handles(module).get(first) if rest else module
+    if owner is None:
+        function = object_at(path, said, handles(module))
+    elif (rest or first) in dir(type(owner)):
+        function = getattr(owner, rest or first)
+    else:
+        hint = did_you_mean(rest or first, dir(type(owner))) or " Write a function of your own as file.function."
+        raise UserError(f"{said}, and {type(owner).__name__} has no method {rest or first}.{hint}")
+    if not inspect.isfunction(inspect.unwrap(getattr(function, "__func__", function))):
+        raise UserError(f"{said}, and that is {function!r:.40}, no function of Python; name one that calls it")
+    return function
+
+
+def _settings(function: Callable[..., Any], written: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Settings as the types of the function's parameters."""
+    parser = ArgumentParser(exit_on_error=False)
+    try:
+        hints = get_type_hints(function, include_extras=True)
+        for name in written:
+            parser.add_argument(f"--{name}", type=hints.get(name, Any))
+        found = parser.instantiate(parser.parse_object(dict(written)))
+    except Exception as error:  # jsonargparse lets some errors of its own through, and types are the user's own code
+        raise UserError(f"{key}: {one_line(error)}") from error
+    return {name: found[name] for name in written}
