@@ -11,7 +11,6 @@ from rlflow import (
     MaskedTokens,
     PerSample,
     PerToken,
-    Reward,
     RLModule,
     Rollout,
     UserError,
@@ -19,6 +18,7 @@ from rlflow import (
     node,
 )
 from rlflow.functional import Aggregation
+from rlflow.rewards import RewardLike
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class RAFT(RLModule):
     """
 
     actor: CausalLM
-    reward: Reward
+    reward: RewardLike
     group_size: int = 8
     max_response_length: int = 256
     loss_aggregation: Aggregation = "token-mean"

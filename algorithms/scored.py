@@ -12,7 +12,6 @@ from rlflow import (
     Masked,
     PerSample,
     PerToken,
-    Reward,
     RewardModel,
     RLModule,
     Rollout,
@@ -22,6 +21,7 @@ from rlflow import (
     node,
 )
 from rlflow.functional import overlong_penalty, overlong_tokens
+from rlflow.rewards import RewardLike
 
 
 class SampledLogprobs(Masked, Protocol):
@@ -59,7 +59,7 @@ class Scored(RLModule):
     """
 
     actor: CausalLM
-    reward: Reward | None = None
+    reward: RewardLike | None = None
     group_size: int = 1
     max_response_length: int = 256
     overlong_buffer: int | float | None = None

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from rlflow import Batch, CausalLM, MaskedTokens, PerToken, Ragged, Reward, RLModule, Rollout, Sourced, node
+from rlflow import Batch, CausalLM, MaskedTokens, PerToken, Ragged, RLModule, Rollout, Sourced, node
 from rlflow.functional import Aggregation
+from rlflow.rewards import RewardLike
 
 
 @dataclass(eq=False)
@@ -29,7 +30,7 @@ class SelfDistillation(RLModule):
     group_size: int = 1
     max_response_length: int = 256
     loss_aggregation: Aggregation = "token-mean"
-    reward: Reward | None = None
+    reward: RewardLike | None = None
 
     def configure_models(self) -> None:
         self.teacher = self.actor.averaged(self.decay)

@@ -11,7 +11,6 @@ from rlflow import (
     MaskedTokens,
     PerSample,
     PerToken,
-    Reward,
     RLModule,
     Rollout,
     UserError,
@@ -19,6 +18,7 @@ from rlflow import (
     node,
 )
 from rlflow.functional import Aggregation, group_normalized_advantages
+from rlflow.rewards import RewardLike
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class SelfPlay(RLModule):
 
     solver: CausalLM
     proposer: CausalLM
-    reward: Reward
+    reward: RewardLike
     ask: str = "{prompt}"
     column: str = "question"
     questions: int = 4

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from rlflow import CausalLM, Environment, MaskedTokens, PerToken, Reward, RLModule, node
+from rlflow import CausalLM, Environment, MaskedTokens, PerToken, RLModule, node
 from rlflow.functional import Aggregation
+from rlflow.rewards import RewardLike
 
 
 @dataclass(eq=False)
@@ -21,7 +22,7 @@ class SFT(RLModule):
     """
 
     actor: CausalLM
-    reward: Reward | None = None
+    reward: RewardLike | None = None
     max_response_length: int = 256
     loss_aggregation: Aggregation = "token-mean"
     stop_token_ids: tuple[int, ...] = ()

@@ -20,6 +20,7 @@ from rlflow.loggers.secrets import without_secrets
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_load
 from rlflow.models.file_digest import model_files
 from rlflow.module import handles
+from rlflow.rewards.reward import TrainerState
 from rlflow.rollout.engine import EnginePlace, RolloutEngine
 from rlflow.rollout.rank_engines import RankEngines, engines_of_rank
 from rlflow.run.all_ranks import attempt
@@ -189,9 +190,15 @@ def join(prepared: Prepared, resolved_config: str | None) -> Joined:
         ),
         writers={node.id: node.generates for node in prepared.graph.order},
         longest_prompt=prepared.data.max_prompt_length,
+        prompt_column=prepared.data.prompt,
+        trainer_state=partial(_trainer_state, prepared),
     )
     prepared.module.attach(context)
     return Joined(prepared, transport, samples, engines, context, config)
+
+
+def _trainer_state(prepared: Prepared, step: int) -> TrainerState:
+    return TrainerState(step, prepared.steps, step * prepared.data.prompts_per_step / max(1, prepared.train.size))
 
 
 def _agree(prepared: Prepared, transport: Transport, config: Mapping[str, Any] | None) -> None:

@@ -95,6 +95,7 @@ def measure(joined: Joined, version: int) -> dict[str, float]:
                 version=version,
                 stop_token_ids=prepared.stop_token_ids,
                 decode=prepared.decode,
+                reward_input=partial(joined.context.reward_input, step=version),
                 conversations=joined.context.conversations,
             )
     if has_validation_step(module):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rlflow.functional import Aggregation
 from rlflow.module import RLModule
-from rlflow.rewards.reward import Reward
+from rlflow.rewards.weighted_sum import RewardLike
 from rlflow.values.batch import Batch
 from rlflow.values.rollout import Rollout
 
@@ -23,7 +23,7 @@ class Workflow(RLModule):
         max_draws: Batches of prompts that a filter draws at most to fill a step.
     """
 
-    reward: Reward | None = None
+    reward: RewardLike | None = None
     group_size: int = 1
     max_response_length: int = 256
     stop_token_ids: tuple[int, ...] = ()
