@@ -18,7 +18,6 @@ from rlflow import (
     Environment,
     PerSample,
     PerToken,
-    Reward,
     RewardModel,
     RLModule,
     Rollout,
@@ -40,6 +39,7 @@ from rlflow.functional import (
     ppo_is_clipped,
     rewards_to_go,
 )
+from rlflow.rewards import RewardLike
 from rlflow.state import AdaptiveCoefficient
 from rlflow.types import Masked, Sampled, Tokens, Written
 
@@ -63,7 +63,7 @@ class OnPolicy(RLModule):
     """
 
     actor: CausalLM | str
-    reward: Reward | None = None
+    reward: RewardLike | None = None
     group_size: int = 1
     max_response_length: int = 256
     mask_truncated: bool = False

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from rlflow import Batch, CausalLM, Each, PerSample, PerToken, Reward, RLModule, Rollout, UserError, node
+from rlflow import Batch, CausalLM, Each, PerSample, PerToken, RLModule, Rollout, UserError, node
 from rlflow.functional import Aggregation
+from rlflow.rewards import RewardLike
 from rlflow.types import Grouped, Grown, MaskedTokens, Written
 
 
@@ -22,7 +23,7 @@ class RAFT(RLModule):
     """
 
     actor: CausalLM | str
-    reward: Reward
+    reward: RewardLike
     group_size: int = 8
     max_response_length: int = 256
     loss_aggregation: Aggregation = "token-mean"

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from rlflow import Batch, CausalLM, PerToken, Reward, RLModule, Rollout, node
+from rlflow import Batch, CausalLM, PerToken, RLModule, Rollout, node
 from rlflow.functional import Aggregation
+from rlflow.rewards import RewardLike
 from rlflow.types import MaskedTokens, Ragged, Sourced
 
 
@@ -30,7 +31,7 @@ class SelfDistillation(RLModule):
     group_size: int = 1
     max_response_length: int = 256
     loss_aggregation: Aggregation = "token-mean"
-    reward: Reward | None = None
+    reward: RewardLike | None = None
 
     def configure_models(self) -> None:
         self.teacher = self.actor.averaged(self.decay)

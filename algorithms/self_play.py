@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from rlflow import Batch, CausalLM, Each, PerSample, PerToken, Reward, RLModule, Rollout, UserError, node
+from rlflow import Batch, CausalLM, Each, PerSample, PerToken, RLModule, Rollout, UserError, node
 from rlflow.functional import Aggregation, group_normalized_advantages
+from rlflow.rewards import RewardLike
 from rlflow.types import Grouped, MaskedTokens, Written
 
 
@@ -30,7 +31,7 @@ class SelfPlay(RLModule):
 
     solver: CausalLM | str
     proposer: CausalLM | str
-    reward: Reward
+    reward: RewardLike
     ask: str = "{prompt}"
     column: str = "question"
     questions: int = 4

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from rlflow import CausalLM, Environment, PerToken, Reward, RLModule, node
+from rlflow import CausalLM, Environment, PerToken, RLModule, node
 from rlflow.functional import Aggregation
+from rlflow.rewards import RewardLike
 from rlflow.types import MaskedTokens
 
 
@@ -22,7 +23,7 @@ class SFT(RLModule):
     """
 
     actor: CausalLM | str
-    reward: Reward | None = None
+    reward: RewardLike | None = None
     max_response_length: int = 256
     loss_aggregation: Aggregation = "token-mean"
     stop_token_ids: tuple[int, ...] = ()

@@ -60,7 +60,7 @@ def run_grpo(
         max_staleness=max_staleness,
         callbacks=[kept],
     )
-    reward = CallableReward(lambda text, row: share_of_digits(text))
+    reward = CallableReward(lambda response: share_of_digits(response))
     module = GRPO(CausalLM(str(model), optimizer=Optimizer(lr=3e-3)), reward, group_size=4, max_response_length=32)
     trainer.fit(module, PromptData(JSONL(str(prompts)), prompts_per_step=8, prompt="prompt"))
     # Where steps overlap, the first ones end before what is synced, or compared, ahead of them is theirs.
@@ -99,7 +99,7 @@ def measure_speed(folder: Path, device: str, devices: int, *, engine: str, stage
     )
     module = GRPO(
         CausalLM(str(folder / "model"), gradient_checkpointing=True),
-        CallableReward(lambda text, row: share_of_digits(text)),
+        CallableReward(lambda response: share_of_digits(response)),
         group_size=W1.group,
         max_response_length=LONGEST,
     )

@@ -18,6 +18,7 @@ from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
 from rlflow.over_rows import OverRows
 from rlflow.rewards.reward import Reward
+from rlflow.rewards.weighted_sum import RewardLike, as_reward
 from rlflow.rollout.engine import Sampling
 from rlflow.rollout.request import check_asked
 from rlflow.rollout.truncated import to_be_continued, without_truncated
@@ -42,7 +43,8 @@ class RLModule(OverRows):
     dataset. The first dimension of every tensor is the rows of this rank, and nothing here needs to know of ranks.
 
     Attributes:
-        reward: What scores responses; `reward_function` calls it. None where nothing is generated to be scored.
+        reward: What scores responses; `reward_function` calls it. A `Reward`, a function, its dotted path, or a list or
+            dict of these, see `rlflow.rewards.as_reward`, which makes it a `Reward`. None where nothing is scored.
         loss_aggregation: How per-token losses become one number; see `rlflow.functional.aggregate`.
         group_size: Samples of each prompt in one step.
         max_response_length: Tokens after which a response is cut, and the divisor of the `constant` aggregation.
@@ -59,7 +61,7 @@ class RLModule(OverRows):
         run_settings: What was set of these when it was configured, by role.
     """
 
-    reward: Reward | None = None
+    reward: RewardLike | None = None
     loss_aggregation: Aggregation = "token-mean"
     group_size: int = 1
     max_response_length: int = 256
@@ -80,8 +82,16 @@ class RLModule(OverRows):
 
     def __post_init__(self) -> None:
         """Make handles of models' names, and refuse arguments that cannot be; a dataclass's constructor calls it."""
+        self.reward = self.scorer
         check_fields(self)
         make_models(self)
+
+    @property
+    def scorer(self) -> Reward | None:
+        """The module's `reward`, which nodes score with."""
+        if self.reward is not None and not isinstance(self.reward, Reward):
+            self.reward = as_reward(self.reward)
+        return self.reward
 
     def configure_models(self) -> None:
         """Assign the handles that follow from those of the constructor: a reference, an average.
@@ -296,15 +306,15 @@ class RLModule(OverRows):
         parts = self._scored(rollout, name)[1]
         if not parts:
             raise UserError(
-                f"{type(self).__name__} reads the reward's parts, and {self.reward} gives one number alone; set"
+                f"{type(self).__name__} reads the reward's parts, and {self.scorer} gives one number alone; set"
                 " `module.reward` to a WeightedSum, or to a function that returns a dict of names to numbers"
             )
         return parts
 
     def _scored(self, rollout: Written, name: str) -> tuple[Tensor, dict[str, Tensor]]:
-        if self.reward is None:
+        if self.scorer is None:
             raise UserError(f"{type(self).__name__} has no reward to score responses with; set `module.reward`")
-        return self._running().score(self.reward, rollout, name)
+        return self._running().score(self.scorer, rollout, name)
 
 
 def chooses_prompts(module: RLModule) -> bool:

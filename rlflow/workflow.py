@@ -24,7 +24,7 @@ from rlflow.functional import (
 )
 from rlflow.models.causal_lm import CausalLM
 from rlflow.module import RLModule, handles
-from rlflow.rewards.reward import Reward
+from rlflow.rewards.weighted_sum import RewardLike
 from rlflow.values.batch import Batch
 from rlflow.values.cuts import PerSample, PerToken
 from rlflow.values.protocols import Sampled
@@ -45,7 +45,7 @@ class Workflow(RLModule):
         max_draws: Batches of prompts that a filter draws at most to fill a step.
     """
 
-    reward: Reward | None = None
+    reward: RewardLike | None = None
     group_size: int = 1
     max_response_length: int = 256
     stop_token_ids: tuple[int, ...] = ()

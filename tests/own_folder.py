@@ -70,33 +70,33 @@ import signal
 import time
 
 
-def raises(text, row):
+def raises(response, row):
     raise KeyError("solution")
 
 
-def nan(text, row):
+def nan(response, row):
     return float("nan")
 
 
-def raises_on_rank_1(text, row):
+def raises_on_rank_1(response, row):
     if os.environ.get("LOCAL_RANK") == "1":
         raise KeyError("solution")
     return 1.0
 
 
-def exits(text, row):
+def exits(response, row):
     raise SystemExit(0)
 
 
-def leaves(text, row):
+def leaves(response, row):
     os._exit(0)
 
 
-def returns_infinity_in_float32(text, row):
+def returns_infinity_in_float32(response, row):
     return 1e308
 
 
-def killed_on_rank_1(text, row):
+def killed_on_rank_1(response, row):
     if os.environ.get("LOCAL_RANK") == "1":
         print(f"killed at {time.time()}", file=open("killed.txt", "w"), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -55,7 +55,7 @@ def run_rlflow(workload: Workload, folder: Path, engine: str, steps: int) -> Non
 
 def module_of(workload: Workload, folder: Path) -> RLModule:
     """The algorithm, with as many updates a step as the workload has."""
-    reward = CallableReward(lambda text, row: share_of_digits(text))
+    reward = CallableReward(lambda response: share_of_digits(response))
     kind = PPO if workload.algorithm == "ppo" else GRPO
     actor = CausalLM(
         str(folder / "model"),

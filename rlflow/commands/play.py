@@ -23,7 +23,7 @@ from rlflow.errors import UserError, about
 from rlflow.loggers.transcript import text as written
 from rlflow.module import environments, handles
 from rlflow.process.status import refusing_exits
-from rlflow.rewards.reward import scored
+from rlflow.rewards.reward import RewardInput, scored
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.engine import Sampling
 from rlflow.run.placement import followed_role
@@ -98,10 +98,10 @@ class Play:
         seats = environment.definition_of(row).seats
         for each in views:
             self._show_end(each, f" of `{seats[each.seat]}`" if seats else "")
-        if module.reward is not None:
-            scores = scored(module.reward, rollout.texts, rollout.rows)
+        if module.scorer is not None:
+            scores = scored(module.scorer, RewardInput(rollout.texts, rollout.rows, conversations=rollout.messages))
             for place, total in enumerate(scores.total):
-                parts = "".join(f", {name} {part[place]:g}" for name, part in scores.parts.items())
+                parts = "".join(f", {name} {part[place] or 0.0:g}" for name, part in scores.parts.items())
                 self.screen.line(f"reward of the module: {total:g}{parts}")
 
     def _environment(self) -> Environment:

@@ -103,7 +103,9 @@ def read_shown(arguments: Sequence[str]) -> Shown:
 
 def show(sample: Mapping[str, Any], screen: Screen) -> None:
     """Print a sample; of runs before there were turns, what there is."""
-    parts = ", ".join(f"{name} {value:g}" for name, value in sample["parts"].items())
+    parts = ", ".join(
+        f"{name} {'-' if value is None else format(value, 'g')}" for name, value in sample["parts"].items()
+    )
     facts = [f"step {sample['step']}"]
     facts += [f"{name} {sample[name]}" for name in ("row", "sample") if name in sample]
     facts += [f"reward {sample['reward']:g}" + (f" ({parts})" if parts else "")]

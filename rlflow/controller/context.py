@@ -17,7 +17,7 @@ from rlflow.controller.conversations import ConversationRunner, ConverseCall
 from rlflow.controller.failures import Failures, note_failures
 from rlflow.controller.generating import callers_of, parents_of, policy_of, require_beginning, require_own_rows
 from rlflow.controller.memories import MemoryUpdates
-from rlflow.controller.scoring import scored_alike
+from rlflow.controller.scoring import reward_input, scored_alike
 from rlflow.dag.failures import scores_rows
 from rlflow.dag.node import Node
 from rlflow.databuffer.rows import RowSpace
@@ -26,7 +26,7 @@ from rlflow.environments.conversation_format import ConversationFormat
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.metrics import StepMetrics
-from rlflow.rewards.reward import Reward, Scores
+from rlflow.rewards.reward import Reward, RewardInput, Scores, TrainerState
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.responses import Part, under_way
 from rlflow.rollout.sampling import sample
@@ -89,6 +89,8 @@ class NodeContext:
         writers: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
         longest_prompt: int | None = None,
         conversation_format: ConversationFormat | None = None,
+        prompt_column: str | None = None,
+        trainer_state: Callable[[int], TrainerState] = TrainerState,
     ) -> None:
         self._engines = engines
         self._transport = transport
@@ -102,6 +104,8 @@ class NodeContext:
         self._on_scores = on_scores
         self._rows_of = rows_of
         self._writers = writers
+        self._prompt_column = prompt_column
+        self._trainer_state = trainer_state  # of a step
         self.longest_prompt = longest_prompt  # in tokens; None for any
         self.conversations: ConversationRunner | None = None
         if conversation_format is not None:
@@ -213,26 +217,35 @@ class NodeContext:
 
     def score(self, reward: Reward, rollout: Written, name: str) -> tuple[Tensor, Parts]:
         now = self._outside_training("reward_function")
-        tells = reward.leaves_out and now.node.makes_value and not self._measures
+        tells = reward.drops and now.node.makes_value and not self._measures
         if tells and not scores_rows(now.node):
             raise UserError(
-                f"node `{now.node.id}` scores responses ({now.node.place}), and {reward} leaves out samples that it"
-                " fails on, of which this node cannot tell those that train; score in a node that reads `rollout:"
-                " Written` and returns PerSample, or set `on_error` to raise or zero"
+                f"node `{now.node.id}` scores responses ({now.node.place}), and {reward} drops samples that it fails"
+                " on, which nodes that train would not know of; score in a node that reads `rollout: Written` and"
+                " returns PerSample, or set `on_error` to raise or zero"
             )
-        scores = scored_alike(reward, rollout.texts, rollout.rows, now.layout.ranks, self._transport)
+        responses = self.reward_input(rollout, now.metrics.step)
+        scores = scored_alike(reward, responses, now.layout.ranks, self._transport)
         if tells:
             note_failures(now.failures, scores, rollout)
         given = next((on_host(returns).tolist() for rows, returns in now.returned if rows is rollout), None)
         self._on_scores(now.metrics.step, rollout, scores if given is None else scores.plus("environment", given))
         totals = torch.tensor(scores.total, dtype=self._dtype)
-        parts = Parts({part: torch.tensor(of_part, dtype=self._dtype) for part, of_part in scores.parts.items()})
         self.log(f"{name}/mean", totals, None)
-        for part_name, part in parts.items():
-            self.log(f"{name}/{part_name}", part, None)
+        parts: dict[str, Tensor] = {}
+        for part, of_part in scores.parts.items():
+            applies = torch.tensor([each is not None for each in of_part], dtype=torch.bool)
+            parts[part] = torch.tensor([each or 0.0 for each in of_part], dtype=self._dtype)
+            self.log(f"{name}/{part}", parts[part], None if applies.all() else applies)
         if self._speaks(now):
             now.metrics.sum(f"{name}/errors", float(len(scores.failed)))
-        return on_device(totals, self._device), to_device(parts, self._device)
+            for metric, values in scores.metrics.items():
+                now.metrics.mean(f"{name}/{metric}", float(sum(values)), float(len(values)))
+        return on_device(totals, self._device), to_device(Parts(parts), self._device)
+
+    def reward_input(self, rollout: Written, step: int) -> RewardInput:
+        """What a reward is given of samples at a step, counted from 0."""
+        return reward_input(rollout, self._prompt_column, self._trainer_state(step))
 
     def returned(self, rollout: Written, name: str, alone: bool) -> Tensor:
         now = self._outside_training("environment_returns")

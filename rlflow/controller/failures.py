@@ -9,26 +9,23 @@ import torch
 from torch import Tensor
 
 from rlflow.controller.in_step import InStep
-from rlflow.dag.failures import MASK, SKIP
+from rlflow.dag.failures import MASK
 from rlflow.dag.node import Node
-from rlflow.rewards.reward import LeftOut, Scores
+from rlflow.rewards.reward import Scores
 from rlflow.values.each import Each
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.path import RowPath
 
 Failures = dict[tuple[int, ...], int]  # by the path of a row: MASK or SKIP
 
-_MEANT: Mapping[LeftOut, int] = {"mask": MASK, "skip": SKIP}
-
 
 def note_failures(found: Failures, scores: Scores, scored: Any) -> None:
     """Add to `found` the rows of `scored` that these scores leave out."""
-    if not scores.left_out:
+    if not scores.dropped:
         return
     paths = on_host(_path(scored).numbers).tolist()
-    for row, how in scores.left_out.items():
-        path = tuple(paths[row])
-        found[path] = max(found.get(path, 0), _MEANT[how])
+    for row in scores.dropped:
+        found[tuple(paths[row])] = MASK
 
 
 def failures_of_rows(found: Failures, own: Tensor, device: torch.device) -> Tensor:

@@ -70,6 +70,7 @@ class Samples:
                     "ended": Ending(ended[i]).name.lower(),
                     "messages": rollout.messages[i],
                 }
+                | ({"columns": {name: _json(of[i]) for name, of in scores.columns.items()}} if scores.columns else {})
                 | ({"read": self._decode_with_special(prompts[i].tolist())} if rollout.messages[i] else {})
             )
 
@@ -91,3 +92,7 @@ class Samples:
     def keep_again(self, later_steps: Sequence[tuple[int, list[dict[str, Any]]]]) -> None:
         """Keep what `of_later_steps` gave."""
         self._steps.update(dict(later_steps))
+
+
+def _json(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

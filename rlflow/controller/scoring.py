@@ -1,26 +1,39 @@
-"""Scores of one reward on several ranks, which have the same parts."""
+"""What a reward is given, and the scores of one reward on several ranks, which have the same parts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
-from rlflow.rewards.reward import Reward, Scores, scored
+from rlflow.rewards.reward import Reward, RewardInput, Scores, TrainerState, scored
+from rlflow.values.host_copy import on_host
+from rlflow.values.protocols import Written
 
 
-def scored_alike(
-    reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]], ranks: tuple[int, ...], transport: Transport
-) -> Scores:
+def reward_input(rollout: Written, prompt_column: str | None, state: TrainerState) -> RewardInput:
+    """What a reward is given of this rank's samples.
+
+    Args:
+        rollout: The samples.
+        prompt_column: See `RewardInput`.
+        state: Where the run is.
+    """
+
+    def token_ids() -> list[list[int]]:
+        lengths = on_host(rollout.lengths).tolist()
+        return [ids[:length] for ids, length in zip(on_host(rollout.response_ids).tolist(), lengths, strict=True)]
+
+    return RewardInput(rollout.texts, rollout.rows, prompt_column, rollout.messages, token_ids, state)
+
+
+def scored_alike(reward: Reward, responses: RewardInput, ranks: tuple[int, ...], transport: Transport) -> Scores:
     """The scores of this rank's samples, with the parts that all ranks have; ranks without samples have them too.
 
     Args:
         reward: That scores.
-        texts: Responses of this rank.
-        rows: That they answer.
+        responses: Those of this rank.
         ranks: That score together; all of them call this.
         transport: Between them.
 
@@ -29,7 +42,7 @@ def scored_alike(
     """
     failure: UserError | None = None
     try:
-        scores = scored(reward, texts, rows)
+        scores = reward.settled(scored(reward, responses), responses)
     except UserError as error:
         scores, failure = Scores([]), error
     failed_all = len(scores.failed) == len(scores.total)  # as where there are no samples

@@ -21,6 +21,7 @@ from rlflow.databuffer.transport import Transport
 from rlflow.functional import pass_at_k
 from rlflow.metrics import Metrics
 from rlflow.module import RLModule, environments
+from rlflow.rewards.reward import RewardInput
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.sampling import sample
@@ -28,6 +29,7 @@ from rlflow.values.batch import Batch
 from rlflow.values.columns import to_device
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
+from rlflow.values.rollout import Rollout
 
 FULL_REWARD = 1.0
 POLICY = "actor"  # how the policy that is validated is called within
@@ -47,6 +49,7 @@ def validate(
     version: int,
     stop_token_ids: tuple[int, ...],
     decode: Callable[[Sequence[int]], str],
+    reward_input: Callable[[Rollout], RewardInput],
     conversations: ConversationRunner | None = None,
 ) -> dict[str, float]:
     """`samples` responses to each prompt at the policy's `temperature`, and one at temperature 0.
@@ -81,8 +84,8 @@ def validate(
             call = ConverseCall(DRAW, prefix, POLICY, {POLICY: version}, layout, rows_of=loader.rows_of_all)
             rollout, ended, _ = conversations.run({POLICY: engine}, environment, batch.rows, path, n, sampling, call)
         speaks = layout.publishes(transport.rank)
-        of_rank = (rollout.texts, rollout.rows) if speaks else ([], [])
-        scored = None if module.reward is None else scored_alike(module.reward, *of_rank, layout.ranks, transport)
+        of_rank = reward_input(rollout) if speaks else RewardInput([], [])
+        scored = None if module.scorer is None else scored_alike(module.scorer, of_rank, layout.ranks, transport)
         if not speaks:
             continue
         if ended:

@@ -41,7 +41,7 @@ class CodeTests(SampleReward):
         memory_mb: What each process of a program may take of memory.
         at_once: Programs that run side by side on each rank.
         all_or_nothing: Score 1 where all tests pass, and else 0.
-        on_error: `raise`, `zero`, `mask` or `skip`; see `SampleReward`. A program that is wrong, slow or too large is
+        on_error: `raise`, `zero` or `drop`; see `Reward`. A program that is wrong, slow or too large is
             no error.
 
     Raises:

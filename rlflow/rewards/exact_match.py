@@ -13,7 +13,7 @@ class ExactMatch(SampleReward):
 
     Args:
         answer: Column of the answer.
-        on_error: `raise`, `zero`, `mask` or `skip`; see `SampleReward`.
+        on_error: `raise`, `zero` or `drop`; see `Reward`.
     """
 
     def __init__(self, answer: str = "answer", on_error: OnError = "raise") -> None:

@@ -1,33 +1,56 @@
-"""A reward that is a user's function."""
+"""Rewards that are a user's functions, called for each sample, or for a batch in the form of TRL."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from rlflow.dotted_path import function_at
-from rlflow.errors import UserError
-from rlflow.rewards.reward import OnError, SampleReward
+from rlflow.errors import UserError, did_you_mean
+from rlflow.rewards.reward import OnError, RewardInput, SampleReward, Scores, log
 from rlflow.worker import Limits, WorkerPool
+from rlflow.worker.child import batch_call
+
+OF_A_SAMPLE = ("response", "completion", "prompt", "messages", "row", "info")
+OF_A_BATCH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+NOT_AS_COLUMNS = ("prompt", "completion", "completion_ids")  # of a batch, as TRL has it
+ALREADY_COLUMNS = ("prompt", "info")  # a column of such a name is what the name means
 
 
 class CallableReward(SampleReward):
-    """What `function(response, row)` returns: a number, or a dict of names to numbers, whose sum is the score.
+    """What a function returns, plain or `async`, for each sample.
+
+    The function's parameters choose what it is given: `response` (or `completion`), the text; `prompt`, as the dataset
+    has it, a text or a list of messages; `messages`, the whole conversation; `row`, the dataset's row; `info`, the
+    row's column of that name, an empty dict where there is none; or any column by its name; `**kwargs` gets all
+    columns. Where a column has one of these names, the column is given, and a warning says so once. It returns a
+    number, or a dict of names to numbers, whose sum is the score.
+
+    A function that has a parameter `completions` or `completion_ids` has TRL's form: it is called with the samples of
+    this rank together, and given lists: `prompts`, `completions` (lists of messages where the prompts are), the token
+    ids `completion_ids`, and all columns by name; and `trainer_state` (`global_step`, `max_steps`, `epoch`),
+    `log_extra(name, list)`, whose values stand in `samples.jsonl`, and `log_metric(name, number)`. It returns a list of
+    numbers, with None for a sample that it does not apply to. https://huggingface.co/docs/trl/grpo_trainer
 
     Args:
         function: Dotted path such as `my_rewards.brevity`, or the function itself. Of a dict each part is logged, and
             nodes read it by `self.reward_parts`; inside a `WeightedSum` the sum alone is a part.
-        on_error: `raise`, `zero`, `mask` or `skip`; see `SampleReward`.
-        seconds: What a sample may take. The function then runs in a process of its own that can be killed, and can
-            neither hang the run nor end it; None for in the rank's own process, which is faster and has no limit.
+        on_error: `raise`, `zero` or `drop`; see `Reward`.
+        seconds: Time limit of a call. The function then runs in a process of its own that can be killed, and can
+            neither hang the run nor end it; None for the rank's own process, which is faster and has no limit.
         workers: How many such processes a rank has.
-        memory_mb: What each of them may take of memory; needs `seconds`.
+        memory_mb: Memory limit of each of them; needs `seconds`.
     """
 
     def __init__(
         self,
-        function: str | Callable[[str, dict[str, Any]], float | Mapping[str, float]],
+        function: str | Callable[..., Any],
         on_error: OnError = "raise",
         seconds: float | None = None,
         workers: int = 1,
@@ -35,28 +58,187 @@ class CallableReward(SampleReward):
     ) -> None:
         super().__init__(on_error, at_once=workers)
         self.function = function
+        called = function_at(function, f"`function` is {function!r}") if isinstance(function, str) else function
+        self._read_signature(called)
         if seconds is None:
             if workers != 1:
                 raise UserError(
                     f"`workers` is {workers} without `seconds`, and only what has a limit runs in one; set it"
                 )
-            self._call = _function(function) if isinstance(function, str) else function
+            self._call: Callable[..., Any] = called
+            self._call_batch: Callable[..., Any] = partial(batch_call, called)
         elif isinstance(function, str):
-            _function(function)
             pool = WorkerPool(Limits(seconds=seconds, memory_mb=memory_mb), workers)
-            self._call = partial(pool.function, function)
+            self._call, self._call_batch = partial(pool.function, function), partial(pool.batch, function)
         else:
             raise UserError(
                 f"`seconds` is {seconds:g}, and `function` is {function!r:.60}, which no other process can import; give"
                 " its dotted path"
             )
+        is_async = inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__)
+        self._together = seconds is None and is_async
+        self._warned: set[str] = set()
+
+    def _read_signature(self, function: Any) -> None:
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"`function` is {function!r:.60}, whose parameters cannot be read; wrap it in one"
+            ) from error
+        named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        self._positional = [each.name for each in named if each.kind is each.POSITIONAL_ONLY]
+        self._parameters = [each.name for each in named]
+        self._required = [each.name for each in named if each.default is each.empty]
+        self._takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        self._batched = not {"completions", "completion_ids"}.isdisjoint(self._parameters)
+
+    @property
+    def reads(self) -> dict[str, bool]:
+        given = OF_A_BATCH if self._batched else OF_A_SAMPLE
+        return {name: True for name in self._required if name not in given}
+
+    def score(self, responses: RewardInput) -> Scores:
+        if self._batched:
+            return self._of_batch(responses)
+        calls = [self._call_of(responses, i) for i in range(len(responses))]
+        if self._together:
+            calls = [partial(_result, outcome) for outcome in asyncio.run(_outcomes(calls))]
+        return self.side_by_side(calls, responses)
 
     def score_sample(self, text: str, row: dict[str, Any]) -> float | Mapping[str, float]:
-        return self._call(text, row)
+        value: float | Mapping[str, float] = self._call_of(RewardInput([text], [row]), 0)()
+        return value
+
+    def _call_of(self, responses: RewardInput, i: int) -> Callable[[], Any]:
+        """The call for a sample."""
+        row = responses.rows[i]
+        given = dict(row) if self._takes_all else {}
+        for name in self._parameters:
+            if name in row:
+                self._warn_of_column(name, responses)
+                given[name] = row[name]
+            elif name in OF_A_SAMPLE:
+                given[name] = self._of_sample(name, responses, i)
+            elif name in self._required:
+                raise UserError(self._unknown(name, row))
+        return partial(self._call, *(given.pop(name) for name in self._positional if name in given), **given)
+
+    def _of_sample(self, name: str, responses: RewardInput, i: int) -> Any:
+        if name in ("response", "completion"):
+            return responses.texts[i]
+        if name == "prompt":
+            return self._prompt(responses, i)
+        if name == "messages":
+            return responses.messages(i)
+        return responses.rows[i] if name == "row" else {}
+
+    def _prompt(self, responses: RewardInput, i: int) -> Any:
+        prompt = responses.prompt(i)
+        if prompt is None and not {"prompt", "prompts"}.isdisjoint(self._required):
+            raise UserError(
+                f"{self} reads the prompt, and the dataset's row has no such column ({', '.join(responses.rows[i])});"
+                " name it by `data.prompt`"
+            )
+        return prompt
+
+    def _warn_of_column(self, name: str, responses: RewardInput) -> None:
+        means_column = name in ALREADY_COLUMNS and responses.prompt_column in (None, name)
+        if name in OF_A_SAMPLE and not means_column and name not in self._warned:
+            self._warned.add(name)
+            log.warning("%s is given the dataset's column `%s`, in place of what a reward means by it", self, name)
+
+    def _unknown(self, name: str, row: Mapping[str, Any]) -> str:
+        known = [*OF_A_SAMPLE, *row]
+        return (
+            f"{self} has a parameter `{name}`, which is neither a column of the dataset ({', '.join(row)}) nor one of"
+            f" {', '.join(OF_A_SAMPLE)}; rename it, or give it a default.{did_you_mean(name, known)}"
+        )
+
+    def _of_batch(self, responses: RewardInput) -> Scores:
+        """The scores that a function of TRL's form gives; without samples it is not called."""
+        if not len(responses):
+            return Scores([])
+        named = {name: value for name, value in self._batch(responses) if self._takes_all or name in self._parameters}
+        logs = [name for name in ("log_extra", "log_metric") if self._takes_all or name in self._parameters]
+        state = asdict(responses.state) if self._takes_all or "trainer_state" in self._parameters else None
+        missing = next((name for name in self._required if name not in {*named, *OF_A_BATCH}), None)
+        if missing is not None:
+            raise UserError(self._unknown(missing, responses.rows[0]))
+        columns: dict[str, list[Any]] = {}
+        metrics: dict[str, list[float]] = {}
+
+        def returned() -> list[Any]:
+            nonlocal columns, metrics
+            found, columns, metrics = self._call_batch(named, state, logs)
+            found = found.tolist() if isinstance(found, torch.Tensor) else found
+            if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != len(responses):
+                count = f"{len(found)} scores" if isinstance(found, list | tuple) else f"{found!r:.60}"
+                raise ValueError(f"it returned {count} for {len(responses)} samples, not a number or None for each")
+            return [each.item() if isinstance(each, torch.Tensor) else each for each in found]
+
+        of_all = _once(returned)
+        absent = set[int]()
+
+        def score_of(i: int) -> Any:
+            if (score := of_all()[i]) is None:
+                absent.add(i)
+            return 0.0 if score is None else score
+
+        scores = self.scores_of((partial(score_of, i) for i in range(len(responses))), responses)
+        for name, values in columns.items():
+            if len(values) != len(responses):
+                raise UserError(
+                    f"{self} called log_extra({name!r}) with {len(values)} values for {len(responses)} samples; give"
+                    " one for each"
+                )
+        return replace(scores, absent=frozenset(absent), metrics=metrics, columns=columns)
+
+    def _batch(self, responses: RewardInput) -> Iterator[tuple[str, Any]]:
+        every = range(len(responses))
+        for name in dict.fromkeys(name for row in responses.rows for name in row if name not in NOT_AS_COLUMNS):
+            yield name, [row.get(name) for row in responses.rows]
+        if self._takes_all or "prompts" in self._parameters:
+            yield "prompts", [self._prompt(responses, i) for i in every]
+        if self._takes_all or "completions" in self._parameters:
+            yield "completions", [responses.completion(i) for i in every]
+        if self._takes_all or "completion_ids" in self._parameters:
+            yield "completion_ids", responses.token_ids()
 
     def __str__(self) -> str:
-        return f"reward `{self.function if isinstance(self.function, str) else self.function.__name__}`"
+        return f"reward `{self.function if isinstance(self.function, str) else name_of(self.function)}`"
 
 
-def _function(path: str) -> Callable[[str, dict[str, Any]], float]:
-    return function_at(path, f"`function` is {path!r}")
+def name_of(function: Callable[..., Any]) -> str:
+    """The function's name; of another object that can be called, its class's."""
+    return function.__name__ if inspect.isroutine(function) else type(function).__name__
+
+
+def _once(call: Callable[[], Any]) -> Callable[[], Any]:
+    """What a call returned or raised the first time, each time."""
+    outcome: list[Any] = []
+
+    def again() -> Any:
+        if not outcome:
+            try:
+                outcome.append(call())
+            except BaseException as error:
+                outcome.append(error)
+        return _result(outcome[0])
+
+    return again
+
+
+async def _outcomes(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What coroutines return or raise, which run together."""
+
+    async def outcome(call: Callable[[], Any]) -> Any:
+        return await call()
+
+    return await asyncio.gather(*map(outcome, calls), return_exceptions=True)
+
+
+def _result(outcome: Any) -> Any:
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome

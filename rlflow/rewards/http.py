@@ -15,7 +15,7 @@ import httpx
 
 from rlflow.errors import UserError, one_line
 from rlflow.rewards.columns import column
-from rlflow.rewards.reward import ForgivingReward, OnError, Scores, side_by_side
+from rlflow.rewards.reward import OnError, Reward, RewardInput, Scores, threads
 
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}  # the codes of what may go well another time
 LONGEST_WAIT_S = 60.0
@@ -82,7 +82,7 @@ class Endpoint:
         return b"".join(parts)
 
 
-class HTTPReward(ForgivingReward):
+class HTTPReward(Reward):
     """What a server says of responses.
 
     It is sent `{"texts": [...], "rows": [...]}` and answers `{"scores": [...]}`, a number for each text, or a mapping
@@ -90,14 +90,14 @@ class HTTPReward(ForgivingReward):
 
     Args:
         url: Where to post.
-        batch: Samples of one request at most; None for all of a rank's.
+        batch: RewardInput of one request at most; None for all of a rank's.
         at_once: Requests side by side, of each rank.
         seconds: What a request may take.
         retries: Tries after the first one, where the server cannot be reached, is busy (408, 409, 425, 429) or fails
             (500, 502, 503, 504).
         columns: Of the row that are sent; None for all.
         headers: Of each request. A value `$NAME` is that of an environment variable, where secrets belong.
-        on_error: What samples get that the server does not score, see `ForgivingReward`; where a request failed these
+        on_error: What samples get that the server does not score, see `Reward`; where a request failed these
             are all of its samples.
     """
 
@@ -126,16 +126,17 @@ class HTTPReward(ForgivingReward):
     def reads(self) -> dict[str, bool]:
         return dict.fromkeys(self._columns or (), True)
 
-    def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
+    def score(self, responses: RewardInput) -> Scores:
+        texts, rows = responses.texts, responses.rows
         size = self._batch or max(1, len(texts))
         starts = range(0, len(texts), size)
-        with side_by_side(self._at_once) as threads:
-            answers = [threads.submit(self._answer, texts[at : at + size], rows[at : at + size]) for at in starts]
+        with threads(self._at_once) as pool:
+            answers = [pool.submit(self._answer, texts[at : at + size], rows[at : at + size]) for at in starts]
 
             def score_of(place: int) -> Any:
                 return answers[place // size].result()[place % size]
 
-            return self.scores_of((partial(score_of, place) for place in range(len(texts))), texts, rows)
+            return self.scores_of((partial(score_of, place) for place in range(len(texts))), responses)
 
     def _answer(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[Any]:
         """What the server says of each sample.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from rlflow.rewards.http import Endpoint, with_environment
-from rlflow.rewards.reward import OnError, SampleReward, Scores
+from rlflow.rewards.reward import OnError, RewardInput, SampleReward, Scores
 from rlflow.rewards.rubric import PROMPT, Rubric
 
 
@@ -31,7 +31,7 @@ class Judge(SampleReward):
         at_once: Requests side by side, of each rank.
         seconds: What a request may take.
         retries: See `HTTPReward`; an answer without grades is asked for again too.
-        on_error: `raise`, `zero`, `mask` or `skip`; see `SampleReward`.
+        on_error: `raise`, `zero` or `drop`; see `Reward`.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Judge(SampleReward):
                 return shares if self.rubric.criteria else shares["score"]
         raise ValueError(f"the judge gave no grades in {self._tries} answers, the last {said[-100:]!r}")
 
-    def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
-        scores = super().score(texts, rows)
+    def score(self, responses: RewardInput) -> Scores:
+        scores = super().score(responses)
         if not scores.parts:
             return scores
-        samples = [dict(zip(scores.parts, sample, strict=True)) for sample in zip(*scores.parts.values(), strict=True)]
-        return replace(scores, total=[self.rubric.score(sample) for sample in samples])
+        shares = [{name: part[i] or 0.0 for name, part in scores.parts.items()} for i in range(len(responses))]
+        return replace(scores, total=[self.rubric.score(each) for each in shares])
 
     def __str__(self) -> str:
         return f"judge {self.model}"

@@ -16,7 +16,7 @@ class MathVerify(SampleReward):
 
     Args:
         answer: Column of the answer: an expression, in LaTeX or plain, or a text that ends with one, as in GSM8K.
-        on_error: `raise`, `zero`, `mask` or `skip`; see `SampleReward`.
+        on_error: `raise`, `zero` or `drop`; see `Reward`.
     """
 
     def __init__(self, answer: str = "answer", on_error: OnError = "raise") -> None:

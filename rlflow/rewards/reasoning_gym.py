@@ -15,7 +15,7 @@ class ReasoningGymScore(SampleReward):
 
     Args:
         task: Name of the task; rows are entries of it, as the source `ReasoningGym` makes them.
-        on_error: `raise`, `zero`, `mask` or `skip`; see `SampleReward`.
+        on_error: `raise`, `zero` or `drop`; see `Reward`.
     """
 
     def __init__(self, task: str, on_error: OnError = "raise") -> None:

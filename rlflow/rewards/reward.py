@@ -14,18 +14,86 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
+from rlflow.dotted_path import value_at
 from rlflow.errors import ENDING, UserError, one_line
 from rlflow.loggers.log_lines import line_log
 
-LeftOut = Literal["mask", "skip"]
-Failed = Literal["zero", "mask", "skip"]
-OnError = Literal["raise", "zero", "mask", "skip"]
-TAKEN = ("mean", "errors", "outcome", "overlong", "model")  # what is logged of a reward beside its parts
+Failed = Literal["zero", "drop"]
+OnError = Literal["raise", "zero", "drop"]
+Messages = list[dict[str, Any]]
+TAKEN = ("mean", "errors", "outcome", "overlong", "model")  # logged of a reward next to its parts
+PROMPTS = ("prompt", "question")  # columns of the prompt where none is named
+ON_ERROR = "raise, zero or drop"
 MOST_SAID = 500  # characters of what a scorer raised
-LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
-DONE = {"zero": "scored 0", "mask": "scored 0 and masked", "skip": "scored 0, and their updates are skipped"}
+LARGEST = 3.4028234663852886e38  # of float32, in which rewards are stored
+DONE = {"zero": "scored 0", "drop": "dropped"}
 
 log = line_log(__name__)
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where the run is when a reward is called, under the names of transformers' `TrainerState`.
+
+    Attributes:
+        global_step: Steps that were trained before this one.
+        max_steps: Steps of the run.
+        epoch: Passes over the dataset before this step, a fraction.
+    """
+
+    global_step: int = 0
+    max_steps: int = 0
+    epoch: float = 0.0
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """What a reward is given: `B` responses, and what is known of them.
+
+    Attributes:
+        texts: The decoded responses, without special tokens.
+        rows: The dataset's row of each.
+        prompt_column: Column of the prompt in these rows; None for `prompt`, else `question`.
+        conversations: The messages of each conversation with an environment; empty for a response of one turn.
+        token_ids: Returns the token ids of each response; computed only where a reward asks.
+        state: Where the run is.
+    """
+
+    texts: Sequence[str]
+    rows: Sequence[dict[str, Any]]
+    prompt_column: str | None = None
+    conversations: Sequence[Messages] = ()
+    token_ids: Callable[[], list[list[int]]] = list
+    state: TrainerState = TrainerState()
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def prompt(self, i: int) -> Any:
+        """The prompt of a sample as the dataset has it: a text, or a list of messages; None where it has none."""
+        for name in PROMPTS if self.prompt_column is None else (self.prompt_column,):
+            try:
+                return value_at(self.rows[i], name)
+            except KeyError:
+                continue
+        return None
+
+    def messages(self, i: int) -> Messages:
+        """A sample as a conversation: that with its environment, or the prompt and the response."""
+        if self.conversations and self.conversations[i]:
+            return self.conversations[i]
+        prompt = self.prompt(i)
+        asked = [] if prompt is None else [{"role": "user", "content": prompt}]
+        return [*(prompt if isinstance(prompt, list) else asked), {"role": "assistant", "content": self.texts[i]}]
+
+    def completion(self, i: int) -> str | Messages:
+        """The response: a text; where the prompt is a list of messages, the messages that follow it."""
+        prompt = self.prompt(i)
+        if not isinstance(prompt, list):
+            return self.texts[i]
+        messages, turns = self.messages(i), sum(each["role"] == "assistant" for each in prompt)
+        own = [place for place, each in enumerate(messages) if each["role"] == "assistant"][turns:]
+        return messages[own[0] :] if own else []
 
 
 @dataclass(frozen=True)
@@ -34,20 +102,27 @@ class Scores:
 
     Attributes:
         total: The reward of each sample.
-        parts: Scores that went into the total, by name, each as long as `total`; no name of `TAKEN`.
-        failed: What samples that the scorer failed on get, by place: what failed counts 0 (`zero`), the whole sample
-            counts 0 and is taken out of the loss (`mask`), or each update that it is in is left out (`skip`). The last
-            two are for a reward that `leaves_out`.
+        parts: Scores that went into the total, by name, each as long as `total`; no name of `TAKEN`. None for a part
+            that does not apply to a sample.
+        failed: What samples get that the scorer failed on, by place: what failed counts 0 (`zero`), or the sample is
+            left out of training (`drop`, for a reward that `drops`).
+        absent: Places of samples that the reward does not apply to. In a sum it does not count there; a sample that no
+            reward applies to is one that the reward failed on.
+        metrics: Numbers to log besides, by name; their mean is logged.
+        columns: What to write with each sample in `samples.jsonl`, by name, each as long as `total`.
     """
 
     total: list[float]
-    parts: dict[str, list[float]] = field(default_factory=dict)
+    parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     failed: dict[int, Failed] = field(default_factory=dict)
+    absent: frozenset[int] = frozenset()
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
-    def left_out(self) -> dict[int, LeftOut]:
-        """Of those that failed, what training leaves out."""
-        return {i: how for i, how in self.failed.items() if how != "zero"}
+    def dropped(self) -> list[int]:
+        """Places of the samples that training leaves out."""
+        return [i for i, how in self.failed.items() if how == "drop"]
 
     def plus(self, name: str, part: list[float]) -> Scores:
         """These scores and a further part, which is added to the total."""
@@ -56,20 +131,34 @@ class Scores:
 
 
 class Reward(ABC):
-    """Scores responses. A response is the decoded text, special tokens left out; a row is the dataset's."""
+    """Scores responses.
+
+    Args:
+        on_error: What a sample gets whose scorer raises or returns no finite number: `raise` ends the run and names
+            the sample; `zero` scores it 0; `drop` leaves it out: it has mask 0 in every loss that follows from the
+            score, and is absent from the statistics of its group and of its step. `zero` and `drop` are counted as
+            `<name>/errors` and marked in `samples.jsonl`.
+    """
+
+    on_error: OnError = "raise"
+
+    def __init__(self, on_error: OnError = "raise") -> None:
+        if on_error not in get_args(OnError):
+            raise UserError(f"`on_error` is {on_error!r}; give {ON_ERROR}")
+        self.on_error = on_error
 
     @abstractmethod
-    def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
-        """The scores of `texts`, each an answer to the row at its place.
+    def score(self, responses: RewardInput) -> Scores:
+        """The scores of `responses`.
 
         Raises:
             UserError: The scorer failed on a sample, or a row lacks what it needs.
         """
 
     @property
-    def leaves_out(self) -> bool:
-        """Whether training may be told to leave out samples that this reward fails on."""
-        return False
+    def drops(self) -> bool:
+        """Whether samples that this reward fails on may be dropped."""
+        return self.on_error == "drop"
 
     @property
     def reads(self) -> dict[str, bool]:
@@ -81,7 +170,7 @@ class Reward(ABC):
 
     @property
     def checked_by(self) -> str:
-        """Names the code of `check`: what it found of many rows is kept on disk under this name."""
+        """Names the code of `check`: what it found of many rows is stored on disk under this name."""
         return f"{type(self).__module__}.{type(self).__qualname__}"
 
     def check(self, row: dict[str, Any]) -> None:  # noqa: B027 - most score whatever stands there
@@ -96,123 +185,57 @@ class Reward(ABC):
     def __str__(self) -> str:
         return type(self).__name__
 
-
-def scored(reward: Reward, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
-    """What `reward` gives, checked: a finite number in float32 for each sample, and each part likewise.
-
-    Those of samples that training leaves out are 0.
-
-    Raises:
-        UserError: It raises, or gives another length, or no number; or a part has the name of another metric of
-            rewards; or it leaves out what it may not; as `Reward.score`.
-    """
-    try:
-        scores = reward.score(texts, rows)
-    except (UserError, *ENDING):
-        raise
-    except BaseException as error:
-        raise UserError(f"{reward} raised {_said(error)}{_raised_at(error)}; mend it") from error
-    if not isinstance(scores, Scores):
-        raise UserError(f"{reward} returned {scores!r:.60} for {len(texts)} samples; return `rlflow.rewards.Scores`")
-    if not isinstance(scores.parts, Mapping):
-        raise UserError(f"{reward} returned {scores.parts!r:.60} as parts; return a mapping of names to scores")
-    if taken := next((name for name in scores.parts if name in TAKEN), None):
-        raise UserError(
-            f"{reward} has a part `{taken}`, and another number is logged under this name; give the part a name other"
-            f" than {', '.join(TAKEN)}"
-        )
-    _check_failed(reward, scores.failed, len(texts))
-    for name, values in {"total": scores.total, **scores.parts}.items():
-        if not isinstance(values, Collection) or len(values) != len(texts):
-            count = f"{len(values)} scores" if isinstance(values, Collection) else f"{values!r:.60}"
-            raise UserError(f"{reward} returned {count} as `{name}` for {len(texts)} samples; return one for each")
-        for i, value in enumerate(values):
-            try:
-                _number(value)
-            except (TypeError, ValueError) as error:
-                raise UserError(
-                    f"{reward} failed on sample {i} (`{name}`): {error} ({_place(texts[i], rows[i])}); mend it"
-                ) from error
-    if not (out := scores.left_out):
-        return scores
-    total, *parts = (
-        [0.0 if i in out else x for i, x in enumerate(of)] for of in (scores.total, *scores.parts.values())
-    )
-    return replace(scores, total=total, parts=dict(zip(scores.parts, parts, strict=True)))
-
-
-def _check_failed(reward: Reward, failed: Any, samples: int) -> None:
-    if not isinstance(failed, Mapping):
-        raise UserError(f"{reward} says of samples that failed {failed!r:.60}; give a mapping of places to policies")
-    for i, how in failed.items():
-        if i not in range(samples):
-            raise UserError(f"{reward} failed on sample {i!r:.60} of {samples}; give places from 0")
-        if how not in get_args(Failed):
-            raise UserError(f"{reward} says {how!r:.60} of sample {i}, which failed; give {_either(Failed)}")
-        if how in get_args(LeftOut) and not reward.leaves_out:
-            raise UserError(
-                f"{reward} leaves out sample {i}, and its property `leaves_out` is False, so that training is not told;"
-                " let it return True"
-            )
-
-
-class ForgivingReward(Reward):
-    """A reward with a policy for samples that it fails on.
-
-    Args:
-        on_error: What a sample gets whose scorer raises or returns no finite number: `raise` stops the run and names
-            the sample, `zero` scores it 0 and counts it; `mask` does so too and takes it out of the losses that depend
-            on the score; `skip` does so too and leaves out each update that the sample would be in, on all ranks. What
-            compares the samples of a group is told of those that `mask` and `skip` leave out.
-    """
-
-    def __init__(self, on_error: OnError) -> None:
-        if on_error not in get_args(OnError):
-            raise UserError(f"`on_error` is {on_error!r}; give {_either(OnError)}")
-        self.on_error = on_error
-
-    @property
-    def leaves_out(self) -> bool:
-        return self.on_error in get_args(LeftOut)
-
-    def scores_of(
-        self, given: Iterable[Callable[[], Any]], texts: Sequence[str], rows: Sequence[dict[str, Any]]
-    ) -> Scores:
+    def scores_of(self, given: Iterable[Callable[[], Any]], responses: RewardInput) -> Scores:
         """The scores of samples, by the policy where there is none.
 
         Args:
             given: What returns the score of each sample, a number or a mapping of its parts, or raises.
-            texts: That are scored.
-            rows: That they answer.
+            responses: What is scored.
 
         Raises:
             UserError: A sample failed and the policy is `raise`; or one of `given` raises it, for then the row or the
                 configuration is at fault; or two samples have other parts, for which of them is wrong is not known.
         """
         scores, failures = list[_Score | None](), list[str]()
-        for i, (text, row, score_of) in enumerate(zip(texts, rows, given, strict=True)):
+        for i, score_of in enumerate(given):
             try:
                 scores.append(_Score.of(score_of()))
             except (UserError, *ENDING):
                 raise
             except BaseException as error:  # such as `asyncio.CancelledError`
-                failure = f"{self} failed on sample {i} with {_said(error)} ({_place(text, row)})"
-                if self.on_error == "raise":
-                    raise UserError(f"{failure}; mend it, or set `on_error` to {_either(Failed)}") from error
+                failures.append(self._failure(f"failed on sample {i} with {_said(error)}", responses, i, error))
                 scores.append(None)
-                failures.append(failure)
-        if failures:
-            log.warning("%d of %d samples were %s; %s", len(failures), len(texts), DONE[self.on_error], failures[0])
-        names = self._names(scores, texts, rows)
+        self._warn(failures, responses)
+        names = self._names(scores, responses)
         parts = {name: [0.0 if score is None else score.parts[name] for score in scores] for name in names}
         total = [0.0 if score is None else score.total for score in scores]
-        how = self.on_error
-        failed = {i: how for i, score in enumerate(scores) if score is None and how != "raise"}
-        return Scores(total, parts, failed)
+        return Scores(total, parts, self._failed(i for i, score in enumerate(scores) if score is None))
 
-    def _names(
-        self, scores: Sequence[_Score | None], texts: Sequence[str], rows: Sequence[dict[str, Any]]
-    ) -> tuple[str, ...]:
+    def settled(self, scores: Scores, responses: RewardInput) -> Scores:
+        """The scores, in which a sample that the reward does not apply to is one that it failed on.
+
+        Raises:
+            UserError: There is one, and the policy is `raise`.
+        """
+        absent = sorted(scores.absent - scores.failed.keys())
+        self._warn([self._failure(f"returned None for sample {i}", responses, i) for i in absent], responses)
+        return replace(scores, failed=scores.failed | self._failed(absent), absent=frozenset())
+
+    def _failure(self, what: str, responses: RewardInput, i: int, error: BaseException | None = None) -> str:
+        failure = f"{self} {what} ({_place(responses, i)})"
+        if self.on_error == "raise":
+            raise UserError(f"{failure}; mend it, or set `on_error` to {' or '.join(get_args(Failed))}") from error
+        return failure
+
+    def _warn(self, failures: Sequence[str], responses: RewardInput) -> None:
+        if failures:
+            log.warning("%d of %d samples were %s; %s", len(failures), len(responses), DONE[self.on_error], failures[0])
+
+    def _failed(self, places: Iterable[int]) -> dict[int, Failed]:
+        how = self.on_error
+        return {} if how == "raise" else dict.fromkeys(places, how)
+
+    def _names(self, scores: Sequence[_Score | None], responses: RewardInput) -> tuple[str, ...]:
         """The names of the parts, which all samples have that were scored."""
         first: tuple[str, ...] | None = None
         for i, score in enumerate(scores):
@@ -223,17 +246,17 @@ class ForgivingReward(Reward):
                 without = [part for part in other if part not in score.parts]
                 raise UserError(
                     f"{self} gave sample {i} {'no' if without else 'a'} part `{(without or other)[0]}`, unlike the"
-                    f" samples before ({_place(texts[i], rows[i])}); return the same parts for every response"
+                    f" samples before ({_place(responses, i)}); return the same parts for every response"
                 )
         return first or ()
 
 
-class SampleReward(ForgivingReward):
+class SampleReward(Reward):
     """A reward that looks at one sample at a time. It has no time limit on a sample, but where a subclass gives one.
 
     Args:
-        on_error: What a sample gets that it fails on, see `ForgivingReward`.
-        at_once: Samples that are scored side by side, in threads; for what waits for others.
+        on_error: What a sample gets that it fails on, see `Reward`.
+        at_once: RewardInput that are scored side by side, in threads; for what waits for others.
     """
 
     def __init__(self, on_error: OnError = "raise", at_once: int = 1) -> None:
@@ -246,18 +269,83 @@ class SampleReward(ForgivingReward):
     def score_sample(self, text: str, row: dict[str, Any]) -> float | Mapping[str, float]:
         """The score of one response; or its parts by name, the same for each response, whose sum is the score."""
 
-    def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
+    def score(self, responses: RewardInput) -> Scores:
+        pairs = zip(responses.texts, responses.rows, strict=True)
+        return self.side_by_side([partial(self.score_sample, text, row) for text, row in pairs], responses)
+
+    def side_by_side(self, calls: Sequence[Callable[[], Any]], responses: RewardInput) -> Scores:
+        """The scores that calls return, one for each sample, `at_once` of which run at a time."""
         if self.at_once == 1:
-            pairs = zip(texts, rows, strict=True)
-            return self.scores_of((partial(self.score_sample, text, row) for text, row in pairs), texts, rows)
-        with side_by_side(self.at_once) as threads:
-            begun = [threads.submit(self.score_sample, text, row) for text, row in zip(texts, rows, strict=True)]
-            return self.scores_of((future.result for future in begun), texts, rows)
+            return self.scores_of(calls, responses)
+        with threads(self.at_once) as pool:
+            begun = [pool.submit(call) for call in calls]
+            return self.scores_of((future.result for future in begun), responses)
+
+
+def scored(reward: Reward, responses: RewardInput) -> Scores:
+    """What `reward` gives, checked: a finite number in float32 for each sample, and for each of its parts.
+
+    Those of samples that training leaves out are 0.
+
+    Raises:
+        UserError: It raises, or gives another length, or no number; or a part or metric has the name of another metric
+            of rewards; or it drops samples and does not say so by `drops`; as `Reward.score`.
+    """
+    try:
+        scores = reward.score(responses)
+    except (UserError, *ENDING):
+        raise
+    except BaseException as error:
+        raise UserError(f"{reward} raised {_said(error)}{_raised_at(error)}; mend it") from error
+    if not isinstance(scores, Scores):
+        raise UserError(
+            f"{reward} returned {scores!r:.60} for {len(responses)} samples; return `rlflow.rewards.Scores`"
+        )
+    if not isinstance(scores.parts, Mapping):
+        raise UserError(f"{reward} returned {scores.parts!r:.60} as parts; return a mapping of names to scores")
+    names = [*scores.parts, *scores.metrics]
+    if taken := next((name for name in names if name in TAKEN or names.count(name) > 1), None):
+        raise UserError(
+            f"{reward} has a part `{taken}`, and another number is logged under this name; give the part a name other"
+            f" than {', '.join(TAKEN)}"
+        )
+    _check_failed(reward, scores.failed, len(responses))
+    for name, values in {"total": scores.total, **scores.parts}.items():
+        if not isinstance(values, Collection) or len(values) != len(responses):
+            count = f"{len(values)} scores" if isinstance(values, Collection) else f"{values!r:.60}"
+            raise UserError(f"{reward} returned {count} as `{name}` for {len(responses)} samples; return one for each")
+        for i, value in enumerate(values):
+            if value is None and name != "total":
+                continue
+            try:
+                _number(value)
+            except (TypeError, ValueError) as error:
+                raise UserError(
+                    f"{reward} failed on sample {i} (`{name}`): {error} ({_place(responses, i)}); mend it"
+                ) from error
+    if not (out := scores.dropped):
+        return scores
+    total, *parts = (
+        [0.0 if i in out else x for i, x in enumerate(of)] for of in (scores.total, *scores.parts.values())
+    )
+    return replace(scores, total=total, parts=dict(zip(scores.parts, parts, strict=True)))
+
+
+def _check_failed(reward: Reward, failed: Any, count: int) -> None:
+    if not isinstance(failed, Mapping):
+        raise UserError(f"{reward} says of samples that failed {failed!r:.60}; give a mapping of places to policies")
+    for i, how in failed.items():
+        if i not in range(count):
+            raise UserError(f"{reward} failed on sample {i!r:.60} of {count}; give places from 0")
+        if how not in get_args(Failed):
+            raise UserError(f"{reward} says {how!r:.60} of sample {i}, which failed; give {' or '.join(DONE)}")
+        if how == "drop" and not reward.drops:
+            raise UserError(f"{reward} drops sample {i}, and its property `drops` is False; let it return True")
 
 
 @dataclass(frozen=True)
 class _Score:
-    """Of one sample."""
+    """The score of one sample."""
 
     total: float
     parts: dict[str, float]
@@ -279,13 +367,13 @@ class _Score:
 
 
 @contextmanager
-def side_by_side(most: int) -> Iterator[ThreadPoolExecutor]:
+def threads(most: int) -> Iterator[ThreadPoolExecutor]:
     """Threads, so many at most; where one result ends the run, what has not begun is not begun."""
-    with ThreadPoolExecutor(most) as threads:
+    with ThreadPoolExecutor(most) as pool:
         try:
-            yield threads
+            yield pool
         finally:
-            threads.shutdown(cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
 def _number(score: Any) -> float:
@@ -312,10 +400,5 @@ def _raised_at(error: BaseException) -> str:
     return f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
 
 
-def _either(policies: Any) -> str:
-    *others, last = get_args(policies)
-    return f"{', '.join(others)} or {last}"
-
-
-def _place(text: str, row: dict[str, Any]) -> str:
-    return f"response {text[:60]!r}, row {row!r:.120}"
+def _place(responses: RewardInput, i: int) -> str:
+    return f"response {responses.texts[i][:60]!r}, row {responses.rows[i]!r:.120}"

@@ -16,7 +16,7 @@ class SumValue(SampleReward):
 
     Args:
         question: Column of the sum; dots step into a column.
-        on_error: `raise`, `zero`, `mask` or `skip`; see `SampleReward`.
+        on_error: `raise`, `zero` or `drop`; see `Reward`.
     """
 
     def __init__(self, question: str = "question", on_error: OnError = "raise") -> None:

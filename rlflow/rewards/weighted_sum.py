@@ -1,40 +1,78 @@
-"""Several rewards as one."""
+"""Several rewards as one, and what may stand in the place of a reward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from rlflow.dotted_path import object_at
 from rlflow.errors import UserError
-from rlflow.rewards.reward import Failed, Reward, Scores, scored
+from rlflow.rewards.function import CallableReward, name_of
+from rlflow.rewards.reward import Failed, OnError, Reward, RewardInput, Scores, scored
 
-_WEIGHS: dict[Failed, int] = {"zero": 0, "mask": 1, "skip": 2}  # of two policies for a sample
+OneReward = Reward | str | Callable[..., Any]
+RewardLike = OneReward | list[OneReward] | dict[str, OneReward]
+
+
+def as_reward(value: RewardLike) -> Reward:
+    """The reward that `value` means.
+
+    Args:
+        value: A `Reward`; a function, see `CallableReward`; the dotted path of a function or of a class of rewards; a
+            list of these for their sum; or a dict of names to these, for a sum whose parts have these names.
+
+    Raises:
+        UserError: It is none of these, or empty; or nothing is at the path.
+    """
+    if isinstance(value, Reward):
+        return value
+    if isinstance(value, str):
+        found = object_at(value, f"`reward` is {value!r}")
+        return found() if isinstance(found, type) and issubclass(found, Reward) else CallableReward(value)
+    if isinstance(value, list):
+        return WeightedSum(_by_name([as_reward(each) for each in value]))
+    if isinstance(value, Mapping):
+        return WeightedSum(dict(value))
+    if isinstance(value, type) and issubclass(value, Reward):
+        raise UserError(f"`reward` is the class {value.__name__}; give an instance, {value.__name__}(...)")
+    if not callable(value):
+        raise UserError(
+            f"`reward` is {value!r:.60}; give a function, its dotted path, a Reward, or a list or dict of these"
+        )
+    return CallableReward(value)
 
 
 class WeightedSum(Reward):
     """The weighted sum of several rewards; each part is logged unweighted under its name.
 
-    Of a reward that has parts of its own, such as a function that returns a dict, their sum is one part here. A sample
-    that several parts fail on counts once, and the strictest of their policies holds: under `zero` that part alone
-    counts 0, under `mask` and `skip` the whole sample.
+    Of a reward that has parts of its own, such as a function that returns a dict, their sum is one part here. A part
+    that does not apply to a sample does not count for it. A sample that several parts fail on counts once: where one of
+    them says `drop` the whole sample is dropped, and under `zero` the part alone counts 0. A sample that no part
+    applies to is one that the sum fails on: it ends the run where a part says `raise`; else it is dropped where a part
+    says so.
 
     Args:
-        parts: The rewards by name.
-        weights: The weight of each, under the same names.
+        parts: The rewards by name, or what `as_reward` makes one of.
+        weights: The weight of each, under the same names; None for 1 each.
     """
 
-    def __init__(self, parts: dict[str, Reward], weights: dict[str, float]) -> None:
-        if not parts or parts.keys() != weights.keys():
+    def __init__(self, parts: Mapping[str, OneReward], weights: dict[str, float] | None = None) -> None:
+        if not parts:
+            raise UserError("`reward` is a sum of no rewards; give at least one")
+        self.weights = dict.fromkeys(parts, 1.0) if weights is None else weights
+        if parts.keys() != self.weights.keys():
             raise UserError(
-                f"`parts` are [{', '.join(parts)}] but `weights` are for [{', '.join(weights)}];"
-                " give at least one part, and each a weight"
+                f"`parts` are [{', '.join(parts)}] but `weights` are for [{', '.join(self.weights)}];"
+                " give each part a weight"
             )
-        self.parts = parts
-        self.weights = weights
+        self.parts = {name: as_reward(part) for name, part in parts.items()}
+        policies = {part.on_error for part in self.parts.values()}
+        order: tuple[OnError, ...] = ("raise", "drop", "zero")
+        super().__init__(next(how for how in order if how in policies))
 
     @property
-    def leaves_out(self) -> bool:
-        return any(part.leaves_out for part in self.parts.values())
+    def drops(self) -> bool:
+        return any(part.drops for part in self.parts.values())
 
     @property
     def reads(self) -> dict[str, bool]:
@@ -51,11 +89,37 @@ class WeightedSum(Reward):
         for part in self.parts.values():
             part.check(row)
 
-    def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
-        scores = {name: scored(part, texts, rows) for name, part in self.parts.items()}
+    def score(self, responses: RewardInput) -> Scores:
+        scores = {name: scored(part, responses) for name, part in self.parts.items()}
         failed: dict[int, Failed] = {}
+        metrics: dict[str, list[float]] = {}
+        columns: dict[str, list[Any]] = {}
         for part in scores.values():
-            failed |= {i: how for i, how in part.failed.items() if i not in failed or _WEIGHS[how] > _WEIGHS[failed[i]]}
+            failed |= {i: how for i, how in part.failed.items() if failed.get(i) != "drop"}
+            metrics |= {name: [*metrics.get(name, []), *values] for name, values in part.metrics.items()}
+            columns |= part.columns
         weighted = [[self.weights[name] * score for score in part.total] for name, part in scores.items()]
         total = [sum(sample) for sample in zip(*weighted, strict=True)]
-        return Scores(total, {name: part.total for name, part in scores.items()}, failed)
+        absent = frozenset[int].intersection(*(part.absent for part in scores.values()))
+        parts = {name: _where_present(part) for name, part in scores.items()}
+        return Scores(total, parts, failed, absent, metrics, columns)
+
+    def __str__(self) -> str:
+        return f"sum of {', '.join(self.parts)}"
+
+
+def _where_present(part: Scores) -> list[float | None]:
+    return [None if i in part.absent else score for i, score in enumerate(part.total)]
+
+
+def _by_name(rewards: list[Reward]) -> dict[str, Reward]:
+    """The rewards under the names of their functions or classes, numbered where these are alike."""
+    found: dict[str, Reward] = {}
+    for reward in rewards:
+        name = type(reward).__name__
+        if isinstance(reward, CallableReward):
+            function = reward.function
+            name = function.rpartition(".")[2] if isinstance(function, str) else name_of(function)
+        names = (name, *(f"{name}_{number}" for number in range(2, len(rewards) + 1)))
+        found[next(each for each in names if each not in found)] = reward
+    return found

@@ -54,7 +54,7 @@ def read_graph(module: RLModule) -> Graph:
     models = handles(module)
     policies = [name for name, of in models.items() if isinstance(of, CausalLM)]
     averages = {name: owner_of(name, models) for name, of in models.items() if isinstance(of, Averaged)}
-    leaves_out = module.reward is not None and module.reward.leaves_out
+    leaves_out = module.scorer is not None and module.scorer.drops
     return Graph.read(module, models, policies, averages, leaves_out)
 
 
@@ -175,10 +175,10 @@ def prepare(
     environment = found[0] if len(found) == 1 else None
     read = data, tokenizer, seed
     samples = any(node.kind == "rollout" for node in graph.order)
-    scorer = module.reward if samples else None
+    scorer = module.scorer if samples else None
     validation = None
     if data.validation is not None:
-        scored_by = module.reward if scores_validation else None
+        scored_by = module.scorer if scores_validation else None
         validation = Loader(data.validation, *read, held_out, ranks, environment, scored_by)
     return Run(
         graph=graph,

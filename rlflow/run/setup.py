@@ -23,6 +23,7 @@ from rlflow.loggers.secrets import without_secrets
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_load
 from rlflow.models.file_digest import model_files
 from rlflow.module import handles
+from rlflow.rewards.reward import TrainerState
 from rlflow.rollout.engine import EnginePlace
 from rlflow.rollout.rank_engines import RankEngines, engines_of_rank
 from rlflow.run.all_ranks import attempt
@@ -80,6 +81,8 @@ def join(run: Run, resolved_config: str | None) -> None:
         conversation_format=ConversationFormat(run.bridges, run.train.messages, run.data.max_prompt_length),
         writers={node.id: node.generates for node in run.graph.order},
         longest_prompt=run.data.max_prompt_length,
+        prompt_column=run.data.prompt,
+        trainer_state=partial(_trainer_state, run),
     )
     run.module.attach(run.context)
     run.bad_updates = BadUpdates(settings.folder, run.rank, settings.skip_spikes, settings.max_skipped)
@@ -166,6 +169,10 @@ def set_up_engines(run: Run) -> None:
             if len(engines) > 1:
                 engine.sleep()
     run.rank_engines.check_context(run.longest_prompt, run.module.max_response_length)
+
+
+def _trainer_state(run: Run, step: int) -> TrainerState:
+    return TrainerState(step, run.steps, step * run.data.prompts_per_step / max(1, run.train.size))
 
 
 def _agree(run: Run, transport: Transport, config: Mapping[str, Any] | None) -> None:

@@ -95,6 +95,7 @@ def measure(run: Run, version: int) -> dict[str, float]:
                 version=version,
                 stop_token_ids=run.stop_token_ids,
                 decode=run.decode,
+                reward_input=partial(run.context.reward_input, step=version),
                 conversations=run.context.conversations,
             )
     if has_validation_step(module):

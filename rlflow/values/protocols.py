@@ -97,6 +97,10 @@ class Written(Sourced, Protocol):
         """Token ids of each row's prompt."""
 
     @property
+    def response_ids(self) -> PerToken:
+        """`[B, T]` int64, right-padded."""
+
+    @property
     def lengths(self) -> PerSample:
         """`[B]` int64, response tokens of each row."""
 

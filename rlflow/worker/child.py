@@ -10,6 +10,7 @@ Requests and answers are lines of JSON on two pipes of their own, so that what t
     {"call": "guess", "given": {"word": "house"}}                {"value": ...}     a method of the object kept
     {"read": "reward"}                                           {"value": ...}     an attribute of it, null for none
     {"function": "my_rewards.brevity", "args": ["...", {}]}      {"value": ...}
+    {"batch": "my_rewards.all", "given": {...}, "state": ...}    {"value": ...}     see `batch_call`
     {"call": "guess", "given": {...}, "text": true}              {"value": "..."}   as text, before it is JSON
     what raises                                                  {"raised": "ValueError", "text": "...", "where": "..."}
 
@@ -27,7 +28,8 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
@@ -90,9 +92,41 @@ def _answer(request: dict[str, Any], kept: Any) -> Any:
         return _named(request["make"])(*args, **given)
     if "function" in request:
         return _named(request["function"])(*args, **given)
+    if "batch" in request:
+        return batch_call(_named(request["batch"]), given, request["state"], request["logs"])
     if "read" in request:
         return getattr(kept, request["read"], None)
     return getattr(kept, request["call"])(*args, **given)
+
+
+def batch_call(
+    function: Callable[..., Any], given: dict[str, Any], state: dict[str, Any] | None, logs: list[str]
+) -> list[Any]:
+    """What a reward function of TRL's form returns; what it gave to `log_extra`, and to `log_metric`, by name.
+
+    Args:
+        function: Plain or `async`.
+        given: Its arguments but those that follow.
+        state: The attributes of `trainer_state`; None where it does not take it.
+        logs: Which of `log_extra` and `log_metric` it takes.
+    """
+    columns: dict[str, Any] = {}
+    metrics: dict[str, list[float]] = {}
+
+    def log_metric(name: str, value: float) -> None:
+        metrics.setdefault(name, []).append(float(value))
+
+    def log_extra(column: str, values: Any) -> None:
+        columns[column] = list(values)
+
+    known = {"log_extra": log_extra, "log_metric": log_metric}
+    given = {**given, **{name: known[name] for name in logs}}
+    if state is not None:
+        given["trainer_state"] = SimpleNamespace(**state)
+    value = function(**given)
+    if inspect.isawaitable(value):
+        value = asyncio.run(_awaited(value))
+    return [value, columns, metrics]
 
 
 def _draws() -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
@@ -32,9 +34,23 @@ class WorkerPool:
         Raises:
             WorkerError: It gave no value.
         """
+        with self._worker() as worker:
+            return worker.function(path, *args, **given)
+
+    def batch(self, path: str, given: dict[str, Any], state: dict[str, Any] | None, logs: list[str]) -> list[Any]:
+        """See `batch_call`, of the function at `path`.
+
+        Raises:
+            WorkerError: It gave no value.
+        """
+        with self._worker() as worker:
+            return worker.batch(path, given, state, logs)
+
+    @contextmanager
+    def _worker(self) -> Iterator[Worker]:
         worker = self._free.get()
         try:
-            return worker.function(path, *args, **given)
+            yield worker
         finally:
             self._free.put(worker)
 

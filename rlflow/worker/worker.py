@@ -109,6 +109,17 @@ class Worker:
         self._import(path)
         return self._ask({"function": path, "args": args, "given": given}, path)
 
+    def batch(self, path: str, given: dict[str, Any], state: dict[str, Any] | None, logs: list[str]) -> list[Any]:
+        """See `batch_call`, of the function at `path`.
+
+        Raises:
+            WorkerError: It gave no value, for one of the reasons that its subclasses say.
+        """
+        self._import(path)
+        value = self._ask({"batch": path, "given": given, "state": state, "logs": logs}, path)
+        assert isinstance(value, list)
+        return value
+
     def text(self, name: str, method: bool, given: Mapping[str, Any]) -> str:
         """What a method of the object kept, or else a function, returns, as the text that `str` makes of it there.
 

@@ -80,7 +80,7 @@ class Slow(Counting):
         return await super().step(message)
 
 
-def five(text: str, row: dict[str, Any]) -> float:
+def five(response: str, row: dict[str, Any]) -> float:
     return 5.0
 
 

@@ -277,7 +277,7 @@ class Reading(CallableReward):
     """Reads these columns."""
 
     def __init__(self, reads: dict[str, bool]) -> None:
-        super().__init__(lambda text, row: 0.0)
+        super().__init__(lambda response, row: 0.0)
         self._reads = reads
 
     @property

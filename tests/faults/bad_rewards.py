@@ -8,7 +8,7 @@ import time
 
 
 def _for_x(what):
-    return lambda text, row: what() if text == "x" else 1.0
+    return lambda response, row: what() if response == "x" else 1.0
 
 
 def _children():

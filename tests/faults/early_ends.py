@@ -17,28 +17,28 @@ if os.environ.get("EARLY_END") == f"at import on rank {os.environ.get('LOCAL_RAN
     os._exit(0)
 
 
-def calls_exit(text: str, row: dict[str, Any]) -> float:
+def calls_exit(response: str, row: dict[str, Any]) -> float:
     sys.exit(0)
 
 
-def leaves(text: str, row: dict[str, Any]) -> float:
+def leaves(response: str, row: dict[str, Any]) -> float:
     os._exit(0)
 
 
-def leaves_on_rank_1(text: str, row: dict[str, Any]) -> float:
+def leaves_on_rank_1(response: str, row: dict[str, Any]) -> float:
     if "1" in (os.environ.get("LOCAL_RANK"), os.environ.get("RANK")):
         os._exit(0)
     return 1.0
 
 
-def leaves_in_a_thread(text: str, row: dict[str, Any]) -> float:
+def leaves_in_a_thread(response: str, row: dict[str, Any]) -> float:
     thread = threading.Thread(target=os._exit, args=(0,))
     thread.start()
     thread.join()
     return 1.0
 
 
-def leaves_after_a_child_has_ended(text: str, row: dict[str, Any]) -> float:
+def leaves_after_a_child_has_ended(response: str, row: dict[str, Any]) -> float:
     """The child goes up the whole stack, as if the run had come to its end in it."""
     child = os.fork()
     if child:
@@ -47,7 +47,7 @@ def leaves_after_a_child_has_ended(text: str, row: dict[str, Any]) -> float:
     sys.exit(0)
 
 
-def raises_before_an_atexit_that_leaves(text: str, row: dict[str, Any]) -> float:
+def raises_before_an_atexit_that_leaves(response: str, row: dict[str, Any]) -> float:
     atexit.register(os._exit, 0)
     raise KeyError("solution")
 

@@ -18,8 +18,8 @@ import time
 from rlflow.callbacks import Callback
 
 
-def odd(text, row):
-    return float(sum(ord(character) % 2 for character in text))
+def odd(response, row):
+    return float(sum(ord(character) % 2 for character in response))
 
 
 class SendsItself(Callback):

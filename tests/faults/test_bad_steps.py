@@ -192,7 +192,9 @@ def test_a_reward_that_is_not_finite_ends_the_run_in_a_line(
 ) -> None:
     own_folder.make(tmp_path)
     more = (tmp_path / "my_rewards.py").read_text()
-    one = '\n\ndef nan_on_rank_1(text, row):\n    return float("nan" if os.environ.get("LOCAL_RANK") == "1" else 1)\n'
+    one = (
+        '\n\ndef nan_on_rank_1(response, row):\n    return float("nan" if os.environ.get("LOCAL_RANK") == "1" else 1)\n'
+    )
     (tmp_path / "my_rewards.py").write_text(more + one)
     own_folder.write(tmp_path / "my.yaml", own_folder.TWO_RANKS | own_folder.rewarded_by(function))
     ended = command(tmp_path, "--config", "my.yaml")

@@ -27,7 +27,7 @@ CHANGES = {
     "module.init_args.actor.model": "model",
 } | rewarded_by("one")
 HELPER = "def points():\n    return 1.0\n"
-REWARD = "\n\nfrom helper import points\n\n\ndef one(text, row):\n    return points()\n"
+REWARD = "\n\nfrom helper import points\n\n\ndef one(response, row):\n    return points()\n"
 
 
 def other_config(folder: Path) -> None:

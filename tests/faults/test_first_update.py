@@ -20,11 +20,11 @@ from pathlib import Path
 calls = [0]
 
 
-def late(text, row):
+def late(response, row):
     calls[0] += 1
     if calls[0] * int(Path("ranks").read_text()) <= 8 and not Path("good").exists():
         return float("nan")
-    return float(len(text) % 3)
+    return float(len(response) % 3)
 """
 
 

@@ -31,28 +31,28 @@ def once(function):
     return 1.0
 
 
-def thread(text, row):
+def thread(response, row):
     return once(lambda: threading.Thread(target=time.sleep, args=(3000,), name="uploads").start())
 
 
-def process(text, row):
+def process(response, row):
     return once(lambda: multiprocessing.Process(target=time.sleep, args=(3000,), name="serves").start())
 
 
-def at_exit(text, row):
+def at_exit(response, row):
     return once(lambda: atexit.register(time.sleep, 3000))
 
 
-def thread_on_rank_1(text, row):
-    return thread(text, row) if os.environ.get("LOCAL_RANK") == "1" else 1.0
+def thread_on_rank_1(response, row):
+    return thread(response, row) if os.environ.get("LOCAL_RANK") == "1" else 1.0
 
 
-def raises_beside_a_thread(text, row):
-    thread(text, row)
+def raises_beside_a_thread(response, row):
+    thread(response, row)
     raise KeyError("solution")
 
 
-def cancelled(text, row):
+def cancelled(response, row):
     raise asyncio.CancelledError
 """
 

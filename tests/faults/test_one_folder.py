@@ -16,7 +16,7 @@ from tests.faults.running import Ended, Running, fit
 from tests.own_folder import rewarded_by, write
 
 pytestmark = [pytest.mark.row("two runs, one folder"), pytest.mark.faults]
-SLOW = "\n\ndef slow(text, row):\n    time.sleep(0.25)\n    return float(len(text))\n"  # 2 s a step
+SLOW = "\n\ndef slow(response, row):\n    time.sleep(0.25)\n    return float(len(response))\n"  # 2 s a step
 
 
 def folders(path: Path) -> tuple[Path, Path]:

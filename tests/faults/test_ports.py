@@ -17,7 +17,7 @@ from tests.faults.running import Running
 from tests.own_folder import TWO_RANKS, rewarded_by, write
 
 pytestmark = pytest.mark.row("safety")
-WAITS = "\n\ndef waits(text, row):\n    open('scoring.txt', 'w').close()\n    time.sleep(2.0)\n    return 1.0\n"
+WAITS = "\n\ndef waits(response, row):\n    open('scoring.txt', 'w').close()\n    time.sleep(2.0)\n    return 1.0\n"
 
 
 def listening(run: Running) -> set[str]:

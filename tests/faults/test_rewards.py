@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rlflow.errors import UserError
-from rlflow.rewards import CallableReward
+from rlflow.rewards import CallableReward, RewardInput
 
 pytestmark = pytest.mark.row("rewards and environments")
 
@@ -49,19 +49,19 @@ def test_a_reward_that_misbehaves_costs_its_sample_or_ends_the_run_in_a_line(
     before = {process.pid for process in psutil.process_iter()}
     path, texts, rows = f"bad_rewards.{kind}", ["a", "x", "b"], [{}] * 3
     zero = CallableReward(path, on_error="zero", seconds=SECONDS, memory_mb=2048)
-    zero.score(["a"], [{}])  # the worker starts
+    zero.score(RewardInput(["a"], [{}]))  # the worker starts
     began = time.monotonic()
-    scores = zero.score(["x"], [{}])
+    scores = zero.score(RewardInput(["x"], [{}]))
     took = time.monotonic() - began
     assert took < SECONDS + OVER
     assert (scores.total, scores.failed) == ([0.0], {0: "zero"})
     for on_error in ("mask", "skip"):
         leaves_out = CallableReward(path, on_error=on_error, seconds=SECONDS, memory_mb=2048)
-        scores = leaves_out.score(texts, rows)
+        scores = leaves_out.score(RewardInput(texts, rows))
         assert (scores.total, scores.left_out) == ([1.0, 0.0, 1.0], {1: on_error})
     ends = CallableReward(path, seconds=SECONDS, memory_mb=2048)
     with pytest.raises(UserError) as told:
-        ends.score(texts, rows)
+        ends.score(RewardInput(texts, rows))
     assert f"reward `{path}` failed on sample 1 with " in str(told.value)
     assert KINDS[kind] in str(told.value)
     assert "\n" not in str(told.value)

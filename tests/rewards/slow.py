@@ -5,24 +5,24 @@ import time
 from typing import Any
 
 
-def length(text: str, row: dict[str, Any]) -> float:
-    return len(text)
+def length(response: str, row: dict[str, Any]) -> float:
+    return len(response)
 
 
-def parts(text: str, row: dict[str, Any]) -> dict[str, float]:
-    return {"long": len(text), "right": float(text == row["answer"])}
+def parts(response: str, row: dict[str, Any]) -> dict[str, float]:
+    return {"long": len(response), "right": float(response == row["answer"])}
 
 
-def hangs_on_x(text: str, row: dict[str, Any]) -> float:
-    while "x" in text:
+def hangs_on_x(response: str, row: dict[str, Any]) -> float:
+    while "x" in response:
         pass
-    return len(text)
+    return len(response)
 
 
-def leaves(text: str, row: dict[str, Any]) -> float:
+def leaves(response: str, row: dict[str, Any]) -> float:
     os._exit(0)
 
 
-def waits(text: str, row: dict[str, Any]) -> float:
+def waits(response: str, row: dict[str, Any]) -> float:
     time.sleep(0.3)
     return 1.0

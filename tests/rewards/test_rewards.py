@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,37 +21,38 @@ from rlflow.rewards import (
     MathVerify,
     ReasoningGymScore,
     Reward,
+    RewardInput,
     SampleReward,
     Scores,
     SumValue,
     WeightedSum,
 )
-from rlflow.rewards.reward import DONE, OnError, scored
+from rlflow.rewards.reward import OnError, scored
 
 
-def length(text: str, row: dict[str, Any]) -> float:
-    return len(text)
+def length(response: str, row: dict[str, Any]) -> float:
+    return len(response)
 
 
-def inverse(text: str, row: dict[str, Any]) -> float:
-    return 1 / len(text)
+def inverse(response: str, row: dict[str, Any]) -> float:
+    return 1 / len(response)
 
 
 def test_exact_match_ignores_whitespace_at_the_ends_only() -> None:
     rows = [{"answer": "4 2"}] * 4
 
-    assert ExactMatch().score(["4 2", " 4 2\n", "42", "4 2."], rows).total == [1, 1, 0, 0]
+    assert ExactMatch().score(RewardInput(["4 2", " 4 2\n", "42", "4 2."], rows)).total == [1, 1, 0, 0]
 
 
 def test_exact_match_reads_numbers_of_the_named_column() -> None:
-    assert ExactMatch("n").score(["42", "41"], [{"n": 42}] * 2).total == [1, 0]
+    assert ExactMatch("n").score(RewardInput(["42", "41"], [{"n": 42}] * 2)).total == [1, 0]
 
 
 def test_a_row_without_the_column_is_an_error_under_either_policy() -> None:
     with pytest.raises(
         UserError, match=r'reads column `answers`.*columns found: question, answer\. Did you mean "answer"'
     ):
-        ExactMatch("answers", on_error="zero").score(["1"], [{"question": "", "answer": "1"}])
+        ExactMatch("answers", on_error="zero").score(RewardInput(["1"], [{"question": "", "answer": "1"}]))
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_a_row_without_the_column_is_an_error_under_either_policy() -> None:
     ],
 )
 def test_math_verify_compares_as_mathematics(text: str, answer: str, score: float) -> None:
-    assert MathVerify().score([text], [{"answer": answer}]).total == [score]
+    assert MathVerify().score(RewardInput([text], [{"answer": answer}])).total == [score]
 
 
 def test_an_answer_that_is_no_mathematics_is_the_datasets_fault() -> None:
     with pytest.raises(UserError, match="column `answer` holds '', no expression"):
-        MathVerify(on_error="zero").score(["1"], [{"answer": ""}])
+        MathVerify(on_error="zero").score(RewardInput(["1"], [{"answer": ""}]))
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "gcd", "countdown", "spell_backward"])
@@ -84,29 +84,29 @@ def test_reasoning_gym_gives_the_right_answer_full_marks_and_a_wrong_one_less(ta
     source = ReasoningGym(task, size=5, validation_size=0)
     rows = [source[row] for row in range(len(source))]
 
-    assert ReasoningGymScore(task).score([row["answer"] for row in rows], rows).total == [1.0] * len(rows)
-    assert max(ReasoningGymScore(task).score(["?"] * len(rows), rows).total) < 1
+    assert ReasoningGymScore(task).score(RewardInput([row["answer"] for row in rows], rows)).total == [1.0] * len(rows)
+    assert max(ReasoningGymScore(task).score(RewardInput(["?"] * len(rows), rows)).total) < 1
 
 
 def test_reasoning_gyms_own_partial_marks_come_through() -> None:
     # chain_sum: an answer inside other text is worth its share of the text, 2 of 3 characters.
-    assert ReasoningGymScore("chain_sum").score(["46x"], [{"answer": "46"}]).total == [2 / 3]
+    assert ReasoningGymScore("chain_sum").score(RewardInput(["46x"], [{"answer": "46"}])).total == [2 / 3]
 
 
 def test_an_unknown_task_is_named_with_the_nearest() -> None:
     with pytest.raises(UserError, match=r"`task` 'chain_sam' .* Did you mean .chain_sum.\?"):
-        ReasoningGymScore("chain_sam").score(["1"], [{"answer": "1"}])
+        ReasoningGymScore("chain_sam").score(RewardInput(["1"], [{"answer": "1"}]))
 
 
 def test_a_function_is_called_with_response_and_row() -> None:
-    def starts(text: str, row: dict[str, Any]) -> bool:
-        return text.startswith(row["first"])
+    def starts(response: str, row: dict[str, Any]) -> bool:
+        return response.startswith(row["first"])
 
-    assert CallableReward(starts).score(["ab", "ba"], [{"first": "a"}] * 2) == Scores([1.0, 0.0])
+    assert CallableReward(starts).score(RewardInput(["ab", "ba"], [{"first": "a"}] * 2)) == Scores([1.0, 0.0])
 
 
 def test_a_function_is_found_by_its_dotted_path() -> None:
-    assert CallableReward("tests.rewards.test_rewards.length").score(["abc"], [{}]).total == [3.0]
+    assert CallableReward("tests.rewards.test_rewards.length").score(RewardInput(["abc"], [{}])).total == [3.0]
 
 
 @pytest.mark.parametrize(
@@ -135,95 +135,95 @@ def test_a_function_in_the_users_folder_that_cannot_be_imported_says_why(
 
 def test_a_reward_that_raises_names_the_sample() -> None:
     with pytest.raises(UserError) as raised:
-        CallableReward(inverse).score(["ab", ""], [{"n": 0}, {"n": 1}])
+        CallableReward(inverse).score(RewardInput(["ab", ""], [{"n": 0}, {"n": 1}]))
 
     assert str(raised.value) == (
         "reward `inverse` failed on sample 1 with ZeroDivisionError: division by zero (response '', row {'n': 1});"
-        " mend it, or set `on_error` to zero, mask or skip"
+        " mend it, or set `on_error` to zero or drop"
     )
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
 def test_what_a_reward_raises_is_told_in_one_line() -> None:
-    def verbose(text: str, row: dict[str, Any]) -> float:
+    def verbose(response: str, row: dict[str, Any]) -> float:
         raise RuntimeError("first\n  second")
 
     with pytest.raises(UserError, match="RuntimeError: first second"):
-        CallableReward(verbose).score(["a\nb"], [{"q": "c\nd"}])
+        CallableReward(verbose).score(RewardInput(["a\nb"], [{"q": "c\nd"}]))
 
 
 @pytest.mark.parametrize("returned", [math.nan, math.inf, 1e39, 10**400, None, "1", [1.0]])
 def test_what_is_no_finite_number_is_an_error(returned: Any) -> None:
     with pytest.raises(UserError, match=r"failed on sample 0 .* it returned"):
-        CallableReward(lambda text, row: returned).score(["a"], [{}])
+        CallableReward(lambda response, row: returned).score(RewardInput(["a"], [{}]))
 
 
 def test_under_zero_a_failed_sample_scores_0_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     reward = CallableReward(inverse, on_error="zero")
 
     with caplog.at_level(logging.WARNING):
-        assert reward.score(["ab", "", "abcd", ""], [{}] * 4) == Scores(
+        assert reward.score(RewardInput(["ab", "", "abcd", ""], [{}] * 4)) == Scores(
             [0.5, 0.0, 0.25, 0.0], failed={1: "zero", 3: "zero"}
         )
     assert "2 of 4 samples were scored 0; reward `inverse` failed on sample 1" in caplog.text
 
 
-@pytest.mark.parametrize("on_error", ["mask", "skip"])
-def test_samples_that_training_leaves_out_are_named(on_error: OnError, caplog: pytest.LogCaptureFixture) -> None:
-    reward = CallableReward(inverse, on_error=on_error)
+def test_samples_that_training_leaves_out_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    reward = CallableReward(inverse, on_error="drop")
 
-    assert reward.leaves_out
+    assert reward.drops
     with caplog.at_level(logging.WARNING):
-        scores = reward.score(["ab", "", "abcd", ""], [{}] * 4)
-    assert scores == Scores([0.5, 0.0, 0.25, 0.0], failed={1: on_error, 3: on_error})
-    assert f"2 of 4 samples were {DONE[on_error]}; reward `inverse` failed on sample 1" in caplog.text
-    assert not CallableReward(inverse, on_error="zero").leaves_out
+        scores = reward.score(RewardInput(["ab", "", "abcd", ""], [{}] * 4))
+    assert scores == Scores([0.5, 0.0, 0.25, 0.0], failed={1: "drop", 3: "drop"})
+    assert "2 of 4 samples were dropped; reward `inverse` failed on sample 1" in caplog.text
+    assert not CallableReward(inverse, on_error="zero").drops
 
 
-def test_of_two_parts_of_a_sum_the_one_that_skips_decides() -> None:
-    masks, skips = (CallableReward(inverse, on_error=how) for how in ("mask", "skip"))
-    for parts in ({"a": masks, "b": skips}, {"a": skips, "b": masks}):
+def test_of_two_parts_of_a_sum_the_one_that_drops_decides() -> None:
+    zeros, drops = (CallableReward(inverse, on_error=how) for how in ("zero", "drop"))
+    for parts in ({"a": zeros, "b": drops}, {"a": drops, "b": zeros}):
         reward = WeightedSum(parts, {"a": 1, "b": 1})
-        assert reward.leaves_out
-        assert reward.score(["", "a"], [{}] * 2).left_out == {0: "skip"}
-    alone = WeightedSum({"a": masks, "match": ExactMatch()}, {"a": 1, "match": 1})
-    assert alone.score(["", "a"], [{"answer": "a"}] * 2).left_out == {0: "mask"}
-    assert not WeightedSum({"match": ExactMatch()}, {"match": 1}).leaves_out
+        assert reward.drops
+        assert reward.score(RewardInput(["", "a"], [{}] * 2)).failed == {0: "drop"}
+    alone = WeightedSum({"a": drops, "match": ExactMatch()}, {"a": 1, "match": 1})
+    assert alone.drops
+    assert alone.score(RewardInput(["", "a"], [{"answer": "a"}] * 2)).failed == {0: "drop"}
+    assert not WeightedSum({"match": ExactMatch()}, {"match": 1}).drops
 
 
 def test_a_policy_that_is_none_is_refused() -> None:
-    with pytest.raises(UserError, match="`on_error` is 'ignore'; give raise, zero, mask or skip"):
+    with pytest.raises(UserError, match="`on_error` is 'ignore'; give raise, zero or drop"):
         CallableReward(inverse, on_error="ignore")  # type: ignore[arg-type]
 
 
-def test_a_reward_of_ones_own_must_say_that_it_leaves_samples_out() -> None:
+def test_a_reward_of_ones_own_must_say_that_it_drops_samples() -> None:
     class Own(Reward):
-        leaves_out = False
+        drops = False
 
-        def score(self, texts: Any, rows: Any) -> Scores:
-            return Scores([0.0] * len(texts), failed={2: "mask"})
+        def score(self, responses: RewardInput) -> Scores:
+            return Scores([0.0] * len(responses), failed={2: "drop"})
 
-    with pytest.raises(UserError, match="Own leaves out sample 2, and its property `leaves_out` is False"):
-        scored(Own(), ["a", "b", "c"], [{}] * 3)
-    Own.leaves_out = True
-    assert scored(Own(), ["a", "b", "c"], [{}] * 3).left_out == {2: "mask"}
+    with pytest.raises(UserError, match="Own drops sample 2, and its property `drops` is False"):
+        scored(Own(), RewardInput(["a", "b", "c"], [{}] * 3))
+    Own.drops = True  # type: ignore[assignment]
+    assert scored(Own(), RewardInput(["a", "b", "c"], [{}] * 3)).dropped == [2]
     with pytest.raises(UserError, match="Own failed on sample 2 of 2; give places from 0"):
-        scored(Own(), ["a", "b"], [{}] * 2)
+        scored(Own(), RewardInput(["a", "b"], [{}] * 2))
 
 
 def test_a_reward_of_ones_own_that_raises_is_named_with_the_place() -> None:
     class Own(Reward):
-        def score(self, texts: Any, rows: Any) -> Scores:
-            return Scores([row["worth"] for row in rows])
+        def score(self, responses: RewardInput) -> Scores:
+            return Scores([row["worth"] for row in responses.rows])
 
     with pytest.raises(UserError, match=r"^Own raised KeyError: 'worth' \(test_rewards.py:\d+\); mend it$"):
-        scored(Own(), ["a"], [{}])
+        scored(Own(), RewardInput(["a"], [{}]))
 
 
 def test_a_weighted_sum_adds_up_and_shows_its_parts() -> None:
     reward = WeightedSum({"match": ExactMatch(), "length": CallableReward(length)}, {"match": 1.0, "length": -0.1})
 
-    scores = reward.score(["42", "421"], [{"answer": "42"}] * 2)
+    scores = reward.score(RewardInput(["42", "421"], [{"answer": "42"}] * 2))
     assert scores.total == pytest.approx([1 - 0.2, 0 - 0.3])
     assert scores.parts == {"match": [1.0, 0.0], "length": [2.0, 3.0]}
 
@@ -233,12 +233,12 @@ def test_a_weighted_sum_counts_the_errors_of_its_parts() -> None:
         {"a": CallableReward(inverse, on_error="zero"), "b": CallableReward(inverse, on_error="zero")}, {"a": 1, "b": 1}
     )
 
-    assert reward.score(["", "a"], [{}] * 2).failed == {0: "zero"}
+    assert reward.score(RewardInput(["", "a"], [{}] * 2)).failed == {0: "zero"}
 
 
 @pytest.mark.parametrize(
     ("policies", "total", "failed"),
-    [(("zero", "zero"), 2, "zero"), (("mask", "zero"), 0, "mask"), (("mask", "skip"), 0, "skip")],
+    [(("zero", "zero"), 2, "zero"), (("drop", "zero"), 0, "drop"), (("zero", "drop"), 0, "drop")],
 )
 def test_in_a_weighted_sum_a_sample_gets_the_strictest_policy_of_the_parts_that_fail(
     policies: tuple[OnError, OnError], total: float, failed: str
@@ -246,9 +246,9 @@ def test_in_a_weighted_sum_a_sample_gets_the_strictest_policy_of_the_parts_that_
     parts: dict[str, Reward] = {
         "a": CallableReward(inverse, on_error=policies[0]),
         "b": CallableReward(inverse, on_error=policies[1]),
-        "c": CallableReward(lambda text, row: 2.0),
+        "c": CallableReward(lambda response, row: 2.0),
     }
-    scores = scored(WeightedSum(parts, {"a": 1, "b": 1, "c": 1}), ["", "a"], [{}] * 2)
+    scores = scored(WeightedSum(parts, {"a": 1, "b": 1, "c": 1}), RewardInput(["", "a"], [{}] * 2))
     assert scores == Scores([total, 4], {"a": [0, 1], "b": [0, 1], "c": [total, 2]}, {0: failed})  # type: ignore[dict-item]
 
 
@@ -264,7 +264,7 @@ class Gives(Reward):
     def __init__(self, given: Any) -> None:
         self.given = given
 
-    def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
+    def score(self, responses: RewardInput) -> Scores:
         return cast(Scores, self.given)
 
 
@@ -285,63 +285,63 @@ class Gives(Reward):
             "Gives says of samples that failed [1]; give a mapping of places to",
         ),
         (
-            Scores([1.0, 1.0], failed={1: cast(Any, "drop")}),
-            "Gives says 'drop' of sample 1, which failed; give zero, ma",
+            Scores([1.0, 1.0], failed={1: cast(Any, "skip")}),
+            "Gives says 'skip' of sample 1, which failed; give zero or drop",
         ),
         (Scores([1.0, 1.0], failed={cast(Any, "1"): "zero"}), "Gives failed on sample '1' of 2; give places from 0"),
     ],
 )
 def test_scores_that_cannot_be_trained_on_are_told_with_reward_and_sample(given: Any, line: str) -> None:
     with pytest.raises(UserError) as raised:
-        scored(Gives(given), ["a", "b"], [{"n": 0}, {"n": 1}])
+        scored(Gives(given), RewardInput(["a", "b"], [{"n": 0}, {"n": 1}]))
     assert str(raised.value).startswith(line)
 
 
 def test_a_part_of_a_weighted_sum_is_checked_and_named() -> None:
     reward = WeightedSum({"match": ExactMatch(), "given": Gives(Scores([math.inf, 0.0]))}, {"match": 1, "given": 0})
     with pytest.raises(UserError, match=r"Gives failed on sample 0 \(`total`\): it returned inf"):
-        reward.score(["a", "b"], [{"answer": "a"}] * 2)
+        reward.score(RewardInput(["a", "b"], [{"answer": "a"}] * 2))
 
 
 def test_the_largest_number_of_float32_is_a_score() -> None:
     largest = torch.finfo(torch.float32).max
-    assert scored(Gives(Scores([largest, -largest])), ["a", "b"], [{}, {}]).total == [largest, -largest]
+    assert scored(Gives(Scores([largest, -largest])), RewardInput(["a", "b"], [{}, {}])).total == [largest, -largest]
 
 
 def test_no_samples_have_no_scores() -> None:
     reward = WeightedSum({"match": ExactMatch()}, {"match": 1.0})
 
-    assert reward.score([], []) == Scores([], {"match": []})
+    assert reward.score(RewardInput([], [])) == Scores([], {"match": []})
 
 
 def test_the_score_of_a_dict_is_the_sum_of_its_parts() -> None:
-    def two(text: str, row: dict[str, Any]) -> dict[str, float]:
-        return {"right": float(text == row["answer"]), "brevity": -0.5 * len(text)}
+    def two(response: str, row: dict[str, Any]) -> dict[str, float]:
+        return {"right": float(response == row["answer"]), "brevity": -0.5 * len(response)}
 
-    scores = CallableReward(two).score(["42", "421"], [{"answer": "42"}] * 2)
+    scores = CallableReward(two).score(RewardInput(["42", "421"], [{"answer": "42"}] * 2))
     assert scores == Scores([0.0, -1.5], {"right": [1.0, 0.0], "brevity": [-1.0, -1.5]})
 
 
 def test_a_sample_without_the_part_that_others_have_is_named() -> None:
-    def sometimes(text: str, row: dict[str, Any]) -> dict[str, float]:
-        return {"right": 1.0} if text else {"right": 0.0, "empty": 1.0}
+    def sometimes(response: str, row: dict[str, Any]) -> dict[str, float]:
+        return {"right": 1.0} if response else {"right": 0.0, "empty": 1.0}
 
-    for policy in ("raise", "zero", "mask", "skip"):
+    for policy in ("raise", "zero", "drop"):
         with pytest.raises(UserError, match=r"gave sample 1 a part `empty`, unlike the samples before \(response ''"):
-            CallableReward(sometimes, on_error=cast(OnError, policy)).score(["a", ""], [{}] * 2)
+            CallableReward(sometimes, on_error=cast(OnError, policy)).score(RewardInput(["a", ""], [{}] * 2))
 
 
 @pytest.mark.parametrize("returned", [math.nan, None])
 def test_a_part_that_is_no_finite_number_is_named(returned: Any) -> None:
     with pytest.raises(UserError, match=r"failed on sample 0 with \w+: part `brevity`: it returned (nan|None)"):
-        CallableReward(lambda text, row: {"right": 1.0, "brevity": returned}).score(["a"], [{}])
+        CallableReward(lambda response, row: {"right": 1.0, "brevity": returned}).score(RewardInput(["a"], [{}]))
 
 
 def test_under_zero_a_failed_sample_has_0_as_each_of_its_parts() -> None:
-    def two(text: str, row: dict[str, Any]) -> dict[str, float]:
-        return {"right": 1.0, "brevity": 1 / len(text)}
+    def two(response: str, row: dict[str, Any]) -> dict[str, float]:
+        return {"right": 1.0, "brevity": 1 / len(response)}
 
-    scores = CallableReward(two, on_error="zero").score(["ab", ""], [{}] * 2)
+    scores = CallableReward(two, on_error="zero").score(RewardInput(["ab", ""], [{}] * 2))
     assert scores == Scores([1.5, 0.0], {"right": [1.0, 0.0], "brevity": [0.5, 0.0]}, {1: "zero"})
 
 
@@ -349,7 +349,7 @@ def test_under_zero_a_failed_sample_has_0_as_each_of_its_parts() -> None:
 def test_a_part_is_not_called_as_another_metric(name: str) -> None:
     reward = WeightedSum({name: CallableReward(length)}, {name: 1.0})
     with pytest.raises(UserError, match=f"has a part `{name}`, and another number is logged under this name"):
-        scored(reward, ["a"], [{}])
+        scored(reward, RewardInput(["a"], [{}]))
 
 
 @pytest.mark.parametrize(
@@ -367,20 +367,20 @@ def test_a_part_is_not_called_as_another_metric(name: str) -> None:
 )
 def test_a_sum_is_worked_out_and_what_is_no_sum_has_no_value(question: str, response: str, points: float) -> None:
     reward = SumValue("metadata.expression")
-    assert reward.score([response], [{"metadata": {"expression": question}}]).total == [points]
+    assert reward.score(RewardInput([response], [{"metadata": {"expression": question}}])).total == [points]
 
 
 def test_a_column_that_a_reward_steps_into_and_that_is_not_there_is_named() -> None:
     with pytest.raises(
         UserError, match=r"the reward reads column `metadata\.expresion`, which the dataset's row lacks"
     ):
-        SumValue("metadata.expresion").score(["1"], [{"metadata": {"expression": "1 + 0"}}])
+        SumValue("metadata.expresion").score(RewardInput(["1"], [{"metadata": {"expression": "1 + 0"}}]))
 
 
 @pytest.mark.parametrize("reward", [ExactMatch(on_error="zero"), SumValue("answer"), CodeTests("answer")], ids=str)
 def test_null_is_no_answer(reward: SampleReward) -> None:
     with pytest.raises(UserError, match="reads column `answer`, which is null in a row of the dataset"):
-        reward.score(["None"], [{"answer": None}])
+        reward.score(RewardInput(["None"], [{"answer": None}]))
 
 
 def test_a_reward_names_the_columns_that_it_reads_and_which_may_be_null() -> None:
