@@ -8,8 +8,8 @@ from rlflow.errors import UserError as UserError
 from rlflow.models.causal_lm import CausalLM as CausalLM
 from rlflow.models.lora import LoRA as LoRA
 from rlflow.models.optimizer import Optimizer as Optimizer
-from rlflow.models.reward_model import RewardModel as RewardModel
-from rlflow.models.value_model import ValueModel as ValueModel
+from rlflow.models.scalar import RewardModel as RewardModel
+from rlflow.models.scalar import ValueModel as ValueModel
 from rlflow.module import RLModule as RLModule
 from rlflow.rewards.reward import Reward as Reward
 from rlflow.trainer import Trainer as Trainer

@@ -31,10 +31,9 @@ from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.responses import Part, under_way
 from rlflow.rollout.sampling import sample
 from rlflow.step_context import AllRows
-from rlflow.values.columns import to_device
+from rlflow.values.columns import Parts, to_device
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.layout import Layout
-from rlflow.values.parts import Parts
 from rlflow.values.protocols import Written
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout

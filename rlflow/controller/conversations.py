@@ -28,10 +28,9 @@ from rlflow.rollout.game_turns import play_game
 from rlflow.rollout.group_rewards import add_group_rewards
 from rlflow.rollout.responses import Part, require_continued
 from rlflow.values.columns import to_device
-from rlflow.values.ending import Ending
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
-from rlflow.values.rollout import Rollout
+from rlflow.values.rollout import Ending, Rollout
 
 BEFORE = -1  # the turn whose seed is the environment's: it draws before the policy's first
 ROUND_S = 5.0  # after which ranks that share an engine are told that no environment has answered yet

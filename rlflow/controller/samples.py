@@ -13,9 +13,9 @@ from rlflow.dag.node import BATCH
 from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.rewards.reward import Scores
-from rlflow.values.ending import Ending
 from rlflow.values.host_copy import on_host
 from rlflow.values.protocols import Written
+from rlflow.values.rollout import Ending
 
 SAMPLES_PER_STEP = 4
 

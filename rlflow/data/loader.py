@@ -21,7 +21,7 @@ from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, about
 from rlflow.rewards.reward import Reward
 from rlflow.values.batch import Batch, Pairs
-from rlflow.values.hashed import hashed
+from rlflow.values.path import hashed
 from rlflow.values.ragged import Ragged
 
 if TYPE_CHECKING:

@@ -18,10 +18,9 @@ from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.values.absent import Absent
-from rlflow.values.columns import columns, with_path
+from rlflow.values.columns import Parts, columns, with_path
 from rlflow.values.cuts import Cut
 from rlflow.values.layout import Layout
-from rlflow.values.parts import Parts
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 

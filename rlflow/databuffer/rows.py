@@ -14,9 +14,8 @@ from rlflow.databuffer.descent import ancestors, beside_parents
 from rlflow.databuffer.partition import Partition
 from rlflow.databuffer.route import Route
 from rlflow.databuffer.transport import Transport
-from rlflow.values.hashed import hashed
 from rlflow.values.layout import Layout
-from rlflow.values.path import RowPath, lexicographic
+from rlflow.values.path import RowPath, hashed, lexicographic
 
 ROOT = ("batch",)  # what prompts are called; samples of prompts are below them
 NUMBERS = ("lengths", "tokens", "versions")  # of each row, in the order in which they are gathered, after its path

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlflow.values.columns import Parts
 from rlflow.values.cuts import Cut
 from rlflow.values.host_copy import on_device, on_host
-from rlflow.values.parts import Parts
 from rlflow.values.ragged import Ragged
 
 Data = Any  # of one column: a Tensor, a Ragged, a list of JSON-able objects, or Parts

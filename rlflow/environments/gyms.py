@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from rlflow.dotted_path import object_at
 from rlflow.environments.host import OwnDraws
 from rlflow.errors import UserError, did_you_mean, require
-from rlflow.values.hashed import hashed
+from rlflow.values.path import hashed
 
 
 class TextGym:

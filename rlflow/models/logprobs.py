@@ -70,7 +70,7 @@ def unknown_logit_settings(config: Any) -> list[str]:
 
 
 class Readout(Protocol):
-    """What an output layer computes of hidden states, within its own forward; see `rlflow.models.readouts`."""
+    """What an output layer computes of hidden states, within its own forward; see `rlflow.models.language_scores`."""
 
     def __call__(
         self, layer: TokenHead, hidden: Tensor, targets: Tensor, temperature: float, beside: Tensor | None

@@ -1,7 +1,8 @@
-"""A Hugging Face causal language model that scores tokens."""
+"""A Hugging Face causal language model that scores tokens, and its weights as files have them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,28 @@ class ScoringModel(PackedModel):
         hidden = self.hidden(input_ids, position_ids, cu_seqlens, max_seqlen, scored)
         scores: tuple[Tensor, ...] = self.output_layer(hidden, targets, temperature, readout, beside)
         return scores
+
+
+def stored_weights(
+    path: Path, dtype: torch.dtype, bucket_bytes: int, trust_remote_code: bool = False
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Full tensors on the CPU by Hugging Face name; tied ones come once. The model is held whole meanwhile.
+
+    Args:
+        path: A folder in Hugging Face form, or a Hugging Face name.
+        dtype: Of the tensors.
+        bucket_bytes: A bucket holds at most this, or one larger tensor.
+        trust_remote_code: Whether code that lies beside the weights may run.
+    """
+    model = ScoringModel.load(path, dtype, torch.device("cpu"), trust_remote_code=trust_remote_code)
+    bucket: list[tuple[str, Tensor]] = []
+    held = 0
+    for weight in model.weights():
+        tensor = weight.parameter.detach()
+        if bucket and held + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append((weight.name, tensor))
+        held += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlflow.values.hashed import hashed
-from rlflow.values.path import RowPath
+from rlflow.values.path import RowPath, hashed
 
 
 @dataclass(frozen=True)

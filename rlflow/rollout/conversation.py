@@ -10,7 +10,7 @@ from typing import Any
 from rlflow.environments.bridge import Bridge, Message
 from rlflow.environments.session import EnvironmentSession
 from rlflow.rollout.engine import Completion
-from rlflow.values.ending import Ending
+from rlflow.values.rollout import Ending
 
 
 @dataclass

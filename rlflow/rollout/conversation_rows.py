@@ -15,10 +15,9 @@ import torch
 from rlflow.environments.bridge import Bridge
 from rlflow.environments.session import EnvironmentSession
 from rlflow.rollout.conversation import Conversation
-from rlflow.values.ending import Ending
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
-from rlflow.values.rollout import Rollout
+from rlflow.values.rollout import Ending, Rollout
 
 
 def to_rollout(

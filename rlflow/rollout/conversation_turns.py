@@ -16,7 +16,7 @@ from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.conversation_loop import ConversationSteps, EnvironmentCall, PolicyTurn
 from rlflow.rollout.engine import Completion
 from rlflow.rollout.request import Turn
-from rlflow.values.ending import Ending
+from rlflow.values.rollout import Ending
 
 
 @dataclass(frozen=True)

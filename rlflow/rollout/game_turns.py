@@ -13,7 +13,7 @@ from rlflow.environments.session import GameSession, Move
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.conversation_loop import ConversationSteps, EnvironmentCall
 from rlflow.rollout.conversation_turns import Rules, add_answer, fail, new_conversation, parse_turn, take_turn, unread
-from rlflow.values.ending import Ending
+from rlflow.values.rollout import Ending
 
 
 def play_game(

@@ -16,11 +16,10 @@ from rlflow.rollout.engine import Completion, RolloutEngine, Sampling
 from rlflow.rollout.responses import Part, Responses
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.columns import to_device
-from rlflow.values.ending import Ending
 from rlflow.values.host_copy import bring_over, on_host
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
-from rlflow.values.rollout import Rollout
+from rlflow.values.rollout import Ending, Rollout
 
 
 def sample(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
-from rlflow.models.context import positions as positions_of
+from rlflow.models.architecture import positions as positions_of
 from rlflow.models.moe import ROUTING, Routing, expert_dtype, watch_routers
 from rlflow.models.remote_code import code_beside
 from rlflow.rollout.engine import Completion, EngineMemory, EnginePlace, Sampling

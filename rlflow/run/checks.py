@@ -17,8 +17,8 @@ from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import rank_ranges
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError, about, setting
+from rlflow.models.architecture import cached_bytes, check_positions, positions
 from rlflow.models.causal_lm import CausalLM
-from rlflow.models.context import cached_bytes, check_positions, positions
 from rlflow.models.handle import ModelHandle
 from rlflow.models.moe import check_moe
 from rlflow.module import RLModule, environments, handles

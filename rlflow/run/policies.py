@@ -16,7 +16,7 @@ from rlflow.controller.syncing import WeightSync
 from rlflow.dag.graph import Graph
 from rlflow.dag.tasks import SyncWeights
 from rlflow.models.causal_lm import Averaged, CausalLM
-from rlflow.models.stored_weights import stored_weights
+from rlflow.models.scoring import stored_weights
 from rlflow.module import handles
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.values.rollout import Rollout

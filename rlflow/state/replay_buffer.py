@@ -8,8 +8,8 @@ from torch import Tensor
 from rlflow.errors import UserError
 from rlflow.values.batch import TokenRows
 from rlflow.values.columns import to_device
-from rlflow.values.hashed import hashed
 from rlflow.values.host_copy import on_host
+from rlflow.values.path import hashed
 from rlflow.values.ragged import Ragged
 
 

@@ -12,10 +12,10 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
+from rlflow.errors import UserError, did_you_mean
 from rlflow.values.absent import Absent
 from rlflow.values.cuts import Cut, Home, PerSample
 from rlflow.values.host_copy import joined, on_device, on_host, rows_at
-from rlflow.values.parts import Parts
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 
@@ -173,3 +173,13 @@ def with_path(value: Any, annotation: Any, path: RowPath, device: torch.device) 
         if not (known and torch.equal(on_host(there.numbers), path.numbers)):
             value = dataclasses.replace(value, **{column.name: to_device(path, device)})
     return value
+
+
+class Parts(dict[str, Tensor]):
+    """Numbers of each sample by name, `[B]` each, such as what a reward is made of; `dict[str, PerSample]` to nodes."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise UserError(
+            f"a node reads part `{name}`, which the reward lacks; its parts are [{', '.join(self)}]."
+            f"{did_you_mean(name, self)} Give the reward that part, or read another"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -156,3 +157,8 @@ def lexicographic(numbers: Tensor) -> Tensor:
     for level in reversed(range(numbers.shape[1] - 1)):
         order = order[torch.argsort(numbers[order, level], stable=True)]
     return order
+
+
+def hashed(text: str, size: int = 8) -> int:
+    """The first `size` bytes of the text's BLAKE2b as a number, not below 0."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "big")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Annotated, Any
 
 import torch
@@ -17,11 +18,19 @@ from rlflow.values.absent import Absent
 from rlflow.values.batch import Batch
 from rlflow.values.columns import join_rows, take_rows
 from rlflow.values.cuts import Cut, Home, PerSample, PerToken
-from rlflow.values.ending import Ending
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.path import RowPath
 from rlflow.values.protocols import computed_from
 from rlflow.values.ragged import Ragged
+
+
+class Ending(IntEnum):
+    """Why a conversation is over."""
+
+    DONE = 0  # its environment said so, or a policy with tools called none
+    TURNS = 1  # it had as many turns, or calls of tools, as it may
+    TOKENS = 2  # it was as long as it may be
+    FAILED = 3  # its environment failed
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class Rollout:
         segments: Of a conversation, how many tokens each turn of the policy and each answer to it has, by turns,
             `[sum]` int64; without entries where a response is one turn.
         turn_rewards: Of a conversation, what its environment gave for each turn, `[sum]`; likewise.
-        ended: `[B]` int64, why a conversation is over, see `rlflow.values.ending.Ending`; of a response that is
+        ended: `[B]` int64, why a conversation is over, see `rlflow.values.rollout.Ending`; of a response that is
             one turn `DONE` where it is finished, and `TOKENS` where it was cut.
         seat: `[B]` int64, whose view of a conversation a row is, as a number among the environment's `seats`; 0 where
             it has none.

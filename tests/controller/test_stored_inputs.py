@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rlflow.controller.stored_inputs import difference
+from rlflow.values.columns import Parts
 from rlflow.values.cuts import PerSample
-from rlflow.values.parts import Parts
 
 NAN, INF = math.nan, math.inf
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rlflow.values.absent import Absent
+from rlflow.values.columns import Parts
 from rlflow.values.cuts import Cut, Home, PerSample, PerToken, Rows, Scalar
-from rlflow.values.parts import Parts
 from rlflow.values.ragged import Ragged
 
 

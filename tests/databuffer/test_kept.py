@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from rlflow.databuffer.kept import Kept, KeptValue
 from rlflow.databuffer.rows import RowSpace
+from rlflow.values.columns import Parts
 from rlflow.values.cuts import Cut, Home, PerSample, PerToken
 from rlflow.values.layout import Layout
-from rlflow.values.parts import Parts
 from rlflow.values.ragged import Ragged
 
 GROUP = 2  # samples of a prompt

@@ -16,7 +16,7 @@ from rlflow.errors import UserError, shown
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import RolloutEngine, TransformersEngine
 from rlflow.rollout.conversation import Conversation
-from rlflow.values.ending import Ending
+from rlflow.values.rollout import Ending
 from rlflow.worker import Limits
 from tests.faults.test_rewards import KINDS, OVER, SECONDS, sleeps
 from tests.rollout.test_conversation_turns import held

@@ -23,9 +23,9 @@ from rlflow.memory.estimate import (
 from rlflow.memory.workload import Lengths, RoleTraining, engine_here, loaded_role
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
+from rlflow.models.scalar import ValueModel
 from rlflow.models.sizes import ModelSize, size_of
 from rlflow.models.tiny import write_tiny_model
-from rlflow.models.value_model import ValueModel
 from rlflow.rollout.engine import EngineMemory
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine

@@ -4,7 +4,7 @@ import pytest
 import transformers
 
 from rlflow.errors import UserError
-from rlflow.models.context import check_positions, positions
+from rlflow.models.architecture import check_positions, positions
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "pad_token_id": 0}

@@ -18,9 +18,9 @@ from rlflow.models.filling import WeightFilling
 from rlflow.models.handle import ModelHandle
 from rlflow.models.lora import LoRA
 from rlflow.models.packed import PackedModel
+from rlflow.models.scalar import ValueModel
 from rlflow.models.tensor_range import TensorRange
 from rlflow.models.tiny import write_tiny_model
-from rlflow.models.value_model import ValueModel
 from rlflow.models.weight_files import CHUNK_BYTES, WeightFiles
 from tests.families.models import ALL, write_family
 from tests.models.test_scoring import write

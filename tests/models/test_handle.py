@@ -4,7 +4,7 @@ import pytest
 
 from rlflow.errors import UserError
 from rlflow.models.handle import ForwardPlan
-from rlflow.models.value_model import ValueModel
+from rlflow.models.scalar import ValueModel
 from rlflow.values.batch import Pairs
 from rlflow.values.ragged import Ragged
 

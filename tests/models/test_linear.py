@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlflow.models.linear import OneDNNLinear, use_onednn
+from rlflow.models.packed import OneDNNLinear, use_onednn
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN")
 

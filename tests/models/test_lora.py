@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from rlflow import CausalLM, LoRA, UserError, ValueModel
 from rlflow.models.handle import ForwardPlan
-from rlflow.models.linear import OneDNNLinear
 from rlflow.models.lora import Weight, adapter_of
-from rlflow.models.packed import PackedModel
+from rlflow.models.packed import OneDNNLinear, PackedModel
 from rlflow.values.batch import Batch
 from tests.models.conftest import one_by_one
 

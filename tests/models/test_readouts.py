@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
-from rlflow.models.divergence import Softmax, token_kl
 from rlflow.models.handle import ForwardPlan
+from rlflow.models.language_scores import Softmax, token_kl
 from rlflow.models.logprobs import CHUNK_ELEMENTS, LogitShape, logprobs_of_tokens
 from rlflow.models.lora import LoRA
 from rlflow.models.optimizer import Optimizer

@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification
 
 from rlflow.errors import UserError
 from rlflow.models.handle import ForwardPlan
-from rlflow.models.reward_model import RewardModel
+from rlflow.models.scalar import RewardModel
 from rlflow.values.batch import Batch
 from tests.models.conftest import scalars_one_by_one
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 from rlflow.errors import UserError
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.packing import take
-from rlflow.models.value_model import ValueModel
+from rlflow.models.scalar import ValueModel
 from rlflow.values.batch import Batch
 from tests.models.conftest import scalars_one_by_one
 

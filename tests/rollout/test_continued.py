@@ -15,9 +15,8 @@ from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
 from rlflow.rollout.children import Earlier, sampling_seed
 from rlflow.rollout.sampling import sample
-from rlflow.values.ending import Ending
 from rlflow.values.path import RowPath
-from rlflow.values.rollout import Rollout
+from rlflow.values.rollout import Ending, Rollout
 from tests.families.models import write_family
 from tests.rollout.test_parts import batch
 from tests.rollout.trained import PROMPTS, buckets, load, perturb, setup

@@ -28,8 +28,8 @@ from rlflow.rollout.conversation_loop import ConversationLoop, TurnQueue
 from rlflow.rollout.conversation_rows import to_rollout
 from rlflow.rollout.conversation_turns import Rules, converse
 from rlflow.rollout.truncated import without_truncated
-from rlflow.values.ending import Ending
 from rlflow.values.path import RowPath
+from rlflow.values.rollout import Ending
 from rlflow.worker import Limits
 from tests.environments.games import Stuck
 from tests.leftovers import workers

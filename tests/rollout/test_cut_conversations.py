@@ -23,8 +23,8 @@ from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.conversation_loop import ConversationLoop, TurnQueue
 from rlflow.rollout.conversation_rows import from_rollout, to_rollout
 from rlflow.rollout.conversation_turns import Rules, converse
-from rlflow.values.ending import Ending
 from rlflow.values.path import RowPath
+from rlflow.values.rollout import Ending
 from rlflow.worker import Limits
 from tests.controller import answering
 from tests.rollout.trained import buckets, load, perturb, setup

@@ -23,8 +23,8 @@ from rlflow.rollout.conversation_loop import ConversationLoop, TurnQueue
 from rlflow.rollout.conversation_rows import to_rollout
 from rlflow.rollout.conversation_turns import Rules
 from rlflow.rollout.game_turns import play_game
-from rlflow.values.ending import Ending
 from rlflow.values.path import RowPath
+from rlflow.values.rollout import Ending
 from tests.rollout.trained import buckets, load, perturb, setup
 
 PLACES = range(8)  # games of 1, 2, 3, 4 moves, four that one seat begins and four that the other does

@@ -15,8 +15,8 @@ from rlflow.rewards.reward import Scores
 from rlflow.rollout import Completion
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.conversation_rows import to_rollout
-from rlflow.values.ending import Ending
 from rlflow.values.path import RowPath
+from rlflow.values.rollout import Ending
 
 
 def double(number: int) -> int:

@@ -11,8 +11,7 @@ from torch import Tensor
 from rlflow import checkpoint
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
-from rlflow.models.reward_model import RewardModel
-from rlflow.models.value_model import ValueModel
+from rlflow.models.scalar import RewardModel, ValueModel
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.batch import TokenRows
 from rlflow.values.layout import Layout

@@ -11,9 +11,8 @@ from transformers import AutoModelForSequenceClassification
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
 from rlflow.models.lora import LoRA
-from rlflow.models.reward_model import RewardModel
+from rlflow.models.scalar import RewardModel, ValueModel
 from rlflow.models.tiny import write_tiny_model
-from rlflow.models.value_model import ValueModel
 from rlflow.values.layout import Layout
 from tests.models.test_scoring import write
 from tests.ranks import RankPool
