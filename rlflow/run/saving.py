@@ -17,11 +17,10 @@ from rlflow.dag.tasks import Load
 from rlflow.errors import UserError, did_you_mean
 from rlflow.metrics import Metrics
 from rlflow.process import status
-from rlflow.run.all_ranks import attempt, gather
+from rlflow.run.agreement import attempt, gather
 from rlflow.run.folder import RunFolder
-from rlflow.run.module_state import ModuleState
 from rlflow.run.resume import Resume
-from rlflow.run.standing import Standing
+from rlflow.run.standing import ModuleState, Standing
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import Draft, Record, not_written
 from rlflow.storage.space import bytes_in, in_bytes, require_space

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.run.changed_settings import WITH_EFFECT, changed_settings
+from rlflow.run.resume import WITH_EFFECT, changed_settings
 from rlflow.settings import Settings
 
 CONFIG: dict[str, Any] = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlflow.module import RLModule
-from rlflow.run.consistency import facts
+from rlflow.run.agreement import facts
 
 
 class Given(RLModule):

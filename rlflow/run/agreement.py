@@ -1,14 +1,16 @@
-"""Ranks that were started with other code, config or data are found before step 0; the first difference is reported."""
+"""What ranks agree on: the same code, config, data and model files before step 0; and what one of them could not do."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import json
+import os
 import platform
+import socket
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path, PurePath
@@ -18,6 +20,7 @@ from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.module import RLModule
+from rlflow.storage.draft import not_written
 
 RLFLOW = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers")
@@ -163,3 +166,77 @@ def _of_function(function: Any) -> str:
     """Of one from a notebook or a prompt too, which has no file."""
     plain = [each for each in function.__code__.co_consts if isinstance(each, PLAIN)]
     return hashlib.sha256(function.__code__.co_code + repr(plain).encode()).hexdigest()[:12]
+
+
+WHOLE = 64 * 2**20  # bytes; of a larger file, its size and so many blocks are read
+BLOCKS, BLOCK = 64, 64 * 2**10
+READ = {".json", ".safetensors", ".bin", ".jinja", ".model", ".txt", ".py"}  # by transformers, of a model's folder
+
+
+def model_files(model: Path) -> dict[str, str]:
+    """A digest of each file that a model is read from, by name.
+
+    Of a file of more than 64 MiB the beginning, where safetensors keeps names and places, and blocks all through it
+    are read, 4 MiB together: enough to tell one training from another, not to find a flipped byte.
+
+    Args:
+        model: A folder, or a Hugging Face name that is in the cache.
+    """
+    folder = model if model.is_dir() else _cached(model)
+    if folder is None:
+        return {}
+    return {path.name: _digest(path) for path in sorted(folder.iterdir()) if path.suffix in READ and path.is_file()}
+
+
+def _cached(model: Path) -> Path | None:
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(str(model), "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found).parent
+
+
+def _digest(path: Path) -> str:
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        if size <= WHOLE:
+            while part := file.read(2**20):
+                digest.update(part)
+        else:
+            for block in range(BLOCKS):
+                digest.update(os.pread(file.fileno(), BLOCK, (size - BLOCK) * block // (BLOCKS - 1)))
+    return digest.hexdigest()[:12]
+
+
+def gather(transport: Transport, here: Any) -> list[Any]:
+    """What is JSON-able, of every rank; called by all."""
+    messages = transport.all_gather_ragged(to_message(json.dumps(here).encode()))
+    return [json.loads(from_message(message)) for message in messages]
+
+
+def attempt(transport: Transport, folder: Path, action: Callable[[], None]) -> dict[int, str]:
+    """Do it on this rank; ranks learn from one another whether they could.
+
+    Args:
+        transport: To the other ranks, all of which call this.
+        folder: Named where a file cannot be written.
+        action: Of this rank.
+
+    Returns:
+        The machine's name of every rank.
+
+    Raises:
+        UserError: A rank could not.
+    """
+    rank, node, failed, why = transport.rank, socket.gethostname(), None, None
+    try:
+        action()
+    except Exception as error:
+        failed, why = error, not_written(error, folder, rank, node)
+    ranks = gather(transport, {"node": node, "why": why})
+    if failed is not None and not isinstance(failed, UserError | OSError):
+        raise failed
+    for of in ranks:
+        if of["why"] is not None:
+            raise UserError(of["why"]) from failed
+    return {number: of["node"] for number, of in enumerate(ranks)}
