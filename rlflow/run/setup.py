@@ -20,8 +20,8 @@ from rlflow.loggers.secrets import without_secrets
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_load
 from rlflow.models.file_digest import model_files
 from rlflow.module import handles
+from rlflow.rollout.assignment import RankEngines, engines_of_rank
 from rlflow.rollout.engine import EnginePlace, RolloutEngine
-from rlflow.rollout.rank_engines import RankEngines, engines_of_rank
 from rlflow.run.all_ranks import attempt
 from rlflow.run.consistency import agree, facts
 from rlflow.run.folder import RunFolder

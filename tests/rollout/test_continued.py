@@ -13,8 +13,7 @@ from torch import Tensor
 from rlflow.controller.calls import Calls
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
-from rlflow.rollout.children import Earlier, sampling_seed
-from rlflow.rollout.sampling import sample
+from rlflow.rollout.sampling import Earlier, sample, sampling_seed
 from rlflow.values.ending import Ending
 from rlflow.values.path import RowPath
 from rlflow.values.rollout import Rollout

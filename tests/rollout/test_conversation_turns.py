@@ -23,11 +23,9 @@ from rlflow.environments.session import Session
 from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.errors import UserError
 from rlflow.rollout import Completion, RolloutEngine, Sampling, TransformersEngine
-from rlflow.rollout.conversation import Conversation
+from rlflow.rollout.conversation import Conversation, Rules, converse, to_rollout
 from rlflow.rollout.conversation_loop import ConversationLoop, TurnQueue
-from rlflow.rollout.conversation_rows import to_rollout
-from rlflow.rollout.conversation_turns import Rules, converse
-from rlflow.rollout.truncated import without_truncated
+from rlflow.rollout.sampling import without_truncated
 from rlflow.values.ending import Ending
 from rlflow.values.path import RowPath
 from rlflow.worker import Limits

@@ -19,10 +19,8 @@ from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer, write_tiny_model
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
-from rlflow.rollout.conversation import Conversation
+from rlflow.rollout.conversation import Conversation, Rules, converse, from_rollout, to_rollout
 from rlflow.rollout.conversation_loop import ConversationLoop, TurnQueue
-from rlflow.rollout.conversation_rows import from_rollout, to_rollout
-from rlflow.rollout.conversation_turns import Rules, converse
 from rlflow.values.ending import Ending
 from rlflow.values.path import RowPath
 from rlflow.worker import Limits

@@ -12,8 +12,7 @@ from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.models.tiny import tiny_tokenizer
 from rlflow.rewards.reward import Scores
 from rlflow.rollout import Completion
-from rlflow.rollout.conversation import Conversation
-from rlflow.rollout.conversation_rows import to_rollout
+from rlflow.rollout.conversation import Conversation, to_rollout
 from rlflow.run.samples import SAMPLES_PER_STEP, Samples
 from rlflow.values.ending import Ending
 from rlflow.values.path import RowPath
