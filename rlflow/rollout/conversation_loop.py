@@ -14,6 +14,7 @@ from rlflow.environments.environment_calls import EnvironmentCalls
 from rlflow.environments.host import HostError
 from rlflow.errors import UserError
 from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, Turn
+from rlflow.worker import WorkerError
 
 T = TypeVar("T")
 
@@ -183,8 +184,8 @@ def run_alone(conversation: ConversationSteps[T], take_turn: Callable[[Turn], Co
             return result
         try:
             value = waits.call() if isinstance(waits, EnvironmentCall) else take_turn(waits.turn)
-        except HostError as error:
-            value = error
+        except WorkerError as error:
+            value = HostError(str(error))
 
 
 CONVERSATIONS, SPANS = 8, 64  # whose spans are noted, and how many of each: what a trace takes is bounded

@@ -120,9 +120,7 @@ def test_an_engine_that_hangs_is_ended_and_started_again(engine: EngineSubproces
 
 @pytest.mark.faults
 @pytest.mark.parametrize("engine", ["transformers"], indirect=True)
-def test_after_a_failed_sync_there_are_no_weights_to_start_again_with(
-    engine: EngineSubprocess, model: Any
-) -> None:
+def test_after_a_failed_sync_there_are_no_weights_to_start_again_with(engine: EngineSubprocess, model: Any) -> None:
     engine.update_weights(buckets(model), 0)
     with pytest.raises(WeightSyncError):
         engine.update_weights(buckets(model, leave_out="model.norm.weight"), 1)

@@ -13,7 +13,7 @@ import torch
 from rlflow.environments.bridge import message
 from rlflow.environments.environment import Definition, defined
 from rlflow.environments.environment_calls import EnvironmentCalls
-from rlflow.environments.host import Host, InProcess, InWorker
+from rlflow.environments.host import Host, InProcess
 from rlflow.environments.session import Session
 from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.errors import UserError
@@ -23,7 +23,7 @@ from rlflow.rollout.conversation import Conversation, Rules, converse, from_roll
 from rlflow.rollout.conversation_loop import ConversationLoop, TurnQueue
 from rlflow.values.ending import Ending
 from rlflow.values.path import RowPath
-from rlflow.worker import Limits
+from rlflow.worker import Limits, Worker
 from tests.controller import answering
 from tests.rollout.trained import buckets, load, perturb, setup
 
@@ -51,7 +51,7 @@ def workers() -> Iterator[Callable[[], Host]]:
     made: list[Host] = []
 
     def worker() -> Host:
-        made.append(InWorker(Limits(seconds=20)))
+        made.append(Worker(Limits(seconds=20)))
         return made[-1]
 
     yield worker
