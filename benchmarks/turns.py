@@ -32,7 +32,7 @@ from rlflow.environments.bridge import message
 from rlflow.environments.conversation_format import Bridges, ConversationFormat
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import EnginePlace, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
-from rlflow.rollout.request import Turn
+from rlflow.rollout.engine import Turn
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
 

@@ -19,9 +19,8 @@ from rlflow.models.handle import ModelHandle
 from rlflow.over_rows import OverRows
 from rlflow.rewards.reward import Reward
 from rlflow.rewards.weighted_sum import RewardLike, as_reward
-from rlflow.rollout.engine import Sampling
-from rlflow.rollout.request import check_asked
-from rlflow.rollout.truncated import to_be_continued, without_truncated
+from rlflow.rollout.engine import Sampling, check_asked
+from rlflow.rollout.sampling import to_be_continued, without_truncated
 from rlflow.state.adaptive_coefficient import AdaptiveCoefficient
 from rlflow.state.prompt_memory import PromptMemory
 from rlflow.state.replay_buffer import ReplayBuffer

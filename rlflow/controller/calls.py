@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from rlflow.rollout.children import Earlier
+from rlflow.rollout.sampling import Earlier
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.rollout import Rollout
 

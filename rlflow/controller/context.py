@@ -28,8 +28,7 @@ from rlflow.errors import UserError
 from rlflow.metrics import StepMetrics
 from rlflow.rewards.reward import Reward, RewardInput, Scores, TrainerState
 from rlflow.rollout.engine import RolloutEngine, Sampling
-from rlflow.rollout.responses import Part, under_way
-from rlflow.rollout.sampling import sample
+from rlflow.rollout.sampling import Part, sample, under_way
 from rlflow.step_context import AllRows
 from rlflow.values.columns import Parts, to_device
 from rlflow.values.host_copy import on_device, on_host

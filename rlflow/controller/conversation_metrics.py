@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlflow.metrics import StepMetrics
 from rlflow.rollout.conversation import Conversation
-from rlflow.rollout.conversation_times import ConversationTimes
+from rlflow.rollout.conversation_loop import ConversationTimes
 from rlflow.values.rollout import Ending
 
 

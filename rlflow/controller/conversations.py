@@ -17,16 +17,11 @@ from rlflow.environments.conversation_format import ConversationFormat
 from rlflow.environments.environment import Environment
 from rlflow.environments.environment_calls import EnvironmentCalls, SharedCalls
 from rlflow.environments.session import EnvironmentSession, GameSession, Session
-from rlflow.rollout.children import Children, Earlier
-from rlflow.rollout.conversation import Conversation
-from rlflow.rollout.conversation_loop import ConversationLoop, ConversationSteps, TurnQueue
-from rlflow.rollout.conversation_rows import from_rollout, to_rollout
-from rlflow.rollout.conversation_times import ConversationTimes
-from rlflow.rollout.conversation_turns import Rules, converse
+from rlflow.rollout.conversation import Conversation, Rules, add_group_rewards, converse, from_rollout, to_rollout
+from rlflow.rollout.conversation_loop import ConversationLoop, ConversationSteps, ConversationTimes, TurnQueue
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.game_turns import play_game
-from rlflow.rollout.group_rewards import add_group_rewards
-from rlflow.rollout.responses import Part, require_continued
+from rlflow.rollout.sampling import Children, Earlier, Part, require_continued
 from rlflow.values.columns import to_device
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath

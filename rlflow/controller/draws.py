@@ -18,7 +18,7 @@ from rlflow.data.prefetch import Prefetch
 from rlflow.databuffer.kept import Kept
 from rlflow.databuffer.message import to_message
 from rlflow.errors import UserError
-from rlflow.rollout.responses import Part
+from rlflow.rollout.sampling import Part
 from rlflow.values.batch import Batch
 from rlflow.values.columns import to_device
 from rlflow.values.layout import Layout

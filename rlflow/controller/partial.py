@@ -15,7 +15,7 @@ from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import HoldBack
 from rlflow.databuffer.kept import Kept
 from rlflow.databuffer.transport import Transport
-from rlflow.rollout.responses import Part
+from rlflow.rollout.sampling import Part
 from rlflow.values.rollout import Rollout
 
 

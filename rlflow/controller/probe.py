@@ -13,8 +13,8 @@ from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.metrics import StepMetrics
 from rlflow.models.causal_lm import CausalLM
-from rlflow.rollout.children import sampling_seed
 from rlflow.rollout.engine import Completion, RolloutEngine, Sampling
+from rlflow.rollout.sampling import sampling_seed
 from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged
 

@@ -24,9 +24,8 @@ from rlflow.databuffer.transport import Transport
 from rlflow.environments.conversation_format import Bridges
 from rlflow.models.causal_lm import Averaged
 from rlflow.module import RLModule, environments, handles
-from rlflow.rollout.assignment import Engines
+from rlflow.rollout.assignment import Engines, RankEngines
 from rlflow.rollout.engine import RolloutEngine
-from rlflow.rollout.rank_engines import RankEngines
 from rlflow.settings import Settings
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.layout import Layout

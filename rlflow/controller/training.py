@@ -23,7 +23,7 @@ from rlflow.metrics import StepMetrics
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
 from rlflow.process import preemption
-from rlflow.rollout.children import sampling_seed
+from rlflow.rollout.sampling import sampling_seed
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.batch import Pairs
 from rlflow.values.columns import countable, take_rows

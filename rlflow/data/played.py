@@ -15,10 +15,9 @@ from rlflow.environments.environment import Environment
 from rlflow.environments.session import Session
 from rlflow.environments.tool_calls import TOOL_FORMS, ToolForm
 from rlflow.errors import UserError, did_you_mean
+from rlflow.rollout.conversation import Rules, converse
 from rlflow.rollout.conversation_loop import run_alone
-from rlflow.rollout.conversation_turns import Rules, converse
-from rlflow.rollout.engine import Completion
-from rlflow.rollout.request import Turn
+from rlflow.rollout.engine import Completion, Turn
 
 Script = Callable[[Sequence[Message], Mapping[str, Any], random.Random], str]
 ENDLESS = 2**62  # tokens: a script has room for what it says

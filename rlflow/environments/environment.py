@@ -10,9 +10,9 @@ from types import MappingProxyType, NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
 
 from rlflow.dotted_path import function_at, object_at
-from rlflow.environments.host import Coroutines, Host, InProcess, InWorker
+from rlflow.environments.host import Coroutines, Host, InProcess
 from rlflow.errors import UserError, did_you_mean, one_line
-from rlflow.worker import Limits
+from rlflow.worker import Limits, Worker
 
 OnFailure = Literal["raise", "zero", "mask"]
 
@@ -167,7 +167,7 @@ class Environment:
 
     def host(self, coroutines: Coroutines | None = None) -> Host:
         """Where the code of one conversation's environment runs; in the rank's own process with these coroutines."""
-        return InProcess(coroutines, self.overlaps) if self._limits is None else InWorker(self._limits)
+        return InProcess(coroutines, self.overlaps) if self._limits is None else Worker(self._limits)
 
 
 def _named(definition: Definition) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rlflow.environments.host import HostError
 from rlflow.errors import UserError, one_line
+from rlflow.worker import WorkerError
 
 LAST_SECONDS = 1.0  # that a call without a limit is waited for when nobody will read its answer
 Outcome = tuple[int, dict[str, Any]]  # of the call of this number: its value, or what went wrong
@@ -144,12 +145,12 @@ def _outcome(call: Callable[[], Any]) -> dict[str, Any]:
     """What a call came to. Nothing is raised here: other ranks may wait for the answer."""
     try:
         value = call()
-    except HostError as error:
+    except WorkerError as error:
         return {"failed": str(error)}
     except UserError as error:
         return {"problem": str(error)}
     except Exception:
-        return {"broken": traceback.format_exc()}  # what environments raise is a `HostError`
+        return {"broken": traceback.format_exc()}  # what environments raise is a `WorkerError`
     try:
         json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:

@@ -13,10 +13,11 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from rlflow.environments.bridge import Message, ParsedTurn, checked, message, text_of
 from rlflow.environments.environment import Definition
-from rlflow.environments.host import Host, HostDied, HostError
+from rlflow.environments.host import Host, HostError
 from rlflow.environments.tool_calls import ToolCall
 from rlflow.errors import UserError, one_line
 from rlflow.loggers.log_lines import line_log
+from rlflow.worker import Worker, WorkerDied, WorkerError, WorkerTimeout
 
 WARN_AFTER = 60.0  # seconds
 
@@ -32,7 +33,7 @@ def naming_row(method: Callable[Concatenate[Of, Given], Result]) -> Callable[Con
     @wraps(method)
     def named(self: Of, /, *given: Given.args, **by_name: Given.kwargs) -> Result:
         with self.of_row():
-            if self._host.limited:
+            if isinstance(self._host, Worker):
                 return method(self, *given, **by_name)
             with _watched(lambda: f"{self}, `{method.__name__}`; the row is {self.row}"):
                 return method(self, *given, **by_name)
@@ -125,7 +126,7 @@ class EnvironmentSession:
             conversations: Each with its `messages`, the `rewards` of its turns, its `row` and its `seat`.
 
         Raises:
-            HostError: The environment failed, or gave something other than a finite number for each.
+            WorkerError: The environment failed, or gave something other than a finite number for each.
         """
         made, where = self._definition, f"`{self._definition.path}.get_group_rewards`"
         self._row = conversations[0]["row"]
@@ -251,7 +252,7 @@ class Session(EnvironmentSession):
         """What it takes to continue by `restore`, as JSON: what `state_dict` gives, and where random numbers are.
 
         Raises:
-            HostError: The environment failed.
+            WorkerError: The environment failed.
             UserError: It gave what JSON has not.
         """
         made = self._definition
@@ -269,7 +270,7 @@ class Session(EnvironmentSession):
         """Make the environment as it was when `state` gave this; `load_state_dict` takes the place of `reset`.
 
         Raises:
-            HostError: The environment failed.
+            WorkerError: The environment failed.
         """
         made = self._definition
         self._begin()
@@ -288,7 +289,7 @@ class Session(EnvironmentSession):
             row: All of its columns.
 
         Raises:
-            HostError: The environment failed.
+            WorkerError: The environment failed.
             UserError: It does not take the row, or gave no messages.
         """
         messages, made = self._made(prompt, row), self._definition
@@ -301,7 +302,7 @@ class Session(EnvironmentSession):
         """What the environment says to a turn of the policy.
 
         Raises:
-            HostError: The environment failed, or gave what is no message or no finite reward.
+            WorkerError: The environment failed, or gave what is no message or no finite reward.
         """
         reply = self._step(parsed, turn) if self._definition.answers_messages else self._call_tools(parsed.calls)
         return replace(reply, messages=[written(each) for each in reply.messages])
@@ -313,7 +314,7 @@ class Session(EnvironmentSession):
         None where it has neither, and where it answers messages.
 
         Raises:
-            HostError: The environment failed, or gave no finite number.
+            WorkerError: The environment failed, or gave no finite number.
         """
         made = self._definition
         if not made.rewards:
@@ -355,9 +356,9 @@ class Session(EnvironmentSession):
             return problem, False
         try:
             said = self._host.text(call.name if tool.method else tool.path, tool.method, call.arguments)
-        except HostDied:
+        except (WorkerDied, WorkerTimeout):
             raise  # the environment is gone with it
-        except HostError as error:
+        except WorkerError as error:
             return str(error), False
         return said, True
 
@@ -402,7 +403,7 @@ class GameSession(EnvironmentSession):
             row: All of its columns.
 
         Raises:
-            HostError: The environment failed.
+            WorkerError: The environment failed.
             UserError: It does not take the row, or gave no messages.
         """
         messages = [written(each) for each in self._made(prompt, row)]
@@ -414,7 +415,7 @@ class GameSession(EnvironmentSession):
         """What the game says to what a seat said in its turn of this number.
 
         Raises:
-            HostError: The environment failed, or gave what is no message or no finite reward.
+            WorkerError: The environment failed, or gave what is no message or no finite reward.
             UserError: It gave no seat.
         """
         result = self._host.call("step", message=message("assistant", text))

@@ -1,16 +1,30 @@
-"""Which engine generates with which policy, as configured; nothing of it is built."""
+"""Which engine generates with which policy: as configured, and on a rank, where policies may share one in turns."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from torch import Tensor
+
 from rlflow.dag.tasks import rank_ranges
-from rlflow.errors import UserError, did_you_mean
+from rlflow.databuffer.message import from_message, to_message
+from rlflow.databuffer.transport import Transport
+from rlflow.errors import UserError, about, did_you_mean
 from rlflow.models.architecture import architecture_difference
-from rlflow.rollout.engine import RolloutEngine
+from rlflow.rollout.engine import (
+    NO_VERSION,
+    Completion,
+    EnginePlace,
+    RolloutEngine,
+    Sampling,
+    SyncReport,
+    Turn,
+    WeightSyncError,
+)
+from rlflow.rollout.engine_subprocess import EngineSubprocess, free_address
 from rlflow.values.layout import Layout
 
 if TYPE_CHECKING:
@@ -166,3 +180,162 @@ def _check_share(
             f"`engines.{policy}.by` is 'adapters', and a weight sync brings whole weights, with adapters merged into"
             " them; set `by: turns`"
         )
+
+
+@dataclass(frozen=True)
+class RankEngines:
+    """What generates on one rank.
+
+    Attributes:
+        own: The engines themselves, by the policy that each belongs to; none where no engine is placed.
+        by_policy: What each policy that generates here is synced to and generates with.
+    """
+
+    own: Mapping[str, RolloutEngine]
+    by_policy: Mapping[str, RolloutEngine]
+
+    def check_context(self, prompt: int, response: int) -> None:
+        """Refuse lengths beyond what an engine that was set up holds.
+
+        Args:
+            prompt: Tokens of the longest prompt.
+            response: Tokens of the longest response.
+
+        Raises:
+            UserError: They do not fit; names the settings.
+        """
+        for engine in self.own.values():
+            with about(engine):
+                engine.check_context(prompt, response)
+
+    def close(self) -> None:
+        """Free every engine."""
+        for engine in self.own.values():
+            engine.close()
+
+
+def engines_of_rank(engines: Engines, layouts: Mapping[str, Layout], transport: Transport, on_cpu: bool) -> RankEngines:
+    """What generates on this rank.
+
+    Args:
+        engines: Of all policies, as configured.
+        layouts: Where each policy generates.
+        transport: To the other ranks; has formed the groups of the ranks that share an engine.
+        on_cpu: Whether they run on the CPU.
+    """
+    beside = engines_beside(engines, layouts, transport.world_size, on_cpu)
+    own: dict[str, RolloutEngine] = {}
+    by_policy: dict[str, RolloutEngine] = {}
+    for policy, engine in engines.own.items():
+        if transport.rank not in layouts[policy].ranks:
+            continue
+        here = _beside_rank(engine, layouts[policy], transport) if policy in beside else engine
+        own[policy] = by_policy[policy] = here
+        if len(users := engines.users(policy)) > 1:
+            turns: dict[str, TimeSharedEngine] = {}
+            by_policy.update({user: TimeSharedEngine(user, here, turns) for user in users})
+    return RankEngines(own, by_policy)
+
+
+def engines_beside(engines: Engines, layouts: Mapping[str, Layout], world_size: int, on_cpu: bool) -> Sequence[str]:
+    """The policies whose engines get processes of their own, on all their ranks; known alike everywhere.
+
+    Those that can only be built by all ranks at once and are placed on some of them, and those that cannot live in one
+    process with an engine named before them.
+
+    Args:
+        engines: Of all policies, as configured.
+        layouts: Where each policy generates.
+        world_size: Ranks of the run.
+        on_cpu: Whether they run on the CPU.
+    """
+    beside: list[str] = []
+    for policy, engine in engines.own.items():
+        inside = [other for name, other in engines.own.items() if name not in beside]
+        before = inside[: inside.index(engine)]
+        on_some = engine.needs_all_ranks and len(layouts[policy].ranks) < world_size
+        if on_some or not all(engine.shares_process(other, on_cpu) for other in before):
+            beside.append(policy)
+    return tuple(beside)
+
+
+def _beside_rank(engine: RolloutEngine, layout: Layout, transport: Transport) -> RolloutEngine:
+    """The engine in a process of its own, which its peers' meet."""
+    peers = layout.peers(layout.shard(transport.rank))
+    address = to_message(free_address().encode()) if transport.rank == peers[0] else None
+    received = transport.broadcast_bytes(address, peers[0], peers)
+    index = peers.index(transport.rank)
+    return EngineSubprocess(engine, index=index, size=len(peers), address=from_message(received).decode())
+
+
+class TimeSharedEngine(RolloutEngine):
+    """What one policy sees of an engine that it shares: nothing of the others but that they take its turn.
+
+    A sync of one policy ends the version of the others. `engine` is set up and closed once for all, and not by this.
+
+    Args:
+        policy: Whose it is, in messages.
+        engine: The shared one.
+        turns: Of all policies that share it, filled here: by name.
+    """
+
+    def __init__(self, policy: str, engine: RolloutEngine, turns: dict[str, TimeSharedEngine]) -> None:
+        self.tensor_parallel_size = engine.tensor_parallel_size
+        self.needs_all_ranks = engine.needs_all_ranks
+        self._policy = policy
+        self._engine = engine
+        self._turns = turns
+        turns[policy] = self
+
+    def setup(self, model_path: str, place: EnginePlace) -> None:
+        raise AssertionError("a shared engine is set up by itself")
+
+    def close(self) -> None:
+        raise AssertionError("a shared engine is closed by itself")
+
+    def check_context(self, prompt: int, response: int) -> None:
+        self._engine.check_context(prompt, response)
+
+    def memory_settings(self, on_cpu: bool) -> tuple[str, ...]:
+        return self._engine.memory_settings(on_cpu)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
+    ) -> list[Completion]:
+        self._check(version)
+        return self._engine.generate(prompts, seeds, sampling, version)
+
+    def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
+        self._check(version)
+        return self._engine.step(new, sampling, version)
+
+    def abort(self) -> None:
+        self._engine.abort()
+
+    def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
+        for other in self._turns.values():  # what a sync leaves behind that fails midway is no version of anyone
+            other.policy_version = NO_VERSION
+        report = self._engine.update_weights(buckets, version)
+        self.policy_version = version
+        return report
+
+    def sleep(self, keep_weights: bool = False) -> None:
+        """Give the engine's memory back, unless another policy has its turn: then that one's `sleep` does."""
+        if any(other.policy_version != NO_VERSION for other in self._turns.values() if other is not self):
+            return
+        super().sleep(keep_weights)
+        self._engine.sleep(keep_weights)
+
+    def wake_up(self) -> None:
+        self._engine.wake_up()
+
+    def _check(self, version: int) -> None:
+        if version != self.policy_version:
+            raise WeightSyncError(
+                f"version {version} of `{self._policy}` shall generate and the engine that it shares holds"
+                f" {self._held()}; sync the weights of `{self._policy}` first"
+            )
+
+    def _held(self) -> str:
+        held = {policy: of.policy_version for policy, of in self._turns.items() if of.policy_version != NO_VERSION}
+        return next((f"version {version} of `{policy}`" for policy, version in held.items()), "no version")

@@ -1,16 +1,26 @@
-"""`Conversation`, the record of one in progress: tokens of the policy and of its environment, and who wrote which."""
+"""A conversation of a policy with an environment: its record, its turns (`converse`), and its row of a `Rollout`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from rlflow.environments.bridge import Bridge, Message
-from rlflow.environments.session import EnvironmentSession
-from rlflow.rollout.engine import Completion
-from rlflow.values.rollout import Ending
+import torch
+
+from rlflow.environments.bridge import Bridge, Message, ParsedTurn, message
+from rlflow.environments.environment import OnFailure
+from rlflow.environments.host import HostError
+from rlflow.environments.session import EnvironmentSession, Reply, Session
+from rlflow.errors import UserError, shown
+from rlflow.rollout.conversation_loop import ConversationSteps, EnvironmentCall, PolicyTurn
+from rlflow.rollout.engine import Completion, Turn
+from rlflow.values.path import RowPath
+from rlflow.values.ragged import Ragged
+from rlflow.values.rollout import Ending, Rollout
 
 
 @dataclass
@@ -102,3 +112,392 @@ class Conversation:
     def end(self, ended: Ending, why: str) -> None:
         """Say that it is over."""
         self.ended, self.why = ended, why
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How conversations go.
+
+    Attributes:
+        policy: Whose turns they have.
+        max_turns: Of the policy, at most.
+        longest_prompt: Tokens of the first prompt, at most.
+        longest: Tokens after the prompt, at most: the policy's and the environment's.
+        longest_turn: Tokens of a turn of the policy, at most.
+        budget: Tokens of the policy in one call, after which a conversation is cut off; None where none is.
+        on_failure: What becomes of a conversation whose environment failed, see `Environment`.
+    """
+
+    policy: str
+    max_turns: int
+    longest_prompt: int
+    longest: int
+    longest_turn: int
+    on_failure: OnFailure = "raise"
+    budget: int | None = None
+
+
+def converse(
+    session: Session,
+    bridge: Bridge,
+    prompt: Sequence[Message],
+    row: dict[str, Any],
+    seed_of: Callable[[int], int],
+    rules: Rules,
+    begun: Conversation | None = None,
+) -> ConversationSteps[Conversation]:
+    """A conversation, from the messages of its prompt or from where it was cut off, to its end or to its next cut.
+
+    Args:
+        session: With its environment.
+        bridge: Writes its turns.
+        prompt: Of the dataset's row.
+        row: All of its columns.
+        seed_of: The seed of each turn.
+        rules: How it goes.
+        begun: As far as it got; None where it begins.
+
+    Raises:
+        UserError: The environment failed, where that ends the run; does not take the row; makes a prompt that is longer
+            than prompts may be; or gave what is no message or no reward.
+    """
+    if begun is None:
+        conversation = yield from _begin(session, bridge, prompt, row, rules)
+    else:
+        conversation = yield from _continue(session, begun, rules)
+    while conversation.ended is None:
+        if not (yield from take_turn(conversation, seed_of, rules)):
+            yield from _cut_off(session, conversation, rules)
+            break
+        yield from _answer(session, conversation, rules)
+    return conversation
+
+
+def new_conversation(
+    session: EnvironmentSession, bridge: Bridge, messages: Sequence[Message], rules: Rules
+) -> Conversation:
+    """A conversation that begins with these messages.
+
+    Raises:
+        UserError: They are longer than prompts may be.
+    """
+    with session.of_row():
+        conversation = Conversation(session, bridge, bridge.begin(messages), list(messages))
+        if len(conversation.prompt) > rules.longest_prompt:
+            raise UserError(
+                f"a conversation begins with {len(conversation.prompt)} tokens, of messages, tools and what `reset`"
+                f" says, and `data.max_prompt_length` is {rules.longest_prompt}, for which memory is planned; raise it"
+            )
+    return conversation
+
+
+def take_turn(conversation: Conversation, seed_of: Callable[[int], int], rules: Rules) -> ConversationSteps[bool]:
+    """Let the policy take its turn, or the rest of one that is open; whether the turn has ended."""
+    number, said = conversation.turns, 0
+    if conversation.turn_open:
+        number, said = number - 1, conversation.segments[-1]
+    longest = min(rules.longest_turn - said, rules.longest - len(conversation.tokens))
+    may = longest if rules.budget is None else min(longest, rules.budget - conversation.sampled)
+    if not may:
+        return False
+    read = conversation.prompt + conversation.tokens
+    completion: Completion = yield PolicyTurn(rules.policy, Turn(read, seed_of(number), may))
+    ends = completion.finished or len(completion.token_ids) == longest
+    conversation.add_turn(completion, ends)
+    return ends
+
+
+def parse_turn(conversation: Conversation) -> ParsedTurn:
+    """What the policy said in its last turn; it is added to the messages."""
+    parsed = conversation.bridge.read(*_last_turn(conversation))
+    calls = {"tool_calls": [asdict(call) for call in parsed.calls]} if parsed.calls else {}
+    conversation.messages.append(message("assistant", parsed.whole, **calls))
+    return parsed
+
+
+def add_answer(conversation: Conversation, messages: Sequence[Message], rules: Rules) -> None:
+    """Let the policy read these messages before its next turn; or end, where it has no such turn."""
+    with conversation.session.of_row(turn=conversation.turns - 1):
+        ids = conversation.bridge.after(messages, *_last_turn(conversation))
+    if len(conversation.tokens) + len(ids) >= rules.longest:
+        conversation.end(Ending.TOKENS, _no_room(conversation, rules))
+    elif conversation.turns == rules.max_turns:
+        conversation.end(Ending.TURNS, f"the policy had {rules.max_turns} turns, as many as `max_turns` allows")
+    else:
+        conversation.add_answer(ids, messages)
+        return
+    conversation.messages += unread(messages)
+
+
+def _no_room(conversation: Conversation, rules: Rules) -> str:
+    if len(conversation.tokens) >= rules.longest:
+        return f"the policy's turn reached `max_response_length`, {rules.longest} tokens of the whole conversation"
+    return f"what the environment said leaves the policy no room within `max_response_length`, {rules.longest} tokens"
+
+
+def unread(messages: Sequence[Message]) -> list[Message]:
+    """Messages that come after the last turn: no policy reads them, people do."""
+    return [{**each, "unread": True} for each in messages]
+
+
+def _begin(
+    session: Session, bridge: Bridge, prompt: Sequence[Message], row: dict[str, Any], rules: Rules
+) -> ConversationSteps[Conversation]:
+    messages = yield EnvironmentCall(partial(session.begin, prompt, row))
+    failed = isinstance(messages, HostError)
+    conversation = new_conversation(session, bridge, prompt if failed else messages, rules)
+    if failed:
+        fail(conversation, messages, rules)
+    return conversation
+
+
+def _cut_off(session: Session, conversation: Conversation, rules: Rules) -> ConversationSteps[None]:
+    """Take the state of the environment, where it offers that."""
+    if session.keeps_state:
+        state = yield EnvironmentCall(session.state)
+        if isinstance(state, HostError):
+            fail(conversation, state, rules)
+        else:
+            conversation.state = state
+
+
+def _continue(session: Session, conversation: Conversation, rules: Rules) -> ConversationSteps[Conversation]:
+    """Bring the environment to where it was, unless it still is there."""
+    state, conversation.state = conversation.state, None
+    if state is not None:
+        restored = yield EnvironmentCall(partial(session.restore, state))
+        if isinstance(restored, HostError):
+            fail(conversation, restored, rules)
+    return conversation
+
+
+def _answer(session: Session, conversation: Conversation, rules: Rules) -> ConversationSteps[None]:
+    """Let the environment answer the turn that was taken; where that ends the conversation, ask for its reward."""
+    reply = yield EnvironmentCall(partial(_reply, session, conversation, parse_turn(conversation)))
+    if isinstance(reply, HostError):
+        fail(conversation, reply, rules)
+        return
+    _add_reply(conversation, Reply(**reply), rules)
+    if conversation.ended is None:
+        return
+    reward = yield EnvironmentCall(session.reward)
+    if isinstance(reward, HostError):
+        fail(conversation, reward, rules)
+    else:
+        conversation.rewards[-1] += reward or 0.0
+
+
+def _reply(session: Session, conversation: Conversation, parsed: ParsedTurn) -> dict[str, Any]:
+    if conversation.cut:  # so that it is not taken for bad JSON
+        length = conversation.segments[-1]
+        calls = (
+            replace(call, problem=f"{call.problem} (the turn was cut at {length} tokens)") if call.problem else call
+            for call in parsed.calls
+        )
+        parsed = replace(parsed, calls=tuple(calls))
+    return asdict(session.answer(parsed, conversation.turns - 1))
+
+
+def _last_turn(conversation: Conversation) -> tuple[list[int], list[int]]:
+    """Token ids of the policy's last turn, and of all before it."""
+    length = conversation.segments[-1]
+    before = conversation.tokens[: len(conversation.tokens) - length]
+    return conversation.tokens[len(before) :], conversation.prompt + before
+
+
+def _add_reply(conversation: Conversation, reply: Reply, rules: Rules) -> None:
+    """Add what the environment answered, or end."""
+    conversation.rewards[-1] += reply.reward
+    conversation.calls += reply.calls
+    conversation.failed += reply.failed
+    if reply.done:
+        conversation.end(*_ending(reply, conversation.cut))
+        conversation.messages += unread(reply.messages)
+    else:
+        add_answer(conversation, reply.messages, rules)
+
+
+def _ending(reply: Reply, cut: bool) -> tuple[Ending, str]:
+    """Why a conversation is over; a turn that was cut before it called a tool might have gone on to."""
+    if reply.over == "limit":
+        return Ending.TURNS, "as many tools were called as `max_tool_calls` allows"
+    if reply.over == "environment":
+        return Ending.DONE, "the environment ended it"
+    if cut:
+        return Ending.TOKENS, "the policy's turn was cut at its longest length before it called a tool"
+    return Ending.DONE, "the policy called no tool"
+
+
+def fail(conversation: Conversation, error: HostError, rules: Rules) -> None:
+    """End a conversation whose environment failed.
+
+    Raises:
+        UserError: That ends the run.
+    """
+    if rules.on_failure == "raise":
+        raise UserError(
+            f"the environment {conversation.session} failed at turn {conversation.turns}: {error}; mend it, or set"
+            f" `on_failure` to zero or mask (the row is {conversation.session.row})"
+        ) from error
+    if conversation.turn_open:
+        parse_turn(conversation)
+        conversation.turn_open = False
+    conversation.end(Ending.FAILED, f"the environment failed: {shown(str(error))}")
+    conversation.rewards = [0.0] * conversation.turns
+    if rules.on_failure == "mask":
+        conversation.written = [False] * len(conversation.written)
+
+
+def to_rollout(
+    conversations: Sequence[Conversation],
+    path: RowPath,
+    rows: Sequence[dict[str, Any]],
+    version: int,
+    decode: Callable[[Sequence[int]], str],
+    dtype: torch.dtype,
+    cut_off: bool = False,
+) -> Rollout:
+    """Conversations as far as they got, on the CPU.
+
+    Args:
+        conversations: `B` of them.
+        path: Of each.
+        rows: The dataset's row of each.
+        version: Of the policy, of tokens whose version a conversation does not say.
+        decode: Token ids to text, of what the policy said last.
+        dtype: Of log-probabilities and rewards.
+        cut_off: Whether some may be continued.
+    """
+    lengths = torch.tensor([len(each.tokens) for each in conversations], dtype=torch.int64)
+    ids = _padded([each.tokens for each in conversations], torch.int64)
+    rewards = [reward for each in conversations for reward in each.rewards]
+    versions = [[*each.versions, *[version] * (len(each.tokens) - len(each.versions))] for each in conversations]
+    ended = torch.tensor([Ending.TOKENS if each.ended is None else each.ended for each in conversations]).long()
+    return Rollout(
+        prompt_ids=Ragged.from_lists([each.prompt for each in conversations]),
+        response_ids=ids,
+        loss_mask=_padded([each.written for each in conversations], torch.bool),
+        lengths=lengths,
+        logprobs=_padded([each.logprobs for each in conversations], dtype),
+        finished=ended != Ending.TOKENS,
+        path=path,
+        version=torch.tensor([each[0] if each else version for each in versions]).long(),  # versions only grow
+        versions=_padded(versions, torch.int32),
+        inherited=torch.zeros_like(lengths),
+        experts=Ragged(torch.zeros(0, dtype=torch.uint8), torch.zeros_like(lengths)),
+        segments=Ragged.from_lists([each.segments for each in conversations]),
+        turn_rewards=Ragged(
+            torch.tensor(rewards, dtype=dtype), torch.tensor([len(each.rewards) for each in conversations]).long()
+        ),
+        ended=ended,
+        seat=torch.tensor([each.seat for each in conversations]).long(),
+        texts=[decode(each.last_turn) for each in conversations],
+        messages=[_messages(each) for each in conversations],
+        rows=list(rows),
+        progress=[_progress(each) if cut_off else {} for each in conversations],
+    )
+
+
+def from_rollout(rollout: Rollout, row: int, session: EnvironmentSession, bridge: Bridge) -> Conversation:
+    """The conversation of a row that may be cut off, to be continued or as it ended.
+
+    Args:
+        rollout: What `to_rollout` gave, on the CPU.
+        row: Of it.
+        session: Of the conversation's environment.
+        bridge: Writes its turns.
+    """
+    progress, length = rollout.progress[row], int(rollout.lengths[row])
+    segments = rollout.segments.rows()[row].tolist()
+    written = rollout.loss_mask[row, :length].tolist()
+    if not progress["over"]:  # the mask may leave out what is not finished
+        written = [turn % 2 == 0 for turn, count in enumerate(segments) for _ in range(count)]
+    return Conversation(
+        session,
+        bridge,
+        prompt=rollout.prompt_ids.rows()[row].tolist(),
+        messages=list(rollout.messages[row]),
+        tokens=rollout.response_ids[row, :length].tolist(),
+        logprobs=rollout.logprobs[row, :length].tolist(),
+        written=written,
+        segments=segments,
+        rewards=list(progress["rewards"]),
+        ended=Ending(int(rollout.ended[row])) if progress["over"] else None,
+        why=progress["why"],
+        cut=progress["cut"],
+        seat=int(rollout.seat[row]),
+        calls=progress["calls"],
+        failed=progress["failed"],
+        turn_open=not progress["over"] and len(segments) % 2 == 1,  # segments are turns and answers, one after another
+        versions=rollout.versions[row, :length].tolist(),
+        draw=progress["draw"],
+        state=progress["state"],
+        was_over=progress["over"],
+    )
+
+
+def _progress(conversation: Conversation) -> dict[str, Any]:
+    """What the other columns do not say of a conversation that may be continued.
+
+    `draw` is how often prompts were drawn before it began, `rewards` are of its turns, and `state` is of its
+    environment, null where it has none to give.
+    """
+    return {
+        "over": conversation.ended is not None,
+        "draw": conversation.draw,
+        "rewards": conversation.rewards,
+        "calls": conversation.calls,
+        "failed": conversation.failed,
+        "why": conversation.why,
+        "cut": conversation.cut,
+        "state": conversation.state,
+    }
+
+
+def _messages(conversation: Conversation) -> list[dict[str, Any]]:
+    """What was said, with the rewards of the policy's turns, and why it is over.
+
+    A seat that never spoke has a reward, and no message of its own for it.
+    """
+    messages = [dict(each) for each in conversation.messages]
+    if conversation.ended is None:
+        return messages
+    spoken = [each for each in messages if each["role"] == "assistant"]  # examples in a prompt come before turns
+    rewards = conversation.rewards if conversation.tokens else []
+    for each, reward in zip(reversed(spoken), reversed(rewards), strict=False):
+        each["reward"] = reward
+    if messages:
+        messages[-1]["ended"] = conversation.why
+    return messages
+
+
+def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+    """`[B, T]`, right-padded with 0."""
+    longest = max(map(len, rows), default=0)
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=dtype).view(len(rows), longest)
+
+
+def add_group_rewards(
+    session: EnvironmentSession, group: Sequence[Conversation], row: dict[str, Any], rules: Rules
+) -> ConversationSteps[None]:
+    """Ask the environment for the rewards of a group, and add them to the last turns.
+
+    Args:
+        session: Of the group's environment, on a host that no conversation uses.
+        group: Conversations from one row; none of them failed.
+        row: Of the dataset.
+        rules: How they went.
+
+    Raises:
+        UserError: The environment failed, where that ends the run; or gave something other than numbers.
+    """
+    seats = session.seats or ("",)
+    given = [
+        {"messages": each.messages, "rewards": each.rewards, "row": row, "seat": seats[each.seat]} for each in group
+    ]
+    rewards = yield EnvironmentCall(partial(session.group_rewards, deepcopy(given)))  # which an environment may change
+    for number, conversation in enumerate(group):
+        if isinstance(rewards, HostError):
+            fail(conversation, rewards, rules)
+        else:
+            conversation.rewards[-1] += rewards[number]

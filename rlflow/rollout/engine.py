@@ -1,9 +1,10 @@
-"""What a rollout engine is: it holds the weights of one policy version, and generates with no other."""
+"""What a rollout engine is: it holds the weights of one policy version, checked after each sync, and uses no other."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
-from rlflow.rollout.manifest import Piece
-from rlflow.rollout.request import Turn
+from rlflow.models.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
 
 NO_VERSION = -1
 
@@ -129,7 +130,7 @@ class RolloutEngine(ABC):
     Attributes:
         tensor_parallel_size: Ranks that share one engine; each calls everything alike and gets the same responses.
         needs_all_ranks: Whether every rank of the job must build one, if it is built in the ranks' own processes. Where
-            only some ranks have an engine, it then lives in a process of its own, see `EngineBeside`.
+            only some ranks have an engine, it then lives in a process of its own, see `EngineSubprocess`.
         policy_version: Of the weights it holds; `NO_VERSION` before the first sync, after `sleep`, and after a sync
             that failed.
     """
@@ -327,3 +328,200 @@ class RolloutEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the engine. A process group that was there before it stays."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One response, asked for while others are in progress.
+
+    Attributes:
+        prompt: Token ids.
+        seed: See `sampling_seed`.
+        longest: Tokens of the response, at most.
+    """
+
+    prompt: Sequence[int]
+    seed: int
+    longest: int
+
+
+def check_asked(n: int, longest: int, most: int) -> None:
+    """Refuse what a node asks an engine for.
+
+    Args:
+        n: Responses to each row.
+        longest: Tokens of a response at most.
+        most: Tokens that memory is planned for.
+
+    Raises:
+        UserError: It asks for none, or for longer ones.
+    """
+    if longest > most:
+        raise UserError(
+            f"`max_new_tokens` is {longest} and `module.max_response_length` is {most}, for which memory is planned;"
+            " raise the latter"
+        )
+    if longest < 1:
+        raise UserError(f"`max_new_tokens` is {longest}; a response has at least one token, so give 1 or more")
+    if n < 1:
+        raise UserError(f"`n` is {n}; generate 1 response to each row or more")
+
+
+NAMED = 8  # tensors listed in an error
+
+
+class WeightSyncError(RuntimeError):
+    """The engine does not hold the weights that it should."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A slice of a tensor of the trainer, and where this rank's engine holds it.
+
+    Attributes:
+        name: The trainer's (Hugging Face) name.
+        place: The engine's name; one of its parameters may hold pieces of several tensors.
+        length: Of the slice.
+        dim: Along which the slice is cut, of both.
+        start: Of the slice in the trainer's tensor.
+        row: Of the slice in the engine's parameter.
+    """
+
+    name: str
+    place: str
+    length: int
+    dim: int = 0
+    start: int = 0
+    row: int = 0
+
+    def sent(self, tensor: Tensor) -> Tensor:
+        """The slice of the trainer's `tensor`."""
+        return tensor.narrow(self.dim, self.start, self.length)
+
+    def held(self, parameter: Tensor) -> Tensor:
+        """The slice in the engine's `parameter`."""
+        return parameter.narrow(self.dim, self.row, self.length)
+
+
+class Manifest:
+    """Fingerprints of one sync's tensors, taken while they pass by.
+
+    Args:
+        pieces: All that the engine holds.
+        dtype: Of the engine.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype) -> None:
+        self.tensors = 0
+        self.nbytes = 0
+        self._dtype = dtype
+        self._sent: dict[Piece, Tensor] = {}
+        self._pieces: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            self._pieces.setdefault(piece.name, []).append(piece)
+
+    def watch(self, buckets: Iterable[list[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass the tensors on in the engine's dtype, one by one.
+
+        Raises:
+            WeightSyncError: The engine has no such tensor.
+        """
+        for bucket in buckets:
+            for name, tensor in bucket:
+                if name not in self._pieces:
+                    raise WeightSyncError(f"the trainer sends `{name}`, which the engine does not have")
+                cast = tensor.detach().to(self._dtype)
+                for piece in self._pieces[name]:
+                    self._sent[piece] = fingerprint(piece.sent(cast))
+                self.tensors += 1
+                self.nbytes += cast.nbytes
+                yield name, cast
+
+    def check(self, held: Iterable[tuple[Piece, Tensor]]) -> None:
+        """Compare what the engine holds with what was sent, all of it in one transfer to the host.
+
+        Raises:
+            WeightSyncError: Names every tensor that was not sent or is held with other values.
+        """
+        unsent = [name for name, (piece, *_) in self._pieces.items() if piece not in self._sent]
+        now = {piece: fingerprint(tensor) for piece, tensor in held if piece in self._sent}
+        changes = _differ([self._sent[piece] for piece in now], [*now.values()])
+        changed = [f"{piece.name} (in {piece.place})" for piece, change in zip(now, changes, strict=True) if change]
+        problems = [
+            f"{words}: {_some(names)}" for words, names in (("not sent", unsent), ("held otherwise", changed)) if names
+        ]
+        if problems:
+            raise WeightSyncError(f"the engine does not hold the trainer's weights. {'; '.join(problems)}")
+
+
+def _differ(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
+    """Which fingerprints are other ones."""
+    if not left:
+        return []
+    one, other = (torch.stack([each.to(left[0].device) for each in side]) for side in (left, right))
+    differ: list[bool] = (one != other).tolist()
+    return differ
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+class InProcessEngine(RolloutEngine):
+    """An engine in this process."""
+
+    _to_hold_more: str = "take a model of longer context"  # for a message
+
+    # Of the engine that `setup` built
+    _pieces: Sequence[Piece]
+    _dtype: torch.dtype
+    _context: int | None  # tokens of the longest prompt and response together; None without a limit
+
+    def check_context(self, prompt: int, response: int) -> None:
+        if self._context is not None and prompt + response > self._context:
+            raise UserError(
+                f"a prompt of {prompt} tokens and a response of up to {response} exceed the engine's context of"
+                f" {self._context} tokens; lower `data.max_prompt_length` or `module.max_response_length`, or"
+                f" {self._to_hold_more}"
+            )
+
+    def pieces(self) -> Sequence[Piece]:
+        return self._pieces
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
+    ) -> list[Completion]:
+        self._check(version, prompts, sampling.limits_of(len(prompts)))
+        return self._generate(prompts, seeds, sampling) if prompts else []
+
+    def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
+        start = time.perf_counter()
+        self.policy_version = NO_VERSION  # what a sync leaves behind that fails midway is no version
+        manifest = Manifest(self._pieces, self._dtype)
+        self._load(manifest.watch(buckets))
+        manifest.check(self._held())
+        self.policy_version = version
+        return SyncReport(version, manifest.tensors, manifest.nbytes, time.perf_counter() - start)
+
+    def _check(self, version: int, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+        """Refuse weights of another version, and responses that do not fit."""
+        if version != self.policy_version:
+            held = f"version {self.policy_version}" if self.policy_version != NO_VERSION else "no version"
+            raise WeightSyncError(
+                f"policy version {version} shall generate and the engine holds {held}; sync the weights first"
+            )
+        self.check_context(*max(zip(map(len, prompts), limits, strict=True), key=sum, default=(0, 0)))
+
+    @abstractmethod
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> list[Completion]: ...
+
+    @abstractmethod
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Load full tensors of the engine's dtype, and forget all that was computed with older ones."""
+
+    @abstractmethod
+    def _held(self) -> Iterator[tuple[Piece, Tensor]]:
+        """Each piece as the engine now computes with it."""

@@ -10,9 +10,17 @@ from typing import Any
 from rlflow.environments.bridge import Bridge, Message
 from rlflow.environments.host import HostError
 from rlflow.environments.session import GameSession, Move
-from rlflow.rollout.conversation import Conversation
+from rlflow.rollout.conversation import (
+    Conversation,
+    Rules,
+    add_answer,
+    fail,
+    new_conversation,
+    parse_turn,
+    take_turn,
+    unread,
+)
 from rlflow.rollout.conversation_loop import ConversationSteps, EnvironmentCall
-from rlflow.rollout.conversation_turns import Rules, add_answer, fail, new_conversation, parse_turn, take_turn, unread
 from rlflow.values.rollout import Ending
 
 
@@ -38,7 +46,7 @@ def play_game(
         rules: How the conversation of each seat goes, and who speaks in it.
 
     Raises:
-        UserError: As of `rlflow.rollout.conversation_turns.converse`; or a seat speaks or is rewarded that is none.
+        UserError: As of `rlflow.rollout.conversation.converse`; or a seat speaks or is rewarded that is none.
     """
     table = _Table(game, bridge, prompt, rules)
     first = yield EnvironmentCall(partial(_begin, game, prompt, row))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlflow.errors import UserError
-from rlflow.rollout.children import Children, Earlier
 from rlflow.rollout.engine import Completion, RolloutEngine, Sampling
-from rlflow.rollout.responses import Part, Responses
 from rlflow.values.batch import Batch, Pairs
-from rlflow.values.columns import to_device
+from rlflow.values.columns import join_rows, to_device
+from rlflow.values.cuts import PerSample, PerToken
 from rlflow.values.host_copy import bring_over, on_host
-from rlflow.values.path import RowPath
+from rlflow.values.path import RowPath, hashed
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Ending, Rollout
 
@@ -170,3 +169,213 @@ def _with_inherited(parents: Ragged, routed: Ragged) -> Ragged:
     pairs = zip(parents.rows(), routed.rows(), strict=True)
     of_rows = [torch.cat([had, new[len(had) :]]) if len(new) else had for had, new in pairs]
     return Ragged(torch.cat(of_rows), torch.tensor([len(row) for row in of_rows]))
+
+
+@dataclass(frozen=True)
+class Part:
+    """How far responses get at once, where long ones are cut off and continued later.
+
+    Attributes:
+        max_tokens: By which a response grows at most.
+        begun: The responses to the first prompts as far as they got, of the same sampling; None where all begin.
+    """
+
+    max_tokens: int
+    begun: Rollout | None = None
+
+
+@dataclass(frozen=True)
+class Responses:
+    """`B` responses, finished, cut off or not begun, on the CPU.
+
+    Attributes:
+        response_ids: `[B, T]` int64, right-padded.
+        logprobs: `[B, T]`, the engine's.
+        versions: `[B, T]` int32, of the policy that generated each token.
+        lengths: `[B]` int64.
+        finished: `[B]` bool, ended by a stop token.
+    """
+
+    response_ids: PerToken
+    logprobs: PerToken
+    versions: PerToken
+    lengths: PerSample
+    finished: PerSample
+
+    @classmethod
+    def new(cls, count: int, dtype: torch.dtype) -> Responses:
+        """So many that are not begun, with logprobs of this dtype."""
+        none = torch.zeros(count, 0, dtype=torch.int64)
+        return cls(none, none.to(dtype), none.int(), none.sum(dim=1), none.sum(dim=1).bool())
+
+    @classmethod
+    def after(cls, begun: Rollout, path: RowPath) -> Responses:
+        """Those of `begun`, then new ones.
+
+        Args:
+            begun: The first of them, as far as they got.
+            path: Of all `B`.
+
+        Raises:
+            UserError: They were begun with other numbers of responses to a prompt.
+        """
+        there = to_device(begun, torch.device("cpu"))
+        new = len(path) - len(there.path)
+        require_continued(there.path, path)
+        first = cls(there.response_ids, there.logprobs, there.versions, there.lengths, there.finished)
+        joined: Responses = join_rows([first, cls.new(new, there.logprobs.dtype)], cls)
+        return joined
+
+    @classmethod
+    def of(cls, rollout: Rollout, rows: Tensor, dtype: torch.dtype) -> Responses:
+        """Those at `rows` `[K]` of `rollout`, to be continued, with logprobs of this dtype."""
+        there = to_device(rollout, torch.device("cpu")).take(rows)
+        return cls(there.response_ids, there.logprobs.to(dtype), there.versions, there.lengths, there.finished)
+
+    def room(self, max_tokens: int) -> Tensor:
+        """`[B]` int64, by how many tokens each may grow to be `max_tokens` long; 0 where it has ended."""
+        left: Tensor = (max_tokens - self.lengths).clamp(min=0).masked_fill(self.finished, 0)
+        return left
+
+    def tokens(self, row: int) -> list[int]:
+        """Those of one."""
+        tokens: list[int] = self.response_ids[row, : self.lengths[row]].tolist()
+        return tokens
+
+    def extended(self, completions: Mapping[int, Completion], version: int) -> Responses:
+        """With what `version` generated, by row, behind them."""
+        made = [len(completions[row].token_ids) if row in completions else 0 for row in range(len(self.lengths))]
+        lengths = self.lengths + torch.tensor(made, dtype=torch.int64)
+        wider = max(lengths.tolist(), default=0) - self.response_ids.shape[1]
+        columns = self.response_ids, self.logprobs, self.versions
+        ids, logprobs, versions = (pad(column, (0, wider)) for column in columns)
+        finished = self.finished.clone()
+        for row, completion in completions.items():
+            new = slice(int(self.lengths[row]), int(lengths[row]))
+            ids[row, new] = torch.tensor(completion.token_ids, dtype=torch.int64)
+            logprobs[row, new] = torch.tensor(completion.logprobs, dtype=logprobs.dtype)
+            versions[row, new] = version
+            finished[row] = completion.finished
+        return Responses(ids, logprobs, versions, lengths, finished)
+
+
+def require_continued(begun: RowPath, path: RowPath) -> None:
+    """Refuse to continue responses beside other numbers of responses to a prompt.
+
+    Args:
+        begun: Of those that were cut off.
+        path: Of all that are asked for, which begin with those.
+
+    Raises:
+        UserError: They were begun with other numbers.
+    """
+    if not torch.equal(begun.numbers, path.numbers[: len(begun)]):
+        n, before = (int((of.root == path.root[0]).sum()) for of in (path, begun))
+        raise UserError(
+            f"{before} responses to a prompt were cut off and are to go on, and {n} are asked for; continue with the"
+            " same `group_size`"
+        )
+
+
+def under_way(rollout: Rollout, max_tokens: int) -> Tensor:
+    """`[B]` bool, which responses were cut off before they ended and may go on to `max_tokens`."""
+    cut_off: Tensor = ~rollout.finished & (rollout.lengths < max_tokens)
+    return cut_off
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What a node made of each of `B` rows before, in the same run of it.
+
+    Attributes:
+        calls: `[B]` int64, how often it generated from the row.
+        children: `[B]` int64, how many rows came of it.
+    """
+
+    calls: Tensor
+    children: Tensor
+
+    @classmethod
+    def none(cls, rows: int) -> Earlier:
+        """Nothing yet."""
+        zeros = torch.zeros(rows, dtype=torch.int64)
+        return cls(zeros, zeros)
+
+
+@dataclass(frozen=True)
+class Children:
+    """`K` rows that come of others, those of one parent in consecutive rows.
+
+    Attributes:
+        path: Of each.
+        parent: `[K]` int64, the row that each comes of.
+        number: `[K]` int64, of each among those of its parent in this call.
+        call: `[K]` int64, how often the node generated from its parent before.
+    """
+
+    path: RowPath
+    parent: Tensor
+    number: Tensor
+    call: Tensor
+
+    @classmethod
+    def of(cls, parents: RowPath, counts: Tensor, node: str, earlier: Earlier | None = None) -> Children:
+        """So many of each row.
+
+        Args:
+            parents: The path of each of `B` rows.
+            counts: `[B]` int64.
+            node: Which makes them.
+            earlier: What it made of each row before; nothing where None.
+        """
+        earlier = earlier or Earlier.none(len(parents))
+        parent = torch.arange(len(parents)).repeat_interleave(counts)
+        path = parents.children(counts, node, earlier.children)
+        return cls(path, parent, path.index - earlier.children[parent], earlier.calls[parent])
+
+    def seeds(self, run_seed: int, draw: int, turn: int = 0) -> list[int]:
+        """`K` seeds, see `sampling_seed`."""
+        return [self.seed(row, run_seed, draw, turn) for row in range(len(self.path))]
+
+    def seed(self, row: int, run_seed: int, draw: int, turn: int = 0, seat: str = "") -> int:
+        """That of one row, or of a seat of the game that begins with this row."""
+        above = self.path.numbers[row, :-1].tolist()
+        node = self.path.levels[-1] + (f"/{seat}" if seat else "")
+        return sampling_seed(run_seed, draw, node, above, int(self.number[row]), int(self.call[row]), turn)
+
+
+def sampling_seed(
+    run_seed: int, draw: int, node: str, parent: Sequence[int], child: int, call: int = 0, turn: int = 0
+) -> int:
+    """The seed of one response, 63 bits: the same whatever the ranks, and other for every other argument.
+
+    Args:
+        run_seed: Of the run.
+        draw: How often prompts were drawn before.
+        node: The node that samples.
+        parent: The path of the row that is answered or continued; of a prompt its id.
+        child: The number of the response among those to it.
+        call: How often this parent was generated from before, in this node and draw; a number of the row's, not of the
+            rank's calls.
+        turn: Of the response, from 0.
+    """
+    where = node + (f"#{call}" if call else "") + (f"@{turn}" if turn else "")
+    key = f"{run_seed}/{draw}/{'.'.join(map(str, parent))}/{child}/{where}"
+    return hashed(key) >> 1
+
+
+def without_truncated(rollout: Rollout) -> Rollout:
+    """The responses, of which those that were cut have no token in the loss mask but inherited ones, which were not."""
+    kept = rollout.finished[:, None] | rollout.inherited_mask
+    return replace(rollout, loss_mask=rollout.loss_mask & kept)
+
+
+def to_be_continued(rollout: Rollout, longest: int) -> Rollout:
+    """The responses, of which those that may grow to `longest` tokens have their own back in the loss mask.
+
+    They were cut to be continued, and not by that length.
+    """
+    grows = ~rollout.finished & (rollout.lengths < longest)
+    places = torch.arange(rollout.loss_mask.shape[1], device=rollout.loss_mask.device)
+    own = (places < rollout.lengths[:, None]) & ~rollout.inherited_mask
+    return replace(rollout, loss_mask=rollout.loss_mask | (own & grows[:, None]))

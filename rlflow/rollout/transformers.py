@@ -16,14 +16,12 @@ from rlflow.errors import UserError
 from rlflow.models.architecture import positions as positions_of
 from rlflow.models.moe import ROUTING, Routing, expert_dtype, watch_routers
 from rlflow.models.remote_code import code_beside
-from rlflow.rollout.engine import Completion, EngineMemory, EnginePlace, Sampling
-from rlflow.rollout.engine_here import EngineHere
-from rlflow.rollout.manifest import Piece
+from rlflow.rollout.engine import Completion, EngineMemory, EnginePlace, InProcessEngine, Piece, Sampling
 
 COMPACT_AT = 0.75  # share of rows still running below which the finished ones are dropped
 
 
-class TransformersEngine(EngineHere):
+class TransformersEngine(InProcessEngine):
     """Generates with a copy of the model of its own, in batches.
 
     Args:

@@ -23,8 +23,8 @@ from rlflow.loggers.secrets import without_secrets
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_load
 from rlflow.module import handles
 from rlflow.rewards.reward import TrainerState
+from rlflow.rollout.assignment import RankEngines, engines_of_rank
 from rlflow.rollout.engine import EnginePlace
-from rlflow.rollout.rank_engines import RankEngines, engines_of_rank
 from rlflow.run.agreement import agree, attempt, facts, model_files
 from rlflow.run.folder import FolderLock, RunFolder, require_own
 

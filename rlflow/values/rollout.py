@@ -66,7 +66,7 @@ class Rollout:
             `unread`, and the last one with `ended`, who ended it and why. Empty where a response is one turn.
         rows: The dataset's row of each sample.
         progress: Of a conversation, where `trainer.partial_rollout` may cut it off, what it takes to continue it beside
-            the other columns, see `rlflow.rollout.conversation_rows`; empty elsewhere.
+            the other columns, see `rlflow.rollout.conversation`; empty elsewhere.
     """
 
     prompt_ids: Ragged

@@ -24,8 +24,7 @@ from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.module import RLModule
 from rlflow.rewards import SampleReward
-from rlflow.rollout.engine import RolloutEngine, SyncReport
-from rlflow.rollout.manifest import WeightSyncError
+from rlflow.rollout.engine import RolloutEngine, SyncReport, WeightSyncError
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy

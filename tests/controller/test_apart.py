@@ -18,8 +18,8 @@ from rlflow import CausalLM, LoRA, Optimizer, PerSample, RLModule, Rollout, Valu
 from rlflow.algorithms import PPO, OnPolicyDistillation
 from rlflow.callbacks import Callback
 from rlflow.functional import KL
-from rlflow.rollout.children import sampling_seed
 from rlflow.rollout.engine import EnginePlace, Sampling
+from rlflow.rollout.sampling import sampling_seed
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.run.pretrained import load_tokenizer, stop_tokens
 from tests.controller.runs import (

@@ -17,7 +17,7 @@ from rlflow.errors import UserError
 from rlflow.loggers.jsonl import read_samples
 from rlflow.loggers.trace import read_events
 from rlflow.rewards import CallableReward
-from rlflow.rollout.conversation_times import CONVERSATIONS
+from rlflow.rollout.conversation_loop import CONVERSATIONS
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies import SingleProcess
 from rlflow.trainer import Trainer

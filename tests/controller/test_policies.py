@@ -17,8 +17,8 @@ from rlflow.errors import UserError
 from rlflow.models.scoring import stored_weights
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout.assignment import Share
-from rlflow.rollout.children import sampling_seed
 from rlflow.rollout.engine import Completion, EnginePlace, Sampling, SyncReport
+from rlflow.rollout.sampling import sampling_seed
 from rlflow.rollout.transformers import TransformersEngine
 from tests.controller.policies import ANSWERS, QUESTIONS, STOPS, SelfPlay, paths_of
 from tests.controller.runs import ZERO2, Fit, Result, fit, sums

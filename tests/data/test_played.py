@@ -13,9 +13,8 @@ from rlflow.environments.session import Session
 from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer
-from rlflow.rollout.conversation import Conversation
+from rlflow.rollout.conversation import Conversation, Rules, converse
 from rlflow.rollout.conversation_loop import EnvironmentCall
-from rlflow.rollout.conversation_turns import Rules, converse
 from rlflow.rollout.engine import Completion
 from tests.data.listed import Listed
 

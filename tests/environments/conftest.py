@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.environments.host import Host, InProcess, InWorker
-from rlflow.worker import Limits
+from rlflow.environments.host import Host, InProcess
+from rlflow.worker import Limits, Worker
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +19,6 @@ def games_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["in the process", "in a worker"])
 def host(request: pytest.FixtureRequest) -> Iterator[Host]:
-    host: Host = InProcess() if request.param == "in the process" else InWorker(Limits(seconds=30))
+    host: Host = InProcess() if request.param == "in the process" else Worker(Limits(seconds=30))
     yield host
     host.close()

@@ -12,11 +12,11 @@ import pytest
 from rlflow.environments import PythonTool
 from rlflow.environments.bridge import ParsedTurn
 from rlflow.environments.environment import defined
-from rlflow.environments.host import InProcess, InWorker
+from rlflow.environments.host import InProcess
 from rlflow.environments.session import Session
 from rlflow.environments.tool_calls import ToolCall
 from rlflow.errors import UserError
-from rlflow.worker import Limits, sandbox
+from rlflow.worker import Limits, Worker, sandbox
 from rlflow.worker.sandbox import why_not
 
 if os.environ.get("RLFLOW_HAS_NAMESPACES") == "1":
@@ -81,7 +81,7 @@ def test_a_policy_calls_it_as_a_function_and_as_a_method(apart: bool) -> None:
         defined(None, ["rlflow.environments.python"]),
         defined("rlflow.environments.PythonTool", (), {"seconds": 20}),
     ):
-        host = InWorker(Limits(seconds=60)) if apart else InProcess()
+        host = Worker(Limits(seconds=60)) if apart else InProcess()
         session = Session(definition, host)
         session.begin([{"role": "user", "content": "?"}], {})
         assert [each["content"] for each in session.answer(said, turn=0).messages] == ["1024\n"]

@@ -17,11 +17,11 @@ from rlflow import Environment
 from rlflow.environments.bridge import ParsedTurn, message
 from rlflow.environments.environment import defined
 from rlflow.environments.environment_calls import EnvironmentCalls
-from rlflow.environments.host import Coroutines, Host, HostDied, HostError, InProcess, InWorker
+from rlflow.environments.host import Coroutines, Host, HostError, InProcess
 from rlflow.environments.session import Session
 from rlflow.environments.tool_calls import TOOL_FORMS
 from rlflow.errors import UserError
-from rlflow.worker import Limits
+from rlflow.worker import Limits, Worker, WorkerError, WorkerTimeout
 
 PROMPT = [message("system", "Play."), message("user", "Guess my word.")]
 
@@ -182,10 +182,10 @@ def test_what_a_policy_or_a_tool_writes_is_always_text(host: Host) -> None:
 
 
 def test_a_tool_that_takes_too_long_is_a_failure_of_the_environment() -> None:
-    host = InWorker(Limits(seconds=0.5))
+    host = Worker(Limits(seconds=0.5))
     session = Session(defined("games.Sleepy"), host)
     session.begin(PROMPT, {"word": "house"})
-    with pytest.raises(HostDied, match=r"`guess` took longer than 0\.5 s"):
+    with pytest.raises(match=r"`guess` took longer than 0\.5 s"):
         session.answer(spoken(call("guess", word="house")), turn=0)
     host.close()
 
@@ -229,15 +229,15 @@ def test_a_group_is_rewarded_as_a_whole(host: Host) -> None:
 
 def test_an_environment_that_raises_says_so_in_one_line(host: Host) -> None:
     session = Session(defined("games.WordGame"), host)
-    with pytest.raises(HostError, match=r"^`reset` raised KeyError.*'word'$"):
+    with pytest.raises(WorkerError, match=r"^`reset` raised KeyError.*'word'$"):
         session.begin(PROMPT, {"words": "house"})
 
 
 def test_an_environment_that_never_returns_ends_by_its_limit() -> None:
-    host = InWorker(Limits(seconds=0.2))
+    host = Worker(Limits(seconds=0.2))
     try:
         host.make("games.Endless")
-        with pytest.raises(HostError, match=r"`reset` took longer than 0\.2 s"):
+        with pytest.raises(WorkerTimeout, match=r"`reset` took longer than 0\.2 s"):
             host.call("reset")
     finally:
         host.close()

@@ -8,13 +8,13 @@ import pytest
 
 from rlflow.environments import session
 from rlflow.environments.environment import defined
-from rlflow.environments.host import Host, InProcess, InWorker
+from rlflow.environments.host import Host, InProcess
 from rlflow.environments.session import Session
-from rlflow.worker import Limits
+from rlflow.worker import Limits, Worker
 
 
 @pytest.mark.parametrize(
-    ("host", "lines"), [(InProcess(), 1), (InWorker(Limits(seconds=20)), 0)], ids=["in process", "in a worker"]
+    ("host", "lines"), [(InProcess(), 1), (Worker(Limits(seconds=20)), 0)], ids=["in process", "in a worker"]
 )
 def test_a_call_that_does_not_return_is_warned_of_once(
     host: Host, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

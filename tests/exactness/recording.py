@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlflow.models.tiny import write_tiny_model
-from rlflow.rollout.engine import Completion, EnginePlace, Sampling, SyncReport
-from rlflow.rollout.engine_here import EngineHere
+from rlflow.rollout.engine import Completion, EnginePlace, InProcessEngine, Sampling, SyncReport
 from tests.reference.update import load_classifier_float64, load_float64, response_logprobs, response_values
 
 PROMPTS = 8  # of 1 to 8 tokens
@@ -172,7 +171,7 @@ class _Past:
         return rollout, old, tuple(value + draw.uniform(-0.5, 0.5) for value in values.tolist())
 
 
-class Recorded(EngineHere):
+class Recorded(InProcessEngine):
     """Answers the k-th request for a prompt with its k-th recorded response, greedy requests with the last one."""
 
     def __init__(self, recording: Recording) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlflow.databuffer.rows import RowSpace
-from rlflow.rollout.children import sampling_seed
+from rlflow.rollout.sampling import sampling_seed
 from rlflow.values.layout import Layout
 from tests.exactness.cases import CASES, GRPO, Case, truth_of_updates
 from tests.exactness.recording import GROUP, Recording, record

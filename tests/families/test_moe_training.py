@@ -18,7 +18,7 @@ from rlflow import CausalLM
 from rlflow.errors import UserError
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.moe import MoE, check_moe
-from rlflow.rollout import Completion, EngineBeside, Sampling, TransformersEngine, VLLMEngine
+from rlflow.rollout import Completion, EngineSubprocess, Sampling, TransformersEngine, VLLMEngine
 from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged
 from tests.families.gap import LIMIT, SEEDS, tensors
@@ -136,8 +136,9 @@ def test_an_engine_in_a_process_of_its_own_tells_the_same_experts(family: Family
     folder = family("qwen3_moe")
     _, model = attached(folder)
     expected = generate(telling(folder), model)
-    beside = EngineBeside(TransformersEngine(), index=0, size=1, address="")
-    beside.tell_experts()
+    engine = TransformersEngine()
+    engine.tell_experts()
+    beside = EngineSubprocess(engine, index=0, size=1, address="")
     setup(beside, folder)
     found = generate(beside, model)
     beside.close()

@@ -17,7 +17,7 @@ from rlflow.errors import UserError
 from rlflow.models.packing import pack
 from rlflow.models.scoring import ScoringModel
 from rlflow.rollout import RolloutEngine, VLLMEngine, WeightSyncError
-from rlflow.rollout.vllm.served import CPU_HEADS
+from rlflow.rollout.vllm.engine import CPU_HEADS
 from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged
 from tests.families.gap import follow_three_syncs, tensors

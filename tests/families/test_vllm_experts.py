@@ -14,7 +14,7 @@ from transformers import AutoConfig
 import rlflow.rollout.vllm.engine
 from rlflow.errors import UserError
 from rlflow.models.scoring import ScoringModel
-from rlflow.rollout import EngineBeside, RolloutEngine, VLLMEngine, WeightSyncError
+from rlflow.rollout import EngineSubprocess, RolloutEngine, VLLMEngine, WeightSyncError
 from tests.families.gap import LIMIT, SEEDS, follow_three_syncs, tensors
 from tests.families.models import COMMON
 from tests.ranks import RankPool
@@ -60,7 +60,7 @@ def engine(request: pytest.FixtureRequest) -> Any:
 def test_an_engine_in_a_process_of_its_own_follows_each_sync(name: str, family: Family, engine: Any) -> None:
     folder = family(name)
     model = ScoringModel.load(folder, torch.float32, CPU)
-    beside = EngineBeside(VLLMEngine(kv_cache_gib=0.25), index=0, size=1, address="")
+    beside = EngineSubprocess(VLLMEngine(kv_cache_gib=0.25), index=0, size=1, address="")
     follow_three_syncs(engine(beside, folder), model)
 
 

@@ -15,8 +15,7 @@ from rlflow.controller.syncing import WeightSync
 from rlflow.models import handle
 from rlflow.models.lora import Weight
 from rlflow.models.packing import ModelInput
-from rlflow.rollout.engine import RolloutEngine, Sampling, SyncReport
-from rlflow.rollout.engine_here import EngineHere
+from rlflow.rollout.engine import InProcessEngine, RolloutEngine, Sampling, SyncReport
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
 from rlflow.trainer import Trainer
@@ -60,12 +59,12 @@ def a_tensor_is_left_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_engine_has_another_temperature(patch: pytest.MonkeyPatch) -> None:
-    generate = EngineHere.generate
+    generate = InProcessEngine.generate
 
-    def hotter(self: EngineHere, prompts: Any, seeds: Any, sampling: Sampling, version: int) -> Any:
+    def hotter(self: InProcessEngine, prompts: Any, seeds: Any, sampling: Sampling, version: int) -> Any:
         return generate(self, prompts, seeds, replace(sampling, temperature=1.1 * sampling.temperature), version)
 
-    patch.setattr(EngineHere, "generate", hotter)
+    patch.setattr(InProcessEngine, "generate", hotter)
 
 
 def the_prefix_cache_is_stale(patch: pytest.MonkeyPatch) -> None:
@@ -124,12 +123,12 @@ def an_adapter_is_not_merged(patch: pytest.MonkeyPatch) -> None:
 
 def context_is_left_out(patch: pytest.MonkeyPatch) -> None:
     """The first 20 tokens of what a response is sampled after."""
-    generate = EngineHere.generate
+    generate = InProcessEngine.generate
 
-    def forgetful(self: EngineHere, prompts: Any, *given: Any) -> Any:
+    def forgetful(self: InProcessEngine, prompts: Any, *given: Any) -> Any:
         return generate(self, [prompt[20:] for prompt in prompts], *given)
 
-    patch.setattr(EngineHere, "generate", forgetful)
+    patch.setattr(InProcessEngine, "generate", forgetful)
 
 
 def made(kind: type[RolloutEngine]) -> RolloutEngine:

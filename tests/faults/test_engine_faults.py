@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from rlflow.models.tiny import write_tiny_model
-from rlflow.rollout import EngineBeside, EngineProcessError, Sampling, TransformersEngine, VLLMEngine, WeightSyncError
+from rlflow.rollout import (
+    EngineProcessError,
+    EngineSubprocess,
+    Sampling,
+    TransformersEngine,
+    VLLMEngine,
+    WeightSyncError,
+)
 from tests import own_folder
 from tests.faults.running import fit, left_over
 from tests.rollout.stepping import assert_alike, stepped
@@ -35,14 +42,14 @@ def model(folder: Path) -> Any:
 
 
 @pytest.fixture
-def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[EngineBeside]:
-    beside = EngineBeside(ENGINES[request.param](), index=0, size=1, address="", timeout_s=60.0)
+def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[EngineSubprocess]:
+    beside = EngineSubprocess(ENGINES[request.param](), index=0, size=1, address="", timeout_s=60.0)
     setup(beside, folder)
     yield beside
     beside.close()
 
 
-def fall(engine: EngineBeside, number: int) -> int:
+def fall(engine: EngineSubprocess, number: int) -> int:
     """Send its process a signal; its id."""
     process = engine._running()._popen
     process.send_signal(number)
@@ -51,7 +58,7 @@ def fall(engine: EngineBeside, number: int) -> int:
 
 @pytest.mark.parametrize("engine", EACH, indirect=True)
 def test_an_engine_that_is_killed_is_started_again_with_its_weights_and_answers_as_before(
-    engine: EngineBeside, model: Any, seen: Callable[[str], None]
+    engine: EngineSubprocess, model: Any, seen: Callable[[str], None]
 ) -> None:
     for version in range(2):
         perturb(model, version)
@@ -72,7 +79,7 @@ def test_an_engine_that_is_killed_is_started_again_with_its_weights_and_answers_
 
 @pytest.mark.faults
 @pytest.mark.parametrize("engine", EACH, indirect=True)
-def test_an_engine_that_was_killed_between_steps_gets_the_next_weights(engine: EngineBeside, model: Any) -> None:
+def test_an_engine_that_was_killed_between_steps_gets_the_next_weights(engine: EngineSubprocess, model: Any) -> None:
     engine.update_weights(buckets(model), 0)
     fall(engine, signal.SIGKILL)
     engine._running()._popen.wait()
@@ -84,7 +91,7 @@ def test_an_engine_that_was_killed_between_steps_gets_the_next_weights(engine: E
 
 @pytest.mark.faults
 @pytest.mark.parametrize("engine", ["vllm"], indirect=True)
-def test_turns_in_progress_begin_again(engine: EngineBeside, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_in_progress_begin_again(engine: EngineSubprocess, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.update_weights(buckets(model), 0)
     before = stepped(engine, SAMPLING, 0)
     call, calls = engine._call, []
@@ -102,7 +109,7 @@ def test_turns_in_progress_begin_again(engine: EngineBeside, model: Any, monkeyp
 
 @pytest.mark.faults
 @pytest.mark.parametrize("engine", EACH, indirect=True)
-def test_an_engine_that_hangs_is_ended_and_started_again(engine: EngineBeside, model: Any) -> None:
+def test_an_engine_that_hangs_is_ended_and_started_again(engine: EngineSubprocess, model: Any) -> None:
     engine.update_weights(buckets(model), 0)
     before = engine.generate(PROMPTS, SEEDS, SAMPLING, 0)
     engine._running()._timeout_s = 1.0
@@ -113,7 +120,7 @@ def test_an_engine_that_hangs_is_ended_and_started_again(engine: EngineBeside, m
 
 @pytest.mark.faults
 @pytest.mark.parametrize("engine", ["transformers"], indirect=True)
-def test_after_a_sync_that_failed_there_are_no_weights_to_start_again_with(engine: EngineBeside, model: Any) -> None:
+def test_after_a_failed_sync_there_are_no_weights_to_start_again_with(engine: EngineSubprocess, model: Any) -> None:
     engine.update_weights(buckets(model), 0)
     with pytest.raises(WeightSyncError):
         engine.update_weights(buckets(model, leave_out="model.norm.weight"), 1)

@@ -11,13 +11,12 @@ from typing import Any
 import psutil
 import pytest
 
-from rlflow.environments.host import InWorker
 from rlflow.errors import UserError, shown
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import RolloutEngine, TransformersEngine
 from rlflow.rollout.conversation import Conversation
 from rlflow.values.rollout import Ending
-from rlflow.worker import Limits
+from rlflow.worker import Limits, Worker
 from tests.faults.test_rewards import KINDS, OVER, SECONDS, sleeps
 from tests.rollout.test_conversation_turns import held
 from tests.rollout.trained import buckets, load, setup
@@ -69,7 +68,7 @@ def test_an_environment_that_misbehaves_costs_its_conversation_or_ends_the_run_i
     before = {process.pid for process in psutil.process_iter()}
 
     def conversations(on_failure: str) -> list[Conversation]:
-        hosts = [InWorker(Limits(seconds=SECONDS, memory_mb=2048)) for _ in ROWS]
+        hosts = [Worker(Limits(seconds=SECONDS, memory_mb=2048)) for _ in ROWS]
         given: Any = {"rows": ROWS, "hosts": hosts, "on_failure": on_failure}
         try:
             return held(engine, tokenizer, f"bad_environments.{kind}", range(3), **given)  # type: ignore[arg-type]

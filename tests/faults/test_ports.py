@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from rlflow.rollout.beside import free_address
+from rlflow.rollout.engine_subprocess import free_address
 from tests import own_folder
 from tests.faults.running import Running
 from tests.own_folder import TWO_RANKS, rewarded_by, write

@@ -16,7 +16,7 @@ from rlflow.errors import UserError
 from rlflow.memory.out_of_memory import is_out_of_memory, memory_watched, to_generate, to_load, to_train
 from rlflow.models.causal_lm import CausalLM
 from rlflow.rollout import EngineProcessError
-from rlflow.rollout.beside import EngineBeside
+from rlflow.rollout.engine_subprocess import EngineSubprocess
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
@@ -174,7 +174,7 @@ def test_an_engine_s_own_settings_are_named() -> None:
     strategy.processes.parallel_devices = [torch.device("cpu")]
     assert to_generate(strategy, TransformersEngine(max_batch=7)) == ["lower `rollout.init_args.max_batch` (7)"]
     assert "`rollout.init_args.kv_cache_gib`" in to_generate(strategy, VLLMEngine())[0]
-    beside = EngineBeside(TransformersEngine(max_batch=7), index=0, size=1, address="")
+    beside = EngineSubprocess(TransformersEngine(max_batch=7), index=0, size=1, address="")
     assert to_generate(strategy, beside) == ["lower `rollout.init_args.max_batch` (7)"]
     strategy.processes.parallel_devices = [torch.device("cuda")]
     assert "`rollout.init_args.gpu_memory_utilization`" in to_generate(strategy, VLLMEngine())[0]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from rlflow.rollout import Completion, RolloutEngine, Sampling
-from rlflow.rollout.request import Turn
+from rlflow.rollout.engine import Turn
 from tests.rollout.trained import PROMPTS, STOP
 
 SAMPLING = Sampling(24, 1.0, STOP)

@@ -9,8 +9,7 @@ from transformers import Qwen2Config
 
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Share, TransformersEngine, VLLMEngine
-from rlflow.rollout.assignment import Engines, EngineSettings
-from rlflow.rollout.rank_engines import engines_beside
+from rlflow.rollout.assignment import Engines, EngineSettings, engines_beside
 from rlflow.values.layout import Layout
 
 POLICIES = ("actor", "opponent", "judge")

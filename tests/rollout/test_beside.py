@@ -18,18 +18,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import rlflow.rollout.beside
+import rlflow.rollout.engine_subprocess
 from rlflow.errors import UserError
 from rlflow.rollout import (
-    EngineBeside,
     EngineProcessError,
+    EngineSubprocess,
     RolloutEngine,
     Sampling,
     TransformersEngine,
     VLLMEngine,
     WeightSyncError,
 )
-from rlflow.rollout.shared import share
+from rlflow.rollout.engine_subprocess import share
 from tests.rollout.engines import Broken
 from tests.rollout.stepping import check_steps
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, perturb, setup
@@ -39,9 +39,9 @@ SAMPLING = Sampling(24, 1.0, STOP)
 VERSIONS = itertools.count()
 SCRIPT = """
 import torch
-from rlflow.rollout import EngineBeside, EnginePlace
+from rlflow.rollout import EngineSubprocess, EnginePlace
 from tests.rollout.engines import Broken
-engine = EngineBeside(Broken(), index=0, size=1, address="")
+engine = EngineSubprocess(Broken(), index=0, size=1, address="")
 engine.setup("", EnginePlace(torch.float32, torch.device("cpu")))
 print(engine._process._popen.pid, flush=True)
 engine.sleep()
@@ -67,12 +67,12 @@ def model(tied: Path) -> Any:
     return load(tied)
 
 
-def _beside(engine: RolloutEngine, timeout_s: float = 120.0) -> EngineBeside:
-    return EngineBeside(engine, index=0, size=1, address="", timeout_s=timeout_s)
+def _beside(engine: RolloutEngine, timeout_s: float = 120.0) -> EngineSubprocess:
+    return EngineSubprocess(engine, index=0, size=1, address="", timeout_s=timeout_s)
 
 
 def _process(engine: RolloutEngine) -> Any:
-    assert isinstance(engine, EngineBeside)
+    assert isinstance(engine, EngineSubprocess)
     return engine._running()
 
 
@@ -201,7 +201,7 @@ def test_a_weight_that_changes_on_its_way_is_named(
         changed.view(-1)[-1] += 1e-6
         return share(changed, parts)
 
-    monkeypatch.setattr(rlflow.rollout.beside, "share", share_changed)
+    monkeypatch.setattr(rlflow.rollout.engine_subprocess, "share", share_changed)
     with pytest.raises(WeightSyncError, match=r"^`model\.embed_tokens\.weight` reached .* with other values"):
         engine.update_weights(buckets(model), next(VERSIONS))
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.rollout import Completion, EngineBeside, EnginePlace, RolloutEngine, Sampling, VLLMEngine
-from rlflow.rollout.beside import free_address
+from rlflow.rollout import Completion, EnginePlace, EngineSubprocess, RolloutEngine, Sampling, VLLMEngine
+from rlflow.rollout.engine_subprocess import free_address
 from tests.ranks import RankPool
 from tests.rollout.stepping import stepped
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, perturb
@@ -49,7 +49,7 @@ def _beside(folder: Path, owners: list[int]) -> list[list[Completion]]:
             perturb(model, version)
             assert len(list(_from_rank_0(model))) == 9
         return []
-    engine = EngineBeside(
+    engine = EngineSubprocess(
         VLLMEngine(len(owners), kv_cache_gib=0.25), index=owners.index(rank), size=len(owners), address=address[0]
     )
     _setup(engine, folder, rank, size)

@@ -13,8 +13,7 @@ from torch import Tensor
 from rlflow.controller.calls import Calls
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
-from rlflow.rollout.children import Earlier, sampling_seed
-from rlflow.rollout.sampling import sample
+from rlflow.rollout.sampling import Earlier, sample, sampling_seed
 from rlflow.values.path import RowPath
 from rlflow.values.rollout import Ending, Rollout
 from tests.families.models import write_family

@@ -18,19 +18,17 @@ import torch
 from rlflow.environments.bridge import message
 from rlflow.environments.environment import defined
 from rlflow.environments.environment_calls import EnvironmentCalls, SharedCalls
-from rlflow.environments.host import Host, HostError, InProcess, InWorker
+from rlflow.environments.host import Host, HostError, InProcess
 from rlflow.environments.session import Session
 from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.errors import UserError
 from rlflow.rollout import Completion, RolloutEngine, Sampling, TransformersEngine
-from rlflow.rollout.conversation import Conversation
+from rlflow.rollout.conversation import Conversation, Rules, converse, to_rollout
 from rlflow.rollout.conversation_loop import ConversationLoop, TurnQueue
-from rlflow.rollout.conversation_rows import to_rollout
-from rlflow.rollout.conversation_turns import Rules, converse
-from rlflow.rollout.truncated import without_truncated
+from rlflow.rollout.sampling import without_truncated
 from rlflow.values.path import RowPath
 from rlflow.values.rollout import Ending
-from rlflow.worker import Limits
+from rlflow.worker import Limits, Worker
 from tests.environments.games import Stuck
 from tests.leftovers import workers
 from tests.rollout.trained import buckets, load, perturb, setup
@@ -319,7 +317,7 @@ def test_an_environment_that_takes_long_holds_up_nobody(engine: RolloutEngine, t
 def test_an_environment_that_hangs_ends_by_its_limit(engine: RolloutEngine, tokenizer: Any, on_failure: str) -> None:
     places = [0, 1, 2]
     starts = [{"start": 7}, {"start": 13}, {"start": 8}]
-    hosts = [InWorker(Limits(seconds=1)) for _ in places]
+    hosts = [Worker(Limits(seconds=1)) for _ in places]
     given = {"rows": starts, "hosts": hosts, "on_failure": on_failure}
     try:
         if on_failure == "raise":

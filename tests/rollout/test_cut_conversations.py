@@ -13,19 +13,17 @@ import torch
 from rlflow.environments.bridge import message
 from rlflow.environments.environment import Definition, defined
 from rlflow.environments.environment_calls import EnvironmentCalls
-from rlflow.environments.host import Host, InProcess, InWorker
+from rlflow.environments.host import Host, InProcess
 from rlflow.environments.session import Session
 from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer, write_tiny_model
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
-from rlflow.rollout.conversation import Conversation
+from rlflow.rollout.conversation import Conversation, Rules, converse, from_rollout, to_rollout
 from rlflow.rollout.conversation_loop import ConversationLoop, TurnQueue
-from rlflow.rollout.conversation_rows import from_rollout, to_rollout
-from rlflow.rollout.conversation_turns import Rules, converse
 from rlflow.values.path import RowPath
 from rlflow.values.rollout import Ending
-from rlflow.worker import Limits
+from rlflow.worker import Limits, Worker
 from tests.controller import answering
 from tests.rollout.trained import buckets, load, perturb, setup
 
@@ -53,7 +51,7 @@ def workers() -> Iterator[Callable[[], Host]]:
     made: list[Host] = []
 
     def worker() -> Host:
-        made.append(InWorker(Limits(seconds=20)))
+        made.append(Worker(Limits(seconds=20)))
         return made[-1]
 
     yield worker

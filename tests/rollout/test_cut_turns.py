@@ -12,8 +12,7 @@ from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.environments.tool_calls import ToolCall
 from rlflow.models.tiny import tiny_tokenizer
 from rlflow.rollout import Completion
-from rlflow.rollout.conversation import Conversation
-from rlflow.rollout.conversation_turns import _reply
+from rlflow.rollout.conversation import Conversation, _reply
 
 
 def double(number: int) -> int:

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from rlflow.databuffer.transport import Transport
 from rlflow.rollout import EnginePlace, RolloutEngine, Sampling, Share, TransformersEngine, VLLMEngine, WeightSyncError
-from rlflow.rollout.assignment import EngineSettings
-from rlflow.rollout.rank_engines import RankEngines, engines_of_rank
+from rlflow.rollout.assignment import EngineSettings, RankEngines, engines_of_rank
 from rlflow.values.layout import Layout
 from tests.ranks import RankPool
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, logprob_gap, perturb, setup

@@ -17,12 +17,10 @@ from rlflow.environments.session import GameSession
 from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
-from rlflow.rollout.children import Children, sampling_seed
-from rlflow.rollout.conversation import Conversation
+from rlflow.rollout.conversation import Conversation, Rules, to_rollout
 from rlflow.rollout.conversation_loop import ConversationLoop, TurnQueue
-from rlflow.rollout.conversation_rows import to_rollout
-from rlflow.rollout.conversation_turns import Rules
 from rlflow.rollout.game_turns import play_game
+from rlflow.rollout.sampling import Children, sampling_seed
 from rlflow.values.path import RowPath
 from rlflow.values.rollout import Ending
 from tests.rollout.trained import buckets, load, perturb, setup

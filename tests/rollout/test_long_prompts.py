@@ -15,14 +15,14 @@ import rlflow.rollout.vllm.engine
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import (
     Completion,
-    EngineBeside,
     EnginePlace,
+    EngineSubprocess,
     RolloutEngine,
     Sampling,
     TransformersEngine,
     VLLMEngine,
 )
-from rlflow.rollout.rewind import RewindableGenerator
+from rlflow.rollout.vllm.process import RewindableGenerator
 from tests.ranks import RankPool
 from tests.rollout.trained import buckets, load, logprob_gap, perturb, setup
 
@@ -175,7 +175,7 @@ def mean_gap(model: Any, completions: list[Completion]) -> float:
 
 
 def test_an_engine_beside_its_rank_computes_prompts_in_parts(folder: Path, expected: list[Completion]) -> None:
-    check_same(answers(EngineBeside(vllm(IN_PARTS), index=0, size=1, address=""), folder), expected)
+    check_same(answers(EngineSubprocess(vllm(IN_PARTS), index=0, size=1, address=""), folder), expected)
 
 
 def _of_two_ranks(folder: Path) -> list[tuple[list[Completion], bool]]:

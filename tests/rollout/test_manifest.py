@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlflow.rollout.manifest import Manifest, Piece, WeightSyncError
+from rlflow.rollout.engine import Manifest, Piece, WeightSyncError
 
 PIECES = (
     Piece("a", "ab", 2),

@@ -10,8 +10,7 @@ import torch
 
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
-from rlflow.rollout.responses import Part, under_way
-from rlflow.rollout.sampling import sample
+from rlflow.rollout.sampling import Part, sample, under_way
 from rlflow.values.batch import Batch
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged

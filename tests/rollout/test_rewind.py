@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlflow.rollout.rewind import RewindableGenerator
+from rlflow.rollout.vllm.process import RewindableGenerator
 
 
 def test_a_token_taken_back_is_drawn_again() -> None:

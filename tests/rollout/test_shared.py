@@ -6,8 +6,8 @@ import os
 
 import torch
 
-from rlflow.rollout.manifest import Piece
-from rlflow.rollout.shared import mapped, share
+from rlflow.rollout.engine import Piece
+from rlflow.rollout.engine_subprocess import mapped, share
 
 ROWS, COLUMNS = 1024, 1024  # 4 KiB a row: a page
 

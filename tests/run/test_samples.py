@@ -13,8 +13,7 @@ from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.models.tiny import tiny_tokenizer
 from rlflow.rewards.reward import Scores
 from rlflow.rollout import Completion
-from rlflow.rollout.conversation import Conversation
-from rlflow.rollout.conversation_rows import to_rollout
+from rlflow.rollout.conversation import Conversation, to_rollout
 from rlflow.values.path import RowPath
 from rlflow.values.rollout import Ending
 

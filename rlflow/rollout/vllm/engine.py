@@ -17,30 +17,45 @@ from torch import Tensor
 
 from rlflow.errors import UserError, require
 from rlflow.process.environment import place_kept
-from rlflow.rollout.engine import Completion, EngineMemory, EnginePlace, RolloutEngine, Sampling
-from rlflow.rollout.engine_here import EngineHere
-from rlflow.rollout.manifest import Piece, WeightSyncError
-from rlflow.rollout.request import Turn
-from rlflow.rollout.rewind import make_rewindable
-from rlflow.rollout.vllm.experts import as_loaded, pack_again
+from rlflow.rollout.engine import (
+    Completion,
+    EngineMemory,
+    EnginePlace,
+    InProcessEngine,
+    Piece,
+    RolloutEngine,
+    Sampling,
+    Turn,
+    WeightSyncError,
+)
 from rlflow.rollout.vllm.process import (
     import_vllm,
     installed,
     live_engines,
+    make_rewindable,
     model_classes_kept,
     process_state_kept,
     shared_memory_named,
 )
-from rlflow.rollout.vllm.served import unserved
-from rlflow.rollout.vllm.weights import pack_heads_again, pieces_of, read_back, set_sinks, without_sinks
+from rlflow.rollout.vllm.weights import (
+    as_loaded,
+    pack_again,
+    pack_heads_again,
+    pieces_of,
+    read_back,
+    set_sinks,
+    unserved_experts,
+    without_sinks,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+
 CPU_BLOCK = 32  # vLLM's 128 share nothing of a short prompt; see docs/benchmarks.md
 
 
-class VLLMEngine(EngineHere):
+class VLLMEngine(InProcessEngine):
     """One engine for every `tensor_parallel_size` ranks, each rank of them driving its own part.
 
     Args:
@@ -330,3 +345,45 @@ def _completion(request: Any) -> Completion:
     """Of a vLLM `RequestOutput` that is final."""
     output = request.outputs[0]
     return Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), output.finish_reason == "stop")
+
+
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes, as vLLM's `CPUAttentionBackend` says
+# Types of models that vLLM 0.32 serves otherwise than training needs.
+UNSERVED = {
+    "cohere2": "sees one token more through its sliding windows in vLLM than in transformers",
+    "glm4": "has fused layers in vLLM, which lists them by other names than transformers'",
+}
+
+
+def unserved(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) -> str | None:
+    """Why vLLM cannot generate with a model so that each sync is verified; None where it can.
+
+    Args:
+        config: The model's transformers configuration, of its text.
+        tensor_parallel_size: Ranks that share one copy of the weights.
+        on_cpu: Whether vLLM's build is for the CPU.
+    """
+    return (
+        UNSERVED.get(config.model_type)
+        or unserved_experts(config, tensor_parallel_size, on_cpu)
+        or _without_decoder(config)
+        or (_without_kernel(config) if on_cpu else None)
+    )
+
+
+def _without_decoder(config: PretrainedConfig) -> str | None:
+    """vLLM serves code that lies beside a model by its decoder alone."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    if type(config) in MODEL_MAPPING or "AutoModel" in (getattr(config, "auto_map", None) or {}):
+        return None
+    return "is of code that lies beside it and names no `AutoModel` in `auto_map`, by which vLLM serves such code"
+
+
+def _without_kernel(config: PretrainedConfig) -> str | None:
+    """Why vLLM's attention on the CPU does not compute a model; None where it does."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if size in CPU_HEADS:
+        return None
+    sizes = ", ".join(map(str, CPU_HEADS))
+    return f"has attention heads of the size {size}, and vLLM's attention on the CPU takes {sizes}"

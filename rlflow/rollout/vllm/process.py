@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rlflow.errors import UserError
-from rlflow.rollout.engine_here import EngineHere
+from rlflow.rollout.engine import InProcessEngine
 
 TESTED = ("0.32.0",)
 
@@ -26,15 +26,15 @@ class LiveEngines:
     """What vLLM's engines in this process have in common: its groups of ranks, which end with the last of them."""
 
     def __init__(self) -> None:
-        self._engines: list[weakref.ref[EngineHere]] = []  # one of a run that failed is closed by nobody
+        self._engines: list[weakref.ref[InProcessEngine]] = []  # one of a run that failed is closed by nobody
         self._made_group = False
 
-    def enter(self, engine: EngineHere, makes_group: bool) -> None:
+    def enter(self, engine: InProcessEngine, makes_group: bool) -> None:
         """An engine was built, and made the process group that engines join if training had made none."""
         self._engines.append(weakref.ref(engine))
         self._made_group |= makes_group
 
-    def leave(self, engine: EngineHere) -> None:
+    def leave(self, engine: InProcessEngine) -> None:
         """An engine was closed."""
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
@@ -136,3 +136,55 @@ def shared_memory_named() -> Iterator[None]:
         _CPUSHMDistributed.make_group_name = staticmethod(group_name)
         for file in Path("/dev/shm").glob(f"{run}*"):  # all ranks have mapped it by now
             file.unlink(missing_ok=True)
+
+
+TOKEN = 4  # by which vLLM moves the offset to take one token back
+
+
+class RewindableGenerator(torch.Generator):
+    """Goes back, by vLLM's arithmetic of offsets, to where it was when its request entered the batch.
+
+    A prompt that is prefilled in parts draws a token for each part, and vLLM then takes all draws but the last one back
+    by `generator.set_offset(generator.get_offset() - 4)`. Generators of the CPU have no offset. See
+    docs/design/0019.
+
+    A request draws for parts of its prompt only between entering the batch and its next token, so that this is where
+    every draw that is taken back began. It leaves the batch before more of its tokens are computed again.
+
+    Attributes:
+        rewinds: How often it went back.
+    """
+
+    rewinds: int = 0
+    _entered: torch.Tensor
+
+    def enter(self) -> None:
+        """Remember this state."""
+        self._entered = self.get_state()
+
+    def get_offset(self) -> int:
+        return TOKEN  # one token behind where it entered
+
+    def set_offset(self, offset: int) -> torch.Generator:
+        assert offset == 0, f"vLLM moves a generator to offset {offset}; it was tested to take one token back"
+        self.rewinds += 1
+        return self.set_state(self._entered)
+
+
+def make_rewindable(runner: Any) -> None:
+    """Give the requests of vLLM's model runner on the CPU such generators, as they enter its batch.
+
+    It relies on `InputBatch.add_request(request)`, called when a request first enters the batch and when it enters it
+    again after it was preempted, and on `request.generator` being the one that its tokens are drawn with.
+    """
+    add_request = runner.input_batch.add_request
+
+    def add_rewindable(request: Any) -> Any:
+        if request.generator is not None:
+            if not isinstance(request.generator, RewindableGenerator):
+                plain, request.generator = request.generator, RewindableGenerator()
+                request.generator.set_state(plain.get_state())
+            request.generator.enter()
+        return add_request(request)
+
+    runner.input_batch.add_request = add_rewindable

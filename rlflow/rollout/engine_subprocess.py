@@ -1,0 +1,612 @@
+"""An engine in a process of its own, for jobs in which only some ranks have engines: both ends of the connection."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import mmap
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import Enum
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+from torch.multiprocessing.reductions import reduce_tensor
+
+from rlflow.errors import UserError
+from rlflow.loggers.log_lines import line_log
+from rlflow.models.fingerprint import fingerprint
+from rlflow.process.listening import listening
+from rlflow.rollout.engine import (
+    NO_VERSION,
+    Completion,
+    EnginePlace,
+    Piece,
+    RolloutEngine,
+    Sampling,
+    SyncReport,
+    Turn,
+    WeightSyncError,
+)
+
+log = line_log(__name__)
+_stores: dict[str, Any] = {}  # where the processes of an engine meet, by address
+
+
+class EngineSubprocess(RolloutEngine):
+    """Does what `engine` does, in another process of the same machine.
+
+    Weights reach it one by one by memory that both processes map: on the CPU of each tensor only the slices that this
+    rank's part of the engine holds, on a GPU all of it (CUDA IPC), of which the engine takes its part.
+
+    Every call raises what the engine raises: `UserError` and `WeightSyncError` with their text, anything else, a death
+    and a timeout as `EngineProcessError`. The process ends with this one, however this one ends.
+
+    On the CPU, and where no other rank shares the engine, a process that dies or hangs while it generates is started
+    again, once for each sync: it gets the weights that it was sent last, of which this one keeps a copy, reads them
+    back, and generates anew. A response depends on its prompt and seed, so it is the same.
+
+    Args:
+        engine: As constructed; it is set up in the other process and never in this one.
+        index: Of this rank among those that share the engine.
+        size: How many share it.
+        address: From `free_address` of the first of them; unused where there is one.
+        timeout_s: Bounds every wait.
+    """
+
+    def __init__(self, engine: RolloutEngine, *, index: int, size: int, address: str, timeout_s: float = 600.0) -> None:
+        assert size == engine.tensor_parallel_size, (size, engine.tensor_parallel_size)
+        if timeout_s <= 0:
+            raise UserError(f"`timeout_s` is {timeout_s}; an engine needs time to answer. Set more than 0 seconds.")
+        self.tensor_parallel_size = size
+        self._engine = engine
+        self._group = EngineGroup(index, size, address, timeout_s)
+        self._process: EngineConnection | None = None
+        self._sent: list[tuple[str, Tensor]] = []  # the last weights, where they are kept
+        self._sent_version = NO_VERSION  # of them, once the engine has them all
+        self._turns: dict[int, Turn] = {}  # in progress
+        self._restarted = False  # since the last sync
+        self._pieces: dict[str, list[Piece]] = {}
+
+    def memory_settings(self, on_cpu: bool) -> tuple[str, ...]:
+        return self._engine.memory_settings(on_cpu)
+
+    def setup(self, model_path: str, place: EnginePlace) -> None:
+        if type(self._engine).__module__ == "__main__":
+            raise UserError(
+                f"`{type(self._engine).__name__}` is defined in the script that was started, which an engine's own"
+                " process does not run; put the class into a module that can be imported"
+            )
+        self._dtype, self._device = place.dtype, place.device
+        self._model_path, self._place = model_path, place
+        self._start()
+
+    def _start(self) -> None:
+        model_path, place = self._model_path, self._place
+        self._process = EngineConnection(place.rank, self._group, place.local_rank)
+        self._process.send((self._engine, self._group), "start")
+        of_engine = replace(place, rank=self._group.index, world_size=self._group.size)
+        try:
+            self._call("setup", "set up its engine", model_path, of_engine)
+            self._pieces = {}
+            for piece in self._call("pieces", "say which weights it holds"):
+                self._pieces.setdefault(piece.name, []).append(piece)
+        except BaseException:
+            self._process.end(0.0)
+            raise
+
+    def check_context(self, prompt: int, response: int) -> None:
+        self._call("check_context", "check its context", prompt, response)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
+    ) -> list[Completion]:
+        asked = [list(map(int, prompt)) for prompt in prompts]
+        doing = f"generate {len(asked)} responses"
+        completions: list[Completion]
+        try:
+            completions = self._call("generate", doing, asked, list(seeds), sampling, version)
+        except EngineProcessGone as gone:
+            self._restart(gone)
+            completions = self._call("generate", doing, asked, list(seeds), sampling, version)
+        return completions
+
+    def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
+        plain = {at: replace(turn, prompt=list(map(int, turn.prompt))) for at, turn in new.items()}
+        self._turns |= plain
+        doing = "go on with its turns"
+        ended: dict[int, Completion]
+        try:
+            ended = self._call("step", doing, plain, sampling, version)
+        except EngineProcessGone as gone:
+            self._restart(gone)
+            ended = self._call("step", doing, self._turns, sampling, version)
+        self._turns = {at: turn for at, turn in self._turns.items() if at not in ended}
+        return ended
+
+    def abort(self) -> None:
+        self._turns.clear()
+        self._call("abort", "give up its turns")
+
+    def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
+        start = time.perf_counter()
+        self._restarted = False
+        self._forget()
+        if not self._running().runs:  # it died after it had generated last
+            log.warning("%s is gone; it is started again", self._running().name)
+            self._running().end(0.0)
+            self._start()
+        report = self._loaded(buckets, version, keeps=self._group.size == 1 and self._device.type == "cpu")
+        self._sent_version = version
+        return SyncReport(report.version, report.tensors, report.nbytes, time.perf_counter() - start)
+
+    def _forget(self) -> None:
+        self._sent.clear()
+        self._sent_version = NO_VERSION
+
+    def _restart(self, gone: EngineProcessGone) -> None:
+        """Start the process again, with the weights that it had.
+
+        Raises:
+            EngineProcessGone: It was restarted since the last sync, or its weights were not kept.
+        """
+        version = self._sent_version
+        if self._restarted or version == NO_VERSION or not self._sent:
+            raise gone
+        self._restarted = True
+        reason = str(gone).partition("\n")[0]
+        log.warning("%s It is started again, with the weights of version %d.", reason, version)
+        self._start()
+        self._loaded([[named] for named in self._sent], version, keeps=False)
+
+    def _loaded(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int, keeps: bool) -> SyncReport:
+        """Send weights, which the engine reads back."""
+        process, doing = self._running(), f"load the weights of version {version}"
+        self.policy_version = NO_VERSION
+        process.send(("update_weights", (version,), {}), doing)
+        passing = self._kept(buckets) if keeps else buckets
+        report: SyncReport = self._result(self._stream(process, passing, doing), doing)
+        return report
+
+    def _kept(self, buckets: Iterable[list[tuple[str, Tensor]]]) -> Iterator[list[tuple[str, Tensor]]]:
+        """Keep a copy of each weight that passes."""
+        for bucket in buckets:
+            self._sent += [(name, tensor.detach().to(self._dtype, copy=True)) for name, tensor in bucket]
+            yield bucket
+
+    def sleep(self, keep_weights: bool = False) -> None:
+        if not keep_weights:
+            self._forget()
+        self._call("sleep", "sleep", keep_weights)
+
+    def wake_up(self) -> None:
+        if self._device.type != "cpu":  # what this process has freed its allocator keeps from the other
+            torch.cuda.empty_cache()
+        self._call("wake_up", "wake up")
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        self.policy_version = NO_VERSION
+        if process is not None and process.runs:
+            with suppress(EngineProcessError):  # it is to end, and is ended
+                process.send(("close", (), {}), "close")
+                process.receive("close")
+        if process is not None:
+            process.end(END_S)
+        if self._group.index == 0:
+            _stores.pop(self._group.address, None)
+
+    def _stream(self, process: EngineConnection, buckets: Iterable[list[tuple[str, Tensor]]], doing: str) -> Any:
+        """Send every weight, the next copied while the engine loads the one before it; the answer to them all."""
+        weights = (named for bucket in buckets for named in bucket)
+        loading = False
+        while True:
+            try:
+                weight = self._shared(weights)
+            except BaseException:
+                if not loading or process.receive(doing) is Signal.TAKEN:
+                    process.send(Signal.WITHDRAWN, doing)
+                    process.receive(doing)
+                raise
+            if loading:
+                answer = process.receive(doing)
+                if answer is not Signal.TAKEN:  # it failed, or wants no more
+                    if weight is not None and weight[1] is not None:
+                        os.close(weight[1])
+                    return answer
+            if weight is None:
+                process.send(Signal.END, doing)
+                return process.receive(doing)
+            process.send(weight[0], doing, descriptor=weight[1])
+            loading = True
+
+    def _shared(self, weights: Iterator[tuple[str, Tensor]]) -> tuple[SentWeight, int | None] | None:
+        """The next weight in the engine's dtype, its pieces in memory that both processes map; None after the last."""
+        named = next(weights, None)
+        if named is None:
+            return None
+        name, tensor = named[0], named[1].detach().to(self._dtype)
+        pieces = tuple(self._pieces.get(name, ()))
+        found = fingerprints(tensor, pieces)
+        if tensor.is_cuda:
+            # A copy, for the engine may keep it for longer than the trainer does; its memory is freed when both let go.
+            on_gpu = reduce_tensor(tensor.clone())
+            return SentWeight(name, tuple(tensor.shape), self._dtype, pieces, found, on_gpu), None
+        parts = [piece.sent for piece in pieces]
+        return SentWeight(name, tuple(tensor.shape), self._dtype, pieces, found), share(tensor, parts)
+
+    def _call(self, method: str, doing: str, *arguments: Any, **keywords: Any) -> Any:
+        process = self._running()
+        process.send((method, arguments, keywords), doing)
+        return self._result(process.receive(doing), doing)
+
+    def _result(self, answer: Any, doing: str) -> Any:
+        assert isinstance(answer, Done | Failed), answer
+        self.policy_version = answer.policy_version
+        if isinstance(answer, Done):
+            return answer.result
+        if answer.kind is not None:
+            raise answer.kind(answer.text)
+        error = EngineProcessError(f"{self._running().name} could not {doing}: {answer.text}")
+        error.add_note(answer.trace)
+        raise error
+
+    def _running(self) -> EngineConnection:
+        assert self._process is not None, "the engine was not set up, or was closed"
+        return self._process
+
+
+def free_address() -> str:
+    """Where the processes of an engine meet: `host:port` of a store in this process, the first of its ranks.
+
+    The host is the address of this machine that reaches the job's `MASTER_ADDR`.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
+        host = probe.getsockname()[0]
+    served = listening(host, 0)
+    assert served is not None, host  # an address of this machine
+    port = served.getsockname()[1]
+    address = f"{host}:{port}"
+    _stores[address] = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=served.detach())
+    return address
+
+
+END_S = 30.0  # how long an engine may take to close
+DRAIN_S = 1.0  # how long to wait for the last of its errors
+TAIL = 4096  # bytes of them that an error repeats
+
+
+class EngineProcessError(RuntimeError):
+    """The process beside a rank died, hung, or failed in a way that is no user's and no sync's fault."""
+
+
+class EngineProcessGone(EngineProcessError):
+    """The process died, or did not answer in time and was ended."""
+
+
+class EngineConnection:
+    """The process, and what goes to it and comes from it.
+
+    It is started as a command of its own, so that the user's script is not run again. What it prints goes where this
+    process's output goes at that moment; the end of its errors is kept, in case it dies.
+    """
+
+    def __init__(self, rank: int, group: EngineGroup, local_rank: int) -> None:
+        self.name = f"rank {rank}: the process of its engine"
+        self._timeout_s = group.timeout_s
+        here, there = socket.socketpair()
+        limit = struct.pack("ll", *divmod(round(group.timeout_s * 1e6), 10**6))
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # not to hang in the middle of a message either
+            here.setsockopt(socket.SOL_SOCKET, option, limit)
+        self._connection = Connection(here.detach())
+        call = f"from {__name__} import main; main({there.fileno()}, {os.getpid()})"
+        self._popen = subprocess.Popen(
+            [sys.executable, "-P", "-c", call],
+            env=_environment(group, local_rank),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[there.fileno()],
+        )
+        there.close()
+        self._last_words = b""
+        self._listener = threading.Thread(target=self._listen, args=(os.dup(2),), daemon=True, name="engine-errors")
+        self._listener.start()
+
+    @property
+    def runs(self) -> bool:
+        return self._popen.poll() is None
+
+    def send(self, message: Any, doing: str, descriptor: int | None = None) -> None:
+        """Send a message, and a file descriptor after it, which is closed here."""
+        try:
+            self._connection.send_bytes(pickle.dumps(message))
+            if descriptor is not None:
+                send_handle(self._connection, descriptor, self._popen.pid)
+        except BlockingIOError:
+            raise self._late(doing) from None
+        except OSError:
+            raise self._death(doing) from None
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def receive(self, doing: str) -> Any:
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            while not self._connection.poll(min(POLL_S, max(0.0, deadline - time.monotonic()))):
+                if not self.runs and not self._connection.poll():  # another process may hold the socket open
+                    raise self._death(doing)
+                if time.monotonic() > deadline:
+                    raise self._late(doing)
+            return self._connection.recv()
+        except BlockingIOError:
+            raise self._late(doing) from None
+        except (EOFError, ConnectionError):
+            raise self._death(doing) from None
+
+    def end(self, grace_s: float) -> None:
+        """Close the connection, at which the process ends; kill it if it does not."""
+        self._connection.close()
+        try:
+            self._popen.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+        self._listener.join(DRAIN_S)
+
+    def _late(self, doing: str) -> EngineProcessGone:
+        self.end(0.0)
+        return EngineProcessGone(
+            f"{self.name} should {doing} and did not within {self._timeout_s:g} s; ended it.{self._repeated()}"
+        )
+
+    def _death(self, doing: str) -> EngineProcessGone:
+        self.end(END_S)
+        code = self._popen.returncode
+        how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        return EngineProcessGone(f"{self.name} {how} when it should {doing}.{self._repeated()}")
+
+    def _repeated(self) -> str:
+        words = self._last_words.decode(errors="replace").strip()
+        return f" The end of its errors:\n{words}" if words else " It left no error."
+
+    def _listen(self, errors: int) -> None:
+        """Pass on what the process prints to its errors, and keep the end of it."""
+        assert self._popen.stderr is not None
+        with self._popen.stderr as stream, os.fdopen(errors, "wb", buffering=0) as out:
+            while chunk := os.read(stream.fileno(), TAIL):
+                self._last_words = (self._last_words + chunk)[-TAIL:]
+                with suppress(OSError):  # a terminal that is gone
+                    out.write(chunk)
+
+
+def _environment(group: EngineGroup, local_rank: int) -> dict[str, str]:
+    """This process's, but for the job that the rank is in: the engine's processes are a job of their own."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "PET_"))}
+    host, _, port = group.address.rpartition(":")
+    return environment | {
+        "RANK": str(group.index),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(group.size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # sums are in another order with other numbers of threads
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+POLL_S = 0.2
+TOLD_AS_THEY_ARE: tuple[type[Exception], ...] = (UserError, WeightSyncError)
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """The processes that hold one engine together.
+
+    Attributes:
+        index: Of this one.
+        size: Of the group.
+        address: `host:port` of its store; unused where `size` is 1.
+        timeout_s: For each of its collectives.
+    """
+
+    index: int
+    size: int
+    address: str
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class SentWeight:
+    """A tensor on its way; a file descriptor of shared memory follows, unless it lies in a GPU's.
+
+    Attributes:
+        name: The trainer's.
+        shape: Of the tensor.
+        dtype: Of the tensor.
+        pieces: Slices that alone have the tensor's values; none where all of it has.
+        fingerprints: Of the pieces, or of the whole, before they were copied.
+        on_gpu: What opens the memory of a GPU that both processes use: a function and its arguments.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    fingerprints: tuple[int, ...]
+    on_gpu: tuple[Callable[..., Tensor], tuple[Any, ...]] | None = None
+
+
+class Signal(Enum):
+    """What stands for a weight, or answers it.
+
+    END comes after the last weight; WITHDRAWN where the next should be, for the trainer's side failed; TAKEN says that
+    the weight sent last is loaded, or kept by the engine, and the next may come.
+    """
+
+    END = "end"
+    WITHDRAWN = "withdrawn"
+    TAKEN = "taken"
+
+
+@dataclass(frozen=True)
+class Done:
+    """The answer to a call.
+
+    Attributes:
+        result: Of the engine's method.
+        policy_version: That the engine now holds.
+    """
+
+    result: Any
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A call raised.
+
+    Attributes:
+        kind: The error's class, if rank and engine know it alike; None for any other.
+        text: Of the error.
+        trace: Where it was raised.
+        policy_version: That the engine now holds.
+    """
+
+    kind: type[Exception] | None
+    text: str
+    trace: str
+    policy_version: int
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serve the rank at the other end of the socket until it is gone.
+
+    Args:
+        descriptor: Of the socket.
+        parent: Id of the rank's process.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal; they are the rank's, with which this process ends
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_follow, args=(parent,), daemon=True, name="parent-watch").start()
+    connection = Connection(descriptor)
+    try:
+        engine, group = _first(connection)
+        _join(group)
+        _Service(connection, engine).run()
+    except (EOFError, ConnectionError):
+        pass  # the rank is gone, or has closed the engine
+    os._exit(0)  # taking torch and vLLM down in good order costs seconds, and prints
+
+
+def _follow(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(POLL_S)
+    os._exit(1)
+
+
+def _first(connection: Connection) -> tuple[RolloutEngine, EngineGroup]:
+    received: tuple[RolloutEngine, EngineGroup] = pickle.loads(connection.recv_bytes())
+    return received
+
+
+def _join(group: EngineGroup) -> None:
+    """Form the engine's own group, of one process too: in a group vLLM takes the GPU that `LOCAL_RANK` names."""
+    limit = datetime.timedelta(seconds=group.timeout_s)
+    host, _, port = group.address.rpartition(":")
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    if group.size > 1:
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=limit)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=group.index, world_size=group.size, timeout=limit)
+
+
+class _Service:
+    """Calls the engine as the rank says."""
+
+    def __init__(self, connection: Connection, engine: RolloutEngine) -> None:
+        self._connection = connection
+        self._engine = engine
+
+    def run(self) -> None:
+        while True:
+            method, arguments, keywords = self._connection.recv()
+            if method == "update_weights":
+                arguments = (self._buckets(), *arguments)
+            try:
+                result = getattr(self._engine, method)(*arguments, **keywords)
+            except Exception as error:
+                kind = type(error) if isinstance(error, TOLD_AS_THEY_ARE) else None
+                text = str(error) if kind else f"{type(error).__name__}: {error}"
+                answer: Done | Failed = Failed(kind, text, traceback.format_exc(), self._engine.policy_version)
+            else:
+                answer = Done(result, self._engine.policy_version)
+            self._connection.send(answer)
+
+    def _buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """Buckets of one weight each, as they come; each is acknowledged when the next is asked for."""
+        while (weight := self._connection.recv()) is not Signal.END:
+            if weight is Signal.WITHDRAWN:
+                raise WeightSyncError("the trainer withdrew its weights")
+            tensor = self._opened(weight)
+            if fingerprints(tensor, weight.pieces) != weight.fingerprints:
+                raise WeightSyncError(f"`{weight.name}` reached the engine's process with other values than were sent")
+            yield [(weight.name, tensor)]
+            del tensor
+            self._connection.send(Signal.TAKEN)
+
+    def _opened(self, weight: SentWeight) -> Tensor:
+        if weight.on_gpu is not None:
+            rebuild, arguments = weight.on_gpu
+            return rebuild(*arguments)
+        descriptor = recv_handle(self._connection)
+        tensor = mapped(descriptor, weight.shape, weight.dtype)
+        os.close(descriptor)
+        return tensor
+
+
+def fingerprints(tensor: Tensor, pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """Of each piece, or of the whole where there are none."""
+    parts = [piece.sent(tensor) for piece in pieces] or [tensor]
+    return tuple(torch.stack([fingerprint(part) for part in parts]).tolist())
+
+
+def share(tensor: Tensor, parts: Sequence[Callable[[Tensor], Tensor]] = ()) -> int:
+    """A file descriptor of memory that holds a copy of `tensor`; to be closed once the other process has it.
+
+    The memory is counted as that of the processes that map it, and does not need room in `/dev/shm`.
+
+    Args:
+        tensor: To be copied.
+        parts: Give views of a tensor, of which alone the copy has the values; what is in none of them reads as 0, and
+            takes no memory unless it shares a page with one. None for the whole.
+    """
+    descriptor = os.memfd_create("rlflow-weight")
+    os.ftruncate(descriptor, tensor.nbytes)
+    there = mapped(descriptor, tensor.shape, tensor.dtype)
+    for part in parts or (Tensor.detach,):
+        part(there).copy_(part(tensor))
+    return descriptor
+
+
+def mapped(descriptor: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The tensor in shared memory. The memory lasts as long as a tensor, or a view of it, in any process."""
+    memory = mmap.mmap(descriptor, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)
