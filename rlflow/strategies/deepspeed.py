@@ -18,8 +18,7 @@ from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.tensor_range import TensorRange
-from rlflow.strategies.distributed import DistributedStrategy, replace_parameters
-from rlflow.strategies.groups import RoleGroups
+from rlflow.strategies.distributed import DistributedStrategy, RoleGroups, replace_parameters
 from rlflow.strategies.role import FIRST, Role
 from rlflow.strategies.strategy import WEIGHT
 from rlflow.values.layout import Layout

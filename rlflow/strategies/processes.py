@@ -70,14 +70,18 @@ class ManyProcesses(DDPStrategy):
         return "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
 
     def setup_environment(self) -> None:
+        """Take the device of this rank, then join the others."""
+        self._before_joining()
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        self.join()
+
+    def join(self) -> None:
         """Join the process group, which, unlike Fabric's, is bound to no device.
 
         Bound to one, torch would split each further group from that of all ranks while it is formed, at once and by
         NCCL, thousands of them in a large job.
         """
-        self._before_joining()
-        assert self.accelerator is not None
-        self.accelerator.setup_device(self.root_device)
         for announcer in ("lightning.fabric", "lightning.pytorch"):  # of every rank, on the terminal
             logging.getLogger(announcer).setLevel(logging.WARNING)
         if self.root_device.type == "cuda":
