@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[list[type], str]] = {
     "logger": ([Logger], "rlflow.loggers"),
     "callback": ([Callback], "rlflow.callbacks"),
 }
-BASES = {"PolicyGradient", "RLModule", "Callback", "EngineBeside", "TrainingStrategy"}  # which others are made of
+BASES = {"PolicyGradient", "RLModule", "Callback", "EngineSubprocess", "TrainingStrategy"}  # which others are made of
 
 
 @pytest.mark.parametrize("kind", SHORT_NAMES)

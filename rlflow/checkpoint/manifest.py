@@ -55,24 +55,16 @@ class Progress:
     monitored: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class StoredFile:
-    """A file of a checkpoint.
+def write_manifest(folder: Path, progress: Progress, files: Mapping[str, tuple[str, int, int]]) -> None:
+    """Write it into a checkpoint that is complete but for it, with a digest of itself.
 
-    Attributes:
-        size: Bytes.
-        sha256: Of its content.
-        rank: Which wrote it.
+    Args:
+        folder: Folder of the checkpoint.
+        progress: Where the run stands.
+        files: SHA-256 and bytes of each file by name, and the rank that wrote it.
     """
-
-    size: int
-    sha256: str
-    rank: int
-
-
-def write_manifest(folder: Path, progress: Progress, files: Mapping[str, StoredFile]) -> None:
-    """Write it into a checkpoint that is complete but for it, with a digest of itself."""
-    stored = {"format": FORMAT, **asdict(progress), "files": {name: asdict(files[name]) for name in sorted(files)}}
+    listed = {name: {"size": size, "sha256": digest, "rank": rank} for name, (digest, size, rank) in files.items()}
+    stored = {"format": FORMAT, **asdict(progress), "files": dict(sorted(listed.items()))}
     (folder / STATE).write_text(json.dumps({"sha256": digest_of(stored), **stored}, indent=2) + "\n")
 
 

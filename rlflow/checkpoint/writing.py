@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlflow.checkpoint.kept_rows import write_kept
-from rlflow.checkpoint.manifest import NAME, Progress, StoredFile, lacks, monitored_value, write_manifest
+from rlflow.checkpoint.manifest import NAME, Progress, lacks, monitored_value, write_manifest
 from rlflow.checkpoint.reading import Range, RoleIndex, Stored, StoredParameter, index_name
 from rlflow.checkpoint.retention import Retention
 from rlflow.databuffer.kept import Kept
@@ -204,15 +204,10 @@ def complete(
         try:
             records = draft.collect(nodes, nodes, timeout_s)
             draft.collect(nodes, nodes, timeout_s, LEFT)
-            files = {
-                name: StoredFile(size, digest, record.rank)
-                for record in records
-                for name, (digest, size) in record.files.items()
-            }
+            files = {name: (*file, record.rank) for record in records for name, file in record.files.items()}
             for role in roles:
                 index_of(role, records, len(nodes)).write(draft.path / index_name(role))
-                ((digest, size),) = draft.file_records({index_name(role): ""}).values()
-                files[index_name(role)] = StoredFile(size, digest, 0)
+                files |= {name: (*file, 0) for name, file in draft.file_records({index_name(role): ""}).items()}
             write_manifest(draft.path, progress, files)
             for later in draft.target.parent.glob("step-*"):
                 if NAME.fullmatch(later.name) and later.name > draft.target.name:

@@ -67,18 +67,16 @@ def require_known_gpu(device: torch.device, dtype: torch.dtype) -> None:
     if device.type != "cuda" or torch.version.cuda is None:
         return
     capability, known = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+    found = f"{device} is a {torch.cuda.get_device_name(device)} of compute capability {capability[0]}.{capability[1]}"
     if not runs_on(capability, known):
         raise UserError(
-            f"{device} is a {torch.cuda.get_device_name(device)} of compute capability {capability[0]}.{capability[1]},"
-            f" and torch {torch.__version__} was built for {' '.join(known)}; install builds that know this GPU, or"
-            " choose another by CUDA_VISIBLE_DEVICES"
+            f"{found}, and torch {torch.__version__} was built for {' '.join(known)}; install builds that know this"
+            " GPU, or choose another by CUDA_VISIBLE_DEVICES"
         )
     if dtype in (torch.bfloat16, torch.float16) and capability < FLASH_ATTENTION:
         raise UserError(
-            f"{device} is a {torch.cuda.get_device_name(device)} of compute capability {capability[0]}.{capability[1]},"
-            f" and rows are packed in {str(dtype).removeprefix('torch.')}, by flash attention, which needs"
-            f" {FLASH_ATTENTION[0]}.{FLASH_ATTENTION[1]}; set"
-            " `strategy.init_args.precision: fp32`"
+            f"{found}, and rows are packed in {str(dtype).removeprefix('torch.')}, by flash attention, which needs"
+            f" {FLASH_ATTENTION[0]}.{FLASH_ATTENTION[1]}; set `strategy.init_args.precision: fp32`"
         )
 
 
@@ -94,13 +92,8 @@ def runs_on(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
     """
     for architecture in built_for:
         kind, _, number = architecture.partition("_")
-        major, minor = int(number.rstrip("af")[:-1]), int(number.rstrip("af")[-1])
-        if number.endswith("a"):
-            fits = kind == "sm" and (major, minor) == capability
-        elif kind == "sm":
-            fits = major == capability[0] and minor <= capability[1]
-        else:
-            fits = (major, minor) <= capability
-        if fits:
+        built = int(number.rstrip("af")[:-1]), int(number.rstrip("af")[-1])
+        same = built[0] == capability[0] or kind == "compute"
+        if built == capability or (not number.endswith("a") and same and built <= capability):
             return True
     return False

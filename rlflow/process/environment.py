@@ -1,16 +1,16 @@
-"""What processes say to one another by environment variables: a place in a job, and arguments that hold secrets."""
+"""What processes say to one another by environment variables: their place in a job, and arguments."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 # Fabric, DeepSpeed and vLLM set them for good.
 PLACE = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-ARGUMENTS = "RLFLOW_ARGUMENTS"  # of a rank; only its user can read its environment, and every user command lines
+ARGUMENTS = "RLFLOW_ARGUMENTS"  # of a rank; they may hold secrets, and every user can read command lines
 
 _takes_arguments = False
 
@@ -37,18 +37,14 @@ def take_arguments() -> None:
 
 
 @contextmanager
-def handed_arguments(shown: Sequence[str]) -> Iterator[None]:
-    """Within, ranks are started with other arguments, if they are ranks of a command that calls `take_arguments`.
-
-    Args:
-        shown: What stands on their command lines, with nothing secret in it.
-    """
+def handed_arguments() -> Iterator[None]:
+    """Within, ranks of a command that calls `take_arguments` are started without arguments on their command lines."""
     given = sys.argv
-    if not _takes_arguments or list(shown) == given[1:]:
+    if not _takes_arguments:
         yield
         return
     os.environ[ARGUMENTS] = json.dumps(given[1:])
-    sys.argv = [given[0], *shown]
+    sys.argv = given[:2]  # with the command's name
     try:
         yield
     finally:

@@ -15,22 +15,16 @@ PREFIX = "rlflow-scratch-"
 NEW_S = 60.0  # one that is younger may not be locked yet
 
 
-class Scratch:
-    """A folder that stays locked while this process, or one that it forked, lives.
+def make_scratch() -> Path:
+    """The folder of this run, which stays locked while this process, or one that it forked, lives.
 
     Those of runs that were killed with the process that waited for them are removed first.
     """
-
-    def __init__(self) -> None:
-        _sweep(Path(tempfile.gettempdir()))
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self._lock = os.open(self.path, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        os.environ[SCRATCH_VARIABLE] = str(self.path)
-
-    def remove(self) -> None:
-        """All that lies in it, and the folder."""
-        shutil.rmtree(self.path, ignore_errors=True)
+    _sweep(Path(tempfile.gettempdir()))
+    path = Path(tempfile.mkdtemp(prefix=PREFIX))
+    fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX)  # it stays open
+    os.environ[SCRATCH_VARIABLE] = str(path)
+    return path
 
 
 def scratch_folder() -> str | None:

@@ -13,19 +13,21 @@ import atexit
 import ctypes
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 import psutil
 
 from rlflow.errors import readable
 from rlflow.process import status
-from rlflow.process.scratch import Scratch
+from rlflow.process.scratch import make_scratch
 from rlflow.process.status import Board
 
 PASSED_ON = {
@@ -65,7 +67,7 @@ def supervise() -> None:
         return
     board = Board.make()
     status.use(board)
-    parent, scratch = os.getpid(), Scratch()
+    parent, scratch = os.getpid(), make_scratch()
     sys.stdout.flush()
     sys.stderr.flush()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may have had it ignored: then nothing tells of a child
@@ -95,7 +97,7 @@ def _die_with(parent: int) -> None:
 class _Supervisor:
     """Waits for a child, and ends it when a rank of this machine is missing."""
 
-    def __init__(self, child: int, board: Board, scratch: Scratch) -> None:
+    def __init__(self, child: int, board: Board, scratch: Path) -> None:
         self._child = child
         self._scratch = scratch
         self._board = board
@@ -125,7 +127,7 @@ class _Supervisor:
                     self._held = True
                     os.kill(self._child, signal.SIGKILL)
         self._end_the_rest()
-        self._scratch.remove()
+        shutil.rmtree(self._scratch, ignore_errors=True)
         self._end(code)
 
     def _looked(self, seconds: float) -> str | None:

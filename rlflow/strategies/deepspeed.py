@@ -18,8 +18,7 @@ from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.tensor_range import TensorRange
-from rlflow.strategies.distributed import DistributedStrategy, replace_parameters
-from rlflow.strategies.groups import RoleGroups
+from rlflow.strategies.distributed import DistributedStrategy, RoleGroups, replace_parameters
 from rlflow.strategies.role import FIRST, Role
 from rlflow.strategies.strategy import WEIGHT
 from rlflow.values.layout import Layout
@@ -82,17 +81,16 @@ class DeepSpeedStrategy(DistributedStrategy):
             )
         if offload_optimizer and stage == 0:
             raise UserError("`offload_optimizer` needs ZeRO, and `stage` is 0. Use stage 1, 2 or 3.")
+        of_divided: dict[str, int | None] = {"live_elements": live_elements, "partition_within": partition_within}
         if stage != 3:
-            of_divided: dict[str, int | None] = {"live_elements": live_elements, "partition_within": partition_within}
             for name, value in {"offload_parameters": offload_parameters, **of_divided}.items():
                 if value:
                     raise UserError(f"`{name}` is {value}, and `stage` is {stage}; only stage 3 divides weights.")
         if bucket_elements < 1:
             raise UserError(f"`bucket_elements` is {bucket_elements}; give 1 or more, {BUCKET_ELEMENTS} say.")
-        if live_elements is not None and live_elements < 1:
-            raise UserError(f"`live_elements` is {live_elements}; give 1 or more, or null for those of a layer.")
-        if partition_within is not None and partition_within < 2:
-            raise UserError(f"`partition_within` is {partition_within}; give 2 or more ranks of a node, or null.")
+        for name, least in {"live_elements": 1, "partition_within": 2}.items():
+            if (value := of_divided[name]) is not None and value < least:
+                raise UserError(f"`{name}` is {value}; give {least} or more, or null.")
         self._configure_ranks(precision, token_budget, packing, float32_head, timeout_s, partition_within)
         self.stage = stage
         self.divides_weights = stage == 3

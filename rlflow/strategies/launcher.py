@@ -18,7 +18,6 @@ from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessS
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
 from rlflow.errors import Preempted, UserError
-from rlflow.loggers.secrets import arguments_without_secrets
 from rlflow.process import preemption, status, supervisor
 from rlflow.process.environment import handed_arguments, place_kept
 from rlflow.process.status import BOARD_VARIABLE, PARENT_VARIABLE, SUPERVISED_VARIABLE, Answered
@@ -67,7 +66,7 @@ class RankLauncher(_SubprocessScriptLauncher):
         if self.num_processes > 1:
             require_command(self.num_processes)
         os.environ |= {PARENT_VARIABLE: str(os.getpid()), BOARD_VARIABLE: str(status.board().path)}
-        with handed_arguments(arguments_without_secrets(sys.argv[1:])):
+        with handed_arguments():
             self._call_children_scripts()
         del os.environ[PARENT_VARIABLE], os.environ[BOARD_VARIABLE]
         first = environment.node_rank() * self.num_processes

@@ -1,22 +1,31 @@
-"""How the processes of a run are started and meet. Fabric's strategies do it; no more of these is used."""
+"""How the processes of a run are started, by Fabric's strategies, and how they find one another."""
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rlflow.databuffer.process_groups import connect_when_used
 from rlflow.errors import UserError
+from rlflow.process.listening import listening
 from rlflow.strategies.launcher import RankLauncher
-from rlflow.strategies.store import join_group
+
+POLL_S = 0.05
+CALL = "rlflow/call"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+INTERFACES = {"GLOO_SOCKET_IFNAME": "lo"}  # of Linux's loopback
 
 
 class OneProcess(SingleDeviceStrategy):
@@ -61,14 +70,18 @@ class ManyProcesses(DDPStrategy):
         return "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
 
     def setup_environment(self) -> None:
+        """Take the device of this rank, then join the others."""
+        self._before_joining()
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        self.join()
+
+    def join(self) -> None:
         """Join the process group, which, unlike Fabric's, is bound to no device.
 
         Bound to one, torch would split each further group from that of all ranks while it is formed, at once and by
         NCCL, thousands of them in a large job.
         """
-        self._before_joining()
-        assert self.accelerator is not None
-        self.accelerator.setup_device(self.root_device)
         for announcer in ("lightning.fabric", "lightning.pytorch"):  # of every rank, on the terminal
             logging.getLogger(announcer).setLevel(logging.WARNING)
         if self.root_device.type == "cuda":
@@ -87,9 +100,96 @@ class ManyProcesses(DDPStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks; on a GPU it is named, for the process group is bound to none."""
         device = self.root_device
-        torch.distributed.barrier(device_ids=None if device.type == "cpu" else [device.index])
+        dist.barrier(device_ids=None if device.type == "cpu" else [device.index])
 
     @property
     def _place(self) -> ClusterEnvironment:
         assert self.cluster_environment is not None
         return self.cluster_environment
+
+
+def join_group(backend: str, rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> None:
+    """Form the group of all ranks.
+
+    Whoever reaches the store can read and write it, so rank 0 serves it on one interface: that of `address`. On one
+    machine that is the loopback, on which gloo's own connections are made too. Under torchrun the agent serves it.
+
+    Args:
+        backend: As torch names it.
+        rank: Rank of this process.
+        world_size: Number of all ranks.
+        address: Address of rank 0's machine.
+        port: The store's port.
+        timeout: Timeout of the group's collectives, and of joining it.
+    """
+    if dist.is_initialized():
+        return
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    store = _agent_store(address, port, rank, world_size, timeout)
+    if store is None:
+        if address in LOOPBACK and os.path.exists("/sys/class/net/lo"):
+            for name, interface in INTERFACES.items():
+                os.environ.setdefault(name, interface)
+        served = listening(address, port) if rank == 0 else None
+        descriptor = None if served is None else served.detach()  # the store closes it
+        store = TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=descriptor)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _agent_store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store | None:
+    """The store of torchrun's agent under a name that this attempt alone has; None where torchrun serves none.
+
+    torchrun starts ranks again with the same store, in which the addresses of ranks that are gone still lie
+    (https://github.com/pytorch/pytorch/issues/135712), and its count of restarts may differ from agent to agent.
+
+    Args:
+        host: Name or number of the host that serves the store.
+        port: Port of the store.
+        rank: Rank of this process.
+        world_size: How many ranks there are.
+        timeout: How long to wait for all of them.
+
+    Raises:
+        UserError: A rank did not come in time.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return None
+    store = TCPStore(host, port, world_size=world_size, is_master=False, timeout=timeout)
+    return PrefixStore(agree_on_name(store, rank, world_size, timeout), store)
+
+
+def agree_on_name(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A name that no earlier ranks have used; called by all ranks.
+
+    Rank 0 calls by a name that it makes up. The others answer by names of their own, to each call that they find, for
+    it may be one of before; rank 0 writes to each of the names that it was answered by.
+    """
+    mine, until = uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if rank == 0:
+        store.set(CALL, mine)
+        for other in range(1, world_size):
+            _wait(store, f"{mine}/{other}", until, other)
+            store.set(f"{mine}/{store.get(f'{mine}/{other}').decode()}", "")
+        return mine
+    called = ""
+    while True:
+        if store.check([CALL]) and (found := store.get(CALL).decode()) != called:
+            called = found
+            store.set(f"{called}/{rank}", mine)
+        if called and store.check([f"{called}/{mine}"]):
+            return called
+        _pause(until, 0)
+
+
+def _wait(store: Store, key: str, until: float, other: int) -> None:
+    while not store.check([key]):
+        _pause(until, other)
+
+
+def _pause(until: float, other: int) -> None:
+    if time.monotonic() > until:
+        raise UserError(
+            f"rank {other} has not come to the store of torchrun's agent within `timeout_s`; look at what it says, or"
+            " raise `strategy.init_args.timeout_s`"
+        )
+    time.sleep(POLL_S)

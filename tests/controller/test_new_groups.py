@@ -107,7 +107,7 @@ def test_the_process_group_is_bound_to_no_gpu(monkeypatch: pytest.MonkeyPatch) -
     strategy.processes.parallel_devices = [torch.device("cuda", 0)]
     strategy.processes.cluster_environment = OfOne()
     with place_kept():
-        strategy.processes._setup_distributed()
+        strategy.processes.join()
     assert given["backend"] == "cpu:gloo,cuda:nccl"
     assert given.get("device_id") is None
 

@@ -85,7 +85,7 @@ def test_temporary_files_of_a_run_that_was_killed_are_removed(tmp_path: Path) ->
     assert run(DIES.format(killed="[os.getppid(), os.getpid()]")) == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     os.utime(left, (0, 0))  # a run takes one that is new for one that begins
-    assert run("from rlflow.process.scratch import Scratch; Scratch().remove()") == 0
+    assert run("import os; from rlflow.process.scratch import make_scratch; os.rmdir(make_scratch())") == 0
     assert list(tmp_path.iterdir()) == []
 
 

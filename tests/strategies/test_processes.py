@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from rlflow.errors import UserError
-from rlflow.strategies.store import CALL, agree_on_name
+from rlflow.strategies.processes import CALL, agree_on_name
 
 RANKS, TIMEOUT = 3, timedelta(seconds=20)
 
