@@ -13,7 +13,7 @@ from rlflow.dag.entry import Entry
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.functional import Aggregation
-from rlflow.models.arguments import check_fields, check_models
+from rlflow.models.arguments import check_fields, make_models
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
 from rlflow.over_rows import OverRows
@@ -79,9 +79,9 @@ class RLModule(OverRows):
         return self.unclipped
 
     def __post_init__(self) -> None:
-        """Refuse arguments that cannot be, by a `UserError`; the constructor of a dataclass calls it."""
+        """Make handles of models' names, and refuse arguments that cannot be; a dataclass's constructor calls it."""
         check_fields(self)
-        check_models(self)
+        make_models(self)
 
     def configure_models(self) -> None:
         """Assign the handles that follow from those of the constructor: a reference, an average.

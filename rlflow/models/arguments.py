@@ -48,17 +48,17 @@ def _check_part(owner: str, name: str, wanted: Any, part: Any) -> None:
             )
 
 
-def check_models(module: object) -> None:
-    """Refuse a constructor's argument that stands where a model belongs and is none.
+def make_models(module: object) -> None:
+    """Make a handle of each constructor's argument that is a model's name.
 
     Raises:
-        UserError: There is one.
+        UserError: An argument stands where a model belongs and is none.
     """
     for name, kind in model_parameters(type(module)).items():
         value = getattr(module, name, None)
         if isinstance(value, str):
-            raise UserError(f"`{name}` is {value!r}, a name alone; write `{kind.__name__}({value!r})`")
-        if value is not None and not isinstance(value, kind):
+            setattr(module, name, kind(value))
+        elif value is not None and not isinstance(value, kind):
             raise UserError(f"`{name}` is {value!r:.80}, which is no {kind.__name__}; give one")
 
 

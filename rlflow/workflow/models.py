@@ -9,7 +9,7 @@ from typing import Any
 
 from rlflow.dag.node import ROLLOUT
 from rlflow.errors import UserError
-from rlflow.models.arguments import check_models, model_parameters
+from rlflow.models.arguments import make_models, model_parameters
 from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule, handles
@@ -24,7 +24,7 @@ def configure(module: RLModule) -> None:
     Raises:
         UserError: The constructor was given something else than a model, or one of the config has a wrong name.
     """
-    check_models(module)
+    make_models(module)
     given, of_run = dict(module.given_models), module.run_models
     for role, handle in handles(module).items():
         if handle is not of_run.get(role):

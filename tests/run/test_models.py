@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from rlflow import CausalLM, LoRA, Optimizer, RewardModel, UserError, ValueModel
+from rlflow import CausalLM, LoRA, Optimizer, PerToken, RewardModel, RLModule, UserError, ValueModel, node
 from rlflow.algorithms import DPO, GPG, GRPO, PPO, SFT, OnPolicyDistillation
 from rlflow.functional import KL
 from rlflow.models.moe import MoE
 from rlflow.run.prepare import read_graph
+from rlflow.types import MaskedTokens
 from tests.controller.runs import OddCharacters
 
 
@@ -127,13 +128,31 @@ def test_what_is_compared_has_one_temperature() -> None:
 @pytest.mark.parametrize(
     ("actor", "message"),
     [
-        ("tiny", "`actor` is 'tiny', a name alone; write `CausalLM\\('tiny'\\)`"),
+        (3, "`actor` is 3, which is no CausalLM; give one"),
         (RewardModel("tiny"), "`actor` is .*RewardModel.*, which is no CausalLM; give one"),
     ],
 )
 def test_what_is_no_model_is_refused(actor: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         SFT(actor)
+
+
+def test_a_name_is_a_handle_of_the_field_s_class() -> None:
+    actor = SFT("tiny").actor
+    assert isinstance(actor, CausalLM)
+    assert actor.model == "tiny"
+    assert type(PPO("tiny", OddCharacters(), critic="other").critic) is ValueModel
+
+    class Plain(RLModule):
+        def __init__(self, actor: CausalLM | str) -> None:
+            self.actor = actor
+
+        @node(role="actor", type="train")
+        def actor_loss(self, batch: MaskedTokens) -> PerToken:
+            return -self.actor.logprobs(batch)
+
+    assert [*read_graph(plain := Plain("tiny")).roles()] == ["actor"]
+    assert plain.actor.model == "tiny"
 
 
 def test_a_field_that_a_class_hides_from_its_constructor_is_refused() -> None:
