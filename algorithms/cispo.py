@@ -1,16 +1,15 @@
 """Clipped importance-sampling weights: CISPO of MiniMax-M1, arXiv 2506.13585."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from rlflow import PerSample, PerToken
 from rlflow.functional import cispo_loss, log_ratio
 
-from .grpo import GRPO
+from .grpo import GroupRelative
 
 
 @dataclass(eq=False)
-class CISPO(GRPO):
+class CISPO(GroupRelative):
     """GRPO whose ratio weights the token and is capped at 1 + clip_high; no token loses its gradient.
 
     Args:
@@ -18,8 +17,6 @@ class CISPO(GRPO):
     """
 
     clip_high: float = 4.0
-
-    unused: ClassVar[tuple[str, ...]] = ("clip",)
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:
         capped = log_ratio(logprobs.detach(), old_logprobs).exp() > 1 + self.clip_high

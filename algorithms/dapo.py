@@ -6,8 +6,8 @@ from rlflow import PerSample, node
 from rlflow.functional import Clip, group_has_signal
 from rlflow.types import Grouped, Written
 
-from .credit import Earned
 from .grpo import GRPO
+from .policy_gradient import Earned
 
 
 @dataclass(eq=False)

@@ -21,9 +21,9 @@ class DPO(RLModule):
         reference: None for the actor as it is before training. To validate a trained model, name what it started from.
     """
 
-    actor: CausalLM
+    actor: CausalLM | str
     beta: float = 0.1
-    reference: CausalLM | None = None
+    reference: CausalLM | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,7 +34,7 @@ class DPO(RLModule):
         if self.reference is None:
             self.reference = self.actor.initial()
         else:
-            self.reference.only_scores(like=self.actor)
+            self.reference.only_scores(like=self.actor)  # type: ignore[arg-type]
 
     @node(role="reference")
     def ref_logprobs(self, batch: Pairs) -> PerSample:

@@ -1,17 +1,16 @@
 """Divergence Proximal Policy Optimization, by the binary total variation: DPPO, arXiv 2602.04879."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from rlflow import PerSample, PerToken, UserError
 from rlflow.functional import Importance, cispo_loss, dppo_tv_mask
 
-from .grpo import GRPO
+from .grpo import GroupRelative
 from .policy_gradient import Anchor
 
 
 @dataclass(eq=False)
-class DPPO(GRPO):
+class DPPO(GroupRelative):
     """GRPO that drops a token whose probability has moved by more than delta and would move on; A_i = r_i - mean_g.
 
     Args:
@@ -22,8 +21,6 @@ class DPPO(GRPO):
     importance: Importance | None = None
     normalize_std: bool = False
     delta: float = 0.15
-
-    unused: ClassVar[tuple[str, ...]] = ("clip",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

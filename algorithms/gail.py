@@ -11,6 +11,7 @@ from rlflow import Batch, Each, PerSample, PerToken, RewardModel, node
 from rlflow.types import Grown, Masked, Ragged, RowPath, Tokens, Trained
 
 from .grpo import GRPO
+from .policy_gradient import Clipped
 
 
 class ResponseTokens(Masked, Protocol):
@@ -32,21 +33,26 @@ class Labelled:
 
 
 @dataclass(eq=False)
-class GAIL(GRPO):
+class GAIL(Clipped):
     """The judge's D(x, y) = sigmoid(s) tells the dataset's responses from samples; a sample is worth -log(1 - D).
 
     The judge ascends E_data[log D] + E_pi[log(1 - D)] (the paper's D is 1 minus this one), and judges the samples
     after its updates of the step. The dataset's rows need a response.
 
     Args:
+        group_size: Samples of each prompt, at least 2.
+        normalize_std: Divide advantages by the deviation of the group's rewards.
         judge: Is trained along, from a reward model or a language model.
     """
 
-    judge: RewardModel = field(kw_only=True)
+    group_size: int = 8
+    normalize_std: bool = True
+    judge: RewardModel | str = field(kw_only=True)
 
-    learns_from_scores: ClassVar[bool] = False  # `reward` is for validation
-    unused: ClassVar[tuple[str, ...]] = ("advantages_at", "overlong_buffer", "reward_model")
+    compares_group: ClassVar[bool] = True
     kl_penalty = None
+
+    advantages = GRPO.advantages
 
     @node
     def examples(self, batch: Batch, rollout: Each[ResponseTokens]) -> Grown[Labelled]:

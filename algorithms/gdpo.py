@@ -1,7 +1,7 @@
 """Group reward-Decoupled Normalization Policy Optimization: GDPO, arXiv 2601.05242."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -10,22 +10,24 @@ from rlflow import PerSample, UserError, node
 from rlflow.functional import group_has_signal, group_normalized_advantages
 from rlflow.types import Grouped, Written
 
-from .grpo import GRPO
+from .policy_gradient import Clipped
 
 
 @dataclass(eq=False)
-class GDPO(GRPO):
+class GDPO(Clipped):
     """A = whitened sum_n w_n (r_n - mean_g) / std_g: each part of the reward is compared in the group by itself.
 
     Args:
+        group_size: Responses to each prompt, at least 2.
         part_weights: The parts that count, by name, and their weights; None for all parts, each with 1.
     """
 
+    group_size: int = 8
     part_weights: Mapping[str, float] | None = None
+    environment: None = field(default=None, init=False)  # what it gives is no part of the reward
 
-    rewards = None
+    compares_group: ClassVar[bool] = True
     kl_penalty = None
-    unused: ClassVar[tuple[str, ...]] = ("environment", "normalize_std", "overlong_buffer", "reward_model")
 
     def __post_init__(self) -> None:
         super().__post_init__()

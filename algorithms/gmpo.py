@@ -8,21 +8,28 @@ from rlflow import PerSample, PerToken
 from rlflow.functional import Aggregation, Bounds, Importance, gmpo_loss, ppo_is_clipped
 
 from .grpo import GRPO
+from .policy_gradient import Ratio, Scored
 
 
 @dataclass(eq=False)
-class GMPO(GRPO):
+class GMPO(Ratio, Scored):
     """GRPO with the geometric mean of the clipped ratios of a sequence's tokens.
 
     Args:
+        group_size: Responses to each prompt, at least 2.
+        normalize_std: Divide advantages by std_g.
         clip: How far the log ratio may leave 0 and still count.
     """
 
+    group_size: int = 8
+    normalize_std: bool = True
     clip: Bounds = Bounds(0.4, 0.4)
     importance: Importance | None = Importance("geometric")
     loss_aggregation: Aggregation = "sequence-mean-token-mean"
 
-    unused: ClassVar[tuple[str, ...]] = ("advantages_at", "loss_aggregation")
+    compares_group: ClassVar[bool] = True
+
+    advantages = GRPO.advantages
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerSample:
         clips = 1 - math.exp(-self.clip.low), math.exp(self.clip.high) - 1  # of the ratio

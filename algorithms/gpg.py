@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlflow import PerSample, PerToken, node
-from rlflow.functional import beside_tokens, group_has_signal, group_normalized_advantages
+from rlflow import PerSample, node
+from rlflow.functional import group_has_signal, group_normalized_advantages
 from rlflow.types import Grouped
 
-from .policy_gradient import PolicyGradient
+from .policy_gradient import PolicyGradient, Scored
 
 
 @dataclass(eq=False)
-class GPG(PolicyGradient):
+class GPG(PolicyGradient, Scored):
     """A_i = alpha (r_i - mean_g) and loss -A log pi; alpha makes up for groups whose equal rewards teach nothing.
 
     Without a ratio the gradient is right for the policy that sampled alone, so there is one update a step.
@@ -23,8 +23,6 @@ class GPG(PolicyGradient):
     group_size: int = 8
 
     compares_group: ClassVar[bool] = True
-    one_update: ClassVar[bool] = True
-    unused: ClassVar[tuple[str, ...]] = ("advantages_at", "anchor", "clip")
 
     @node
     def advantages(self, rollout: Grouped, rewards: PerSample, rewards_failed: PerSample | None = None) -> PerSample:
@@ -35,6 +33,3 @@ class GPG(PolicyGradient):
         alpha = 1 / useful.clamp(min=1e-12)  # where no group is useful, all advantages are 0
         centred = group_normalized_advantages(rewards, rollout.group, False, failed=rewards_failed)
         return centred * alpha.to(rewards.dtype)
-
-    def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:
-        return -beside_tokens(advantages, logprobs) * logprobs

@@ -7,12 +7,12 @@ from rlflow import PerSample, node
 from rlflow.functional import group_has_signal, group_normalized_advantages
 from rlflow.types import Grouped
 
-from .policy_gradient import PolicyGradient
+from .policy_gradient import Clipped, Ratio, TurnCredit
 
 
 @dataclass(eq=False)
-class GRPO(PolicyGradient):
-    """A_i = (r_i - mean_g) / std_g over the group g of a prompt; PPO's clipped loss, KL to a frozen reference.
+class GroupRelative(Ratio, TurnCredit):
+    """A_i = (r_i - mean_g) / std_g over the group g of a prompt, for GRPO and what differs from it by the surrogate.
 
     Args:
         group_size: Responses to each prompt, at least 2.
@@ -28,3 +28,8 @@ class GRPO(PolicyGradient):
     def advantages(self, rollout: Grouped, rewards: PerSample, rewards_failed: PerSample | None = None) -> PerSample:
         self.log("actor/useful_share", group_has_signal(rewards, rollout.group, rewards_failed))
         return group_normalized_advantages(rewards, rollout.group, self.normalize_std, failed=rewards_failed)
+
+
+@dataclass(eq=False)
+class GRPO(GroupRelative, Clipped):
+    """A_i = (r_i - mean_g) / std_g over the group g of a prompt; PPO's clipped loss, KL to a frozen reference."""

@@ -1,16 +1,15 @@
 """Group Sequence Policy Optimization: GSPO, arXiv 2507.18071."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from rlflow import PerSample, PerToken
 from rlflow.functional import Aggregation, Bounds, Importance, gspo_is_clipped, gspo_loss
 
-from .grpo import GRPO
+from .grpo import GroupRelative
 
 
 @dataclass(eq=False)
-class GSPO(GRPO):
+class GSPO(GroupRelative):
     """GRPO with one ratio a sequence, s = exp(mean_t log r_t), clipped as a whole.
 
     The surrogate is GSPO-token's, which is GSPO's where a response has one advantage, and takes one for each token too.
@@ -22,8 +21,6 @@ class GSPO(GRPO):
     clip: Bounds = Bounds(3e-4, 4e-4)
     importance: Importance | None = Importance("geometric")
     loss_aggregation: Aggregation = "sequence-mean-token-mean"
-
-    unused: ClassVar[tuple[str, ...]] = ("loss_aggregation",)
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:
         given = logprobs, old_logprobs, advantages, mask, self.clip.low, self.clip.high

@@ -33,7 +33,7 @@ class Judged(RLModule):
             run, `zero` does not ask the judge and gives it 0, counted as `verdict/too_long`.
     """
 
-    judge: CausalLM = field(kw_only=True)
+    judge: CausalLM | str = field(kw_only=True)
     rubric: Rubric = field(default_factory=Rubric, kw_only=True)
     judge_length: int = field(default=128, kw_only=True)
     judge_coef: float = field(default=1.0, kw_only=True)

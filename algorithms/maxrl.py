@@ -9,17 +9,22 @@ from rlflow import PerSample, UserError, node
 from rlflow.functional import Aggregation, group_has_signal, group_normalized_advantages
 from rlflow.types import Grouped
 
-from .grpo import GRPO
+from .policy_gradient import Clipped, Scored
 
 
 @dataclass(eq=False)
-class MaxRL(GRPO):
-    """A_i = (r_i - mean_g) / mean_g of rewards 0 and 1: hard prompts weigh as in the gradient of log p(right)."""
+class MaxRL(Clipped, Scored):
+    """A_i = (r_i - mean_g) / mean_g of rewards 0 and 1: hard prompts weigh as in the gradient of log p(right).
 
+    Args:
+        group_size: Responses to each prompt, at least 2.
+    """
+
+    group_size: int = 8
     loss_aggregation: Aggregation = "sequence-mean-token-sum"
 
+    compares_group: ClassVar[bool] = True
     kl_penalty = None
-    unused: ClassVar[tuple[str, ...]] = ("advantages_at", "normalize_std", "overlong_buffer")
 
     @node
     def advantages(self, rollout: Grouped, rewards: PerSample, rewards_failed: PerSample | None = None) -> PerSample:

@@ -1,20 +1,19 @@
 """On-policy distillation by the reverse KL: of each token, GKD, arXiv 2306.13649; or MiniLLM, arXiv 2306.08543."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from rlflow import CausalLM, PerToken, node
 from rlflow.functional import reinforce_returns
 from rlflow.types import Tokens
 
-from .policy_gradient import PolicyGradient
-from .scored import SampledLogprobs
+from .policy_gradient import Clipped, SampledLogprobs
 
 ReverseKL = Literal["token", "sequence"]
 
 
 @dataclass(eq=False)
-class OnPolicyDistillation(PolicyGradient):
+class OnPolicyDistillation(Clipped):
     """Advantages from d_t = log teacher(y_t) - log pi_old(y_t) on the student's samples.
 
     Args:
@@ -25,12 +24,9 @@ class OnPolicyDistillation(PolicyGradient):
             MiniLLM's, without its mixed sampling and length normalization.
     """
 
-    teacher: CausalLM = field(kw_only=True)
+    teacher: CausalLM | str = field(kw_only=True)
     reverse_kl: ReverseKL = "token"
-
-    unused: ClassVar[tuple[str, ...]] = ("overlong_buffer", "reward_model")
-    rewards = None  # the teacher is all there is to learn from; `reward` is for validation
-    kl_penalty = None
+    kl_penalty = None  # the teacher is all there is to learn from; `reward` is for validation
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -39,7 +35,7 @@ class OnPolicyDistillation(PolicyGradient):
 
     def configure_models(self) -> None:
         super().configure_models()
-        self.teacher.only_scores(like=self.actor)
+        self.teacher.only_scores(like=self.actor)  # type: ignore[arg-type]
 
     @node(role="teacher")
     def teacher_logprobs(self, rollout: Tokens) -> PerToken:

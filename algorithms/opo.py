@@ -7,8 +7,7 @@ from rlflow import PerSample, node
 from rlflow.functional import group_has_signal, opo_advantages
 from rlflow.types import Grouped
 
-from .policy_gradient import PolicyGradient
-from .scored import PolicyLengths
+from .policy_gradient import Clipped, PolicyLengths, Scored
 
 
 class GroupedLengths(PolicyLengths, Grouped, Protocol):
@@ -16,7 +15,7 @@ class GroupedLengths(PolicyLengths, Grouped, Protocol):
 
 
 @dataclass(eq=False)
-class OPO(PolicyGradient):
+class OPO(Clipped, Scored):
     """A_i = r_i - sum_j l_j r_j / sum_j l_j over the group, weighted by lengths l; exactly on-policy.
 
     Args:
@@ -27,7 +26,6 @@ class OPO(PolicyGradient):
 
     compares_group: ClassVar[bool] = True
     one_update: ClassVar[bool] = True
-    unused: ClassVar[tuple[str, ...]] = ("advantages_at", "anchor", "clip")
 
     @node
     def advantages(

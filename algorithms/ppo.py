@@ -9,7 +9,7 @@ from rlflow import PerSample, PerToken, UserError, ValueModel, node
 from rlflow.functional import gae, last_token_rewards, reinforce_returns, value_loss
 from rlflow.types import Masked, MaskedTokens, Tokens, Written
 
-from .policy_gradient import PolicyGradient
+from .policy_gradient import Clipped, Scored
 
 OnTruncation = Literal["terminal", "bootstrap", "mask"]
 
@@ -35,7 +35,7 @@ class Targets(Protocol):
 
 
 @dataclass(eq=False)
-class PPO(PolicyGradient):
+class PPO(Clipped, Scored):
     """A_t = GAE(gamma, lam) of r_t = r 1[t is last] - beta k1_t and the critic's V_t; both losses clipped.
 
     The critic's targets are those of GAE(gamma, critic_lam). With a lambda of 1 they are what was earned from a token
@@ -52,7 +52,7 @@ class PPO(PolicyGradient):
             (`bootstrap`), or is left out of both losses (`mask`).
     """
 
-    critic: ValueModel | None = None
+    critic: ValueModel | str | None = None
     gamma: float = 1.0
     lam: float = 1.0
     critic_lam: float = 1.0

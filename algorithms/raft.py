@@ -21,7 +21,7 @@ class RAFT(RLModule):
         loss_aggregation: How per-token losses become one number.
     """
 
-    actor: CausalLM
+    actor: CausalLM | str
     reward: Reward
     group_size: int = 8
     max_response_length: int = 256

@@ -7,11 +7,11 @@ from rlflow import PerSample, PerToken, node
 from rlflow.functional import last_token_rewards, reinforce_returns
 from rlflow.types import Masked, Written
 
-from .policy_gradient import PolicyGradient
+from .policy_gradient import Clipped, Scored
 
 
 @dataclass(eq=False)
-class REINFORCEPlusPlus(PolicyGradient):
+class REINFORCEPlusPlus(Clipped, Scored):
     """G_t = r 1[t is last] - beta k1_t + gamma G_t+1, whitened over all tokens of the global batch.
 
     Args:

@@ -7,7 +7,7 @@ from rlflow import PerSample, PerToken, node
 from rlflow.functional import KLEstimator, group_has_signal, group_normalized_advantages
 from rlflow.types import Grouped, Masked
 
-from .policy_gradient import PolicyGradient
+from .policy_gradient import Clipped, Scored
 
 
 class MaskedGroups(Masked, Grouped, Protocol):
@@ -15,7 +15,7 @@ class MaskedGroups(Masked, Grouped, Protocol):
 
 
 @dataclass(eq=False)
-class REINFORCEPlusPlusBaseline(PolicyGradient):
+class REINFORCEPlusPlusBaseline(Clipped, Scored):
     """A_i = r_i - mean_g, whitened over all tokens of the global batch; KL as k2 in the loss.
 
     Args:
@@ -25,7 +25,6 @@ class REINFORCEPlusPlusBaseline(PolicyGradient):
     group_size: int = 8
 
     compares_group: ClassVar[bool] = True
-    unused: ClassVar[tuple[str, ...]] = ("advantages_at",)  # what is whitened are the tokens of whole responses
     kl_in_loss: ClassVar[KLEstimator] = "k2"
 
     @node

@@ -7,11 +7,11 @@ from rlflow import Batch, Each, PerSample, PerToken, Rollout, node
 from rlflow.functional import last_token_rewards, reinforce_returns
 from rlflow.types import Grouped, Masked, Tokens, Written
 
-from .policy_gradient import PolicyGradient
+from .policy_gradient import Clipped, Scored
 
 
 @dataclass(eq=False)
-class ReMax(PolicyGradient):
+class ReMax(Clipped, Scored):
     """A = r(x, y) - r(x, greedy y): a second node that generates answers each prompt once, with the likeliest tokens.
 
     With KL in the reward, that of a token and of those after it comes off its advantage.

@@ -19,7 +19,7 @@ class RewardModelTraining(RLModule):
         reward_model: The model to train. A language model gets a new head, whose scores start at 0.
     """
 
-    reward_model: RewardModel
+    reward_model: RewardModel | str
 
     @node(role="reward_model", type="train")
     def reward_model_loss(self, batch: Pairs) -> PerSample:

@@ -7,11 +7,11 @@ from rlflow import PerSample, node
 from rlflow.functional import group_has_signal, rloo_advantages
 from rlflow.types import Grouped
 
-from .policy_gradient import PolicyGradient
+from .policy_gradient import Clipped, TurnCredit
 
 
 @dataclass(eq=False)
-class RLOO(PolicyGradient):
+class RLOO(Clipped, TurnCredit):
     """A_i = r_i - mean of the group's other rewards, with r_i the score less beta KL of the whole response.
 
     Args:

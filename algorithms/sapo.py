@@ -1,16 +1,15 @@
 """Soft Adaptive Policy Optimization: SAPO, arXiv 2511.20347."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from rlflow import PerSample, PerToken, UserError
 from rlflow.functional import Aggregation, sapo_loss
 
-from .grpo import GRPO
+from .grpo import GroupRelative
 
 
 @dataclass(eq=False)
-class SAPO(GRPO):
+class SAPO(GroupRelative):
     """GRPO with a soft gate in place of the clip: a token fades as its ratio leaves 1, and none is cut off.
 
     Args:
@@ -21,8 +20,6 @@ class SAPO(GRPO):
     loss_aggregation: Aggregation = "sequence-mean-token-mean"
     tau_pos: float = 1.0
     tau_neg: float = 1.05
-
-    unused: ClassVar[tuple[str, ...]] = ("clip",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,7 +24,7 @@ class SelfDistillation(RLModule):
         reward: What scores a response in validation; None for no validation.
     """
 
-    actor: CausalLM
+    actor: CausalLM | str
     hint: str = "{prompt} The answer is {answer}."
     decay: float = 0.99
     group_size: int = 1

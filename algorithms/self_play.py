@@ -28,8 +28,8 @@ class SelfPlay(RLModule):
         loss_aggregation: How per-token losses become one number.
     """
 
-    solver: CausalLM
-    proposer: CausalLM
+    solver: CausalLM | str
+    proposer: CausalLM | str
     reward: Reward
     ask: str = "{prompt}"
     column: str = "question"

@@ -21,7 +21,7 @@ class SFT(RLModule):
             where responses are texts.
     """
 
-    actor: CausalLM
+    actor: CausalLM | str
     reward: Reward | None = None
     max_response_length: int = 256
     loss_aggregation: Aggregation = "token-mean"

@@ -1,6 +1,6 @@
 """Responses that branch where the policy is least sure, with advantages by subtree: TreeRL, arXiv 2506.11902."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -9,11 +9,11 @@ from torch.nn.functional import pad
 from rlflow import Batch, Each, PerSample, PerToken, Rollout, UserError, node
 from rlflow.types import Grouped, Masked, Sampled
 
-from .policy_gradient import PolicyGradient
+from .policy_gradient import Clipped, Scored
 
 
 @dataclass(eq=False)
-class TreeRL(PolicyGradient):
+class TreeRL(Clipped, Scored):
     """A(s) = [V(s) - V(root)] + [V(s) - V(parent of s)],    V(s) = mean V of the children of s, of a leaf its reward.
 
     The root is a prompt, below it are trunks, and each forks once into `branches` leaves. A trunk that has ended before
@@ -31,9 +31,9 @@ class TreeRL(PolicyGradient):
     group_size: int = 8
     branches: int = 2
     trunk_tokens: int | None = None
+    environment: None = field(default=None, init=False)  # none can continue from where a trunk forks
 
     compares_group: ClassVar[bool] = True
-    unused: ClassVar[tuple[str, ...]] = ("environment",)  # which would have to go on from where a trunk forks
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from rlflow import algorithms
-from rlflow.algorithms import PolicyGradient
+from rlflow.algorithms import policy_gradient
+from rlflow.algorithms.policy_gradient import Clipped
 from rlflow.functional import KL, Bounds, Importance
 from rlflow.models.arguments import model_parameters
 
@@ -20,6 +21,10 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `(\w+)` \| `([\w.]+)` \| `([^`]+)` \| (?:`([^`]+)` )?\| ", re.MULTILINE)
 NAMES = sorted(algorithms.__all__)
+CLASSES = {name: getattr(algorithms, name) for name in NAMES}
+BASES = {
+    name: getattr(policy_gradient, name) for name in ("Clipped", "PolicyGradient", "Ratio", "Scored", "TurnCredit")
+}
 
 # What to load and how to train it, which no paper decides: names of settings, or their last parts.
 NOT_OF_THE_PAPER = {
@@ -91,21 +96,31 @@ def defaults(algorithm: type) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+def of_bases(algorithm: type) -> dict[str, tuple[Any, Any]]:
+    """The rows of the classes that the algorithm shares settings with."""
+    return {
+        setting: row
+        for name, base in BASES.items()
+        if issubclass(algorithm, base)
+        for setting, row in TABLE[name].items()
+    }
+
+
+@pytest.mark.parametrize("name", [*(CLASSES | BASES)])
 def test_the_defaults_are_the_class_s(name: str) -> None:
-    of_class = defaults(getattr(algorithms, name))
+    of_class = defaults((CLASSES | BASES)[name])
     assert {setting: default for setting, (default, _) in TABLE.get(name, {}).items()} == {
         setting: of_class[setting] for setting in TABLE.get(name, {})
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*(CLASSES | BASES)])
 def test_no_setting_that_the_class_gives_a_default_is_missing(name: str) -> None:
-    algorithm = getattr(algorithms, name)
+    algorithm = (CLASSES | BASES)[name]
     own = vars(algorithm).get("__annotations__", {}).keys() - model_parameters(algorithm).keys()
-    of_all = defaults(PolicyGradient)
+    of_all = defaults(Clipped)
     given = {setting: value for setting, value in defaults(algorithm).items() if setting.split(".")[0] in own}
-    if algorithm is not PolicyGradient:  # of its parts, what is no other than there
+    if name not in BASES:  # of its parts, what is no other than there
         given = {name: value for name, value in given.items() if "." not in name or value != of_all.get(name)}
     assert given.keys() - NOT_OF_THE_PAPER <= TABLE.get(name, {}).keys()
 
@@ -114,7 +129,7 @@ def test_no_setting_that_the_class_gives_a_default_is_missing(name: str) -> None
 def test_the_config_has_what_the_table_says(name: str) -> None:
     algorithm, given = getattr(algorithms, name), config_of(name)
     of_class = defaults(algorithm)
-    of_all = TABLE["PolicyGradient"] if issubclass(algorithm, PolicyGradient) else {}
+    of_all = of_bases(algorithm)
     for setting, (default, config) in TABLE.get(name, {}).items():
         assert given.get(setting, default) == (default if config is ... else config), setting
     for setting in given.keys() - TABLE.get(name, {}).keys():
