@@ -15,6 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import rlflow
+
 ROOT = Path(__file__).parent.parent
 LOCKS = ["cpu.lock", "cuda.lock"]
 
@@ -117,6 +119,13 @@ def test_an_audit_of_what_cannot_be_looked_up_is_none(tmp_path: Path) -> None:
 def test_the_cpu_lock_leaves_out_what_breaks_the_cpu_build_of_torch() -> None:
     assert pins("cpu.lock")["torch"].endswith("+cpu")
     assert {"torchvision", "torchaudio", "torchcodec"}.isdisjoint(pins("cpu.lock"))
+
+
+def test_at_most_twenty_names_are_exported_and_all_are_there() -> None:
+    assert 10 < len({*rlflow.__all__}) <= 20
+    assert all(hasattr(rlflow, name) for name in rlflow.__all__)
+    with pytest.raises(AttributeError, match="module 'rlflow' has no attribute 'Written'"):
+        rlflow.Written  # noqa: B018
 
 
 def test_importing_the_package_imports_no_engine() -> None:
