@@ -1,7 +1,7 @@
 """Group reward-Decoupled Normalization Policy Optimization: GDPO, arXiv 2601.05242."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -24,6 +24,7 @@ class GDPO(Clipped):
 
     group_size: int = 8
     part_weights: Mapping[str, float] | None = None
+    environment: None = field(default=None, init=False)  # what it gives is no part of the reward
 
     compares_group: ClassVar[bool] = True
     kl_penalty = None

@@ -66,13 +66,12 @@ def count(name: str) -> Lines:
     """The lines of a variation."""
     file, functions = VARIATIONS[name]
     pure = ROOT / "rlflow" / "functional"
-    named = {f"from .{file} import {name}", f'"{name}",'}
-    named |= {written for function in functions for written in (f"{function},", f'"{function}",')}
+    named = tuple(f"import {each} as {each}" for each in (name, *functions))
     registries = [path.read_text(encoding="utf-8") for path in (ROOT / "algorithms/__init__.py", pure / "__init__.py")]
     mathematics = [path.read_text(encoding="utf-8") for path in sorted(pure.glob("*.py"))]
     return Lines(
         algorithm=len(code_lines((ROOT / "algorithms" / f"{file}.py").read_text(encoding="utf-8"))),
-        registration=sum(line.strip() in named for source in registries for line in source.splitlines()),
+        registration=sum(line.endswith(named) for source in registries for line in source.splitlines()),
         functional=sum(function_lines(source, functions) for source in mathematics),
     )
 

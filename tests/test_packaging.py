@@ -15,6 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import rlflow
+
 ROOT = Path(__file__).parent.parent
 LOCKS = ["cpu.lock", "cuda.lock"]
 
@@ -47,7 +49,7 @@ def test_the_wheel_holds_every_module_algorithm_and_config(wheel: zipfile.ZipFil
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlflow").rglob("*.py")}
     algorithms = {f"rlflow/algorithms/{path.name}" for path in (ROOT / "algorithms").glob("*.py")}
     configs = {f"rlflow/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
-    assert modules | algorithms | configs | {"rlflow/py.typed"} <= set(wheel.namelist())
+    assert modules | algorithms | configs | {"rlflow/__init__.pyi", "rlflow/py.typed"} <= set(wheel.namelist())
 
 
 def test_the_wheel_holds_nothing_beside_the_package(wheel: zipfile.ZipFile) -> None:
@@ -117,6 +119,13 @@ def test_an_audit_of_what_cannot_be_looked_up_is_none(tmp_path: Path) -> None:
 def test_the_cpu_lock_leaves_out_what_breaks_the_cpu_build_of_torch() -> None:
     assert pins("cpu.lock")["torch"].endswith("+cpu")
     assert {"torchvision", "torchaudio", "torchcodec"}.isdisjoint(pins("cpu.lock"))
+
+
+def test_at_most_twenty_names_are_exported_and_all_are_there() -> None:
+    assert 10 < len({*rlflow.__all__}) <= 20
+    assert all(hasattr(rlflow, name) for name in rlflow.__all__)
+    with pytest.raises(AttributeError, match="module 'rlflow' has no attribute 'Written'"):
+        rlflow.Written  # noqa: B018
 
 
 def test_importing_the_package_imports_no_engine() -> None:

@@ -3,109 +3,54 @@
 `B` is the number of samples, `T` the longest response among them; tensors are `[B]` or `[B, T]`, right-padded.
 """
 
-from rlflow.functional.advantages import (
-    group_has_signal,
-    group_normalized_advantages,
-    opo_advantages,
-    rloo_advantages,
-)
-from rlflow.functional.pass_at_k import pass_at_k
-from rlflow.functional.penalties import overlong_penalty, overlong_tokens
-from rlflow.functional.policy_gradient import (
-    KL,
-    Aggregation,
-    Bounds,
-    Clip,
-    Importance,
-    ImportanceLevel,
-    ImportanceMode,
-    KLEstimator,
-    aggregate,
-    importance_dropped,
-    importance_weights,
-    kl_estimate,
-    log_ratio,
-    loss_count,
-    loss_sum,
-    loss_weights,
-    policy_objective,
-    ppo_clip_loss,
-    ppo_is_clipped,
-)
-from rlflow.functional.preference import bradley_terry_loss, dpo_loss, preference_accuracy
-from rlflow.functional.quantiles import quantiles
-from rlflow.functional.returns import (
-    at_turns,
-    gae,
-    last_token_rewards,
-    reinforce_returns,
-    rewards_to_go,
-    value_loss,
-)
-from rlflow.functional.shapes import beside_tokens
-from rlflow.functional.surrogates import (
-    cispo_loss,
-    cpgd_drift,
-    cpgd_loss,
-    dppo_tv_mask,
-    gmpo_loss,
-    gspo_is_clipped,
-    gspo_loss,
-    off_policy_sequence_mask,
-    sapo_loss,
-)
-from rlflow.functional.whitening import merge_moments, moments, row_moments, standardize, whiten
-
-__all__ = [
-    "KL",
-    "Aggregation",
-    "Bounds",
-    "Clip",
-    "Importance",
-    "ImportanceLevel",
-    "ImportanceMode",
-    "KLEstimator",
-    "aggregate",
-    "at_turns",
-    "beside_tokens",
-    "bradley_terry_loss",
-    "cispo_loss",
-    "cpgd_drift",
-    "cpgd_loss",
-    "dpo_loss",
-    "dppo_tv_mask",
-    "gae",
-    "gmpo_loss",
-    "group_has_signal",
-    "group_normalized_advantages",
-    "gspo_is_clipped",
-    "gspo_loss",
-    "importance_dropped",
-    "importance_weights",
-    "kl_estimate",
-    "last_token_rewards",
-    "log_ratio",
-    "loss_count",
-    "loss_sum",
-    "loss_weights",
-    "merge_moments",
-    "moments",
-    "off_policy_sequence_mask",
-    "opo_advantages",
-    "overlong_penalty",
-    "overlong_tokens",
-    "pass_at_k",
-    "policy_objective",
-    "ppo_clip_loss",
-    "ppo_is_clipped",
-    "preference_accuracy",
-    "quantiles",
-    "reinforce_returns",
-    "rewards_to_go",
-    "rloo_advantages",
-    "row_moments",
-    "sapo_loss",
-    "standardize",
-    "value_loss",
-    "whiten",
-]
+from rlflow.functional.advantages import group_has_signal as group_has_signal
+from rlflow.functional.advantages import group_normalized_advantages as group_normalized_advantages
+from rlflow.functional.advantages import opo_advantages as opo_advantages
+from rlflow.functional.advantages import rloo_advantages as rloo_advantages
+from rlflow.functional.pass_at_k import pass_at_k as pass_at_k
+from rlflow.functional.penalties import overlong_penalty as overlong_penalty
+from rlflow.functional.penalties import overlong_tokens as overlong_tokens
+from rlflow.functional.policy_gradient import KL as KL
+from rlflow.functional.policy_gradient import Aggregation as Aggregation
+from rlflow.functional.policy_gradient import Bounds as Bounds
+from rlflow.functional.policy_gradient import Clip as Clip
+from rlflow.functional.policy_gradient import Importance as Importance
+from rlflow.functional.policy_gradient import ImportanceLevel as ImportanceLevel
+from rlflow.functional.policy_gradient import ImportanceMode as ImportanceMode
+from rlflow.functional.policy_gradient import KLEstimator as KLEstimator
+from rlflow.functional.policy_gradient import aggregate as aggregate
+from rlflow.functional.policy_gradient import importance_dropped as importance_dropped
+from rlflow.functional.policy_gradient import importance_weights as importance_weights
+from rlflow.functional.policy_gradient import kl_estimate as kl_estimate
+from rlflow.functional.policy_gradient import log_ratio as log_ratio
+from rlflow.functional.policy_gradient import loss_count as loss_count
+from rlflow.functional.policy_gradient import loss_sum as loss_sum
+from rlflow.functional.policy_gradient import loss_weights as loss_weights
+from rlflow.functional.policy_gradient import policy_objective as policy_objective
+from rlflow.functional.policy_gradient import ppo_clip_loss as ppo_clip_loss
+from rlflow.functional.policy_gradient import ppo_is_clipped as ppo_is_clipped
+from rlflow.functional.preference import bradley_terry_loss as bradley_terry_loss
+from rlflow.functional.preference import dpo_loss as dpo_loss
+from rlflow.functional.preference import preference_accuracy as preference_accuracy
+from rlflow.functional.quantiles import quantiles as quantiles
+from rlflow.functional.returns import at_turns as at_turns
+from rlflow.functional.returns import gae as gae
+from rlflow.functional.returns import last_token_rewards as last_token_rewards
+from rlflow.functional.returns import reinforce_returns as reinforce_returns
+from rlflow.functional.returns import rewards_to_go as rewards_to_go
+from rlflow.functional.returns import value_loss as value_loss
+from rlflow.functional.shapes import beside_tokens as beside_tokens
+from rlflow.functional.surrogates import cispo_loss as cispo_loss
+from rlflow.functional.surrogates import cpgd_drift as cpgd_drift
+from rlflow.functional.surrogates import cpgd_loss as cpgd_loss
+from rlflow.functional.surrogates import dppo_tv_mask as dppo_tv_mask
+from rlflow.functional.surrogates import gmpo_loss as gmpo_loss
+from rlflow.functional.surrogates import gspo_is_clipped as gspo_is_clipped
+from rlflow.functional.surrogates import gspo_loss as gspo_loss
+from rlflow.functional.surrogates import off_policy_sequence_mask as off_policy_sequence_mask
+from rlflow.functional.surrogates import sapo_loss as sapo_loss
+from rlflow.functional.whitening import merge_moments as merge_moments
+from rlflow.functional.whitening import moments as moments
+from rlflow.functional.whitening import row_moments as row_moments
+from rlflow.functional.whitening import standardize as standardize
+from rlflow.functional.whitening import whiten as whiten

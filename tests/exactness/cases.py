@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rlflow import CausalLM, Environment, Optimizer, RewardModel, ValueModel
+from rlflow import CausalLM, Environment, Optimizer, RewardModel, ValueModel, algorithms
 from rlflow.functional import Importance
 from tests.exactness.recording import GROUP, LONGEST, PROMPTS, TEMPERATURE, USELESS, Answer, Recording
+from tests.making import OF_A_MODEL, PARTS
 from tests.reference.discriminator_float64 import discriminator_update
 from tests.reference.pairs_float64 import Pair, dpo_update, reward_model_update
 from tests.reference.policy_float64 import Folders, Objective, Sample, critic_updates, policy_updates
@@ -281,14 +283,21 @@ def settings(case: Case, recording: Recording) -> dict[str, Any]:
     if case.objective is None:
         return given
     objective = case.objective
-    shared = {name: getattr(objective, name) for name in SHARED}
+    shared = {name: getattr(objective, name) for name in SHARED if _takes(case.algorithm, name)}
     if case.paid:
-        environment = Environment("tests.controller.answering.Counting", max_turns=4)
-        shared |= {"environment": environment, "advantages_at": "turn" if objective.by_turn else "conversation"}
+        shared["environment"] = Environment("tests.controller.answering.Counting", max_turns=4)
+    if objective.by_turn:
+        shared["advantages_at"] = "turn"
     ends = objective.importance_low, objective.importance_high
     importance = Importance(objective.importance_level, objective.importance_mode, *ends)  # type: ignore[arg-type]
     corrected = importance if objective.anchor == "old" else None
     return {"group_size": GROUP, "importance": corrected} | shared | given
+
+
+def _takes(algorithm: str, setting: str) -> bool:
+    """Whether an algorithm has a setting, of its actor and of its parts too."""
+    arguments = inspect.signature(getattr(algorithms, algorithm)).parameters
+    return setting in OF_A_MODEL or setting in arguments or PARTS.get(setting, "").partition(".")[0] in arguments
 
 
 def _model(role: str, folder: str, case: Case) -> CausalLM | ValueModel | RewardModel:
