@@ -17,7 +17,7 @@ from rlflow.controller.policies import Policies
 from rlflow.controller.program import Program
 from rlflow.controller.steps import Steps
 from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, Sleep, SyncWeights, Task, Tell, TrainNode
-from rlflow.data.prefetch import Prefetch
+from rlflow.data.loader import Prefetch
 from rlflow.databuffer.kept import Kept
 from rlflow.databuffer.transport import Transport
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_hold_rows, to_score, to_train

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import engine_of
+from rlflow.dag.node import Node, engine_of
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import SyncWeights
 from rlflow.dag.weight_syncs import sync_of
@@ -58,7 +58,7 @@ class Prepared(Planned):
 
     Attributes:
         module: The algorithm.
-        data: Its prompts.
+        data: Its prompts, the columns resolved.
         settings: Of the trainer.
         strategy: How training is spread.
         paths: Model folder or hub name of each role that a node uses.
@@ -72,6 +72,8 @@ class Prepared(Planned):
         validation: Loader of the held-out rows; None without.
         generates: Whether a rollout engine is needed, for the graph or to validate.
         scores_validation: Whether validation generates responses and scores them.
+        loss_node: Whose loss is measured on held-out rows: the lead's train node that reads `batch` alone; None where
+            there is none, or the module has a `validation_step`.
     """
 
     module: RLModule
@@ -88,6 +90,7 @@ class Prepared(Planned):
     validation: Loader | None
     generates: bool
     scores_validation: bool
+    loss_node: Node | None
 
     @property
     def loaders(self) -> tuple[Loader, Loader | None]:

@@ -180,12 +180,12 @@ def join(prepared: Prepared, resolved_config: str | None) -> Joined:
         seed=settings.seed,
         stop_token_ids=prepared.stop_token_ids,
         decode=prepared.decode,
-        encode=prepared.train.tokens,
-        written=prepared.train.written,
+        encode=prepared.train.encode.tokens,
+        written=prepared.train.encode.written,
         on_scores=samples.keep,
         rows_of=prepared.train.rows_of,
         conversation_format=ConversationFormat(
-            prepared.bridges, prepared.train.messages, prepared.data.max_prompt_length
+            prepared.bridges, prepared.train.encode.messages, prepared.data.max_prompt_length
         ),
         writers={node.id: node.generates for node in prepared.graph.order},
         longest_prompt=prepared.data.max_prompt_length,

@@ -47,7 +47,8 @@ def validate(prepared: Prepared, callbacks: Callbacks, state: RunState, resolved
             console.say(line)
         if joined.context.conversations is not None:
             stack.callback(joined.context.conversations.close)
-        for role in prepared.paths if has_validation_step(module) else [prepared.lead]:
+        scores = has_validation_step(module) or prepared.loss_node is not None
+        for role in prepared.paths if scores else [prepared.lead]:
             if prepared.strategy.holds(role):
                 handles(module)[role].freeze()
             joined.load(role)
@@ -97,11 +98,11 @@ def measure(joined: Joined, version: int) -> dict[str, float]:
                 decode=prepared.decode,
                 conversations=joined.context.conversations,
             )
-    if has_validation_step(module):
+    if has_validation_step(module) or prepared.loss_node is not None:
         lead = prepared.layouts[prepared.lead]
         layout = Layout(lead.ranks, lead.shards)
-        with memory_watched("validation, `validation_step`", partial(to_score, strategy), strategy):
-            metrics |= validation.run_validation_step(
-                module, joined.context, loader, joined.transport, layout, strategy.root_device
+        with memory_watched("validation, scoring", partial(to_score, strategy), strategy):
+            metrics |= validation.score_rows(
+                module, prepared.loss_node, joined.context, loader, joined.transport, layout, strategy.root_device
             )
     return metrics

@@ -26,7 +26,7 @@ def numbered(count: int) -> list[dict[str, Any]]:
 
 def loader(rows: list[dict[str, Any]], seed: int = 0, **settings: Any) -> Loader:
     source = Listed(rows)
-    return Loader(source, PromptData(source, **settings), TOKENIZER, seed)
+    return Loader(source, PromptData(source, **settings).resolved(), TOKENIZER, seed)
 
 
 def dealt(of: Loader, step: int, shards: int) -> list[int]:
@@ -81,7 +81,7 @@ def test_the_order_is_that_of_the_source_without_shuffle() -> None:
 
 def test_a_shard_reads_its_own_rows_and_no_other() -> None:
     source = Listed(numbered(12))
-    data = Loader(source, PromptData(source, prompts_per_step=6), TOKENIZER, seed=0)
+    data = Loader(source, PromptData(source, prompts_per_step=6).resolved(), TOKENIZER, seed=0)
     source.reads.clear()  # the scan's
 
     batch, _ = data.batch(1, shard=1, shards=3)
@@ -201,7 +201,7 @@ def test_fewer_rows_than_a_step_draws_are_refused() -> None:
 
 
 def test_a_row_that_json_cannot_carry_is_named() -> None:
-    with pytest.raises(UserError, match="listed, row 1: Object of type bytes is not JSON serializable"):
+    with pytest.raises(UserError, match=r"listed, row 1: column `picture` is b'\\x00' \(Object of type bytes is not"):
         loader([{"question": "a"}, {"question": "b", "picture": b"\x00"}])
 
 

@@ -17,7 +17,7 @@ TOKENIZER = tiny_tokenizer()
 
 def encode(row: dict[str, Any], tokenizer: Any = TOKENIZER, **settings: Any) -> Example:
     source = Listed([row])
-    return Encoder(PromptData(source, **settings), tokenizer)(source, [0])[0]
+    return Encoder(PromptData(source, **settings).resolved(), tokenizer)(source, [0])[0]
 
 
 def codes(text: str) -> list[int]:
@@ -138,7 +138,7 @@ def test_a_prompt_that_is_no_text_is_named(value: Any) -> None:
 
 def test_messages_need_the_chat_template() -> None:
     with pytest.raises(UserError, match=r"row 0: column `question` is a list of messages; set `data.chat_template"):
-        encode({"question": [{"role": "user", "content": "hi"}]})
+        encode({"question": [{"role": "user", "content": "hi"}]}, chat_template=False)
 
 
 @pytest.mark.parametrize("message", [{"role": "user"}, "hi"])
@@ -197,8 +197,7 @@ def test_a_tokenizer_without_an_end_cannot_end_responses() -> None:
     ("settings", "complaint"),
     [
         ({"prompts_per_step": 0}, "`prompts_per_step` is 0"),
-        ({"system_prompt": "x"}, "set `chat_template: true`"),
-        ({"rejected": "bad"}, "`data.rejected` is 'bad' without `data.response`"),
+        ({"system_prompt": "x", "chat_template": False}, "set `chat_template: true`"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(settings: dict[str, Any], complaint: str) -> None:
