@@ -49,8 +49,7 @@ from small_run import (
 from torch import Tensor
 
 from rlflow import CausalLM
-from rlflow.data.loader import Loader
-from rlflow.data.prefetch import Prefetch
+from rlflow.data.loader import Loader, Prefetch
 from rlflow.databuffer.balance import Balance
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.rows import RowSpace

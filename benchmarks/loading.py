@@ -1,6 +1,6 @@
 """What each rank reads and holds: a loader of its own on every rank, against one rank that loads all and scatters.
 
-    python benchmarks/loading.py
+    python -m benchmarks.loading
 
 A JSONL file of 40,000 rows of about 1 kB. Each rank makes its loader (the ranks look once at every row, each at a share
 of them, to find what is too long; a second time they find what was kept) and then reads its rows of three steps; or
@@ -87,7 +87,8 @@ def _rank(rank: int, ranks: int, way: str, folder: str) -> None:
     store = f"file://{folder}/store-{way}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     source, tokenizer = Counted(f"{folder}/rows.jsonl"), tiny_tokenizer()
-    data = PromptData(source, prompts_per_step=PROMPTS, max_prompt_length=2048)
+    data = PromptData(source, prompts_per_step=PROMPTS, max_prompt_length=2048).resolved()
+    source.rows = source.bytes = 0
     dist.barrier()
     before, began = reset_peak(), time.perf_counter()
     if way != "scatter":

@@ -28,7 +28,7 @@ import rlflow.run.setup
 from rlflow import Callback, PerSample, PerToken, PromptData, Trainer
 from rlflow.algorithms import GRPO
 from rlflow.data import JSONL
-from rlflow.data.prefetch import Prefetch
+from rlflow.data.loader import Prefetch
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.transport import Transport
 from rlflow.rewards import SampleReward

@@ -14,6 +14,7 @@ from rlflow.callbacks.hooks import Callbacks, check_callbacks
 from rlflow.controller.run import Run
 from rlflow.data.loader import scan_together
 from rlflow.data.prompts import PromptData
+from rlflow.data.sources import DataLike, as_source
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError, about
 from rlflow.loggers.logger import Logger
@@ -72,10 +73,16 @@ class Trainer(RunningTrainer):
         check_callbacks(self._callbacks)
         self.resolved_config: str | None = None
 
-    def fit(self, module: RLModule, data: PromptData) -> dict[str, Any]:
+    def fit(self, module: RLModule, train: DataLike | PromptData, validation: DataLike | None = None) -> dict[str, Any]:
         """Train, and return the run's summary: validation before and after, steps, seconds.
 
         With more than one device, the first process starts the others by running its own command line again.
+
+        Args:
+            module: The algorithm.
+            train: Rows to train on, in any form that `PromptData` takes: a `datasets.Dataset`, a list of dicts, the
+                path of a file, and others; or a `PromptData`, which has all settings of how rows are read.
+            validation: Rows to validate on, in the same forms; None for no validation, and beside a `PromptData`.
 
         Raises:
             UserError: Something that the user can mend; before processes start where it can be known then.
@@ -84,17 +91,22 @@ class Trainer(RunningTrainer):
         def run(prepared: Run, callbacks: Callbacks) -> dict[str, Any]:
             return fit(prepared, callbacks, self.loggers, self, self.resolved_config)
 
-        return self._launch(module, data, self.settings, run)
+        return self._launch(module, _data(train, validation), self.settings, run)
 
-    def validate(self, module: RLModule, data: PromptData) -> dict[str, Any]:
-        """Validate the module's model on `data.validation`; the metrics, and the number of problems.
+    def validate(self, module: RLModule, validation: DataLike | PromptData) -> dict[str, Any]:
+        """Validate the module's model; the metrics, and the number of problems.
 
         They are those of `fit` before its first step, and lie in `<run_dir>-validate/validation.json`. No optimizer is
-        built, and no model is loaded but the one that generates; all are for a module with a `validation_step`.
+        built, and no model is loaded but the one that generates; all are for a module whose rows are scored.
+
+        Args:
+            module: The algorithm.
+            validation: Rows to validate on, in any form that `PromptData` takes; or a `PromptData` that has some.
 
         Raises:
             UserError: As `fit`; and if there is nothing to validate on.
         """
+        data = validation if isinstance(validation, PromptData) else _validated(validation)
         if data.validation is None:
             raise UserError("`data.validation` is not set, so there is nothing to validate on; name a dataset")
         if self.ckpt_path is not None:
@@ -108,7 +120,7 @@ class Trainer(RunningTrainer):
 
         return self._launch(module, data, self.settings.for_validation(), run)
 
-    def replay(self, module: RLModule, data: PromptData, asked: Replay) -> list[Replayed]:
+    def replay(self, module: RLModule, data: DataLike | PromptData, asked: Replay) -> list[Replayed]:
         """Run nodes of a step of an earlier run once more, in this process, on what that run kept of them.
 
         Args:
@@ -121,7 +133,7 @@ class Trainer(RunningTrainer):
         """
         if (ranks := self.world_size) != 1:
             raise UserError(f"`trainer.devices` gives {ranks} ranks, and a step is replayed in one process; set 1")
-        return self._launch(module, data, self.settings, partial(replay, asked))
+        return self._launch(module, _data(data), self.settings, partial(replay, asked))
 
     def _launch(
         self,
@@ -186,3 +198,18 @@ class Trainer(RunningTrainer):
             startup.passed("data")
             results: Result = fabric.launch(run)
         return results
+
+
+def _data(train: DataLike | PromptData, validation: DataLike | None = None) -> PromptData:
+    """The datasets of `fit`."""
+    if not isinstance(train, PromptData):
+        return PromptData(train, validation)
+    if validation is not None:
+        raise UserError("`validation` is given beside a PromptData, which has its own; set it there")
+    return train
+
+
+def _validated(validation: DataLike) -> PromptData:
+    """Rows to validate on, without any to train on."""
+    rows = as_source(validation, "data.validation", "validation")
+    return PromptData(rows, rows, prompts_per_step=max(1, min(32, len(rows))))

@@ -13,7 +13,7 @@ from benchmarks.delays import delay
 from benchmarks.size import Size, size_of
 from rlflow import CausalLM, Environment
 from rlflow.algorithms import DAPO, GRPO
-from rlflow.data.prefetch import Prefetch
+from rlflow.data.loader import Prefetch
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.transport import Transport
 from rlflow.models.tiny import write_tiny_model

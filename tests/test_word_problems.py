@@ -11,9 +11,8 @@ import pytest
 
 from benchmarks.word_problems import FOLDER, LONGEST, SHORTEST, check
 from rlflow.data import JSONL, PromptData
-from rlflow.data.lengths import count
 from rlflow.data.prompts import Encoder
-from rlflow.data.scan import scan
+from rlflow.data.scan import count, scan
 from rlflow.models.tiny import tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -45,9 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_prompts_have_the_lengths_of_real_ones(folder: Path) -> None:
     source = JSONL(str(folder / FOLDER / "problems.jsonl"))
-    data = PromptData(source, chat_template=True, max_prompt_length=LONGEST)
+    data = PromptData(source, chat_template=True, max_prompt_length=LONGEST).resolved()
     encode = Encoder(data, tiny_tokenizer())
-    found = scan(source, data, count(source, encode, range(len(source))))
+    found = scan(source, data, count(source, encode, range(len(source))).numbers)
     lengths = sorted(len(example.prompt_ids) for example in encode(source, range(len(source))))
     assert len(found.kept) == 200
     assert lengths[0] >= SHORTEST

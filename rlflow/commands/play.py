@@ -26,6 +26,7 @@ from rlflow.process.status import refusing_exits
 from rlflow.rewards.reward import RewardInput, scored
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.engine import Sampling
+from rlflow.run.checks import resolved
 from rlflow.run.placement import followed_role
 from rlflow.run.prepare import model_path, read_graph
 from rlflow.run.pretrained import load_tokenizer, stop_tokens
@@ -74,6 +75,7 @@ class Play:
         with about(handles(module)[policy]):
             tokenizer = load_tokenizer(model, handles(module)[policy].trust_remote_code)
         bridges = Bridges(tokenizer, data.renderer, data.tool_calls)
+        data = resolved(data, module, graph)
         conversation_format = ConversationFormat(bridges, Encoder(data, tokenizer).messages, data.max_prompt_length)
         row = self._row()
         end = bridges.of(environment.definition_of(row)).end

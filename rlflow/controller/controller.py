@@ -18,7 +18,7 @@ from rlflow.controller.policies import Policies
 from rlflow.controller.run import Run
 from rlflow.controller.steps import Steps
 from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, Sleep, SyncWeights, Task, Tell, TrainNode
-from rlflow.data.prefetch import Prefetch
+from rlflow.data.loader import Prefetch
 from rlflow.databuffer.kept import Kept
 from rlflow.errors import UserError
 from rlflow.loggers.trace import Trace

@@ -14,7 +14,7 @@ from rlflow.controller.run import Run
 from rlflow.controller.steps import Steps
 from rlflow.dag.node import BATCH
 from rlflow.dag.tasks import Fill, HoldBack, Load, Task
-from rlflow.data.prefetch import Prefetch
+from rlflow.data.loader import Prefetch
 from rlflow.databuffer.kept import Kept
 from rlflow.databuffer.message import to_message
 from rlflow.errors import UserError

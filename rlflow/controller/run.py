@@ -14,7 +14,7 @@ from rlflow.controller.context import NodeContext
 from rlflow.controller.samples import Samples
 from rlflow.controller.step_state import Keeping
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import engine_of
+from rlflow.dag.node import Node, engine_of
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import SyncWeights
 from rlflow.dag.weight_syncs import sync_of
@@ -64,7 +64,7 @@ class Run(RunPlan):
 
     Attributes:
         module: The algorithm.
-        data: Its prompts.
+        data: Its prompts, the columns resolved.
         settings: Settings of the trainer.
         strategy: How training is spread.
         paths: Model folder or hub name of each role that a node uses.
@@ -78,6 +78,8 @@ class Run(RunPlan):
         validation: Loader of the held-out rows; None without.
         generates: Whether a rollout engine is needed, for the graph or to validate.
         scores_validation: Whether validation generates responses and scores them.
+        loss_node: Whose loss is measured on held-out rows: the lead's train node that reads `batch` alone; None where
+            there is none, or the module has a `validation_step`.
         max_tokens_per_draw: Tokens by which a response grows at most before it is cut off; None where none is.
         bad_updates: When an update is not made.
         transport: To the other ranks. This and what follows is set by `rlflow.run.setup.join`, on a rank that has met
@@ -102,6 +104,7 @@ class Run(RunPlan):
     validation: Loader | None
     generates: bool
     scores_validation: bool
+    loss_node: Node | None
     max_tokens_per_draw: int | None = None
     bad_updates: BadUpdates = BadUpdates()  # noqa: RUF009 - frozen
     transport: Transport = field(init=False)

@@ -1,7 +1,4 @@
-"""Validation: sample responses to every held-out prompt, score them, and average; or as the module says itself.
-
-The graph is not run.
-"""
+"""Validation: responses to every held-out prompt, scored; the loss of held-out responses; or the module's own step."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlflow.controller.context import NodeContext, Running
 from rlflow.controller.conversation_metrics import measure_turns
@@ -18,9 +16,10 @@ from rlflow.dag.node import BATCH, Node
 from rlflow.data.loader import Loader
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
-from rlflow.functional import pass_at_k
-from rlflow.metrics import Metrics
-from rlflow.module import RLModule, environments
+from rlflow.functional import loss_count, loss_sum, loss_weights, pass_at_k
+from rlflow.metrics import Metrics, StepMetrics
+from rlflow.models.causal_lm import CausalLM
+from rlflow.module import RLModule, environments, handles
 from rlflow.rewards.reward import RewardInput
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.engine import RolloutEngine, Sampling
@@ -112,22 +111,71 @@ def validate(
 
 
 @torch.no_grad()
-def run_validation_step(
-    module: RLModule, context: NodeContext, loader: Loader, transport: Transport, layout: Layout, device: torch.device
+def score_rows(
+    module: RLModule,
+    loss_node: Node | None,
+    context: NodeContext,
+    loader: Loader,
+    transport: Transport,
+    layout: Layout,
+    device: torch.device,
 ) -> dict[str, float]:
-    """What the module's `validation_step` logs of all held-out rows, equal on every rank."""
+    """What the module's `validation_step` logs of all held-out rows, or their loss, equal on every rank.
+
+    Args:
+        module: The algorithm.
+        loss_node: The train node whose loss it is; None for `validation_step`.
+        context: That the module is attached to.
+        loader: Of the held-out rows.
+        transport: To the other ranks.
+        layout: Where rows are scored.
+        device: Of the models.
+    """
     all_metrics = Metrics()
     if transport.rank not in layout.ranks:
         return all_metrics.reduce(0, transport)
     metrics = all_metrics.of(0)
-    batch, ids = loader.all(layout.shard(transport.rank), layout.shards)
-    lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)
+    rows, ids = loader.all(layout.shard(transport.rank), layout.shards)
+    lengths = rows.lengths if isinstance(rows, Batch) else torch.zeros_like(ids)
     name = RLModule.validation_step.__name__
-    space = RowSpace.gather(name, transport, layout, path=ids[:, None], lengths=lengths, tokens=batch.tokens)
+    space = RowSpace.gather(name, transport, layout, path=ids[:, None], lengths=lengths, tokens=rows.tokens)
     node = Node(name, inputs=(), role=None, kind="compute", returns=Any, file="", line=0)
-    with context.measuring(Running(node, space, layout, draw=DRAW, versions={}, metrics=metrics)):
-        module.validation_step(to_device(batch, device))
+    batch = to_device(rows, device)
+    logged = metrics if loss_node is None else Metrics().of(0)  # what a train node logs is of training
+    with context.measuring(Running(node, space, layout, draw=DRAW, versions={}, metrics=logged)):
+        if loss_node is None:
+            module.validation_step(batch)
+        else:
+            measure_loss(module, loss_node, batch, metrics, counts=layout.publishes(transport.rank))
     return all_metrics.reduce(0, transport)
+
+
+def measure_loss(module: RLModule, node: Node, batch: Batch, metrics: StepMetrics, counts: bool) -> None:
+    """`val/loss`, the loss of a train node as in training; and of a language model `val/token_accuracy`.
+
+    The second is the share of the response tokens that count which are the likeliest where they stand. Sums over all
+    ranks' rows are divided at the end, so neither depends on how many ranks and micro-batches there are.
+
+    Args:
+        module: The algorithm.
+        node: Its train node, which reads `batch` alone.
+        batch: This rank's rows.
+        metrics: That the numbers go to.
+        counts: Whether this rank's rows count; of peers with the same rows one's do.
+    """
+    assert node.role is not None
+    handle = handles(module)[node.role]
+    mode = handle.loss_aggregation or module.loss_aggregation
+    loss: Tensor = getattr(module, node.id)(batch=batch)
+    likeliest = handle.topk(batch, 1)[1][..., 0] if isinstance(handle, CausalLM) else None  # [B, T]
+    if not counts:
+        return
+    mask = batch.loss_mask.any(dim=1) if loss.dim() == 1 else batch.loss_mask
+    total = loss_sum(loss.double(), loss_weights(mask, mode, module.max_response_length))
+    metrics.mean("val/loss", total, loss_count(mask, mode))
+    if likeliest is not None:
+        right = (likeliest == batch.response_ids) & batch.loss_mask
+        metrics.mean("val/token_accuracy", right.sum(), batch.loss_mask.sum())
 
 
 def powers_of_two(most: int) -> list[int]:

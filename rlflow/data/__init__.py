@@ -2,12 +2,12 @@
 
 from rlflow.data.played import Played
 from rlflow.data.prompts import PromptData
-from rlflow.data.random_rows import RandomRows
-from rlflow.data.sources import JSONL, HuggingFace, Parquet, Source
-from rlflow.data.tasks import ReasoningGym, ReasoningGymHints, ReasoningGymPairs
+from rlflow.data.sources import JSONL, DataLike, HuggingFace, Parquet, Source, as_source
+from rlflow.data.tasks import RandomRows, ReasoningGym, ReasoningGymHints, ReasoningGymPairs
 
 __all__ = [
     "JSONL",
+    "DataLike",
     "HuggingFace",
     "Parquet",
     "Played",
@@ -17,4 +17,5 @@ __all__ = [
     "ReasoningGymHints",
     "ReasoningGymPairs",
     "Source",
+    "as_source",
 ]

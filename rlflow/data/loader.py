@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache, partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlflow.data.chosen_rows import Choose, ChosenRows, Epoch
-from rlflow.data.columns import check_scored
-from rlflow.data.lengths import begins, count, count_together, keep_counts, key_of, read_counts
 from rlflow.data.prompts import Encoder, Example, PromptData
-from rlflow.data.scan import Scan, scan
+from rlflow.data.scan import (
+    Counted,
+    Examples,
+    Scan,
+    begins,
+    check_scored,
+    count,
+    count_together,
+    keep_counted,
+    key_of,
+    pieces_of_all,
+    read_counted,
+    scan,
+)
 from rlflow.data.sources import Source
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
@@ -28,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FIRST_ROWS = 8
-FEW_ROWS = 2048  # that every rank counts at once, and nobody keeps
+FEW_ROWS = 2048  # that every rank counts at once and keeps in memory, and nobody on disk
 
 
 class Loader:
@@ -39,11 +52,11 @@ class Loader:
     to fill it.
 
     All rows are scanned once, before any is dealt out: at construction where there are few or a run before has kept
-    their lengths, else by `scan_together`; after that a rank reads its own.
+    their tokens, else by `scan_together`; after that a rank reads its own rows, which are not tokenised again.
 
     Args:
         source: The rows.
-        data: How they are read.
+        data: How they are read, its columns resolved.
         tokenizer: Of the model.
         seed: Of the order.
         limit: Only the first so many rows that are kept.
@@ -54,6 +67,9 @@ class Loader:
     Raises:
         UserError: The dataset is empty, a row cannot be read or scored, or it is too long and `data.overlong` is
             `error`.
+
+    Attributes:
+        encode: Rows and texts to tokens.
     """
 
     def __init__(
@@ -69,7 +85,7 @@ class Loader:
     ) -> None:
         self._source = source
         self._data = data
-        self._encode = Encoder(data, tokenizer, environment)
+        self.encode = Encoder(data, tokenizer, environment)
         self._pad = tokenizer.pad_token_id or 0  # never read: a batch carries its lengths
         self._seed = seed
         self._limit = limit
@@ -77,21 +93,22 @@ class Loader:
         self._order = lru_cache(maxsize=2)(self._shuffled)
         self._chosen: ChosenRows | None = None
         self._scan: Scan | None = None
+        self._examples: Examples | None = None
         with about(source):
             rows = len(source)
         self._key = None
         if rows > FEW_ROWS:
             self._key = key_of(source, data, tokenizer, environment, reward)
-        counts = None if self._key is None else read_counts(self._key, rows)
-        if counts is not None:
-            self._use(counts)
-        elif ranks == 1 or self._key is None:
-            self._use(self._count(keeps=True))
+        counted = None if self._key is None else read_counted(self._key, rows)
+        if counted is None and (ranks == 1 or self._key is None):
+            counted = self._count()
+        if counted is not None:
+            self._use(counted)
         else:  # what is lacking in all rows is known before ranks begin
             for row in range(min(rows, FIRST_ROWS) if environment is not None or reward is not None else 0):
                 columns = source[row]
                 check_scored(columns, reward, source.where(row))
-                begins(columns, self._encode, source, row)
+                begins(columns, self.encode, source, row)
 
     @property
     def is_scanned(self) -> bool:
@@ -108,21 +125,34 @@ class Loader:
     def _kept(self) -> Tensor:
         return self.scan.kept[: self._limit]
 
-    def _use(self, counts: Tensor) -> None:
+    def _use(self, counted: Counted) -> None:
         with about(self._source):
-            self._scan = scan(self._source, self._data, counts)
+            self._scan = scan(self._source, self._data, counted.numbers)
+        self._examples = None if counted.ids is None else Examples(self._source, counted)
 
-    def _count(self, keeps: bool, transport: Transport | None = None) -> Tensor:
-        """Of all rows, alone or together with all ranks."""
+    def _count(self, keeps: bool = True) -> Counted:
+        """All rows, which this rank counts alone."""
         rows = len(self._source)
-        if transport is None:
-            counts = count(self._source, self._encode, range(rows), self._reward)
-        else:
-            mine = share(rows, transport.rank, transport.world_size)
-            counts = count_together(self._source, self._encode, mine, transport, self._reward)
-        if keeps and self._key is not None:
-            keep_counts(self._key, counts)
-        return counts
+        counted = count(self._source, self.encode, range(rows), self._reward)
+        if self._key is None or not keeps:
+            return counted
+        assert counted.ids is not None
+        keep_counted(self._key, counted.numbers, [(0, counted.ids)])
+        return read_counted(self._key, rows) or counted
+
+    def _count_together(self, keeps: bool, transport: Transport) -> Counted:
+        """All rows, of which each rank counts some; where nobody keeps them, rows are tokenised as they are drawn."""
+        assert self._key is not None
+        rows = len(self._source)
+        mine = share(rows, transport.rank, transport.world_size)
+        all_rows, counted = count_together(self._source, self.encode, mine, transport, self._reward)
+        pieces = pieces_of_all(counted, transport)
+        if keeps:
+            keep_counted(self._key, all_rows.numbers, pieces)
+        for _ in pieces:  # what it left out
+            pass
+        transport.all_gather(torch.zeros(1))  # now all are kept
+        return read_counted(self._key, rows) or all_rows
 
     @property
     def size(self) -> int:
@@ -197,18 +227,6 @@ class Loader:
             rows[draws == draw] = self._rows(draw)[places[draws == draw]]
         return rows
 
-    def tokens(self, text: str) -> list[int]:
-        """The token ids of a text as of a prompt."""
-        return self._encode.tokens(text)
-
-    def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """The messages of a row's prompt."""
-        return self._encode.messages(row)
-
-    def written(self, rows: Sequence[dict[str, Any]], template: str) -> list[list[int]]:
-        """The token ids of prompts that a template writes from rows, see `Encoder.written`."""
-        return self._encode.written(rows, template)
-
     def first(self) -> Batch | Pairs:
         """One row, the first that the seed draws."""
         return self._read(self._order(0)[:1])
@@ -238,8 +256,64 @@ class Loader:
         return self._kept[torch.randperm(self.size, generator=generator)]
 
     def _read(self, rows: Tensor) -> Batch | Pairs:
-        examples = self._encode(self._source, rows.tolist())
+        read = self._examples or partial(self.encode, self._source)
+        examples = read(rows.tolist())
         return collate(examples, self._pad) if self._data.rejected is None else collate_pairs(examples)
+
+
+_Draw = tuple[int, int, int]  # draw, shard, shards
+
+
+class Prefetch:
+    """A loader, one draw ahead of its reader. What it gives is the loader's own, whatever the timing.
+
+    One thread reads, and all that is read is read by it, so a source is never asked for two rows at once. It starts at
+    the first draw: a rank that loads nothing has none.
+
+        with Prefetch(loader, draws=100) as prompts:
+            batch, ids = prompts.batch(0, shard=0, shards=2)
+
+    Args:
+        loader: What is read.
+        draws: The run's draws, past which nothing is read; None where nobody knows, and at most one is read in vain.
+    """
+
+    def __init__(self, loader: Loader, draws: int | None) -> None:
+        self._loader = loader
+        self._draws = draws
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlflow-prefetch")
+        self._next: tuple[_Draw, Future[tuple[Batch | Pairs, Tensor]]] | None = None
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Rows of one draw."""
+        return self._loader.prompts_per_step
+
+    def begin(self, draw: int) -> Epoch | None:
+        """As `Loader.begin`, which waits for what a module learns: so no draw of a later epoch is read ahead of it."""
+        return self._loader.begin(draw)
+
+    def batch(self, draw: int, shard: int, shards: int) -> tuple[Batch | Pairs, Tensor]:
+        """What `Loader.batch` gives; then the next draw is begun.
+
+        Raises:
+            UserError: As `Loader.batch`, of this draw: faults of the next one are reported when it is asked for.
+        """
+        expected, coming = self._next or (None, None)
+        self._next = None
+        if coming is None or expected != (draw, shard, shards):
+            coming = self._reader.submit(self._loader.batch, draw, shard, shards)
+        read = coming.result()
+        if (self._draws is None or draw + 1 < self._draws) and self._loader.knows(draw + 1):
+            following = (draw + 1, shard, shards)
+            self._next = following, self._reader.submit(self._loader.batch, *following)
+        return read
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._reader.shutdown(cancel_futures=True)
 
 
 def scan_together(loaders: Sequence[Loader | None], transport: Transport, keeps: bool) -> None:
@@ -251,7 +325,7 @@ def scan_together(loaders: Sequence[Loader | None], transport: Transport, keeps:
     Args:
         loaders: As many on every rank; None where there is none.
         transport: To the other ranks.
-        keeps: Whether this rank keeps lengths for later runs; one does of each machine.
+        keeps: Whether this rank keeps rows for the others and for later runs; one does of each machine.
 
     Raises:
         UserError: As the constructor, on all ranks alike.
@@ -263,7 +337,7 @@ def scan_together(loaders: Sequence[Loader | None], transport: Transport, keeps:
             continue
         keys = of_loader[:, 1:]
         if bool((keys == keys[0]).all()) and bool(keys[0].any()):
-            loader._use(loader._count(keeps, transport))
+            loader._use(loader._count_together(keeps, transport))
         elif not loader.is_scanned:
             loader._use(loader._count(keeps))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
-from rlflow.data.sources import Source
+from rlflow.data.sources import DataLike, Source, as_source
 from rlflow.data.template import column_of
 from rlflow.dotted_path import object_at
 from rlflow.environments.bridge import Bridge, Message, ParsedTurn, message
@@ -30,7 +30,7 @@ class Played(Source):
     they are first read, and end as conversations of a policy do.
 
     Args:
-        rows: The dataset.
+        rows: The dataset, in any form that `PromptData` takes.
         environment: What answers; in training the module has one of the same tools.
         script: `script(messages, row, draws)`, or its dotted path: what the policy says next, its calls of tools as the
             model is to write them, given all messages so far, the row, and a `random.Random` of the seed and the row.
@@ -41,7 +41,7 @@ class Played(Source):
 
     def __init__(
         self,
-        rows: Source,
+        rows: DataLike,
         environment: Environment,
         script: str | Script,
         prompt: str = "question",
@@ -53,7 +53,7 @@ class Played(Source):
                 f"`tool_calls` is {tool_calls!r}; give one of {', '.join(TOOL_FORMS)}."
                 f"{did_you_mean(tool_calls, TOOL_FORMS)}"
             )
-        self.rows = rows
+        self.rows = as_source(rows, "rows")
         self.environment = environment
         self.script = script
         self.prompt = prompt

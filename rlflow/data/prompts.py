@@ -1,40 +1,56 @@
-"""What a user says of the prompts, and how a row of the dataset becomes token ids."""
+"""`PromptData`, the datasets of a run and their columns, and how a row becomes token ids."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
-from rlflow.data.columns import is_message, says_nothing, text_in
 from rlflow.data.played import Played
-from rlflow.data.sources import Source
+from rlflow.data.sources import DataLike, Source, as_source, has_validation, is_data_module
 from rlflow.data.template import Template, column_of
 from rlflow.environments.bridge import MARK, SpecialTokens, text_of
 from rlflow.environments.conversation_format import Bridges, traced
 from rlflow.environments.environment import Definition, Environment, defined
-from rlflow.errors import UserError, one_line
+from rlflow.errors import UserError, about, one_line, readable_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+Learned = Literal["responses", "pairs"]  # what an algorithm learns from, where it is the dataset's
+# Columns that are read where none is set: the first that a row has.
+PROMPTS, RESPONSES, CHOSEN, REJECTED = (
+    ("prompt", "question"),
+    ("response", "completion", "messages"),
+    ("chosen",),
+    ("rejected",),
+)
 
 
 class PromptData:
     """The datasets of a run and how their rows are read.
 
     Args:
-        train: Rows to train on.
-        validation: Rows to validate on; None for no validation.
+        train: Rows to train on: the path of a JSON Lines or Parquet file, or of a folder of them; a dataset of the hub,
+            such as `openai/gsm8k/main`; a `Source` by its class. In Python also a `datasets.Dataset`, a list of dicts,
+            a map-style dataset of torch, or a `LightningDataModule`.
+        validation: Rows to validate on, in the same forms; None for no validation.
         prompts_per_step: Prompts of one step, over all ranks. An epoch leaves out the rows that fill no step.
-        prompt: Column of the prompt: a text, or with `chat_template` also a list of messages. Dots step into a column,
-            as in `metadata.expression`.
-        response: Column of the response to learn, a text; None where responses are sampled. Beside `rejected`, of the
-            response that was chosen. With `chat_template` also a whole conversation, a list of messages whose turns of
-            role `assistant` are learned; `prompt` is then not read.
-        rejected: Column of the response that was rejected, a text, for algorithms that read `Pairs`; None for others.
-        chat_template: Write prompts in the tokenizer's chat template, as the user's message.
-        system_prompt: System message before each prompt; needs `chat_template`.
+        prompt: Column of the prompt, a text or a list of messages; None for `prompt`, else `question`. Dots step into a
+            column, as in `metadata.expression`.
+        response: Column of the response to learn, a text; None for `response`, else `completion` or `messages`, where
+            an algorithm learns from responses, and for none where responses are sampled. Of pairs, the response that
+            was chosen; None for `chosen`. With the chat template also a list of messages whose turns of role
+            `assistant` are learned: what follows the prompt, or a whole conversation, which begins with another role;
+            `prompt` is then not read.
+        rejected: Column of the response that was rejected, a text, for algorithms that read `Pairs`; None for
+            `rejected` there, and for none in other algorithms.
+        chat_template: Write prompts in the tokenizer's chat template, a text as the user's message; None where the
+            first row has a list of messages.
+        system_prompt: System message before each prompt; needs the chat template.
         renderer: What writes conversations with environments in place of the chat template: the name of a renderer of
             the package `renderers`, such as `qwen3`; a mapping of its `name` and settings; or `auto`, by its table of
             models. Needs `pip install 'rlflow-llm[renderers]'`.
@@ -50,13 +66,13 @@ class PromptData:
 
     def __init__(
         self,
-        train: Source,
-        validation: Source | None = None,
+        train: DataLike,
+        validation: DataLike | None = None,
         prompts_per_step: int = 32,
-        prompt: str = "question",
+        prompt: str | None = None,
         response: str | None = None,
         rejected: str | None = None,
-        chat_template: bool = False,
+        chat_template: bool | None = None,
         system_prompt: str | None = None,
         renderer: str | dict[str, Any] | None = None,
         tool_calls: str | None = None,
@@ -73,12 +89,7 @@ class PromptData:
         }.items():
             if length is not None and length < 1:
                 raise UserError(f"`data.{name}` is {length}; it counts tokens, so give 1 or more")
-        if rejected is not None and response is None:
-            raise UserError(
-                f"`data.rejected` is {rejected!r} without `data.response`, the column of the response that was chosen;"
-                " set both"
-            )
-        if system_prompt is not None and not chat_template:
+        if system_prompt is not None and chat_template is False:
             raise UserError(
                 "`system_prompt` is set without `chat_template`, which writes it; set `chat_template: true`"
             )
@@ -87,8 +98,10 @@ class PromptData:
                 "`data.renderer` and `data.tool_calls` are set, and a renderer parses calls of tools itself; leave"
                 " `tool_calls` out"
             )
-        self.train = train
-        self.validation = validation
+        if validation is None and is_data_module(train) and has_validation(train):
+            validation = train
+        self.train = as_source(train)
+        self.validation = None if validation is None else as_source(validation, "data.validation", "validation")
         self.prompts_per_step = prompts_per_step
         self.prompt = prompt
         self.response = response
@@ -101,6 +114,41 @@ class PromptData:
         self.max_response_length = max_response_length
         self.overlong = overlong
         self.shuffle = shuffle
+
+    def resolved(self, learned: Learned | None = None) -> Self:
+        """The same with the columns that are not set, as the first row of `train` and the algorithm decide them.
+
+        Args:
+            learned: What the algorithm learns from that is the dataset's; None where responses are sampled.
+
+        Raises:
+            UserError: There is no row, it lacks these columns, or a system prompt is set and no chat template.
+        """
+        with about(self.train):
+            if not len(self.train):
+                raise UserError(f"{self.train.name} has no rows, so there is nothing to train on; check the dataset")
+            row, place = self.train.read([0])[0], self.train.where(0)
+        found = copy.copy(self)
+        if learned == "pairs":
+            found.response = self.response or _first(row, CHOSEN, "response", place)
+            found.rejected = self.rejected or _first(row, REJECTED, "rejected", place)
+        elif learned == "responses":
+            found.response = self.response or _first(row, RESPONSES, "response", place)
+        response = None if found.response is None else column_of(row, found.response, place)
+        if self.prompt is None:
+            absent = (
+                PROMPTS[0] if _is_whole(response) else None
+            )  # it is not read then, but where conversations are held
+            found.prompt = _first(row, PROMPTS, "prompt", place, absent)
+        if self.chat_template is None:
+            prompt = None if _is_whole(response) else column_of(row, str(found.prompt), place)
+            found.chat_template = isinstance(prompt, list) or isinstance(response, list)
+        if self.system_prompt is not None and not found.chat_template:
+            raise UserError(
+                "`data.system_prompt` is set without `data.chat_template`, which writes it; set `data.chat_template:"
+                " true`"
+            )
+        return found
 
 
 @dataclass(frozen=True)
@@ -136,6 +184,7 @@ class Encoder:
     def __init__(
         self, data: PromptData, tokenizer: PreTrainedTokenizerBase, environment: Environment | None = None
     ) -> None:
+        assert data.prompt is not None, "`PromptData.resolved` comes first"
         if data.chat_template and tokenizer.chat_template is None:
             raise UserError("`data.chat_template` is true but the model's tokenizer has no template; set it to false")
         if data.response is not None and tokenizer.eos_token_id is None:
@@ -144,6 +193,7 @@ class Encoder:
                 " it with; set `eos_token` in its tokenizer_config.json"
             )
         self._data = data
+        self._prompt_column = data.prompt
         self._tokenizer = tokenizer
         self._begins = environment is not None and data.response is None
         self._definition_of = partial(_toolless, defined(None)) if environment is None else environment.definition_of
@@ -197,7 +247,7 @@ class Encoder:
         Raises:
             UserError: The row lacks the column, or it holds neither a text nor messages.
         """
-        return self._messages(column_of(row, self._data.prompt, "a row"), "a row")
+        return self._messages(column_of(row, self._prompt_column, "a row"), "a row")
 
     def begins(self, row: dict[str, Any]) -> int:
         """Tokens with which a conversation begins that has this row's prompt, the tools among them; 0 if none does.
@@ -246,7 +296,7 @@ class Encoder:
         return [self._special.ids(text) if chat and MARK in text else of for text, of in zip(prompts, ids, strict=True)]
 
     def _prompt(self, row: dict[str, Any], place: str, template: Template | None = None) -> str:
-        prompt = column_of(row, self._data.prompt, place)
+        prompt = column_of(row, self._prompt_column, place)
         if template is not None:
             prompt = self._rewritten(prompt, template, row, place)
         may_be_empty = not self._data.chat_template  # a tokenizer may begin it with a token of its own
@@ -259,20 +309,20 @@ class Encoder:
             return self._chat(prompt, place)
         if isinstance(prompt, list):
             raise UserError(
-                f"{place}: column `{self._data.prompt}` is a list of messages; set `data.chat_template: true`"
+                f"{place}: column `{self._prompt_column}` is a list of messages; set `data.chat_template: true`"
             )
-        return text_in(prompt, self._data.prompt, place)
+        return text_in(prompt, self._prompt_column, place)
 
     def _rewritten(self, prompt: Any, template: Template, row: dict[str, Any], place: str) -> Any:
         """A prompt as the template writes it; of messages, what the user says last."""
         column = partial(column_of, row, place=place)
         if not isinstance(prompt, list):
-            return template.written(text_in(prompt, self._data.prompt, place), column)
+            return template.written(text_in(prompt, self._prompt_column, place), column)
         by_user = [number for number, message in enumerate(prompt) if message.get("role") == "user"]
         if not by_user:
             raise UserError(f"{place}: no message of the prompt is the user's, into which a template writes; add one")
         last = by_user[-1]
-        said = template.written(text_in(prompt[last].get("content"), self._data.prompt, place), column)
+        said = template.written(text_in(prompt[last].get("content"), self._prompt_column, place), column)
         return [*prompt[:last], {**prompt[last], "content": said}, *prompt[last + 1 :]]
 
     def _chat(self, prompt: Any, place: str) -> str:
@@ -289,10 +339,10 @@ class Encoder:
     def _messages(self, prompt: Any, place: str) -> list[dict[str, Any]]:
         messages = prompt
         if not isinstance(prompt, list):
-            messages = [{"role": "user", "content": text_in(prompt, self._data.prompt, place)}]
+            messages = [{"role": "user", "content": text_in(prompt, self._prompt_column, place)}]
         if not all(map(is_message, messages)):
             raise UserError(
-                f"{place}: column `{self._data.prompt}` is {prompt!r:.60}, not messages with role and content;"
+                f"{place}: column `{self._prompt_column}` is {prompt!r:.60}, not messages with role and content;"
                 " mend or remove the row"
             )
         if self._data.system_prompt is not None:
@@ -312,7 +362,11 @@ class Encoder:
         if not self._data.chat_template:
             raise UserError(f"{where} is a list of messages; set `data.chat_template: true`")
         bridge = self._bridges.of(self._definition_of(row))
-        trace = traced(self._messages(messages, place), bridge, self._ids, where)
+        if _is_whole(messages):
+            before, after = [], self._messages(messages, place)
+        else:
+            before, after = self._messages(column_of(row, self._prompt_column, place), place), messages
+        trace = traced([*before, *after], bridge, self._ids, where, given=len(before))
         return Example(row, trace.prompt, trace.tokens, [], trace.written)
 
     def _ids(self, text: str) -> list[int]:
@@ -338,3 +392,46 @@ class Encoder:
 
 def _toolless(definition: Definition, row: dict[str, Any]) -> Definition:
     return definition
+
+
+def _first(row: dict[str, Any], columns: Sequence[str], what: str, place: str, absent: str | None = None) -> str:
+    """The first of these columns that the row has, `absent` where it has none."""
+    found = next((column for column in columns if column in row), absent)
+    if found is None:
+        wanted = " or ".join(f"`{column}`" for column in columns)
+        there = ", ".join(readable_line(str(name)) for name in row)
+        raise UserError(f"{place} has no column {wanted}; columns found: {there}. Name the column in `data.{what}`")
+    return found
+
+
+def _is_whole(response: Any) -> bool:
+    """Whether a response is a whole conversation, the prompt in it: messages of which the policy has not the first."""
+    return isinstance(response, list) and not (
+        bool(response) and is_message(response[0]) and response[0]["role"] == "assistant"
+    )
+
+
+def text_in(value: Any, column: str, place: str) -> str:
+    """The value of a column, which is a text.
+
+    Raises:
+        UserError: It is none.
+    """
+    if not isinstance(value, str):
+        raise UserError(f"{place}: column `{column}` is {value!r:.60}, not a text; mend or remove the row")
+    return value
+
+
+def is_message(message: Any) -> bool:
+    """Whether it has a role and a content, which is null beside calls of tools alone."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+        return False
+    content = message["content"]
+    return isinstance(content, str | list) or (content is None and bool(message.get("tool_calls")))
+
+
+def says_nothing(prompt: Any) -> bool:
+    """Whether a prompt, which is a text or messages, has blanks alone; an empty list says what is wrong by itself."""
+    if isinstance(prompt, list):
+        return bool(prompt) and all(is_message(each) and says_nothing(each["content"]) for each in prompt)
+    return isinstance(prompt, str) and not prompt.strip()

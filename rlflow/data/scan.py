@@ -1,18 +1,43 @@
-"""One look at all rows before the first step: what is too long, and a digest of what is not."""
+"""One look at all rows before the first step: their tokens, which stay for the steps; what is too long; a digest.
+
+Each rank looks at a share of the rows. Numbers and token ids are kept on disk for the other ranks and for later runs.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import sys
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
-from rlflow.data.lengths import DIGEST, PROMPT, RESPONSE
-from rlflow.data.prompts import PromptData
-from rlflow.data.sources import Source
-from rlflow.errors import UserError
+from rlflow.data.prompts import Encoder, Example, PromptData
+from rlflow.data.sources import Source, row_as_json
+from rlflow.data.template import column_of
+from rlflow.databuffer.message import from_message, to_message
+from rlflow.databuffer.transport import Transport
+from rlflow.environments.environment import Environment
+from rlflow.errors import UserError, one_line
+from rlflow.rewards.reward import Reward
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHUNK = 1024  # rows that are encoded together, and so held in memory at once as lists
+TRAVELLING = 2**20  # tokens of each rank that are sent at once
+CACHE_VARIABLE = "RLFLOW_CACHE"
+VERSION = "3"  # of the numbers of a row, and of how rows are encoded
+PROMPT, RESPONSE, REJECTED, BEGINS, DIGEST = 0, 1, 2, 3, slice(4, 6)  # numbers of a row
 SHOWN = 3  # dropped rows named as examples
 
 
@@ -51,20 +76,21 @@ class Scan:
         return f"{line}; {self.dropped:,} too long, such as {', '.join(self.examples)}" if self.dropped else line
 
 
-def scan(source: Source, data: PromptData, counts: Tensor) -> Scan:
+def scan(source: Source, data: PromptData, numbers: Tensor) -> Scan:
     """Which rows to draw from.
 
     Args:
         source: The rows.
         data: What is too long.
-        counts: Of every row, as of `rlflow.data.lengths.count`.
+        numbers: Of every row, see `Counted`.
 
     Raises:
         UserError: There is no row to keep, or a row is too long and `data.overlong` is `error`.
     """
-    if len(counts) == 0:
+    if len(numbers) == 0:
         raise UserError(f"{source.name} has no rows, so there is nothing to train on or to validate; check the dataset")
-    prompts, responses = counts[:, PROMPT], counts[:, RESPONSE]
+    prompts = torch.maximum(numbers[:, PROMPT], numbers[:, BEGINS])
+    responses = torch.maximum(numbers[:, RESPONSE], numbers[:, REJECTED])
     fits = prompts <= data.max_prompt_length
     if data.max_response_length is not None:
         fits &= responses <= data.max_response_length
@@ -77,19 +103,19 @@ def scan(source: Source, data: PromptData, counts: Tensor) -> Scan:
             limits += f" or `data.max_response_length` {data.max_response_length}"
             longest += f", the longest response {int(responses.max())}"
         raise UserError(
-            f"{len(dropped):,} of {len(counts):,} rows exceed {limits} tokens, the first of them {places[0]};"
+            f"{len(dropped):,} of {len(numbers):,} rows exceed {limits} tokens, the first of them {places[0]};"
             f" {longest}. Raise {_enough(data, prompts, responses)}"
             + (", or set `data.overlong: drop`" if len(kept) else "")
         )
     return Scan(
         source=source.name,
         kept=kept,
-        rows=len(counts),
+        rows=len(numbers),
         examples=places,
         longest_prompt=int(prompts[kept].max()),
         longest_response=int(responses.max()),
         longest_row=int((prompts + responses)[kept].max()),
-        digest=hashlib.sha256(counts[kept][:, DIGEST].contiguous().numpy().tobytes()).hexdigest(),
+        digest=hashlib.sha256(numbers[kept][:, DIGEST].contiguous().numpy().tobytes()).hexdigest(),
     )
 
 
@@ -107,3 +133,265 @@ def _enough(data: PromptData, prompts: Tensor, responses: Tensor) -> str:
         nearest = int(beyond.sum(dim=0).argmin())
         needed = {name: int(of_rows[nearest]) for name, of_rows in lengths.items()}
     return " and ".join(f"`data.{name}` to at least {each}" for name, each in needed.items() if each > limits[name])
+
+
+@dataclass(frozen=True, eq=False)
+class Counted:
+    """Rows as they were encoded.
+
+    Attributes:
+        numbers: `[R, 6]` int32: of each row the tokens of its prompt, of its response and of its rejected response;
+            those with which a conversation begins, the tools that the policy may call among them; and a digest of its
+            tokens and columns.
+        ids: Int32, the rows' token ids one after another, prompt, response and rejected response; `~id` of a response's
+            token that the policy did not write. None where other ranks have them.
+    """
+
+    numbers: Tensor
+    ids: Tensor | None
+
+    @property
+    def totals(self) -> Tensor:
+        """`[R]` int64, the token ids of each row."""
+        return self.numbers[:, :BEGINS].sum(dim=1)
+
+
+class Examples:
+    """Rows of a source as examples, by the token ids that were kept when they were counted.
+
+    Args:
+        source: The rows.
+        counted: All of them.
+    """
+
+    def __init__(self, source: Source, counted: Counted) -> None:
+        assert counted.ids is not None
+        self._source, self._ids = source, counted.ids
+        self._lengths, self._digests = counted.numbers[:, :BEGINS], counted.numbers[:, DIGEST]
+        self._ends = counted.totals.cumsum(dim=0)
+
+    def __call__(self, rows: Sequence[int]) -> list[Example]:
+        """The given rows, in that order.
+
+        Raises:
+            UserError: A row is not what it was when it was counted.
+        """
+        values = self._source.read(rows) if rows else []
+        return [self._example(row, value) for row, value in zip(rows, values, strict=True)]
+
+    def _example(self, row: int, value: dict[str, Any]) -> Example:
+        prompt, response, rejected = self._lengths[row].tolist()
+        end = int(self._ends[row])
+        ids = self._ids[end - prompt - response - rejected : end].tolist()
+        spoken = ids[prompt : prompt + response]
+        written = [each >= 0 for each in spoken]
+        said = [each if each >= 0 else ~each for each in spoken]
+        found = Example(value, ids[:prompt], said, ids[prompt + response :], None if all(written) else written)
+        place = self._source.where(row)
+        if _digest(found, row_as_json(value, place).encode()) != self._digests[row].numpy().tobytes():
+            raise UserError(
+                f"{place} is not what it was when all rows were looked at: the data changed, or gives another row at"
+                " each reading; start again, with data that stays as it is"
+            )
+        return found
+
+
+def count(source: Source, encode: Encoder, rows: range, reward: Reward | None = None) -> Counted:
+    """Encode rows, and look at what they are.
+
+    Raises:
+        UserError: A row cannot be read, or lacks what the reward reads.
+    """
+    numbers, ids = array("i"), array("i")
+    for start in range(rows.start, rows.stop, CHUNK):
+        chunk = range(start, min(start + CHUNK, rows.stop))
+        for row, example in zip(chunk, encode(source, chunk), strict=True):
+            check_scored(example.row, reward, source.where(row))
+            spoken = example.response_ids
+            if example.written is not None:
+                spoken = [each if own else ~each for each, own in zip(spoken, example.written, strict=True)]
+            parts = example.prompt_ids, spoken, example.rejected_ids
+            numbers.extend([*map(len, parts), begins(example.row, encode, source, row)])
+            numbers.frombytes(_digest(example, row_as_json(example.row, source.where(row)).encode()))
+            for part in parts:
+                ids.extend(part)
+    return Counted(_int32(numbers).view(-1, 6), _int32(ids))
+
+
+def count_together(
+    source: Source, encode: Encoder, mine: range, transport: Transport, reward: Reward | None = None
+) -> tuple[Counted, Counted]:
+    """Count all rows, this rank some of them; a collective of all ranks.
+
+    Args:
+        source: The rows.
+        encode: Their tokens.
+        mine: Rows that this rank counts; the ranks' follow one another.
+        transport: To the other ranks.
+        reward: That scores responses to these rows, if one does.
+
+    Returns:
+        All rows without ids, and the rows that this rank counted.
+
+    Raises:
+        UserError: A row of some rank cannot be read; on all ranks alike, of the first such row.
+    """
+    counted, wrong = Counted(torch.empty(0, 6, dtype=torch.int32), None), ""
+    try:
+        counted = count(source, encode, mine, reward)
+    except UserError as error:
+        wrong = str(error)
+    for answer in transport.all_gather_ragged(to_message(f".{wrong}".encode())):
+        if (first := from_message(answer).decode()[1:]) != "":
+            raise UserError(first)
+    of_all = transport.all_gather_ragged(counted.numbers.flatten())
+    return Counted(torch.cat([each.view(-1, 6) for each in of_all]), None), counted
+
+
+def pieces_of_all(mine: Counted, transport: Transport) -> Iterator[tuple[int, Tensor]]:
+    """The token ids of all ranks' rows in pieces, with their places; a collective that all ranks exhaust."""
+    assert mine.ids is not None
+    totals = [int(total) for total in transport.all_gather(torch.tensor([len(mine.ids)]))]
+    for start in range(0, max(totals), TRAVELLING):
+        pieces = transport.all_gather_ragged(mine.ids[start : start + TRAVELLING])
+        for rank, piece in enumerate(pieces):
+            yield sum(totals[:rank]) + start, piece
+
+
+def cache_folder() -> Path | None:
+    """Where rows' tokens are kept: in `$RLFLOW_CACHE`, else in the user's cache; None where that variable is empty."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named == "":
+        return None
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named or Path(caches) / "rlflow") / "tokens"
+
+
+def key_of(
+    source: Source,
+    data: PromptData,
+    tokenizer: PreTrainedTokenizerBase,
+    environment: Environment | None = None,
+    reward: Reward | None = None,
+) -> str | None:
+    """A digest of all that numbers depend on: data, tokenizer, template, tools, reward; None where one has none."""
+    of_source = source.digest()
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if of_source is None or backend is None:
+        return None
+    of_tokenizer = [backend.to_str(), tokenizer.chat_template, tokenizer.eos_token_id]
+    columns = [data.prompt, data.response, data.rejected, data.chat_template, data.system_prompt]
+    of_reward = None if reward is None else [reward.reads, reward.checked_by]
+    facts: list[Any] = [VERSION, of_source, of_tokenizer, columns, of_reward]
+    if environment is not None:
+        known = {name: [each.schemas, each.required] for name, each in environment.definitions.items()}
+        facts += [known, data.renderer, environment.by]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def read_counted(key: str, rows: int) -> Counted | None:
+    """What is kept under `key`; None where nothing is, or where it is damaged or of another version.
+
+    The token ids lie in memory only where they are read.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return None
+    try:
+        with safe_open(folder / f"{key}.safetensors", "pt") as file:
+            numbers: Tensor = file.get_tensor("numbers")
+            metadata = file.metadata()
+        path = folder / f"{key}.ids"
+        if metadata != _metadata(numbers, path) or numbers.shape != (rows, 6):
+            return None
+        ids = torch.from_file(str(path), shared=False, size=path.stat().st_size // 4, dtype=torch.int32)
+    except (SafetensorError, OSError):
+        return None
+    return Counted(numbers, ids)
+
+
+def keep_counted(key: str, numbers: Tensor, pieces: Iterable[tuple[int, Tensor]]) -> None:
+    """Keep rows for later runs; where that cannot be, a line on the terminal says so.
+
+    Whoever reads sees all of them or nothing, however many write at once.
+
+    Args:
+        key: Of the rows, see `key_of`.
+        numbers: Of all rows, see `Counted`.
+        pieces: The token ids in pieces, with their places.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as draft:
+            ids, written = Path(draft) / "ids", Path(draft) / "numbers"
+            with ids.open("wb") as file:
+                for start, piece in pieces:
+                    file.seek(4 * start)
+                    file.write(piece.numpy().data)
+            written.write_bytes(save({"numbers": numbers}, _metadata(numbers, ids)))
+            os.replace(ids, folder / f"{key}.ids")
+            os.replace(written, folder / f"{key}.safetensors")
+    except OSError as error:
+        print(
+            f"tokens of prompts are not kept for later runs ({one_line(error)}); set {CACHE_VARIABLE} to a folder with"
+            " space, or to nothing",
+            file=sys.stderr,
+        )
+
+
+def _metadata(numbers: Tensor, ids: Path) -> dict[str, str]:
+    with ids.open("rb") as file:
+        of_ids = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"version": VERSION, "numbers": hashlib.sha256(numbers.numpy().tobytes()).hexdigest(), "ids": of_ids}
+
+
+def _int32(numbers: array[int]) -> Tensor:
+    """The same memory as a tensor."""
+    return torch.frombuffer(numbers, dtype=torch.int32) if numbers else torch.empty(0, dtype=torch.int32)
+
+
+def _digest(example: Example, columns: bytes) -> bytes:
+    """8 bytes."""
+    prompt, response, rejected = example.prompt_ids, example.response_ids, example.rejected_ids
+    tokens = array("q", [len(prompt), len(response), len(columns), *prompt, *response, *rejected])
+    return hashlib.blake2b(tokens.tobytes() + columns, digest_size=8).digest()
+
+
+def begins(columns: dict[str, Any], encode: Encoder, source: Source, row: int) -> int:
+    """Tokens with which a conversation begins on this row, as of `Encoder.begins`; what is wrong names its place."""
+    try:
+        return encode.begins(columns)
+    except UserError as error:
+        raise UserError(f"{source.where(row)}: {error}") from error
+
+
+def check_scored(row: dict[str, Any], reward: Reward | None, place: str) -> None:
+    """Refuse a row that a reward could not score.
+
+    Args:
+        row: Of the dataset.
+        reward: Which says what it reads, see `Reward.reads` and `Reward.check`; None where none scores.
+        place: Of the row, for errors.
+
+    Raises:
+        UserError: The row lacks a column, or has null in it, or what the reward cannot read.
+    """
+    if reward is None:
+        return
+    for name, may_be_null in reward.reads.items():
+        try:
+            value = column_of(row, name, place, ", which the reward reads")
+        except UserError as error:
+            raise UserError(f"{error} Mend or remove the row, or name another column in the reward") from error
+        if value is None and not may_be_null:
+            raise UserError(
+                f"{place}: column `{name}`, which the reward reads, is null, so no response could be right; write its"
+                " value, or remove the row"
+            )
+    try:
+        reward.check(row)
+    except UserError as error:
+        raise UserError(f"{place}: {error}; mend or remove the row") from error

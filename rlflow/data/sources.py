@@ -1,4 +1,4 @@
-"""Where a dataset's rows come from: files and Hugging Face datasets.
+"""Where a dataset's rows come from: files, Hugging Face datasets, lists and datasets of torch.
 
 Nothing is opened before the first row is asked for. A row holds what JSON can carry, so it can travel between ranks.
 """
@@ -8,16 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from itertools import accumulate, groupby
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
 from rlflow.errors import UserError, did_you_mean, one_line
 from rlflow.no_file import no_file
@@ -25,6 +26,8 @@ from rlflow.process.hub import offline_unless_reached
 
 MOST_LETTERS = 1000  # of a path
 HELD_BYTES = 256 * 2**20  # of a Parquet dataset's row groups, as Arrow; one is held however large it is
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")  # with which names of data files begin
+HUB = re.compile(r"([\w-][\w.-]*/[\w-]+(?:\.[\d.]+)?)(?:/([\w.-]+))?(?:\[(.+)\])?")  # owner/name/subset[split]
 
 
 class Source(ABC):
@@ -58,7 +61,7 @@ class JSONL(Source):
     """One JSON object on each line; blank lines are no rows. A row costs its own line, not the file.
 
     Args:
-        path: The file.
+        path: The file, or a folder of them, which are read in the order of their names.
     """
 
     def __init__(self, path: str) -> None:
@@ -72,8 +75,8 @@ class JSONL(Source):
         return len(self._lines[0])
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        starts, _, lengths = self._lines
-        line = os.pread(self._file.fileno(), lengths[row], starts[row])
+        files, starts, _, lengths = self._lines
+        line = os.pread(self._files[files[row]].fileno(), lengths[row], starts[row])
         if len(line) < lengths[row]:
             raise UserError(f"{self.where(row)} is gone: the file got shorter while the run read it; start again")
         try:
@@ -93,33 +96,41 @@ class JSONL(Source):
         return value
 
     def where(self, row: int) -> str:
-        return f"{self.path}, line {self._lines[1][row]}"
+        files, _, numbers, _ = self._lines
+        return f"{self._paths[files[row]]}, line {numbers[row]}"
 
     def digest(self) -> str | None:
-        """Of the file's bytes."""
-        return digest_of_files(self._existing, [self._existing])
+        """Of the files' bytes and their places in the folder."""
+        return digest_of_files(Path(self.path), self._paths)
 
     @cached_property
-    def _file(self) -> BinaryIO:
-        return self._existing.open("rb")
-
-    @property
-    def _existing(self) -> Path:
-        return _existing(self.path, "a JSON Lines file", ".jsonl", ".json")
+    def _paths(self) -> list[Path]:
+        path = _existing(self.path, "a JSON Lines file or a folder of them", ".jsonl", ".json")
+        if not path.is_dir():
+            return [path]
+        if found := sorted(path.rglob("*.jsonl")):
+            return found
+        raise UserError(f"`path` is {self.path!r}, which is a folder without a file that ends in .jsonl; name a file")
 
     @cached_property
-    def _lines(self) -> tuple[array[int], array[int], array[int]]:
-        """The byte offset, the line number (from 1) and the bytes of each row."""
-        offsets, numbers, lengths = array("q"), array("q"), array("q")
-        self._file.seek(0)
-        offset = 0
-        for number, line in enumerate(self._file, start=1):
-            if line.strip():
-                offsets.append(offset)
-                numbers.append(number)
-                lengths.append(len(line.removesuffix(b"\n")))
-            offset += len(line)
-        return offsets, numbers, lengths
+    def _files(self) -> list[BinaryIO]:
+        return [path.open("rb") for path in self._paths]
+
+    @cached_property
+    def _lines(self) -> tuple[array[int], array[int], array[int], array[int]]:
+        """The file, the byte offset, the line number (from 1) and the bytes of each row."""
+        files, offsets, numbers, lengths = array("i"), array("q"), array("q"), array("q")
+        for place, file in enumerate(self._files):
+            file.seek(0)
+            offset = 0
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    files.append(place)
+                    offsets.append(offset)
+                    numbers.append(number)
+                    lengths.append(len(line.removesuffix(b"\n")))
+                offset += len(line)
+        return files, offsets, numbers, lengths
 
 
 class Parquet(Source):
@@ -167,7 +178,7 @@ class Parquet(Source):
 
     @property
     def _existing(self) -> Path:
-        return _existing(self.path, "a Parquet file or a folder of them", ".parquet", folder=True)
+        return _existing(self.path, "a Parquet file or a folder of them", ".parquet")
 
     @cached_property
     def _groups(self) -> _RowGroups:
@@ -243,7 +254,10 @@ class HuggingFace(Source):
         return len(self._dataset)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return cast(dict[str, Any], self._dataset[row])
+        return self.read([row])[0]
+
+    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        return _of_table(self._dataset, rows)
 
     def digest(self) -> str | None:
         """The fingerprint that `datasets` keeps: of the files, or of what was saved."""
@@ -271,8 +285,8 @@ class HuggingFace(Source):
             return datasets.load_dataset(self.path, self.subset, split=self.split, trust_remote_code=False)
         except (datasets.exceptions.DatasetsError, ValueError, OSError, RuntimeError) as error:  # unknown name, host
             raise UserError(
-                f"{self.name} with subset {self.subset} cannot be loaded ({one_line(error)});"
-                " check `path`, `subset` and `split`"
+                f"{self.name} with subset {self.subset} cannot be loaded ({one_line(error)}), and is no file or folder"
+                " here; check `path`, `subset` and `split`"
             ) from error
 
     def _saved(self) -> Any:
@@ -283,6 +297,221 @@ class HuggingFace(Source):
             return datasets.load_from_disk(self.path)
         except (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError) as error:  # torn files of it
             raise UserError(f"{self.path} cannot be loaded ({one_line(error)}); save the dataset anew") from error
+
+
+class Rows(Protocol):
+    """What has rows by number: a list of dicts, a `datasets.Dataset`, a map-style dataset of torch."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> Any: ...
+
+
+class DataModule(Protocol):
+    """A `LightningDataModule`: the datasets of its loaders are read. What the loaders do with rows is not."""
+
+    def prepare_data(self) -> None: ...
+
+    def setup(self, stage: str) -> None: ...
+
+    def train_dataloader(self) -> Any: ...
+
+    def val_dataloader(self) -> Any: ...
+
+
+if TYPE_CHECKING:
+    DataLike = Source | str | os.PathLike[str] | Rows | DataModule
+else:
+    DataLike = Source | str  # what a config can write
+
+
+def as_source(data: DataLike, of: str = "data.train", split: str = "train") -> Source:
+    """Rows of whatever a dataset is given as.
+
+    Args:
+        data: A `Source`; the path of a JSON Lines or Parquet file, or of a folder of them; a dataset of the hub, as
+            `owner/name`, `owner/name/subset` or with `[split]` behind these; a `datasets.Dataset`; a list of dicts; a
+            map-style dataset of torch; a `LightningDataModule`.
+        of: The setting that gave it, for errors.
+        split: Where the data has several.
+
+    Raises:
+        UserError: It is none of these.
+    """
+    if isinstance(data, Source):
+        return data
+    if isinstance(data, str | os.PathLike):
+        return _named(os.fspath(data), of, split)
+    if is_data_module(data):
+        return as_source(_of_module(cast(DataModule, data), of, split), of, split)
+    bases = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(data).__mro__}
+    kind = f"`{of}` is of type {type(data).__name__}"
+    if "datasets.DatasetDict" in bases:
+        splits = ", ".join(cast(Mapping[str, Any], data))
+        raise UserError(f"{kind}, which has the splits {splits}; give one of them, such as dataset[{split!r}]")
+    if bases & {"datasets.IterableDataset", "datasets.IterableDatasetDict", "torch.IterableDataset"}:
+        raise UserError(
+            f"{kind}, which streams, and rows are drawn from all over the data; load it whole (`streaming=False`), or"
+            " give a list of its rows"
+        )
+    if "datasets.Dataset" in bases:
+        return _Table(data, of)
+    if isinstance(data, Mapping) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise UserError(f"{kind}; give a list of dicts, a dataset, or the path of a file")
+    return _Listed(cast(Rows, data), of)
+
+
+def is_data_module(data: object) -> bool:
+    """Whether it is a `LightningDataModule`, of either of Lightning's packages, which are not imported for that."""
+    return any(base.__name__ == "LightningDataModule" for base in type(data).__mro__)
+
+
+def has_validation(data: object) -> bool:
+    """Whether a `LightningDataModule` has a loader of its own for validation."""
+    base = next(base for base in type(data).__mro__ if base.__name__ == "LightningDataModule")
+    return getattr(type(data), "val_dataloader") is not getattr(base, "val_dataloader")  # noqa: B009
+
+
+class _Listed(Source):
+    """Rows of a list, or of a map-style dataset, as JSON carries them."""
+
+    def __init__(self, rows: Rows, name: str) -> None:
+        self._rows, self._name = rows, name
+
+    @property
+    def name(self) -> str:
+        return f"`{self._name}`"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        found = self._rows[row]
+        if not isinstance(found, Mapping):
+            raise UserError(
+                f"{self.where(row)} is {found!r:.60}, not a mapping; give each row as {{column: value, ...}}"
+            )
+        return cast(dict[str, Any], json.loads(row_as_json(dict(found), self.where(row))))
+
+    def digest(self) -> str | None:
+        """Of a list the rows, which are there already; None of other datasets, and where some row is refused."""
+        if not isinstance(self._rows, list | tuple):
+            return None
+        digest = hashlib.sha256()
+        try:
+            for row in self._rows:
+                digest.update(json.dumps(row).encode() + b"\n")
+        except (TypeError, ValueError, RecursionError):
+            return None
+        return digest.hexdigest()
+
+
+class _Table(Source):
+    """A `datasets.Dataset` that is loaded."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self._dataset, self._name = dataset, name
+
+    @property
+    def name(self) -> str:
+        return f"`{self._name}`"
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self.read([row])[0]
+
+    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        return _of_table(self._dataset, rows)
+
+    def digest(self) -> str | None:
+        """The fingerprint that `datasets` keeps."""
+        return cast(str, self._dataset._fingerprint)
+
+
+def _of_table(dataset: Any, rows: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows of a `datasets.Dataset`, read together."""
+    columns = dataset[list(rows)]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _of_module(module: DataModule, of: str, split: str) -> Any:
+    """The dataset of a data module's loader."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # other ranks start after the first has prepared
+        module.prepare_data()
+    module.setup("fit")
+    method = "train_dataloader" if split == "train" else "val_dataloader"
+    loader = getattr(module, method)()
+    if isinstance(loader, list | tuple) and len(loader) == 1:
+        (loader,) = loader
+    if not hasattr(loader, "dataset"):
+        raise UserError(
+            f"`{of}` is a {type(module).__name__}, whose `{method}` gives {loader!r:.60}, not one loader with a dataset"
+            "; let it give one, or give the dataset itself"
+        )
+    return loader.dataset
+
+
+def _named(text: str, of: str, split: str) -> Source:
+    """What a path or a hub name stands for."""
+    path, ending = Path(text), Path(text).suffix
+    try:
+        is_folder, is_there = path.is_dir(), path.exists()
+    except (OSError, ValueError):  # no name that a file can have
+        is_folder = is_there = False
+    if is_folder and text:
+        return _of_folder(path, text, of, split)
+    if ending in (".jsonl", ".json"):
+        return JSONL(text)
+    if ending == ".parquet":
+        return Parquet(text)
+    wanted = "a JSON Lines or Parquet file, a folder of them, or a dataset of the hub, such as openai/gsm8k/main"
+    if is_there and path.is_file():
+        raise UserError(f"`{of}` is {text!r:.200}, whose name ends in {ending!r}; give {wanted}")
+    found = None if is_there else HUB.fullmatch(text)
+    if found is None:
+        raise UserError(f"`{of}` is {text!r:.200}{no_file(text, wanted)}. Give {wanted}")
+    name, subset, of_hub = found.groups()
+    return HuggingFace(name, of_hub or split, subset)
+
+
+def _of_folder(path: Path, text: str, of: str, split: str) -> Source:
+    """The datasets that a folder can be: saved by `datasets`, or files of one form and one split."""
+    if any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
+        return HuggingFace(text, split)
+    forms = {".jsonl": JSONL, ".parquet": Parquet}
+    files = [file for file in sorted(path.rglob("*")) if file.suffix in forms and file.is_file()]
+    found = sorted({file.suffix for file in files})
+    if len(found) != 1:
+        what = f"files that end in {' and '.join(found)}" if found else "no file that ends in .jsonl or .parquet"
+        raise UserError(f"`{of}` is {text!r:.200}, a folder with {what}; give a folder of one form, or a file")
+    splits = sorted({name for file in files if (name := re.split(r"[\W_]", file.stem)[0]) in SPLITS})
+    if len(splits) > 1:
+        raise UserError(
+            f"`{of}` is {text!r:.200}, a folder with files of the splits {' and '.join(splits)}; give the files of one"
+        )
+    return forms[found[0]](text)
+
+
+def row_as_json(row: Mapping[str, Any], place: str) -> str:
+    """A row as it travels between ranks.
+
+    Raises:
+        UserError: JSON cannot carry it, such as a date, bytes or an image.
+    """
+    try:
+        return json.dumps(row)
+    except (TypeError, ValueError, RecursionError) as error:
+        for column, value in row.items():
+            try:
+                json.dumps({column: value})
+            except (TypeError, ValueError, RecursionError):
+                raise UserError(
+                    f"{place}: column `{column}` is {value!r:.60} ({one_line(error)}), so the row cannot travel between"
+                    " ranks; write it as a text or numbers, or remove the column"
+                ) from error
+        raise
 
 
 def digest_of_files(folder: Path, files: Sequence[Path]) -> str:
@@ -296,10 +525,11 @@ def digest_of_files(folder: Path, files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _existing(path: str, wanted: str, *endings: str, folder: bool = False) -> Path:
+def _existing(path: str, wanted: str, *endings: str) -> Path:
+    """The file or folder at a path."""
     found = Path(path)
     try:
-        is_there = found.is_file() or (folder and found.is_dir())
+        is_there = bool(path) and (found.is_file() or found.is_dir())
     except (OSError, ValueError):  # no name that a file can have
         is_there = False
     if not is_there:

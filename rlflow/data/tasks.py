@@ -1,17 +1,21 @@
-"""Problems made by a generator instead of read from a file."""
+"""Rows made by a generator instead of read from a file: problems of reasoning-gym, or what a function draws."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, Literal, cast
 
 from rlflow.data.sources import Source
 from rlflow.data.template import Template, column_of
+from rlflow.dotted_path import object_at
 from rlflow.errors import UserError, did_you_mean, one_line, require
 
 MOST_ANSWERS_DRAWN = 100  # of other problems, until one is wrong for this one
+
+DrawRow = Callable[[random.Random], dict[str, Any]]
 
 
 class ReasoningGym(Source):
@@ -162,6 +166,35 @@ class ReasoningGymHints(ReasoningGym):
             plain = of_row(self.column)
             problem["prompt"] = hint.written(plain, of_row) if draws.random() < 0.5 else plain
         return problems
+
+
+class RandomRows(Source):
+    """Rows that a function draws, each from the seed and its number alone.
+
+    Args:
+        draw: `draw(draws)` or its dotted path: a row, its columns by name, drawn from a `random.Random`.
+        size: How many rows.
+        seed: Of the draws.
+    """
+
+    def __init__(self, draw: str | DrawRow, size: int, seed: int = 0) -> None:
+        self.draw = draw
+        self.size = size
+        self.seed = seed
+
+    @property
+    def name(self) -> str:
+        return f"rows of {self.draw if isinstance(self.draw, str) else self.draw.__qualname__}"
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self._draw(random.Random(f"{self.seed}/{row}"))
+
+    @cached_property
+    def _draw(self) -> DrawRow:
+        return self.draw if callable(self.draw) else object_at(self.draw, f"`draw` is {self.draw!r}")
 
 
 def _travelled(entry: dict[str, Any]) -> dict[str, Any]:

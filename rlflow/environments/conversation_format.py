@@ -87,7 +87,9 @@ class TracedTokens:
         self.written.extend([written] * len(ids))
 
 
-def traced(messages: Sequence[Any], bridge: Bridge, ids_of: Callable[[str], list[int]], place: str) -> TracedTokens:
+def traced(
+    messages: Sequence[Any], bridge: Bridge, ids_of: Callable[[str], list[int]], place: str, given: int = 0
+) -> TracedTokens:
     """The tokens that a policy with the same words would have sampled and read.
 
     Args:
@@ -96,12 +98,13 @@ def traced(messages: Sequence[Any], bridge: Bridge, ids_of: Callable[[str], list
         bridge: Writes turns.
         ids_of: Of a turn's text.
         place: What errors call the messages.
+        given: How many of the first are the prompt, turns of `assistant` among them too.
 
     Raises:
         UserError: They are no turns of a policy with answers between them.
     """
     read = [_read(each, place) for each in messages]
-    turns = [number for number, each in enumerate(read) if each["role"] == "assistant"]
+    turns = [number for number, each in enumerate(read) if each["role"] == "assistant" and number >= given]
     if not turns or turns[0] == 0 or turns[-1] != len(read) - 1:
         raise UserError(
             f"{place} has the roles {', '.join(each['role'] for each in read) or 'of nobody'}; a conversation to learn"

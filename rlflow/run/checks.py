@@ -12,10 +12,10 @@ from rlflow.callbacks.early_stopping import EarlyStopping
 from rlflow.controller.generating import require_no_seats
 from rlflow.controller.run import Run
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import BATCH
+from rlflow.dag.node import BATCH, Node
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import rank_ranges
-from rlflow.data.prompts import PromptData
+from rlflow.data.prompts import Learned, PromptData
 from rlflow.errors import UserError, about, setting
 from rlflow.models.architecture import cached_bytes, check_positions, positions
 from rlflow.models.causal_lm import CausalLM
@@ -30,19 +30,29 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def check_sides(module: RLModule, graph: Graph, data: PromptData) -> None:
-    """Pairs have two responses, other rows one at most."""
-    name, paired = type(module).__name__, graph.type_of(BATCH) is Pairs
-    if paired and data.rejected is None:
+def resolved(data: PromptData, module: RLModule, graph: Graph) -> PromptData:
+    """The data with the columns that this algorithm reads.
+
+    Raises:
+        UserError: The rows have no such columns, or `data.rejected` is set and the algorithm reads no pairs.
+    """
+    learned: Learned | None = None
+    if graph.type_of(BATCH) is Pairs:
+        learned = "pairs"
+    elif data.rejected is not None:
         raise UserError(
-            f"{name} reads `batch` as Pairs, and these are pairs without a rejected side: `data.rejected` is null; name"
-            " the column of the rejected response there, and that of the chosen one in `data.response`"
+            f"`data.rejected` is {data.rejected!r}, and {type(module).__name__} reads `batch` as Batch, whose rows have"
+            " one response; leave it out, or take an algorithm of pairs, such as DPO"
         )
-    if not paired and data.rejected is not None:
-        raise UserError(
-            f"`data.rejected` is {data.rejected!r}, and {name} reads `batch` as Batch, whose rows have one response;"
-            " leave it out, or take an algorithm of pairs, such as DPO"
-        )
+    elif learns_from_batch(graph) or not any(node.kind == "rollout" for node in graph.order):
+        learned = "responses"
+    return data.resolved(learned)
+
+
+def learns_from_batch(graph: Graph) -> list[Node]:
+    """The train nodes whose only input is `batch`, responses of the dataset."""
+    trained = [node for node in graph.order if node.kind == "train" and [each.name for each in node.inputs] == [BATCH]]
+    return [] if graph.type_of(BATCH) is Pairs else trained
 
 
 def check_monitors(settings: Settings, callbacks: Iterable[Callback], data: PromptData) -> None:
@@ -61,6 +71,7 @@ def check_monitors(settings: Settings, callbacks: Iterable[Callback], data: Prom
 
 
 def nothing_to_validate(module: RLModule, follows: str | None) -> str:
+    """Why nothing can be measured on held-out rows."""
     if follows is None:
         lacks = (
             "trains no model that generates, and has no `validation_step`; write one, or leave `data.validation` out"

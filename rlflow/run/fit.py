@@ -14,7 +14,7 @@ from rlflow.controller import Controller
 from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.run import Run
 from rlflow.controller.training import StepGivenUp
-from rlflow.data.prefetch import Prefetch
+from rlflow.data.loader import Prefetch
 from rlflow.errors import Preempted, UserError
 from rlflow.loggers.console import Console
 from rlflow.loggers.curves import CURVES_FILE, draw_curves

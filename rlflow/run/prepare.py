@@ -148,7 +148,7 @@ def prepare(
     if unknown := [name for name in settings.keep_inputs_of if name not in graph.nodes]:
         raise UserError(f"`trainer.keep_inputs_of` names {unknown[0]!r}, and the nodes are {', '.join(graph.nodes)}")
     names = _generating_policies(graph, made.follows)
-    checks.check_sides(module, graph, data)
+    data = checks.resolved(data, module, graph)
     paths = {role: model_path(module, role, scratch) for role in _loaded(module, graph)}
     policies = {name: paths.get(name) or model_path(module, name, scratch) for name in names}
     configs = {name: _model_config(module, name, path) for name, path in (paths | policies).items()}
@@ -167,7 +167,9 @@ def prepare(
     held_out = None if settings.limit_val_batches is None else settings.limit_val_batches * data.prompts_per_step
     is_scored = module.reward is not None or bool(environments(module))
     scores_validation = data.validation is not None and made.follows is not None and is_scored
-    if data.validation is not None and not scores_validation and not has_validation_step(module):
+    of_lead = [node for node in checks.learns_from_batch(graph) if node.role == lead]
+    loss_node = None if has_validation_step(module) else next(iter(of_lead), None)
+    if data.validation is not None and not (scores_validation or has_validation_step(module) or loss_node):
         raise UserError(checks.nothing_to_validate(module, made.follows))
     if data.validation is not None and has_validation_step(module):
         checks.require_one_place(module, paths, placed, lead)
@@ -200,6 +202,7 @@ def prepare(
         validation=validation,
         generates=samples or scores_validation,
         scores_validation=scores_validation,
+        loss_node=loss_node,
         max_tokens_per_draw=settings.partial_rollout,
     )
 

@@ -18,7 +18,7 @@ from rlflow.controller.inputs import NodeInputs, folder_of
 from rlflow.controller.run import Run
 from rlflow.controller.stored_inputs import StoredInputs, difference
 from rlflow.dag.node import Node
-from rlflow.data.prefetch import Prefetch
+from rlflow.data.loader import Prefetch
 from rlflow.errors import UserError
 from rlflow.loggers.jsonl import METRICS_FILE, read_metrics
 from rlflow.loggers.trace import Trace

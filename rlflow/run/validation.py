@@ -47,7 +47,8 @@ def validate(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_con
             console.say(line)
         if run.context.conversations is not None:
             stack.callback(run.context.conversations.close)
-        for role in run.paths if has_validation_step(module) else [run.lead]:
+        scores = has_validation_step(module) or run.loss_node is not None
+        for role in run.paths if scores else [run.lead]:
             if run.strategy.holds(role):
                 handles(module)[role].freeze()
             load_role(run, role)
@@ -98,11 +99,11 @@ def measure(run: Run, version: int) -> dict[str, float]:
                 reward_input=partial(run.context.reward_input, step=version),
                 conversations=run.context.conversations,
             )
-    if has_validation_step(module):
+    if has_validation_step(module) or run.loss_node is not None:
         lead = run.layouts[run.lead]
         layout = Layout(lead.ranks, lead.shards)
-        with memory_watched("validation, `validation_step`", partial(to_score, strategy), strategy):
-            metrics |= validation.run_validation_step(
-                module, run.context, loader, run.transport, layout, strategy.root_device
+        with memory_watched("validation, scoring", partial(to_score, strategy), strategy):
+            metrics |= validation.score_rows(
+                module, run.loss_node, run.context, loader, run.transport, layout, strategy.root_device
             )
     return metrics

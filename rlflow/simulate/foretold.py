@@ -14,6 +14,7 @@ from rlflow.loggers.jsonl import METRICS_FILE, read_metrics
 from rlflow.memory.estimate import does_not_fit
 from rlflow.models.tiny import resolve_model
 from rlflow.module import handles
+from rlflow.run.checks import resolved
 from rlflow.run.placement import followed_role
 from rlflow.run.pretrained import load_tokenizer
 from rlflow.simulate.report import in_seconds, work_lines
@@ -65,6 +66,7 @@ def with_lengths(simulation: Simulation) -> Simulation:
     with tempfile.TemporaryDirectory() as scratch:
         model = handles(module)[lead]
         tokenizer = load_tokenizer(resolve_model(model.model, Path(scratch), "`model`"), model.trust_remote_code)
+    data = resolved(data, module, graph)
     rows = list(range(min(READ, len(data.train))))
     examples = Encoder(data, tokenizer)(data.train, rows)
     prompt = statistics.fmean(len(example.prompt_ids) for example in examples)

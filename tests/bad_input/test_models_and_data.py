@@ -14,14 +14,14 @@ from tests.own_folder import rewarded_by, write
 
 CASES: list[Case] = [
     (
-        "a rejected response without a chosen one",
+        "a rejected response that nobody reads",
         {"data.rejected": "answer"},
-        "`data.rejected` is 'answer' without `data.response`, the column of the response that was chosen; set both",
+        "`data.rejected` is 'answer', and GRPO reads `batch` as Batch, whose rows have one response",
     ),
     (
         "pairs without a rejected side",
         {"module": {"class_path": "rlflow.algorithms.DPO", "init_args": {"actor": "tiny"}}, "data.response": "answer"},
-        "DPO reads `batch` as Pairs, and these are pairs without a rejected side: `data.rejected` is null",
+        "rows.jsonl, line 1 has no column `rejected`; columns found: question, answer. Name the",
     ),
     (
         "a cycle",

@@ -22,7 +22,7 @@ from rlflow.strategies import DeepSpeedStrategy, SingleProcess
 from rlflow.trainer import Trainer
 from rlflow.types import Sourced
 from rlflow.values.ragged import Ragged
-from tests.controller.runs import SGD, Fit, answers, fit
+from tests.controller.runs import SGD, Fit, RecordingSFT, answers, fit
 from tests.data.listed import Listed
 from tests.ranks import RankPool
 from tests.reference.pairs_float64 import Pair, dpo_update, reward_model_update
@@ -250,8 +250,8 @@ def test_pairs_pass_a_filter(policy: Path, tmp_path: Path) -> None:
 
 
 def test_pairs_without_a_rejected_side_are_refused(policy: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="DPO reads `batch` as Pairs, and these are pairs without a rejected side"):
-        fit(Fit(DPO(CausalLM(str(policy))), answers((3, 4), 2), tmp_path))
+    with pytest.raises(UserError, match=r"row 0 has no column `rejected`; columns found: .*`data.rejected`"):
+        fit(Fit(DPO(CausalLM(str(policy))), answers((3, 4), 2), tmp_path))  # `answer` is named as the chosen one
 
 
 def test_a_rejected_side_that_nobody_reads_is_refused(policy: Path, tmp_path: Path) -> None:
@@ -263,4 +263,4 @@ def test_held_out_rows_that_nothing_is_measured_on_are_refused(policy: Path, tmp
     held_out = answers((3, 4), 2)
     held_out.validation = held_out.train
     with pytest.raises(UserError, match=r"`data.validation` is set but the module has no reward to score responses"):
-        fit(Fit(SFT(CausalLM(str(policy))), held_out, tmp_path))
+        fit(Fit(RecordingSFT(str(policy)), held_out, tmp_path))

@@ -26,7 +26,7 @@ def numbered(count: int) -> list[dict[str, Any]]:
 
 def loader(rows: list[dict[str, Any]], seed: int = 0, **settings: Any) -> Loader:
     source = Listed(rows)
-    return Loader(source, PromptData(source, **settings), TOKENIZER, seed)
+    return Loader(source, PromptData(source, **settings).resolved(), TOKENIZER, seed)
 
 
 def dealt(of: Loader, step: int, shards: int) -> list[int]:
@@ -81,7 +81,7 @@ def test_the_order_is_that_of_the_source_without_shuffle() -> None:
 
 def test_a_shard_reads_its_own_rows_and_no_other() -> None:
     source = Listed(numbered(12))
-    data = Loader(source, PromptData(source, prompts_per_step=6), TOKENIZER, seed=0)
+    data = Loader(source, PromptData(source, prompts_per_step=6).resolved(), TOKENIZER, seed=0)
     source.reads.clear()  # the scan's
 
     batch, _ = data.batch(1, shard=1, shards=3)
@@ -201,7 +201,7 @@ def test_fewer_rows_than_a_step_draws_are_refused() -> None:
 
 
 def test_a_row_that_json_cannot_carry_is_named() -> None:
-    with pytest.raises(UserError, match="listed, row 1: Object of type bytes is not JSON serializable"):
+    with pytest.raises(UserError, match=r"listed, row 1: column `picture` is b'\\x00' \(Object of type bytes is not"):
         loader([{"question": "a"}, {"question": "b", "picture": b"\x00"}])
 
 
@@ -251,3 +251,29 @@ def test_the_longer_response_of_a_pair_must_fit() -> None:
 def test_the_digest_tells_rejected_responses_apart() -> None:
     digests = {loader([{"question": "a", "good": "b", "bad": bad}], **PAIRED).scan.digest for bad in ("c", "d", "cc")}
     assert len(digests) == 3
+
+
+@pytest.mark.parametrize("settings", [{}, {"response": "answer"}, PAIRED, {"response": "m"}], ids=str)
+def test_a_row_is_tokenised_once_however_often_it_is_drawn(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = [{"role": role, "content": role * 2} for role in ("user", "assistant", "user", "assistant")]
+    rows = [
+        {**row, "good": f"a{row['answer']}", "bad": "b", "m": turns[: 2 + 2 * (i % 2)]}
+        for i, row in enumerate(numbered(4))
+    ]
+    data = loader(rows, prompts_per_step=2, **settings)
+    again = data.encode(data._source, [3, 0])
+    monkeypatch.setattr(data, "encode", None)
+    assert data._examples is not None
+    for one, other in zip(data._examples([3, 0]), again, strict=True):
+        assert vars(one) == {**vars(other), "written": None if all(other.written or [True]) else other.written}
+    assert len(data.batch(0, 0, 1)[0].rows) == len(data.batch(3, 0, 1)[0].rows) == 2
+
+
+def test_a_row_that_changes_after_the_scan_is_named() -> None:
+    rows = numbered(2)
+    data = loader(rows, prompts_per_step=2)
+    rows[1]["answer"] = "another"
+    with pytest.raises(UserError, match="listed, row 1 is not what it was when all rows were looked at: the data"):
+        data.batch(0, 0, 1)

@@ -52,7 +52,7 @@ def spoken(environment: Environment, row: dict[str, Any], texts: list[str]) -> C
 
 def test_learning_from_a_script_reads_the_tokens_of_a_policy_with_its_words() -> None:
     source = Played(Listed([ROW]), GAME, guesses)
-    data = PromptData(source, response="messages", chat_template=True)
+    data = PromptData(source, response="messages", chat_template=True).resolved()
 
     (example,) = Encoder(data, TOKENIZER, GAME)(source, [0])
 
@@ -99,7 +99,7 @@ def test_a_form_of_tool_calls_that_is_not_known_is_refused() -> None:
 
 def test_calls_in_a_form_that_the_run_does_not_read_are_refused() -> None:
     source = Played(Listed([ROW]), GAME, guesses)
-    data = PromptData(source, response="messages", chat_template=True, tool_calls="llama3")
+    data = PromptData(source, response="messages", chat_template=True, tool_calls="llama3").resolved()
     with pytest.raises(
         UserError, match=r"the script calls tools in the form hermes, and the model in llama3; set `too"
     ):

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.data.loader import Loader
-from rlflow.data.prefetch import Prefetch
+from rlflow.data.loader import Loader, Prefetch
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer
@@ -38,7 +37,7 @@ class Slow(Listed):
 def slow(count: int, delay: float = 0.0) -> tuple[Slow, Loader]:
     """A loader of two prompts a draw, in the order of the rows, and its source, from which nothing was read so far."""
     source = Slow([{"question": str(row)} for row in range(count)])
-    loader = Loader(source, PromptData(source, prompts_per_step=2, shuffle=False), TOKENIZER, seed=0)
+    loader = Loader(source, PromptData(source, prompts_per_step=2, shuffle=False).resolved(), TOKENIZER, seed=0)
     source.reads, source.delay = [], delay
     return source, loader
 
@@ -97,7 +96,7 @@ def test_a_row_that_cannot_be_read_is_told_to_who_asks_for_it() -> None:
     source.rows[3] = {"answer": "3"}
     with Prefetch(loader, draws=2) as prompts:
         assert len(prompts.batch(0, 0, 1)[1]) == 2
-        with pytest.raises(UserError, match="listed, row 3 has no column `question`"):
+        with pytest.raises(UserError, match="listed, row 3 is not what it was when all rows were looked at"):
             prompts.batch(1, 0, 1)
 
 

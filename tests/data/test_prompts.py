@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ TOKENIZER = tiny_tokenizer()
 
 def encode(row: dict[str, Any], tokenizer: Any = TOKENIZER, **settings: Any) -> Example:
     source = Listed([row])
-    return Encoder(PromptData(source, **settings), tokenizer)(source, [0])[0]
+    return Encoder(PromptData(source, **settings).resolved(), tokenizer)(source, [0])[0]
 
 
 def codes(text: str) -> list[int]:
@@ -138,7 +139,7 @@ def test_a_prompt_that_is_no_text_is_named(value: Any) -> None:
 
 def test_messages_need_the_chat_template() -> None:
     with pytest.raises(UserError, match=r"row 0: column `question` is a list of messages; set `data.chat_template"):
-        encode({"question": [{"role": "user", "content": "hi"}]})
+        encode({"question": [{"role": "user", "content": "hi"}]}, chat_template=False)
 
 
 @pytest.mark.parametrize("message", [{"role": "user"}, "hi"])
@@ -197,10 +198,79 @@ def test_a_tokenizer_without_an_end_cannot_end_responses() -> None:
     ("settings", "complaint"),
     [
         ({"prompts_per_step": 0}, "`prompts_per_step` is 0"),
-        ({"system_prompt": "x"}, "set `chat_template: true`"),
-        ({"rejected": "bad"}, "`data.rejected` is 'bad' without `data.response`"),
+        ({"system_prompt": "x", "chat_template": False}, "set `chat_template: true`"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         PromptData(Listed([]), **settings)
+
+
+ASKED = [{"role": "user", "content": "1+1="}]
+SAID = [{"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "learned", "columns"),
+    [
+        ({"prompt": "a", "question": "b", "response": "c"}, None, ("prompt", None, None, False)),
+        ({"question": "b", "completion": "d"}, "responses", ("question", "completion", None, False)),
+        ({"prompt": "a", "completion": "d", "response": "c"}, "responses", ("prompt", "response", None, False)),
+        ({"messages": [*ASKED, *SAID]}, "responses", ("prompt", "messages", None, True)),
+        ({"question": "?", "messages": [*ASKED, *SAID]}, "responses", ("question", "messages", None, True)),
+        ({"prompt": ASKED, "completion": SAID}, "responses", ("prompt", "completion", None, True)),
+        ({"prompt": ASKED, "answer": "2"}, None, ("prompt", None, None, True)),
+        ({"question": "a", "chosen": "b", "rejected": "c"}, "pairs", ("question", "chosen", "rejected", False)),
+    ],
+)
+def test_columns_that_are_not_set_follow_from_the_first_row_and_from_what_is_learned(
+    row: dict[str, Any], learned: Any, columns: tuple[Any, ...]
+) -> None:
+    found = PromptData([row]).resolved(learned)
+    assert (found.prompt, found.response, found.rejected, found.chat_template) == columns
+
+
+def test_what_is_set_wins_over_the_columns_that_are_there() -> None:
+    row = {"prompt": ASKED, "other": "1", "response": "2", "last": "3"}
+    data = PromptData([row], prompt="other", response="last", chat_template=True)
+    found = data.resolved("responses")
+    assert (found.prompt, found.response, found.chat_template) == ("other", "last", True)
+    assert (data.rejected, PromptData([row], chat_template=False).resolved().chat_template) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("learned", "line"),
+    [
+        ("responses", "has no column `response` or `completion` or `messages`; .* Name the column in `data.response`"),
+        ("pairs", "has no column `chosen`; columns found: prompt. Name the column in `data.response`"),
+    ],
+)
+def test_a_first_row_without_what_is_learned_is_named(learned: Any, line: str) -> None:
+    with pytest.raises(UserError, match=f"`data.train`, row 0 {line}"):
+        PromptData([{"prompt": "1"}]).resolved(learned)
+
+
+def test_a_system_prompt_without_a_chat_template_is_refused_where_the_rows_have_none() -> None:
+    with pytest.raises(UserError, match=r"`data.system_prompt` is set without `data.chat_template`"):
+        PromptData([{"prompt": "1"}], system_prompt="x").resolved()
+    assert PromptData([{"prompt": ASKED}], system_prompt="x").resolved().chat_template
+
+
+def encoded(row: dict[str, Any], **settings: Any) -> Example:
+    data = PromptData([row], **settings).resolved("responses")
+    return Encoder(data, TOKENIZER)(data.train, [0])[0]
+
+
+def test_a_completion_of_messages_follows_the_messages_of_the_prompt() -> None:
+    whole = encoded({"messages": [*ASKED, *SAID]})
+    assert encoded({"prompt": ASKED, "completion": SAID}) == replace(whole, row={"prompt": ASKED, "completion": SAID})
+    assert encoded({"prompt": "1+1=", "completion": SAID}).prompt_ids == whole.prompt_ids
+    assert TOKENIZER.decode(whole.response_ids) == "2<|im_end|>"
+
+
+def test_turns_of_the_policy_in_a_prompt_are_not_learned() -> None:
+    more = [{"role": "user", "content": "sure?"}]
+    found = encoded({"prompt": [*ASKED, *SAID, *more], "completion": [{"role": "assistant", "content": "yes"}]})
+    assert TOKENIZER.decode(found.response_ids) == "yes<|im_end|>"
+    assert "2<|im_end|>" in TOKENIZER.decode(found.prompt_ids)
+    assert found.written == [True] * len(found.response_ids)

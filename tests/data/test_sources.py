@@ -143,17 +143,31 @@ def test_a_source_opens_nothing_until_it_is_read(kind) -> None:
         len(source)
 
 
-def test_a_folder_is_no_jsonl_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"which is a folder; give a JSON Lines file$"):
-        len(JSONL(str(tmp_path)))
-    (tmp_path / "b.jsonl").touch()
+def test_a_folder_without_jsonl_files_is_no_jsonl(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").touch()
-    with pytest.raises(UserError, match=r"which is a folder; give a JSON Lines file, such as .*/b\.jsonl$"):
+    with pytest.raises(UserError, match=r"which is a folder without a file that ends in .jsonl; name a file$"):
         len(JSONL(str(tmp_path)))
+
+
+def test_a_folder_of_jsonl_files_has_the_rows_of_all_in_the_order_of_their_names(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    for name, text in (
+        ("b.jsonl", '{"n": 2}\n\n{"n": 3}'),
+        ("a.jsonl", '{"n": 1}\n'),
+        ("more/c.jsonl", '{"n": 4}\n[]'),
+    ):
+        write(tmp_path / name, text)
+    source = JSONL(str(tmp_path))
+    assert [row["n"] for row in source.read(range(4))] == [1, 2, 3, 4]
+    assert source.where(2) == f"{tmp_path}/b.jsonl, line 3"
+    with pytest.raises(UserError, match=r"more/c.jsonl, line 2 is not a JSON object"):
+        source[4]
 
 
 def test_a_device_is_no_source_and_is_not_read() -> None:
-    with pytest.raises(UserError, match=r"`path` is '/dev/zero', which is a device; give a JSON Lines file$"):
+    with pytest.raises(
+        UserError, match=r"is '/dev/zero', which is a device; give a JSON Lines file or a folder of them$"
+    ):
         len(JSONL("/dev/zero"))
     with pytest.raises(UserError, match=r"which is a device; give a Parquet file or a folder of them$"):
         len(Parquet("/dev/zero"))

@@ -9,14 +9,13 @@ import pytest
 from rlflow.data.prompts import Encoder, PromptData
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer
-from tests.data.listed import Listed
 
 TOKENIZER = tiny_tokenizer()
 ROW = {"question": "1+1=", "answer": "2", "metadata": {"left": 1}}
 
 
 def written(row: dict[str, Any], template: str, **settings: Any) -> str:
-    (ids,) = Encoder(PromptData(Listed([row]), **settings), TOKENIZER).written([row], template)
+    (ids,) = Encoder(PromptData([row], **settings).resolved(), TOKENIZER).written([row], template)
     text: str = TOKENIZER.decode(ids)
     return text
 
@@ -53,12 +52,12 @@ def test_of_messages_what_the_user_says_last_is_rewritten() -> None:
 
 
 def test_no_rows_are_no_prompts() -> None:
-    assert Encoder(PromptData(Listed([])), TOKENIZER).written([], "{prompt}") == []
+    assert Encoder(PromptData([{"prompt": "?"}]).resolved(), TOKENIZER).written([], "{prompt}") == []
 
 
 def test_a_prompt_that_a_template_makes_too_long_is_refused() -> None:
     rows = [{"question": "ab"}, {"question": "abcd"}]
-    encoder = Encoder(PromptData(Listed(rows), max_prompt_length=5), TOKENIZER)
+    encoder = Encoder(PromptData(rows, max_prompt_length=5).resolved(), TOKENIZER)
     assert [len(ids) for ids in encoder.written(rows, "{prompt}!")] == [3, 5]
     line = (
         r"^row 1 of those that a node writes prompts from: the prompt has 6 tokens, and `data.max_prompt_length` is 5,"

@@ -56,7 +56,7 @@ def test_a_dataset_of_conversations_tells_the_policy_of_the_environment_s_tools(
     environment = Environment(tools=["tests.environments.games.add"])
     told = TemplateBridge(TOKENIZER, environment.definitions[""].schemas).begin([ASKED])
     source = Listed([{"messages": [ASKED, FIRST]}])
-    data = PromptData(source, response="messages", chat_template=True)
+    data = PromptData(source, response="messages", chat_template=True).resolved()
 
     example = Encoder(data, TOKENIZER, environment)(source, [0])[0]
 
@@ -67,7 +67,7 @@ def test_a_dataset_of_conversations_tells_the_policy_of_the_environment_s_tools(
 @pytest.mark.parametrize(
     ("rows", "settings", "complaint"),
     [
-        ([{"m": [ASKED, FIRST]}], {}, "column `m` is a list of messages; set `data.chat_template: true`"),
+        ([{"m": [ASKED, FIRST]}], {"chat_template": False}, "`m` is a list of messages; set `data.chat_template"),
         (
             [{"m": [ASKED, FIRST]}, {"m": "3"}],
             {"chat_template": True},
@@ -78,4 +78,4 @@ def test_a_dataset_of_conversations_tells_the_policy_of_the_environment_s_tools(
 def test_conversations_that_cannot_be_read_are_named(rows: list[Any], settings: Any, complaint: str) -> None:
     source = Listed(rows)
     with pytest.raises(UserError, match=complaint):
-        Encoder(PromptData(source, response="m", **settings), TOKENIZER)(source, range(len(rows)))
+        Encoder(PromptData(source, response="m", **settings).resolved(), TOKENIZER)(source, range(len(rows)))

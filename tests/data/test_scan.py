@@ -1,4 +1,4 @@
-"""Lengths of prompts are counted once: by all ranks together, and kept for later runs."""
+"""Rows are tokenised once: by all ranks together, and kept for the steps and for later runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from tokenizers import pre_tokenizers
 
-from rlflow.data import lengths, loader
-from rlflow.data.lengths import cache_folder, keep_counts, read_counts
+from rlflow.data import loader
 from rlflow.data.loader import Loader, scan_together
 from rlflow.data.prompts import PromptData
+from rlflow.data.scan import Counted, cache_folder, keep_counted, read_counted
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
@@ -48,7 +48,9 @@ class DigestedEngine(TransformersEngine):
 def load(rows: list[dict[str, Any]], ranks: int = 1, tokenizer: Any = None, **settings: Any) -> tuple[Loader, Digested]:
     source = Digested(rows)
     given = {"max_prompt_length": 6, "overlong": "drop", **settings}
-    return Loader(source, PromptData(source, **given), tokenizer or tiny_tokenizer(), seed=0, ranks=ranks), source
+    data = PromptData(source, **given).resolved()
+    source.reads.clear()
+    return Loader(source, data, tokenizer or tiny_tokenizer(), seed=0, ranks=ranks), source
 
 
 @pytest.fixture
@@ -85,9 +87,9 @@ def test_each_rank_counts_its_share_and_knows_what_one_alone_would(ranks3: RankP
     assert [reads for _, _, reads, _ in of_ranks] == [[0, 1, 2], [3, 4, 5, 6], [7, 8, 9, 10]]
 
 
-def test_one_rank_of_a_machine_keeps_the_counts(ranks3: RankPool, tmp_path: Path) -> None:
+def test_one_rank_of_a_machine_keeps_the_rows(ranks3: RankPool, tmp_path: Path) -> None:
     ranks3.run(together, [ROWS] * 3, str(tmp_path))
-    assert [path.parent.parent.name for path in tmp_path.rglob("*.*")] == ["0"]
+    assert [path.parent.parent.name for path in tmp_path.rglob("*.*")] == ["0", "0"]
 
 
 def test_a_row_that_one_rank_cannot_read_ends_all_ranks_alike(ranks3: RankPool, tmp_path: Path) -> None:
@@ -178,10 +180,10 @@ def _flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_cut, _flip, lambda path: path.write_bytes(b"")], ids=["cut", "flip", "empty"])
-def test_a_damaged_file_is_made_anew(cache: Path, damage: Any) -> None:
+@pytest.mark.parametrize("kind", ["ids", "safetensors"])
+def test_a_damaged_file_is_made_anew(cache: Path, damage: Any, kind: str) -> None:
     first, _ = load(ROWS)
-    (path,) = cache.iterdir()
-    damage(path)
+    damage(next(cache.glob(f"*.{kind}")))
 
     second, source = load(ROWS)
     assert len(source.reads) == len(ROWS)
@@ -190,27 +192,34 @@ def test_a_damaged_file_is_made_anew(cache: Path, damage: Any) -> None:
 
 
 def test_a_file_of_another_version_is_made_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_counts("key", torch.zeros(3, 4, dtype=torch.int32))
-    assert read_counts("key", 3) is not None
-    monkeypatch.setattr(lengths, "VERSION", "another")
-    assert read_counts("key", 3) is None
+    keep(torch.ones(3, 6, dtype=torch.int32))
+    assert read_counted("key", 3) is not None
+    monkeypatch.setattr("rlflow.data.scan.VERSION", "another")
+    assert read_counted("key", 3) is None
 
 
 def test_runs_that_keep_the_same_counts_at_once_never_show_half_a_file(cache: Path) -> None:
-    counts = torch.arange(2_000_000, dtype=torch.int32).view(-1, 4)
-    keep_counts("key", counts)
-    writers = [threading.Thread(target=lambda: [keep_counts("key", counts) for _ in range(6)]) for _ in range(3)]
+    numbers = torch.arange(3_000_000, dtype=torch.int32).view(-1, 6)
+    keep(numbers)
+    writers = [threading.Thread(target=lambda: [keep(numbers) for _ in range(6)]) for _ in range(3)]
     for writer in writers:
         writer.start()
     found = list(_until_ended(writers))
     assert len(found) > 3
-    assert all(each is not None and torch.equal(each, counts) for each in found)
-    assert [path.name for path in cache.iterdir()] == ["key.safetensors"]
+    assert all(each is not None and torch.equal(each.numbers, numbers) for each in found)
+    assert all(each is not None and torch.equal(each.ids, numbers.flatten()) for each in found)
+    assert sorted(path.name for path in cache.iterdir()) == ["key.ids", "key.safetensors"]
 
 
-def _until_ended(writers: list[threading.Thread]) -> Iterator[torch.Tensor | None]:
+def keep(numbers: torch.Tensor) -> None:
+    """Keep these numbers, and themselves as token ids in two pieces, the second one first."""
+    ids = numbers.flatten()
+    keep_counted("key", numbers, [(4, ids[4:]), (0, ids[:4])])
+
+
+def _until_ended(writers: list[threading.Thread]) -> Iterator[Counted | None]:
     while any(writer.is_alive() for writer in writers):
-        yield read_counts("key", 500_000)
+        yield read_counted("key", 500_000)
 
 
 def test_a_cache_that_cannot_be_written_is_told_of_and_ends_nothing(
@@ -218,7 +227,7 @@ def test_a_cache_that_cannot_be_written_is_told_of_and_ends_nothing(
 ) -> None:
     cache.parent.write_text("no folder")
     assert load(ROWS)[0].is_scanned
-    assert capsys.readouterr().err.startswith("lengths of prompts are not kept for later runs (")
+    assert capsys.readouterr().err.startswith("tokens of prompts are not kept for later runs (")
 
 
 def _too_long(run: Fit) -> str:
@@ -245,7 +254,7 @@ def test_the_first_rows_of_a_dataset_that_ranks_will_scan_have_what_an_environme
     monkeypatch.setattr(loader, "FEW_ROWS", 4)
     rows = [{"question": "?", "begin": 1} for _ in range(6)]
     data, environment = (
-        PromptData(Digested(rows), chat_template=True),
+        PromptData(Digested(rows), chat_template=True).resolved(),
         Environment("tests.environments.games.CountDown"),
     )
     with pytest.raises(UserError, match=r"row 0: `.*CountDown.reset` takes `start`, which .* \(it has question, begin"):
@@ -256,7 +265,7 @@ def test_a_conversation_s_first_prompt_is_counted_with_template_and_tools_as_it_
     """Of the row's own environment: one has a tool, the other answers messages and has none."""
     classes = {"words": "tests.environments.games.WordGame", "counting": "tests.environments.games.CountDown"}
     rows = [{"question": "?", "task": task, "start": 1, "word": "a"} for task in ("counting", "words")]
-    data = PromptData(Listed(rows), chat_template=True, prompts_per_step=2, shuffle=False)
+    data = PromptData(rows, chat_template=True, prompts_per_step=2, shuffle=False).resolved()
     loaded = Loader(data.train, data, tiny_tokenizer(), seed=0, environment=Environment(classes, by="task"))
     asked = 1 + len("user\n?") + 2 + 1 + len("assistant\n")  # a token for each character, and for each special token
     assert loaded.scan.longest_prompt == 1 + len("system\nTools: guess(word)") + 2 + asked
@@ -266,7 +275,7 @@ def test_a_conversation_s_first_prompt_is_counted_with_template_and_tools_as_it_
 
 
 def test_a_first_prompt_that_is_too_long_with_its_tools_is_refused_before_the_run() -> None:
-    data = PromptData(Listed([{"question": "?"}]), chat_template=True, prompts_per_step=1, max_prompt_length=30)
+    data = PromptData([{"question": "?"}], chat_template=True, prompts_per_step=1, max_prompt_length=30).resolved()
     assert Loader(data.train, data, tiny_tokenizer(), seed=0).scan.longest_prompt == 20
     said = "1 of 1 rows exceed `data.max_prompt_length` 30 tokens, .*. Raise `data.max_prompt_length` to at least 48"
     with pytest.raises(UserError, match=said):
@@ -287,7 +296,7 @@ class Reading(CallableReward):
 
 def scored(row: dict[str, Any], reads: dict[str, bool], ranks: int = 1, reward: Reward | None = None) -> Loader:
     """A loader of four good rows and this one, whose columns a reward reads."""
-    data = PromptData(Digested([{"question": "1+1=", "answer": "2"}] * 4 + [row]))
+    data = PromptData(Digested([{"question": "1+1=", "answer": "2"}] * 4 + [row])).resolved()
     return Loader(data.train, data, tiny_tokenizer(), seed=0, ranks=ranks, reward=reward or Reading(reads))
 
 
