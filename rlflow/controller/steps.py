@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from rlflow.checkpoint.kept_rows import flight_name
@@ -96,8 +97,14 @@ class Steps:
         now, name, program = self._steps[step], task.value, self._program
         message = space_to_message(now.spaces[name]) if self._transport.rank == task.teller else None
         message = self._transport.broadcast_bytes(message, task.teller, task.ranks)
-        if self._transport.rank != task.teller:
-            now.spaces[name] = space_from_message(message, name, seed=program.seed, step=step, balance=program.balance)
+        if self._transport.rank == task.teller:
+            return
+        space = space_from_message(message, name, seed=program.seed, step=step, balance=program.balance)
+        known = now.spaces.get(name)
+        if known is not None and torch.equal(known.path, space.path):  # again, after they were scored
+            known.dropped.copy_(space.dropped)
+        else:
+            now.spaces[name] = space
 
     def exchange(self, task: Exchange, step: int) -> None:
         """Start to bring a value to a layout, or beside rows above or below it."""
