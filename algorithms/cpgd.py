@@ -55,14 +55,13 @@ class CPGD(Ratio, TurnCredit):
             raise UserError(f"`clip.low` is {self.clip.low}, and CPGD takes log(1 - clip.low); give less than 1")
 
     @node
-    def advantages(self, rollout: Grouped, rewards: PerSample, rewards_failed: PerSample | None = None) -> PerSample:
-        has_signal = group_has_signal(rewards, rollout.group, rewards_failed)
-        counted = None if rewards_failed is None else rewards_failed == 0
-        self.log("actor/useful_share", has_signal, counted)
-        advantages = group_normalized_advantages(rewards, rollout.group, self.weight == "std", failed=rewards_failed)
+    def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
+        has_signal = group_has_signal(rewards, rollout.group)
+        self.log("actor/useful_share", has_signal)
+        advantages = group_normalized_advantages(rewards, rollout.group, self.weight == "std")
         if self.weight != "filter":
             return advantages
-        weight = (1 / self.mean(has_signal, counted).clamp(min=1e-12)).clamp(max=self.weight_cap)
+        weight = (1 / self.mean(has_signal).clamp(min=1e-12)).clamp(max=self.weight_cap)
         return advantages * weight.to(advantages.dtype)
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:

@@ -37,5 +37,5 @@ class DAPO(GRPO):
         return self.credited(rollout, self.shaped(rollout.policy_lengths, scores))
 
     @node(type="filter")
-    def useful(self, rollout: Grouped, scores: PerSample, scores_failed: PerSample | None = None) -> PerSample:
-        return group_has_signal(scores, rollout.group, scores_failed)
+    def useful(self, rollout: Grouped, scores: PerSample) -> PerSample:
+        return group_has_signal(scores, rollout.group)

@@ -40,14 +40,9 @@ class GDPO(Clipped):
         return parts if self.environment is None else parts | {"environment": self.environment_returns(rollout)}
 
     @node
-    def advantages(
-        self, rollout: Grouped, parts: dict[str, PerSample], parts_failed: PerSample | None = None
-    ) -> PerSample:
+    def advantages(self, rollout: Grouped, parts: dict[str, PerSample]) -> PerSample:
         weights = self.part_weights or dict.fromkeys(parts, 1.0)
-        useful = torch.stack([group_has_signal(parts[name], rollout.group, parts_failed) for name in weights])
+        useful = torch.stack([group_has_signal(parts[name], rollout.group) for name in weights])
         self.log("actor/useful_share", useful.any(dim=0))
-        failed = parts_failed
-        each = [
-            w * group_normalized_advantages(parts[name], rollout.group, failed=failed) for name, w in weights.items()
-        ]
-        return self.whiten(torch.stack(each).sum(dim=0), failed=parts_failed)
+        each = [w * group_normalized_advantages(parts[name], rollout.group) for name, w in weights.items()]
+        return self.whiten(torch.stack(each).sum(dim=0))

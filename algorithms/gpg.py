@@ -25,11 +25,10 @@ class GPG(PolicyGradient, Scored):
     compares_group: ClassVar[bool] = True
 
     @node
-    def advantages(self, rollout: Grouped, rewards: PerSample, rewards_failed: PerSample | None = None) -> PerSample:
-        has_signal = group_has_signal(rewards, rollout.group, rewards_failed)
-        counted = None if rewards_failed is None else rewards_failed == 0
-        self.log("actor/useful_share", has_signal, counted)
-        useful = self.mean(has_signal, counted)
+    def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
+        has_signal = group_has_signal(rewards, rollout.group)
+        self.log("actor/useful_share", has_signal)
+        useful = self.mean(has_signal)
         alpha = 1 / useful.clamp(min=1e-12)  # where no group is useful, all advantages are 0
-        centred = group_normalized_advantages(rewards, rollout.group, False, failed=rewards_failed)
+        centred = group_normalized_advantages(rewards, rollout.group, False)
         return centred * alpha.to(rewards.dtype)

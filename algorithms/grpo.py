@@ -25,9 +25,9 @@ class GroupRelative(Ratio, TurnCredit):
     compares_group: ClassVar[bool] = True
 
     @node
-    def advantages(self, rollout: Grouped, rewards: PerSample, rewards_failed: PerSample | None = None) -> PerSample:
-        self.log("actor/useful_share", group_has_signal(rewards, rollout.group, rewards_failed))
-        return group_normalized_advantages(rewards, rollout.group, self.normalize_std, failed=rewards_failed)
+    def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
+        self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
+        return group_normalized_advantages(rewards, rollout.group, self.normalize_std)
 
 
 @dataclass(eq=False)

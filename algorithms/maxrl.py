@@ -27,12 +27,12 @@ class MaxRL(Clipped, Scored):
     kl_penalty = None
 
     @node
-    def advantages(self, rollout: Grouped, rewards: PerSample, rewards_failed: PerSample | None = None) -> PerSample:
+    def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
         if (least := self.all_rows(rewards).min()) < 0:
             raise UserError(
                 f"a reward is {least:g}, and MaxRL divides by a group's mean; give 0 or more, 1 where right"
             )
-        self.log("actor/useful_share", group_has_signal(rewards, rollout.group, rewards_failed))
-        centred = group_normalized_advantages(rewards, rollout.group, False, failed=rewards_failed)
+        self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
+        centred = group_normalized_advantages(rewards, rollout.group, False)
         mean = rewards - centred
         return torch.where(mean > 0, centred / mean, 0.0).to(rewards.dtype)

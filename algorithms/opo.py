@@ -28,8 +28,6 @@ class OPO(Clipped, Scored):
     one_update: ClassVar[bool] = True
 
     @node
-    def advantages(
-        self, rollout: GroupedLengths, rewards: PerSample, rewards_failed: PerSample | None = None
-    ) -> PerSample:
-        self.log("actor/useful_share", group_has_signal(rewards, rollout.group, rewards_failed))
-        return opo_advantages(rewards, rollout.policy_lengths, rollout.group, rewards_failed)
+    def advantages(self, rollout: GroupedLengths, rewards: PerSample) -> PerSample:
+        self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
+        return opo_advantages(rewards, rollout.policy_lengths, rollout.group)

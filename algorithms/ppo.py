@@ -123,8 +123,8 @@ class PPO(Clipped, Scored):
         return Estimates(advantages, returns)
 
     @node
-    def advantages(self, rollout: Masked, estimates: Estimates, rewards_failed: PerSample | None = None) -> PerToken:
-        return self.whiten(estimates.advantages, rollout.loss_mask, failed=rewards_failed)
+    def advantages(self, rollout: Masked, estimates: Estimates) -> PerToken:
+        return self.whiten(estimates.advantages, rollout.loss_mask)
 
     @node(role="critic", type="train")
     def critic_loss(self, rollout: MaskedTokens, values: PerToken, estimates: Targets) -> PerToken:

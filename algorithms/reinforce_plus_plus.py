@@ -27,14 +27,6 @@ class REINFORCEPlusPlus(Clipped, Scored):
         return self.outcome(rollout, model_scores)
 
     @node
-    def advantages(
-        self,
-        rollout: Masked,
-        rewards: PerSample,
-        kl_penalty: PerToken | None = None,
-        rewards_failed: PerSample | None = None,
-    ) -> PerToken:
+    def advantages(self, rollout: Masked, rewards: PerSample, kl_penalty: PerToken | None = None) -> PerToken:
         r = last_token_rewards(rewards, rollout.loss_mask, kl_penalty)
-        return self.whiten(
-            reinforce_returns(r, rollout.loss_mask, self.gamma), rollout.loss_mask, failed=rewards_failed
-        )
+        return self.whiten(reinforce_returns(r, rollout.loss_mask, self.gamma), rollout.loss_mask)

@@ -28,9 +28,7 @@ class REINFORCEPlusPlusBaseline(Clipped, Scored):
     kl_in_loss: ClassVar[KLEstimator] = "k2"
 
     @node
-    def advantages(
-        self, rollout: MaskedGroups, rewards: PerSample, rewards_failed: PerSample | None = None
-    ) -> PerToken:
-        self.log("actor/useful_share", group_has_signal(rewards, rollout.group, rewards_failed))
-        centred = group_normalized_advantages(rewards, rollout.group, False, failed=rewards_failed)
-        return self.whiten(centred[:, None].expand(rollout.loss_mask.shape), rollout.loss_mask, failed=rewards_failed)
+    def advantages(self, rollout: MaskedGroups, rewards: PerSample) -> PerToken:
+        self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
+        centred = group_normalized_advantages(rewards, rollout.group, False)
+        return self.whiten(centred[:, None].expand(rollout.loss_mask.shape), rollout.loss_mask)

@@ -24,6 +24,6 @@ class RLOO(Clipped, TurnCredit):
     kl_in_reward: ClassVar[bool] = True
 
     @node
-    def advantages(self, rollout: Grouped, rewards: PerSample, rewards_failed: PerSample | None = None) -> PerSample:
-        self.log("actor/useful_share", group_has_signal(rewards, rollout.group, rewards_failed))
-        return rloo_advantages(rewards, rollout.group, rewards_failed)
+    def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
+        self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
+        return rloo_advantages(rewards, rollout.group)

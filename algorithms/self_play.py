@@ -66,25 +66,18 @@ class SelfPlay(RLModule):
         return self.reward_function(answer)
 
     @node
-    def worth(
-        self, question: Grouped, solved: Each[PerSample], solved_failed: Each[PerSample] | None = None
-    ) -> PerSample:
-        worth = 1 - (2 * solved.without(solved_failed).mean() - 1).abs()
+    def worth(self, question: Grouped, solved: Each[PerSample]) -> PerSample:
+        worth = 1 - (2 * solved.mean() - 1).abs()
         self.log("proposer/worth", worth)
         return worth
 
     @node
-    def question_advantages(
-        self, question: Grouped, worth: PerSample, solved_failed: Each[PerSample] | None = None
-    ) -> PerSample:
-        failed = None if solved_failed is None else solved_failed.max()
-        return group_normalized_advantages(worth, question.group, failed=failed)
+    def question_advantages(self, question: Grouped, worth: PerSample) -> PerSample:
+        return group_normalized_advantages(worth, question.group)
 
     @node
-    def answer_advantages(
-        self, answer: Grouped, solved: PerSample, solved_failed: PerSample | None = None
-    ) -> PerSample:
-        return group_normalized_advantages(solved, answer.group, failed=solved_failed)
+    def answer_advantages(self, answer: Grouped, solved: PerSample) -> PerSample:
+        return group_normalized_advantages(solved, answer.group)
 
     @node(role="proposer", type="train")
     def proposer_loss(self, question: MaskedTokens, question_advantages: PerSample) -> PerToken:

@@ -66,10 +66,8 @@ class TreeRL(Clipped, Scored):
         return whole.concat(self.actor.generate(trunk.cut(fork), n=self.branches - 1))
 
     @node
-    def value(
-        self, trunk: Grouped, rewards: Each[PerSample], rewards_failed: Each[PerSample] | None = None
-    ) -> PerSample:
-        return rewards.without(rewards_failed).mean()
+    def value(self, trunk: Grouped, rewards: Each[PerSample]) -> PerSample:
+        return rewards.mean()
 
     @node
     def root_value(self, batch: Grouped, value: Each[PerSample]) -> PerSample:

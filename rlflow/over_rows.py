@@ -14,7 +14,10 @@ from rlflow.step_context import AllRows, StepContext
 
 
 class OverRows:
-    """Metrics, and numbers over all rows of a step, for the nodes of a module. All ranks of a node call them alike."""
+    """Metrics, and numbers over all rows of a step, for the nodes of a module. All ranks of a node call them alike.
+
+    Rows that a reward failed on, and whose `on_error` is `drop`, do not count.
+    """
 
     _context: StepContext | None = None
 
@@ -44,23 +47,18 @@ class OverRows:
         mean: Tensor = self._moments(x, mask)[1]
         return mean
 
-    def whiten(
-        self, x: Tensor, mask: Tensor | None = None, unbiased: bool = True, failed: Tensor | None = None
-    ) -> Tensor:
+    def whiten(self, x: Tensor, mask: Tensor | None = None, unbiased: bool = True) -> Tensor:
         """Shift and scale `x` to mean 0 and standard deviation 1 over all rows of all ranks; masked entries are 0.
 
         Args:
             x: `[B]` or `[B, T]`.
             mask: Of the shape of `x`, the entries that count; None for all.
             unbiased: `N - 1` in the variance's denominator instead of `N`.
-            failed: `[B]`, not 0 for rows that do not count; None for none of them.
 
         Raises:
             UserError: An entry that counts is infinite or NaN, on any rank: all raise it, with the row of the step.
         """
-        counts = _all_of(x, mask)
-        if failed is not None:
-            counts = counts.bool() & (failed == 0).view(-1, *[1] * (x.dim() - 1))
+        counts = self._all_of(x, mask)
         statistics = self._moments(x, counts)
         if not statistics.isfinite().all():  # alike on all ranks
             raise not_finite(self.all_rows(broken_rows(x, counts)).nonzero().flatten())
@@ -84,7 +82,7 @@ class OverRows:
             UserError: A `q` is not from 0 to 1, or an entry that counts is NaN; on all ranks alike.
         """
         context = self._running()
-        entries = x[_all_of(x, mask).bool()]
+        entries = x[self._all_of(x, mask).bool()]
         return quantiles(entries, q, lambda counts: context.of_each_shard(counts).sum(dim=0)).to(x.device)
 
     def all_rows(self, x: AllRows) -> AllRows:
@@ -107,13 +105,15 @@ class OverRows:
 
     def _moments(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Count, mean and sum of squared deviations `[3]` of the entries of all ranks."""
-        return merge_moments(self._running().all_rows(row_moments(x, _all_of(x, mask))))
+        return merge_moments(self._running().all_rows(row_moments(x, self._all_of(x, mask))))
 
     def _running(self) -> StepContext:
         if self._context is None:
             raise UserError(f"{type(self).__name__}: nodes are run by `Trainer.fit`; there is no step in progress here")
         return self._context
 
-
-def _all_of(x: Tensor, mask: Tensor | None) -> Tensor:
-    return torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+    def _all_of(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The entries that count: those of the mask, of rows that were not dropped."""
+        counts = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+        kept = self._running().kept(x)
+        return counts if kept is None else counts.bool() & kept.view(-1, *[1] * (x.dim() - 1))

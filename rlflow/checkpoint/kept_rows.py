@@ -12,7 +12,7 @@ Read by as many ranks as wrote it, everything is as it was; read by others, grou
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,7 @@ def write_rows(folder: Path, name: str, kept: Kept, world_size: int) -> list[str
     return [f"{path.name}.safetensors", f"{path.name}.json"]
 
 
-def read_kept(
-    folder: Path, name: str, like: Kept, device: torch.device, tells: Callable[[str], bool] = lambda _: False
-) -> Kept | None:
+def read_kept(folder: Path, name: str, like: Kept, device: torch.device) -> Kept | None:
     """What `write_kept` wrote under this name; None where it wrote nothing.
 
     Args:
@@ -92,8 +90,6 @@ def read_kept(
         name: Of what was written.
         like: The spaces and values of this run, without rows.
         device: For what was not on the CPU.
-        tells: Whether a value is one that tells which samples a reward failed on. These come and go with the policy of
-            the reward: of what was written without, none failed.
 
     Raises:
         UserError: It is of other values than this run's.
@@ -101,23 +97,12 @@ def read_kept(
     if not (folder / f"{name}.json").is_file():
         return None
     stored = json.loads((folder / f"{name}.json").read_text())
-    differ = stored["values"].keys() ^ like.values.keys()
-    if not all(map(tells, differ)) or stored["spaces"].keys() != like.spaces.keys():
+    if stored["values"].keys() != like.values.keys() or stored["spaces"].keys() != like.spaces.keys():
         raise UserError(
             f"{folder} has groups waiting for a later step, with the values {', '.join(stored['values']) or 'none'};"
             f" this run keeps {', '.join(like.values) or 'none'}. Continue with the same algorithm and `placement`"
         )
-    known = {value: of for value, of in like.values.items() if value in stored["values"]}
-    kept = read_rows(folder, name, stored, replace(like, values=known), device)
-    values = {value: kept.values.get(value) or _none_failed(of, kept, device) for value, of in like.values.items()}
-    return replace(kept, values=values)
-
-
-def _none_failed(value: KeptValue, kept: Kept, device: torch.device) -> KeptValue:
-    if kept.rank not in value.layout.ranks:
-        return value
-    rows = len(kept.spaces[value.space].held(value.layout, kept.rank))
-    return replace(value, rows=torch.zeros(rows, dtype=torch.uint8, device=device))
+    return read_rows(folder, name, stored, like, device)
 
 
 def read_rows(folder: Path, name: str, stored: dict[str, Any], like: Kept, device: torch.device) -> Kept:
@@ -226,6 +211,7 @@ def _space_from_json(
     """The stored rows; where their layouts are other ones now, with their groups dealt anew."""
     arrays = {name: torch.tensor(stored[name], dtype=torch.int64) for name in ("path", *NUMBERS)}
     arrays["path"] = arrays["path"].view(-1, like.path.shape[1])  # of no rows it has no width
+    arrays["dropped"] = torch.tensor(stored["dropped"], dtype=torch.bool)
     made_in = like.home[0]
     if dealt is not None:
         return like.renewed(arrays, dealt)

@@ -109,21 +109,19 @@ class UpdateWatch:
         remedy = "Lower the learning rate, or look for NaN in rewards and loss"
         self._count(role, f"the gradient of `{role}` was {how}", remedy, rows)
 
-    def note_failed(self, role: str, metrics: StepMetrics, rows: Mapping[str, Any], on_all: bool) -> None:
-        """An update was not made, for a reward failed on a sample of it whose `on_error` is `skip`, or on all of them.
+    def note_dropped(self, role: str, metrics: StepMetrics, rows: Mapping[str, Any]) -> None:
+        """An update was not made, for a reward failed on all of its samples, which were dropped.
 
         Args:
             role: That is trained.
             metrics: Of the step.
             rows: As `note`.
-            on_all: Whether the reward left nothing to learn from.
 
         Raises:
             UserError: Too many in a row were not made.
         """
         metrics.number(f"{role}/skipped_updates", 1.0)
-        what, remedy = ("all samples", "") if on_all else ("samples", ", or let it `mask` them")
-        self._count(role, f"the reward of `{role}` failed on {what}", f"Mend the reward{remedy}", rows)
+        self._count(role, f"the reward of `{role}` failed on all samples", "Mend the reward", rows)
 
     def _count(self, role: str, what: str, remedy: str, rows: Mapping[str, Any]) -> None:
         """One more update in a row was skipped, for this reason."""

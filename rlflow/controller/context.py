@@ -14,7 +14,7 @@ from torch import Tensor
 from rlflow.controller.calls import Calls
 from rlflow.controller.conversation_metrics import measure_conversations
 from rlflow.controller.conversations import ConversationRunner, ConverseCall
-from rlflow.controller.failures import Failures, note_failures
+from rlflow.controller.failures import drop
 from rlflow.controller.generating import callers_of, parents_of, policy_of, require_beginning, require_own_rows
 from rlflow.controller.memories import MemoryUpdates
 from rlflow.controller.scoring import reward_input, scored_alike
@@ -33,6 +33,7 @@ from rlflow.step_context import AllRows
 from rlflow.values.columns import Parts, to_device
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.layout import Layout
+from rlflow.values.path import NO_GROUP
 from rlflow.values.protocols import Written
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
@@ -52,7 +53,7 @@ class Running:
         part: How far it samples; None for whole responses.
         calls: Of `generate` that it has made.
         returned: What environments gave for rows, as far as it has asked.
-        failures: By the path of a row that a reward failed on: what is to be done with it.
+        dropped: `[B]` bool on the CPU, which of its rows were dropped; None where none was.
     """
 
     node: Node
@@ -64,7 +65,7 @@ class Running:
     part: Part | None = None
     calls: Calls = field(default_factory=Calls)
     returned: list[tuple[Written, Tensor]] = field(default_factory=list)
-    failures: Failures = field(default_factory=dict)
+    dropped: Tensor | None = None
 
 
 class NodeContext:
@@ -215,8 +216,8 @@ class NodeContext:
 
     def score(self, reward: Reward, rollout: Written, name: str) -> tuple[Tensor, Parts]:
         now = self._outside_training("reward_function")
-        tells = reward.drops and now.node.makes_value and not self._measures
-        if tells and not scores_rows(now.node):
+        drops = reward.drops and now.node.makes_value and not self._measures
+        if drops and not scores_rows(now.node):
             raise UserError(
                 f"node `{now.node.id}` scores responses ({now.node.place}), and {reward} drops samples that it fails"
                 " on, which nodes that train would not know of; score in a node that reads `rollout: Written` and"
@@ -224,8 +225,8 @@ class NodeContext:
             )
         responses = self.reward_input(rollout, now.metrics.step)
         scores = scored_alike(reward, responses, now.layout.ranks, self._transport)
-        if tells:
-            note_failures(now.failures, scores, rollout)
+        if drops:
+            drop(scores.dropped, rollout, now.space, now.layout.ranks, self._transport)
         given = next((on_host(returns).tolist() for rows, returns in now.returned if rows is rollout), None)
         self._on_scores(now.metrics.step, rollout, scores if given is None else scores.plus("environment", given))
         totals = torch.tensor(scores.total, dtype=self._dtype)
@@ -259,10 +260,17 @@ class NodeContext:
         now = self._now()
         if not self._speaks(now):
             return
+        if mask is None and x.dim() == 1:
+            mask = self.kept(x)
         if mask is None:
             now.metrics.mean(name, x.detach().double().sum(), float(x.numel()))
         else:
             now.metrics.mean(name, x.detach().double().where(mask.bool(), 0.0).sum(), mask.bool().sum())
+
+    def kept(self, x: Tensor) -> Tensor | None:
+        """`[B]` bool, the rows of `x` that were not dropped; None where none of them was."""
+        dropped = self._now().dropped
+        return None if dropped is None or len(x) != len(dropped) else on_device(~dropped, x.device)
 
     def of_each_shard(self, x: Tensor) -> Tensor:
         """The tensors of all shards, `[shards, ...]`; of several peers one speaks."""
@@ -292,7 +300,8 @@ class NodeContext:
                 " a node"
             )
         _require_prompts("dataset_rows", group)
-        return on_device(self._rows_of(on_host(group)), group.device)
+        known = on_host(group).masked_fill(on_host(group) == NO_GROUP, 0)  # of what was dropped nothing counts
+        return on_device(self._rows_of(known), group.device)
 
     def remember(self, memory: str, group: Tensor, x: Tensor) -> None:
         now = self._outside_training("a PromptMemory")
@@ -301,8 +310,9 @@ class NodeContext:
             raise UserError(f"`{memory}` was updated in validation, whose prompts are others; update it in a node")
         if not self._speaks(now):
             return
-        places = now.space.held(now.layout, self._transport.rank)
-        rows = [part.double() for part in (places, self._rows_of(on_host(group)), x.detach().cpu())]
+        known = on_host(group) != NO_GROUP
+        places = now.space.held(now.layout, self._transport.rank)[known]
+        rows = [part.double() for part in (places, self._rows_of(on_host(group)[known]), x.detach().cpu()[known])]
         self.memories.add(memory, now.metrics.step, now.node.id, now.draw, torch.stack(rows))
 
     def _now(self) -> Running:
@@ -324,7 +334,7 @@ class NodeContext:
 
 def _require_prompts(asked: str, group: Tensor) -> None:
     """Refuse groups of rows below samples: only those of prompts are known outside of a step."""
-    if bool((on_host(group) < 0).any()):
+    if bool(((on_host(group) < 0) & (on_host(group) != NO_GROUP)).any()):
         raise UserError(
             f"{asked} was given groups of rows that answer samples, and knows prompts; give `group_of('batch')` of them"
         )

@@ -1,78 +1,81 @@
-"""Rows that a reward failed on: noted where they were scored, told of by a node of the framework, and left out."""
+"""Rows that a reward failed on and that are dropped: what a node sees that follows from scores."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlflow.controller.in_step import InStep
-from rlflow.dag.failures import MASK
-from rlflow.dag.node import Node
-from rlflow.rewards.reward import Scores
+from rlflow.dag.graph import Graph
+from rlflow.dag.node import BATCH, Node
+from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.transport import Transport
+from rlflow.values.columns import take_rows
 from rlflow.values.each import Each
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.path import RowPath
 
-Failures = dict[tuple[int, ...], int]  # by the path of a row: MASK or SKIP
 
-
-def note_failures(found: Failures, scores: Scores, scored: Any) -> None:
-    """Add to `found` the rows of `scored` that these scores leave out."""
-    if not scores.dropped:
-        return
-    paths = on_host(_path(scored).numbers).tolist()
-    for row in scores.dropped:
-        found[tuple(paths[row])] = MASK
-
-
-def failures_of_rows(found: Failures, own: Tensor, device: torch.device) -> Tensor:
-    """`[B]` uint8: what is to be done with each row, for failures of the row, of one above it, or of one below it.
+def drop(places: Sequence[int], scored: Any, space: RowSpace, ranks: tuple[int, ...], transport: Transport) -> None:
+    """Mark the rows of `scored` at these places as dropped, on all `ranks`; a collective of theirs.
 
     Args:
-        found: By path.
-        own: `[B, depth]`, the paths of the rows, on the CPU.
-        device: Where it is wanted.
+        places: Among this rank's.
+        scored: What a reward scored.
+        space: The rows that the scoring node sees.
+        ranks: Of this node.
+        transport: Between them.
     """
-    told = torch.zeros(len(own), dtype=torch.uint8)
-    for path, what in found.items():
-        depth = min(len(path), own.shape[1])
-        beside = (own[:, :depth] == torch.tensor(path[:depth])).all(dim=1)
-        told[beside] = told[beside].clamp(min=what)
-    return on_device(told, device)
+    (path,) = (value for value in vars(scored).values() if isinstance(value, RowPath))
+    mine = on_host(path.numbers)[list(places)]
+    of_ranks = transport.all_gather_ragged(mine.flatten(), ranks)
+    space.drop(torch.cat([each.view(-1, path.depth) for each in of_ranks]))
 
 
-def tell(node: Node, values: Mapping[str, Any], now: InStep) -> Tensor:
-    """`[B]` uint8, the value of a node that tells of failures.
+def left_out(space: RowSpace, node: Node, now: InStep, graph: Graph) -> Tensor | None:
+    """`[N]` bool, the rows of `space` that were dropped as far as a node follows from scores; None where none was.
+
+    Rows of another branch that were made of what follows from the scores were made without those that were dropped.
+    """
+    if not node.follows:
+        return None
+    out = space.dropped.clone()
+    made_of = () if space.name == BATCH else graph.nodes[space.name].follows
+    for name in node.follows:
+        scored = now.spaces.get(name)  # a replay has the rows alone that the node sees, marked already
+        if scored is None or scored is space or not scored.dropped.any():
+            continue
+        of_another_branch = space.levels_shared_with(scored) < min(len(space.levels), len(scored.levels))
+        if not (of_another_branch and name in made_of):
+            out |= space.dropped_with(scored)
+    return out if out.any() else None
+
+
+def without_dropped(value: Any, dropped: Tensor) -> Any:
+    """`value`, in which rows that were dropped have no token in the loss mask and no group.
 
     Args:
-        node: Whose `failures_of` is a scorer, or a node that tells of rows below, or of the same rows.
-        values: That it reads.
-        now: The step, where the scorer ran on this rank.
+        value: Of `B` rows.
+        dropped: `[B]` bool, on the CPU.
     """
-    if node.failures_of in now.failures:
-        return now.failures.pop(node.failures_of)
-    below = values[node.failures_of]
-    if isinstance(below, Each):
-        return below.max()
-    return torch.stack([values[name] for name in node.reads]).amax(dim=0)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    changed: dict[str, Any] = {}
+    for name, column in vars(value).items():
+        if isinstance(column, RowPath):
+            changed[name] = dataclasses.replace(column, dropped=dropped)
+        elif name == "loss_mask" and isinstance(column, Tensor):
+            changed[name] = on_device(on_host(column) & ~dropped[:, None], column.device)
+    return dataclasses.replace(value, **changed) if changed else value
 
 
-def without_failed(mask: Tensor, failures: Sequence[Tensor]) -> Tensor:
-    """What the loss counts, without the rows that a reward failed on.
-
-    Args:
-        mask: Bool, `[B]` or `[B, T]`.
-        failures: `[B]` each, on the host.
-    """
-    if not any(bool(of.any()) for of in failures):
-        return mask
-    counts = torch.stack([of == 0 for of in failures]).all(dim=0)  # [B]
-    host = on_host(mask) & counts.view(-1, *[1] * (mask.dim() - 1))
-    return on_device(host, mask.device)
-
-
-def _path(scored: Any) -> RowPath:
-    return next(value for value in vars(scored).values() if isinstance(value, RowPath))
+def each_without(each: Each[Any], annotation: Any, dropped: Tensor) -> Each[Any]:
+    """`each` without the rows that were dropped, `[K]` bool, on the CPU."""
+    kept = ~dropped
+    parent, counts = on_host(each.parent)[kept], on_host(each.counts)
+    counts = torch.zeros_like(counts).index_add(0, parent, torch.ones_like(parent))
+    return Each(take_rows(each.values, annotation, kept.nonzero()[:, 0]), on_device(counts, each.counts.device))

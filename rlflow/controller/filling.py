@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlflow.checkpoint.kept_rows import SURPLUS
+from rlflow.controller.failures import left_out
 from rlflow.controller.in_step import InStep
 from rlflow.controller.step_state import Keep
 from rlflow.dag.graph import Graph
@@ -121,7 +122,9 @@ class Filling:
             raise UserError(
                 f"filter `{filter_id}` returned {found}; return one bool a row, `[B]`, such as a comparison gives"
             )
-        return kept_groups(filter_id, answers.bool(), space.roots)
+        out = left_out(space, self._graph.nodes[filter_id], now, self._graph)
+        counted = slice(None) if out is None else ~out
+        return kept_groups(filter_id, answers.bool()[counted], space.roots[counted])
 
 
 def kept_groups(filter_id: str, answers: Tensor, groups: Tensor) -> Tensor:

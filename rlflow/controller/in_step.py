@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.rows import RowSpace
 from rlflow.metrics import StepMetrics
@@ -21,7 +19,6 @@ class InStep:
         metrics: What this rank logs of it.
         spaces: Its rows by name, those that this rank has to do with.
         draw: The last of the draws of prompts that it was made of, from 0.
-        failures: By node that scored here: what is to be done with each of its rows, `[B]`; see `rlflow.dag.failures`.
     """
 
     step: int
@@ -29,4 +26,3 @@ class InStep:
     metrics: StepMetrics
     spaces: dict[str, RowSpace] = field(default_factory=dict)
     draw: int = 0
-    failures: dict[str, Tensor] = field(default_factory=dict)

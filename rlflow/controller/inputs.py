@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from rlflow.checkpoint import digest_of
 from rlflow.checkpoint.kept_rows import described, write_rows
+from rlflow.controller.failures import left_out
 from rlflow.controller.in_step import InStep
 from rlflow.controller.run import Run
 from rlflow.dag.graph import Graph
@@ -61,8 +62,7 @@ class NodeInputs:
     @contextmanager
     def around(self, node: Node, layout: Layout, now: InStep, run: Run, world_size: int) -> Iterator[NodeCall]:
         """Around the call of a node, whose inputs are written before it if they are asked for, else if it raises."""
-        kept = not node.failures_of and (not self.nodes or node.id in self.nodes)  # those are run with their scorer
-        asked = now.step + 1 in self.steps and kept
+        asked = now.step + 1 in self.steps and (not self.nodes or node.id in self.nodes)
         call = NodeCall(self.folder, node, layout, now, run, world_size, asked)
         if asked:
             call.write("")
@@ -153,11 +153,12 @@ class NodeCall:
         return space.partition(self.layout)
 
     def _laid(self, space: RowSpace, partition: Partition | None = None) -> RowSpace:
-        """The rows as they lie in the node's layout, and in no other."""
+        """The rows as they lie in the node's layout, and in no other; dropped are those that the node does not see."""
         at = self._at(space) if partition is None else partition
+        out = left_out(space, self.node, self.now, self.run.graph)
         return RowSpace.known(
             space.name,
-            space.arrays,
+            space.arrays if out is None else {**space.arrays, "dropped": out},
             (self.layout, at),
             {self.layout: at},
             seed=space.seed,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import Tensor
+
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller.calls import Calls
 from rlflow.controller.context import Running
 from rlflow.controller.draws import Draws
-from rlflow.controller.failures import failures_of_rows, tell
+from rlflow.controller.failures import each_without, left_out, without_dropped
 from rlflow.controller.finite import require_finite
 from rlflow.controller.in_step import InStep
 from rlflow.controller.inputs import NodeCall, NodeInputs
@@ -20,7 +22,6 @@ from rlflow.controller.responses import measure
 from rlflow.controller.run import Run
 from rlflow.controller.steps import Steps
 from rlflow.controller.training import Training
-from rlflow.dag.failures import failed
 from rlflow.dag.node import Node
 from rlflow.dag.tasks import HoldBack, RunNode, TrainNode
 from rlflow.databuffer.rows import RowSpace
@@ -105,9 +106,10 @@ class Nodes:
         node = self._run.graph.nodes[task.node_id]
         values, space = self._read(node, task.layout, now)
         if self.training.begun(node, now.step):
-            self._context.running = Running(node, space, task.layout, now.draw, {}, now.metrics)
+            dropped = self._dropped(node, task.layout, now)
+            self._context.running = Running(node, space, task.layout, now.draw, {}, now.metrics, dropped=dropped)
             with self._kept(node, task.layout, now), within_node(node.id, node.place, self._transport.rank):
-                self.training.run(node, values, space, task.layout, now.metrics)
+                self.training.run(node, values, space, task.layout, now.metrics, dropped)
             self._context.running = None
         self._steps.free(task.frees, now)
 
@@ -140,19 +142,14 @@ class Nodes:
         context, part = self._context, self._draws.part_of(node.id)
         context.under_way = None
         versions = self._policies.versions_of(now.step, self._run.graph.changed_before(node))
-        running = Running(node, space, layout, now.draw, versions, now.metrics, part)
-        if node.failures_of:
-            return tell(node, values, now), running.calls
-        named = {name: value for name, value in values.items() if name not in node.told}
+        running = Running(
+            node, space, layout, now.draw, versions, now.metrics, part, dropped=self._dropped(node, layout, now)
+        )
         context.running = running
         after = dict.fromkeys(node.after, Trained())
         with within_node(node.id, node.place, self._transport.rank):
-            result = getattr(self._run.module, node.id)(**named, **after)
+            result = getattr(self._run.module, node.id)(**values, **after)
         context.running = None
-        telling = self._run.graph.nodes.get(failed(node.id))
-        if telling is not None and telling.failures_of == node.id:
-            own = space.paths(space.held(layout, self._transport.rank)).numbers
-            now.failures[node.id] = failures_of_rows(running.failures, own, self._transport.device)
         if part is not None and context.under_way is not None and len(context.under_way) != len(result.lengths):
             raise UserError(
                 f"`trainer.partial_rollout` continues what `generate` gave, and node `{node.id}` returned other rows"
@@ -167,9 +164,24 @@ class Nodes:
         values = graph.seen(node, values)
         here = space.held(layout, self._transport.rank)
         for name in node.each:
-            counts = space.counts_below(here, now.spaces[graph.space_of(name)])
-            values[name] = Each(values[name], on_device(counts, self._transport.device))
+            below = now.spaces[graph.space_of(name)]
+            counts = space.counts_below(here, below)
+            each: Each[Any] = Each(values[name], on_device(counts, self._transport.device))
+            out = left_out(below, node, now, graph)
+            if out is not None:
+                each = each_without(each, graph.type_of(name), out[space.below(below, layout, self._transport.rank)])
+            values[name] = each
+        if (dropped := self._dropped(node, layout, now)) is not None:
+            values = {
+                name: value if name in node.each else without_dropped(value, dropped) for name, value in values.items()
+            }
         return values, space
+
+    def _dropped(self, node: Node, layout: Layout, now: InStep) -> Tensor | None:
+        """`[B]` bool on the CPU, which of the rows that a node sees here were dropped; None where none was."""
+        space = now.spaces[node.inside]
+        out = left_out(space, node, now, self._run.graph)
+        return None if out is None else out[space.held(layout, self._transport.rank)]
 
     def _returned(self, node: Node, result: Any, calls: Calls, above: RowSpace) -> Rollout:
         if not isinstance(result, Rollout):

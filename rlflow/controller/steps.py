@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from rlflow.checkpoint.kept_rows import flight_name
@@ -94,9 +95,15 @@ class Steps:
         now, name, run = self._steps[step], task.value, self._run
         message = space_to_message(now.spaces[name]) if self._transport.rank == task.teller else None
         message = self._transport.broadcast_bytes(message, task.teller, task.ranks)
-        if self._transport.rank != task.teller:
-            seed, balance = run.settings.seed, run.settings.balancing
-            now.spaces[name] = space_from_message(message, name, seed=seed, step=step, balance=balance)
+        if self._transport.rank == task.teller:
+            return
+        seed, balance = run.settings.seed, run.settings.balancing
+        space = space_from_message(message, name, seed=seed, step=step, balance=balance)
+        known = now.spaces.get(name)
+        if known is not None and torch.equal(known.path, space.path):  # again, after they were scored
+            known.dropped.copy_(space.dropped)
+        else:
+            now.spaces[name] = space
 
     def exchange(self, task: Exchange, step: int) -> None:
         """Start to bring a value to a layout, or beside rows above or below it."""

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from rlflow.controller.bad_updates import BadUpdates, UpdateWatch
-from rlflow.controller.failures import without_failed
-from rlflow.dag.failures import SKIP
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import BATCH, Node
+from rlflow.dag.node import Node
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
@@ -105,7 +103,15 @@ class Training:
         handle: ModelHandle = getattr(self._module, node.role)
         return step >= handle.start_step
 
-    def run(self, node: Node, values: Mapping[str, Any], space: RowSpace, layout: Layout, metrics: StepMetrics) -> None:
+    def run(
+        self,
+        node: Node,
+        values: Mapping[str, Any],
+        space: RowSpace,
+        layout: Layout,
+        metrics: StepMetrics,
+        dropped: Tensor | None = None,
+    ) -> None:
         """All epochs and mini-batches of one step.
 
         Args:
@@ -114,6 +120,7 @@ class Training:
             space: The rows.
             layout: Where they lie.
             metrics: Of the step.
+            dropped: `[B]` bool on the CPU, this rank's rows that count in no loss; None where there is none.
 
         Raises:
             StepGivenUp: A rank was asked to end before the step's first update.
@@ -129,7 +136,7 @@ class Training:
         self.tried[node.role] += handle.epochs * len(mini_batches)
         for epoch in range(handle.epochs):
             for number in self._order(len(mini_batches), step, epoch):
-                self._update(node, handle, values, mini_batches[number], layout, metrics, again=epoch > 0)
+                self._update(node, handle, values, mini_batches[number], dropped, layout, metrics, epoch > 0)
         for average in self._graph.changed_by(node)[1:]:
             self._before_update(average)
             self._strategy.move_average(average)
@@ -147,6 +154,7 @@ class Training:
         handle: ModelHandle,
         values: Mapping[str, Any],
         rows: Tensor,
+        dropped: Tensor | None,
         layout: Layout,
         metrics: StepMetrics,
         again: bool,
@@ -156,19 +164,19 @@ class Training:
         mode = handle.loss_aggregation or self._module.loss_aggregation
         mini = self._take(values, rows)
         scored = _scored(mini)
-        failures = self._failures(node, mini)
-        every = _mask(scored, per_sample=node.returns == PerSample)
-        mask = without_failed(every, failures)
-        skips = any(bool((of == SKIP).any()) for of in failures)
-        tokens, all_tokens = (int(on_host(of).sum()) for of in (mask, every))
-        here = int(loss_count(on_host(mask), mode)), tokens, all_tokens, _sequences(scored)
+        mask = _mask(scored, per_sample=node.returns == PerSample)
+        out = 0
+        if dropped is not None:
+            out = int(dropped[rows].sum())
+            kept = ~dropped[rows].view(-1, *[1] * (mask.dim() - 1))
+            mask = on_device(on_host(mask) & kept, mask.device)
+        here = int(loss_count(on_host(mask), mode)), int(on_host(mask).sum()), out, _sequences(scored)
         prompts = [mini[name] for name in mini if self._graph.type_of(name) is Ragged]  # other ones, of the same rows
         parts = len(handle.plan.split(scored, prompts=prompts))
-        total, learnt_from, of_all, sequences, most, asked, skipped = self._agree(here, (parts, skips), layout)
-        failed_all = learnt_from == 0 < of_all
-        if (skipped or failed_all) and not again:  # what a reward failed on is the same in every epoch
-            self.watch.note_failed(role, metrics, mini, failed_all)
-        if skipped or learnt_from == 0:
+        total, learnt_from, of_dropped, sequences, most, asked = self._agree(here, parts, layout)
+        if learnt_from == 0 < of_dropped and not again:  # what a reward failed on is the same in every epoch
+            self.watch.note_dropped(role, metrics, mini)
+        if learnt_from == 0:
             return  # on all ranks
         if self._at_first_update is not None:
             if asked and self._gives_up:
@@ -176,12 +184,11 @@ class Training:
             self._at_first_update()
             self._at_first_update = None
         method = getattr(self._module, node.id)
-        named = {name: value for name, value in mini.items() if name not in node.told}
         loss_here: Tensor | float = 0.0  # float64, on the device
         balance_here: Tensor | None = None  # as it, of the load of experts
         for part, micro in enumerate(handle.plan.split(scored, most, prompts)):
             with handle.training():
-                loss = method(**self._take(named, micro), **dict.fromkeys(node.after, Trained()))
+                loss = method(**self._take(mini, micro), **dict.fromkeys(node.after, Trained()))
             counts = rows_at(mask, micro)
             _check_shape(node, loss, counts)
             share = loss_sum(loss, loss_weights(counts, mode, longest)) / total
@@ -203,15 +210,10 @@ class Training:
     def _take(self, values: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
         return {name: take_rows(value, self._graph.type_of(name), rows) for name, value in values.items()}
 
-    def _failures(self, node: Node, mini: Mapping[str, Any]) -> list[Tensor]:
-        """What the rewards that this training follows from failed on, `[B]` each, on the host."""
-        return [on_host(of) for name, of in mini.items() if name != BATCH and self._graph.nodes[name].failures_of]
-
-    def _agree(self, counts: tuple[int, int, int, int], most: tuple[int, bool], layout: Layout) -> tuple[int, ...]:
-        """Of all ranks: the counts of the mini-batch, the largest of `most`, and what asks to end between these."""
-        micro_batches, skips = most
-        here = torch.tensor([*counts, micro_batches, preemption.received(), skips])
-        every = torch.stack(self._transport.all_gather(here, layout.ranks))  # [ranks, 7]
+    def _agree(self, counts: tuple[int, int, int, int], micro_batches: int, layout: Layout) -> tuple[int, ...]:
+        """Of all ranks: the counts of the mini-batch, the most micro-batches, and what asks to end between these."""
+        here = torch.tensor([*counts, micro_batches, preemption.received()])
+        every = torch.stack(self._transport.all_gather(here, layout.ranks))  # [ranks, 6]
         summed = every[:: layout.copies, :4].sum(dim=0).tolist()
         return (*summed, *every[:, 4:].amax(dim=0).tolist())
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from rlflow.dag import checks
-from rlflow.dag.failures import telling, told
+from rlflow.dag.failures import followed, scores_rows
 from rlflow.dag.fields import FieldsRead, fields_read
 from rlflow.dag.methods import read_methods
 from rlflow.dag.node import BATCH, Input, Node
@@ -45,7 +45,7 @@ class Graph:
         roles: Collection[str] = (),
         policies: Collection[str] | None = None,
         averages: Mapping[str, str] = MappingProxyType({}),
-        leaves_out: bool = False,
+        drops: bool = False,
     ) -> Self:
         """Read and check the graph of `module`, the instance: a node set to None in `__init__` is not part of it.
 
@@ -54,7 +54,7 @@ class Graph:
             roles: The names of its model handles.
             policies: Which of the handles are language models, which can generate; None for all.
             averages: By handle that is a moving average: the handle that it follows.
-            leaves_out: Whether training leaves out samples that the module's reward fails on.
+            drops: Whether samples that the module's reward fails on are dropped.
 
         Raises:
             GraphError: All that is wrong, each with file and line.
@@ -64,19 +64,13 @@ class Graph:
         if not methods.nodes and not methods.problems:
             steps = "Mark the steps of the algorithm with `@node`, or write them under `nodes` in the config"
             raise UserError(f"`{type(module).__name__}` has no node. {steps}")
-        added, untold = telling(methods.nodes) if leaves_out else ({}, [])
-        known = {BATCH, *methods.nodes, *added}
-        nodes = {node.id: _without_absent(node, known) for node in (*methods.nodes.values(), *added.values())}
+        known = {BATCH, *methods.nodes}
+        nodes = {node.id: _without_absent(node, known) for node in methods.nodes.values()}
         order, cycles = in_order(nodes, averages)
         policies = roles if policies is None else policies
         nodes = {node.id: _with_policy(node, order, policies) for node in nodes.values()}
         order = tuple(nodes[node.id] for node in order)
         spaces, mixed = row_spaces(order)
-        if added and not cycles and not mixed:
-            nodes, of_others = told(nodes, order, spaces)
-            untold += of_others
-            order, _ = in_order(nodes, averages)
-            spaces, _ = row_spaces(order)
         masks = {name: masked[0] for name, node in nodes.items() if len(masked := checks.masks_of(node, nodes)) == 1}
         problems = [
             *methods.problems,
@@ -92,11 +86,14 @@ class Graph:
             *mixed,
             *mislaid(nodes, spaces, masks),
             *unread_grown(nodes),
-            *untold,
         ]
         if problems:
             raise GraphError(*sorted(problems, key=lambda problem: (problem.file, problem.line)))
-        nodes = {name: replace(node, space=spaces.of[name], inside=spaces.inside[name]) for name, node in nodes.items()}
+        follows = followed(order, spaces.of) if drops else {}
+        nodes = {
+            name: replace(node, space=spaces.of[name], inside=spaces.inside[name], follows=follows.get(name, ()))
+            for name, node in nodes.items()
+        }
         made = cls(nodes, tuple(nodes[node.id] for node in order), averages)
         reads = ((node, value) for node in made.order for value in node.reads)
         watched = {*made.trained_roles(), *(policy for policy in made.policies() if policy in averages)}
@@ -177,6 +174,11 @@ class Graph:
     def levels(self, space: str) -> tuple[str, ...]:
         """The names of the rows on the way from prompts to those of a space, its own last."""
         return (BATCH,) if space == BATCH else (*self.levels(self.nodes[space].inside), space)
+
+    def marked_by(self, node: Node) -> tuple[str, ...]:
+        """The rows, some of which a node's scoring may drop; none where nothing follows from its scores."""
+        followed = any(node.space in other.follows for other in self.order)
+        return (node.space,) if followed and scores_rows(node) else ()
 
     def roles(self) -> KeysView[str]:
         """The roles that nodes score with, use or train, in the order of declaration: alike on every rank.

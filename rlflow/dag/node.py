@@ -133,9 +133,8 @@ class Node:
         grows: Whether it makes rows without generating: its return type is `Grown`.
         space: The rows of its value: `batch`, the prompts', or the id of the node that made them.
         inside: The rows in which it sees the values that it reads.
-        failures_of: Where the framework added the node: the scorer whose failures it tells of, or another node that
-            tells of them; empty of a node of the module. See `rlflow.dag.failures`.
-        told: Those of its inputs that are such nodes' and read by the framework alone.
+        follows: The rows whose scores its inputs follow from, where the reward drops samples that it fails on; see
+            `rlflow.dag.failures`.
     """
 
     id: str
@@ -150,8 +149,7 @@ class Node:
     grows: bool = False
     space: str = BATCH
     inside: str = BATCH
-    failures_of: str = ""
-    told: tuple[str, ...] = ()
+    follows: tuple[str, ...] = ()
 
     @property
     def reads(self) -> tuple[str, ...]:

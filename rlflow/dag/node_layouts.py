@@ -21,8 +21,7 @@ def node_layouts(graph: Graph, layouts: Mapping[str, Layout], world: tuple[int, 
     policies = graph.policies()
     otherwise = layouts[engine_of(policies[0])].ranks if policies else world
     for node in graph.order:
-        beside = placed.get(node.failures_of) if not node.each else None  # a scorer, which knows what it failed on
-        placed[node.id] = fixed.get(node.id) or beside or _without_role(node, graph, placed, fixed, otherwise)
+        placed[node.id] = fixed.get(node.id) or _without_role(node, graph, placed, fixed, otherwise)
     readers = graph.readers(BATCH)
     if not readers:
         return placed
@@ -61,7 +60,7 @@ def _without_role(
         fixed: Those of the nodes that have a role or generate.
         otherwise: The ranks of a node that reads nothing but the batch.
     """
-    made = [name for name in placed if name in node.reads and name not in node.told]
+    made = [name for name in placed if name in node.reads]
     at_home = [name for name in made if _reads_at_home(node, name, graph)]
     beside = [placed[name] for name in made if graph.nodes[name].has_rows and graph.space_of(name) == node.inside]
     if at_home or not beside or _sees_groups(node, graph):

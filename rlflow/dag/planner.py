@@ -301,6 +301,8 @@ def _told(tasks: Iterable[Task], graph: Graph, everywhere: Collection[int] = ())
                 knowing[rows] |= hearers
         yield task
         for rows in _made_by(task, graph):
+            if task.lag and rows in knowing:  # what lags tells nobody of the step that is generated
+                continue
             knowing[rows], teller[rows] = set(task.ranks), task.ranks[0]
             if not knowing[rows].issuperset(everywhere):
                 yield Tell(rows, teller[rows], tuple(sorted({*everywhere} - knowing[rows])))
@@ -308,11 +310,13 @@ def _told(tasks: Iterable[Task], graph: Graph, everywhere: Collection[int] = ())
 
 
 def _made_by(task: Task, graph: Graph) -> tuple[str, ...]:
-    """Of what the task makes rows: `batch`, or a node that makes its own."""
+    """Of what the task makes rows, or marks some as dropped: `batch`, or a node that makes its own."""
     if isinstance(task, Load):
         return (task.value,)
-    makes = isinstance(task, RunNode) and graph.nodes[task.node_id].makes_rows
-    return (task.node_id,) if isinstance(task, RunNode) and makes else ()
+    if not isinstance(task, RunNode):
+        return ()
+    node = graph.nodes[task.node_id]
+    return (node.id,) if node.makes_rows else graph.marked_by(node)
 
 
 def _rows_of(task: Task, graph: Graph) -> tuple[str, ...]:
@@ -321,7 +325,7 @@ def _rows_of(task: Task, graph: Graph) -> tuple[str, ...]:
         return (task.value,)
     if isinstance(task, RunNode | TrainNode):
         node = graph.nodes[task.node_id]
-        return (node.inside, *_made_by(task, graph))
+        return tuple(dict.fromkeys((node.inside, *_made_by(task, graph), *node.follows)))
     if isinstance(task, Exchange):
         return tuple(dict.fromkeys((graph.space_of(task.value), task.reader_space)))
     return ()

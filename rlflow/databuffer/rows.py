@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ NUMBERS = ("lengths", "tokens", "versions")  # of each row, in the order in whic
 class RowSpace:
     """The rows of one step, the same object on every rank: prompts, or the samples that a rollout node made of them.
 
-    All arrays are int64, on the CPU, in the order of the paths: by their first numbers, then their second, and so on.
+    All arrays are int64, and `dropped` is bool; they are on the CPU, in the order of the paths: by their first numbers,
+    then their second, and so on.
 
     Attributes:
         name: Of the rows: "batch", or the rollout node's.
@@ -33,6 +34,7 @@ class RowSpace:
         lengths: `[N]`, response tokens: where `PerToken` columns are cut.
         tokens: `[N]`, prompt and response tokens: what a row costs in a forward pass.
         versions: `[N]`, of the policy that generated the row; -1 where none did.
+        dropped: `[N]` bool, which rows a reward failed on whose `on_error` is `drop`; set when they are scored.
         home: The layout in which the rows were made, and their partition there.
         seed: Of the run; with `step` it decides which rows share a mini-batch.
         step: Of the run, from 0.
@@ -46,6 +48,7 @@ class RowSpace:
     lengths: Tensor
     tokens: Tensor
     versions: Tensor
+    dropped: Tensor
     home: tuple[Layout, Partition]
     seed: int = 0
     step: int = 0
@@ -116,7 +119,8 @@ class RowSpace:
         position = torch.empty_like(in_order)
         position[in_order] = torch.arange(len(in_order))
         home = (layout, Partition(position.split([shard.shape[1] for shard in shards])))
-        return cls(name, path, lengths, tokens, versions, home, seed, step, balance, above)
+        dropped = torch.zeros(len(path), dtype=torch.bool)
+        return cls(name, path, lengths, tokens, versions, dropped, home, seed, step, balance, above)
 
     def __len__(self) -> int:
         return len(self.path)
@@ -138,7 +142,36 @@ class RowSpace:
     @property
     def arrays(self) -> dict[str, Tensor]:
         """What belongs to rows, by name."""
-        return {"path": self.path} | {name: getattr(self, name) for name in NUMBERS}
+        return {"path": self.path, "dropped": self.dropped} | {name: getattr(self, name) for name in NUMBERS}
+
+    def drop(self, paths: Tensor) -> None:
+        """Mark the rows of these paths `[K, depth]` as dropped, those above them and those below them."""
+        depth = min(paths.shape[1], self.path.shape[1])
+        marked = paths[:, :depth].unique(dim=0)
+        self.dropped.logical_or_(ancestors(marked, self.path) >= 0)
+
+    def dropped_with(self, scored: RowSpace) -> Tensor:
+        """`[N]` bool, which of these rows are left out because rows of another space were dropped.
+
+        Rows below a dropped row are; rows above are where all below them were dropped; and of another branch all rows
+        that have an ancestor in common with a dropped row.
+        """
+        common = self.levels_shared_with(scored)
+        if common == len(self.levels) < len(scored.levels):
+            parents = self._ancestors_of(scored)
+            kept = torch.bincount(parents[~scored.dropped], minlength=len(self)) > 0
+            return ~kept & (torch.bincount(parents, minlength=len(self)) > 0)
+        return ancestors(scored.path[scored.dropped][:, :common].unique(dim=0), self.path) >= 0
+
+    def levels_shared_with(self, other: RowSpace) -> int:
+        """How many levels rows of both spaces have in common, from the prompts on."""
+        pairs = zip(self.levels, other.levels, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def below(self, of: RowSpace, layout: Layout, rank: int) -> Tensor:
+        """Positions in the space `of` of the rows below those that `rank` holds here in `layout`, in their order."""
+        read = beside_parents(self._ancestors_of(of), self.partition(layout))
+        return read.shards[layout.shard(rank)]
 
     def partition(self, layout: Layout) -> Partition:
         """Where the rows lie in `layout`; computed once, by all ranks alike."""
@@ -232,7 +265,14 @@ class RowSpace:
         """These rows where they lie, as rows of this step, though an earlier one or an earlier run made them."""
         known = {self.home[0]: self.home[1]} | self.dealt
         return RowSpace.known(
-            self.name, self.arrays, self.home, known, seed=seed, step=step, balance=balance, above=self.above
+            self.name,
+            {**self.arrays, "dropped": self.dropped.clone()},
+            self.home,
+            known,
+            seed=seed,
+            step=step,
+            balance=balance,
+            above=self.above,
         )
 
     def renewed(self, arrays: Mapping[str, Tensor], dealt: Mapping[Layout, Partition]) -> RowSpace:

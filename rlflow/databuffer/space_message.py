@@ -23,7 +23,7 @@ def space_to_message(space: RowSpace) -> Tensor:
     layouts = [[asdict(layout), [len(rows) for rows in dealt.shards]] for layout, dealt in known.items()]
     header = json.dumps({"rows": len(space), "levels": space.levels, "layouts": layouts}).encode()
     header += b" " * (-len(header) % _SIZE)  # the numbers behind it are read in place
-    arrays = [space.path.flatten(), *(getattr(space, name) for name in NUMBERS)]
+    arrays = [space.path.flatten(), *(getattr(space, name) for name in NUMBERS), space.dropped.long()]
     positions = [rows for dealt in known.values() for rows in dealt.shards]
     body = torch.cat([torch.tensor([len(header)]), *arrays, *positions]).view(torch.uint8)
     return torch.cat([body[:_SIZE], to_message(header), body[_SIZE:]])
@@ -44,9 +44,10 @@ def space_from_message(message: Tensor, name: str, *, seed: int, step: int, bala
     header = json.loads(from_message(message[_SIZE : _SIZE + size]))
     body = message[_SIZE + size :].clone().view(torch.int64)
     rows, depth = header["rows"], len(header["levels"])
-    of_rows = [depth * rows, *[rows] * len(NUMBERS)]
-    path, *numbers, positions = body.split([*of_rows, len(body) - sum(of_rows)])
-    arrays = {"path": path.view(rows, depth), **dict(zip(NUMBERS, numbers, strict=True))}
+    of_rows = [depth * rows, *[rows] * len(NUMBERS), rows]
+    path, *numbers, dropped, positions = body.split([*of_rows, len(body) - sum(of_rows)])
+    numbered = dict(zip(NUMBERS, numbers, strict=True))
+    arrays = {"path": path.view(rows, depth), **numbered, "dropped": dropped.bool()}
     known: dict[Layout, Partition] = {}
     for written, sizes in header["layouts"]:
         layout = Layout(**{**written, "ranks": tuple(written["ranks"])})

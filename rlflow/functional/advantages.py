@@ -5,8 +5,8 @@ dtype of the rewards. A prompt's samples may stand anywhere in the batch; `group
 rewards of a group are equal, its advantages are exactly 0, whatever the rounding of their mean. A reward that is
 infinite or NaN is refused by name: of its whole group nothing could be learned.
 
-Samples that a reward `failed` on, which training leaves out, are in no mean and no deviation: the others are compared
-as if they were not there, and their own advantages are 0, as is that of one that is left alone.
+Samples whose group is `NO_GROUP`, which a reward failed on, are in no mean and no deviation: the others are compared as
+if they were not there, and their own advantages are 0, as is that of one that is left alone.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from rlflow.errors import UserError
 from rlflow.functional.shapes import float_dtype
+from rlflow.values.path import NO_GROUP
 
 
 def group_normalized_advantages(
-    rewards: Tensor, group: Tensor, normalize_std: bool = True, eps: float = 1e-6, failed: Tensor | None = None
+    rewards: Tensor, group: Tensor, normalize_std: bool = True, eps: float = 1e-6
 ) -> Tensor:
     """`A_i = (r_i - mean_g) / (std_g + eps)`, with the unbiased standard deviation of the sample's group.
 
@@ -30,7 +31,6 @@ def group_normalized_advantages(
         group: `[B]` int, the prompt that each sample answers.
         normalize_std: Divide by the standard deviation (`N - 1` in its denominator).
         eps: Added to the standard deviation.
-        failed: `[B]`, not 0 for samples that are compared with none; None for none of them.
 
     Returns:
         Of the shape of the rewards.
@@ -38,7 +38,7 @@ def group_normalized_advantages(
     Raises:
         UserError: A group has one sample only, or a reward is infinite or NaN.
     """
-    samples = _GroupedSamples(rewards, group, failed)
+    samples = _GroupedSamples(rewards, group)
     advantages = samples.rewards - samples.mean(samples.rewards)
     if normalize_std:
         variance = samples.sum(advantages.square()) / samples.others
@@ -47,7 +47,7 @@ def group_normalized_advantages(
     return samples.returned(advantages)
 
 
-def rloo_advantages(rewards: Tensor, group: Tensor, failed: Tensor | None = None) -> Tensor:
+def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     """Leave-one-out: `A_i = r_i - mean of the other rewards of its group = K / (K - 1) (r_i - mean_g)`.
 
     RLOO, arXiv 2402.14740. Detached.
@@ -55,7 +55,6 @@ def rloo_advantages(rewards: Tensor, group: Tensor, failed: Tensor | None = None
     Args:
         rewards: `[B]`, finite; or `[B, K]`, of which each column is compared by itself.
         group: `[B]` int, the prompt that each sample answers.
-        failed: `[B]`, not 0 for samples that are compared with none; None for none of them.
 
     Returns:
         Of the shape of the rewards.
@@ -63,12 +62,12 @@ def rloo_advantages(rewards: Tensor, group: Tensor, failed: Tensor | None = None
     Raises:
         UserError: A group has one sample only, or a reward is infinite or NaN.
     """
-    samples = _GroupedSamples(rewards, group, failed)
+    samples = _GroupedSamples(rewards, group)
     centred = samples.rewards - samples.mean(samples.rewards)
     return samples.returned(centred * samples.in_group / samples.others)
 
 
-def opo_advantages(rewards: Tensor, lengths: Tensor, group: Tensor, failed: Tensor | None = None) -> Tensor:
+def opo_advantages(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
     """`A_i = r_i - b_g`, with the length-weighted baseline `b_g = sum_j l_j r_j / sum_j l_j` over the group.
 
     It is the baseline of least gradient variance where the squared gradient norm of a response grows with its length.
@@ -78,7 +77,6 @@ def opo_advantages(rewards: Tensor, lengths: Tensor, group: Tensor, failed: Tens
         rewards: `[B]`, finite.
         lengths: `[B]`, response tokens of each sample.
         group: `[B]` int, the prompt that each sample answers.
-        failed: `[B]`, not 0 for samples that are compared with none; None for none of them.
 
     Returns:
         `[B]`.
@@ -86,13 +84,13 @@ def opo_advantages(rewards: Tensor, lengths: Tensor, group: Tensor, failed: Tens
     Raises:
         UserError: A group has one sample only, or a reward is infinite or NaN.
     """
-    samples = _GroupedSamples(rewards, group, failed)
+    samples = _GroupedSamples(rewards, group)
     tokens = lengths.double()
     baseline = samples.sum(tokens * samples.rewards) / samples.sum(tokens).clamp(min=1)
     return samples.returned(samples.rewards - baseline)
 
 
-def group_has_signal(rewards: Tensor, group: Tensor, failed: Tensor | None = None) -> Tensor:
+def group_has_signal(rewards: Tensor, group: Tensor) -> Tensor:
     """True where the rewards of the sample's group are not all equal, so that they tell its samples apart.
 
     The condition of DAPO's dynamic sampling, arXiv 2503.14476, equation 11, for any rewards.
@@ -100,15 +98,14 @@ def group_has_signal(rewards: Tensor, group: Tensor, failed: Tensor | None = Non
     Args:
         rewards: `[B]`, finite; or `[B, K]`, of which one column that differs will do.
         group: `[B]` int, the prompt that each sample answers.
-        failed: `[B]`, not 0 for samples that are compared with none; None for none of them.
 
     Returns:
-        `[B]` bool, equal within a group.
+        `[B]` bool, equal within a group; False for a sample that was dropped.
 
     Raises:
         UserError: A group has one sample only, or a reward is infinite or NaN.
     """
-    samples = _GroupedSamples(rewards, group, failed)
+    samples = _GroupedSamples(rewards, group)
     differs = samples.sum(samples.rewards) > 0  # less the group's smallest, so all are 0 where they are equal
     return differs if differs.dim() == 1 else differs.any(dim=1)
 
@@ -118,18 +115,18 @@ class _GroupedSamples:
 
     Attributes:
         rewards: `[B]` or `[B, K]` float64, less the smallest reward of the group: no advantage depends on that shift,
-            and it makes a group of equal rewards all zeros, so that its advantages are exactly 0. 0 of what failed.
+            and it makes a group of equal rewards all zeros, so that its advantages are exactly 0. 0 of dropped ones.
         in_group: `[B]` or `[B, 1]` float64, how many samples of each sample's group count, at least 1.
         others: One less, at least 1.
     """
 
-    def __init__(self, rewards: Tensor, group: Tensor, failed: Tensor | None) -> None:
+    def __init__(self, rewards: Tensor, group: Tensor) -> None:
         ids, self._index, sizes = torch.unique(group, return_inverse=True, return_counts=True)
         self._groups = len(ids)
-        alone = sizes == 1
-        uncounted = torch.zeros_like(group, dtype=torch.bool) if failed is None else failed != 0
-        self._failed = uncounted.view(-1, *[1] * (rewards.dim() - 1))
-        broken = ~(rewards.isfinite() | self._failed)
+        dropped = group == NO_GROUP
+        alone = (sizes == 1) & ~dropped.any()  # others of its group may have been dropped
+        self._dropped = dropped.view(-1, *[1] * (rewards.dim() - 1))
+        broken = ~(rewards.isfinite() | self._dropped)
         if torch.stack([alone.any(), broken.any()]).any():  # one wait for the device
             _require_two(ids[alone])
             raise _not_finite(rewards, group, broken.nonzero()[0])
@@ -137,10 +134,10 @@ class _GroupedSamples:
         raw = rewards.detach().double()
         each = (-1, *[1] * (raw.dim() - 1))
         most = raw.new_full((self._groups, *raw.shape[1:]), torch.inf)
-        counted = raw.masked_fill(self._failed, torch.inf)
+        counted = raw.masked_fill(self._dropped, torch.inf)
         smallest = most.scatter_reduce(0, self._index.view(each).expand_as(raw), counted, "amin")
         self.rewards = self._of_counted(raw - smallest[self._index])
-        self.in_group: Tensor = self.sum(torch.ones_like(self._failed, dtype=raw.dtype)).clamp(min=1)
+        self.in_group: Tensor = self.sum(torch.ones_like(self._dropped, dtype=raw.dtype)).clamp(min=1)
         self.others: Tensor = (self.in_group - 1).clamp(min=1)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -155,11 +152,11 @@ class _GroupedSamples:
         return mean
 
     def returned(self, advantages: Tensor) -> Tensor:
-        """`advantages` in the rewards' dtype, 0 of what failed."""
+        """`advantages` in the rewards' dtype, 0 of what was dropped."""
         return self._of_counted(advantages).to(self._dtype)
 
     def _of_counted(self, x: Tensor) -> Tensor:
-        return x.masked_fill(self._failed.view(-1, *[1] * (x.dim() - 1)), 0.0)
+        return x.masked_fill(self._dropped.view(-1, *[1] * (x.dim() - 1)), 0.0)
 
 
 def _require_two(alone: Tensor) -> None:

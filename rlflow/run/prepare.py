@@ -54,8 +54,8 @@ def read_graph(module: RLModule) -> Graph:
     models = handles(module)
     policies = [name for name, of in models.items() if isinstance(of, CausalLM)]
     averages = {name: owner_of(name, models) for name, of in models.items() if isinstance(of, Averaged)}
-    leaves_out = module.scorer is not None and module.scorer.drops
-    return Graph.read(module, models, policies, averages, leaves_out)
+    drops = module.scorer is not None and module.scorer.drops
+    return Graph.read(module, models, policies, averages, drops)
 
 
 def plan_run(module: RLModule, settings: Settings, engines: EngineSettings) -> RunPlan:

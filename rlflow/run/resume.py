@@ -14,7 +14,6 @@ from rlflow.checkpoint import Progress
 from rlflow.checkpoint.kept_rows import SURPLUS, UNDER_WAY, flight_name, read_kept
 from rlflow.controller import Controller
 from rlflow.controller.run import Run
-from rlflow.dag.failures import tells
 from rlflow.errors import UserError
 from rlflow.metrics import Metrics
 from rlflow.module import chooses_prompts
@@ -98,11 +97,10 @@ class Resume:
         if run.train.chosen is not None:
             run.train.chosen.load_state_dict(progress.chosen or [])
         lines = callbacks.load_state_dict(progress.callbacks)
-        nodes = run.graph.nodes
         controller.restore(
             self.done,
             progress.draws,
-            lambda name, like: read_kept(folder, name, like, device, lambda value: tells(value, nodes)),
+            lambda name, like: read_kept(folder, name, like, device),
         )
         controller.restore_history(progress.history)
         for logged in checkpoint.read_logged(folder, transport.rank, transport.world_size):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
 import torch
@@ -75,18 +75,6 @@ class Each(Generic[T]):
     def argmin(self) -> Tensor:
         """`[B]` int64, which of `values` has the smallest number, the first of several; -1 where a row has none."""
         return self._first_at(self.min())
-
-    def without(self: Each[Tensor], failed: Each[Tensor] | None) -> Each[Tensor]:
-        """Numbers of the rows but those that a reward failed on.
-
-        Args:
-            failed: Numbers of the same rows, not 0 for those that are left out; None for none of them.
-        """
-        if failed is None:
-            return self
-        kept = failed.values == 0
-        counts = torch.zeros_like(self.counts).index_add(0, self.parent, kept.to(self.counts.dtype))
-        return replace(self, values=self.values[kept], counts=counts)
 
     def _numbers(self, asked: str) -> Tensor:
         x = self.values

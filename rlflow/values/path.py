@@ -11,6 +11,8 @@ from torch import Tensor
 from rlflow.errors import UserError, did_you_mean
 from rlflow.values.host_copy import joined, on_device, on_host, rows_at
 
+NO_GROUP = torch.iinfo(torch.int64).min  # the group of a row that was dropped: it is compared with none
+
 
 @dataclass(frozen=True)
 class RowPath:
@@ -22,10 +24,12 @@ class RowPath:
     Attributes:
         numbers: `[B, depth]` int64.
         levels: The names of the rows on the way: `batch`, then the nodes that made them, the last these rows' own.
+        dropped: `[B]` bool on the CPU, which rows were dropped, so that their group is `NO_GROUP`; None for none.
     """
 
     numbers: Tensor
     levels: tuple[str, ...]
+    dropped: Tensor | None = None
 
     @classmethod
     def of_groups(cls, groups: Tensor, name: str = "rollout") -> RowPath:
@@ -70,7 +74,8 @@ class RowPath:
 
     def take(self, index: Tensor) -> RowPath:
         """The rows at `index` `[K]` int64, in that order."""
-        return RowPath(rows_at(self.numbers, index), self.levels)
+        dropped = None if self.dropped is None else self.dropped[on_host(index)]
+        return RowPath(rows_at(self.numbers, index), self.levels, dropped)
 
     def followed_by(self, other: RowPath) -> RowPath:
         """The rows of both, these first.
@@ -107,9 +112,8 @@ class RowPath:
 
     def _group(self, depth: int) -> Tensor:
         numbers = on_host(self.numbers)
-        if depth == 1:
-            return self._of(numbers[:, 0])
-        return self._of(-1 - _packed(numbers[:, :depth], self.levels))  # no prompt's id
+        group = numbers[:, 0] if depth == 1 else -1 - _packed(numbers[:, :depth], self.levels)  # no prompt's id
+        return self._of(group if self.dropped is None else group.masked_fill(self.dropped, NO_GROUP))
 
     def _of(self, on_cpu: Tensor) -> Tensor:
         return on_device(on_cpu.contiguous(), self.numbers.device)

@@ -1,4 +1,4 @@
-"""Samples that a reward fails on: out of the loss, or out of the update, wherever the rows are brought."""
+"""Samples that a reward fails on and drops: out of the loss and of statistics, wherever the rows are brought."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rlflow.rewards import WeightedSum
 from rlflow.rewards.reward import OnError
 from rlflow.strategies import SingleProcess
 from rlflow.types import Grouped, Grown, Sampled, Written
+from rlflow.values.path import NO_GROUP
 from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import FSDP, SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
 from tests.controller.test_filling import Picky
@@ -102,19 +103,19 @@ def same(one: Result, other: Result) -> bool:
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean-token-sum", "constant"])
-def test_masked_samples_count_as_those_whose_tokens_a_node_takes_out_of_the_loss(
+def test_dropped_samples_count_as_those_whose_tokens_a_node_takes_out_of_the_loss(
     aggregation: str, policy: Path, tmp_path: Path
 ) -> None:
     given = {"loss_aggregation": aggregation}
-    masked = fit(run(policy, tmp_path / "masked", "mask", given=given))
+    dropped = fit(run(policy, tmp_path / "dropped", "drop", given=given))
     by_hand = fit(run(policy, tmp_path / "by hand", "zero", ByHand, given=given))
     zero = fit(run(policy, tmp_path / "zero", "zero", given=given))
-    assert masked.record == by_hand.record
-    assert all(failed > 0 for failed in masked.record)
-    assert [step["reward/errors"] for step in masked.steps] == masked.record
-    assert same(masked, by_hand)
-    assert not same(masked, zero)
-    for found, expected in zip(masked.steps, by_hand.steps, strict=True):
+    assert dropped.record == by_hand.record
+    assert all(failed > 0 for failed in dropped.record)
+    assert [step["reward/errors"] for step in dropped.steps] == dropped.record
+    assert same(dropped, by_hand)
+    assert not same(dropped, zero)
+    for found, expected in zip(dropped.steps, by_hand.steps, strict=True):
         assert found["actor/loss"] == expected["actor/loss"]
 
 
@@ -123,8 +124,8 @@ class FailingOnAll(OddCharacters):
         raise KeyError("solution")
 
 
-def test_a_run_whose_samples_all_fail_under_mask_is_no_success(policy: Path, tmp_path: Path) -> None:
-    of = made(Noting, policy, FailingOnAll("mask"), group_size=GROUP, max_response_length=12)
+def test_a_run_whose_samples_are_all_dropped_is_no_success(policy: Path, tmp_path: Path) -> None:
+    of = made(Noting, policy, FailingOnAll("drop"), group_size=GROUP, max_response_length=12)
     of.record = []
     told = "the reward of `actor` failed on all samples in 3 updates in a row, which were skipped"
     with pytest.raises(UserError, match=told) as raised:
@@ -158,11 +159,11 @@ class WhitenedByHand(RaggedBaseline):
 
 
 def test_a_step_s_mean_and_deviation_are_without_the_samples_that_failed(policy: Path, tmp_path: Path) -> None:
-    masked = fit(run(policy, tmp_path / "masked", "mask", RaggedBaseline))
-    by_hand = fit(run(policy, tmp_path / "by hand", "mask", WhitenedByHand))
+    dropped = fit(run(policy, tmp_path / "dropped", "drop", RaggedBaseline))
+    by_hand = fit(run(policy, tmp_path / "by hand", "drop", WhitenedByHand))
     zero = fit(run(policy, tmp_path / "zero", "zero", RaggedBaseline))
-    assert difference(masked.weights, by_hand.weights) < FLOAT32
-    assert difference(masked.weights, zero.weights) > 10 * FLOAT32
+    assert difference(dropped.weights, by_hand.weights) < FLOAT32
+    assert difference(dropped.weights, zero.weights) > 10 * FLOAT32
 
 
 class Shaped(Noting):
@@ -177,7 +178,7 @@ class Shaped(Noting):
 
 
 def test_rewards_that_another_node_scored_are_compared_alike(policy: Path, tmp_path: Path) -> None:
-    plain, shaped = (fit(run(policy, tmp_path / kind.__name__, "mask", kind)) for kind in (Noting, Shaped))
+    plain, shaped = (fit(run(policy, tmp_path / kind.__name__, "drop", kind)) for kind in (Noting, Shaped))
     assert plain.record == shaped.record
     assert same(plain, shaped)
 
@@ -195,21 +196,21 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_marks_follow_their_rows_to_where_these_are_trained(
     way: str, policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
-    masked = ranks2.run(fit, run(policy, tmp_path / "masked", "mask", **WAYS[way]), timeout_s=200)
+    dropped = ranks2.run(fit, run(policy, tmp_path / "dropped", "drop", **WAYS[way]), timeout_s=200)
     by_hand = ranks2.run(fit, run(policy, tmp_path / "by hand", "zero", ByHand, **WAYS[way]), timeout_s=200)
-    assert sum(sum(result.record) for result in masked) > 0
-    for found, expected in zip(masked, by_hand, strict=True):
+    assert sum(sum(result.record) for result in dropped) > 0
+    for found, expected in zip(dropped, by_hand, strict=True):
         assert found.record == expected.record
         assert difference(found.weights, expected.weights) < FLOAT32 if found.weights else not expected.weights
 
 
 class PickyFailing(Picky):
-    """Leaves out easy prompts; records the marks of kept rows too, in their order."""
+    """Leaves out easy prompts; records which of the kept rows a node that follows from the scores sees as dropped."""
 
     @node
-    def marks(self, rollout: Grouped, rewards_failed: PerSample) -> PerSample:
-        self._note("marks", self.all_rows(rewards_failed))
-        return rewards_failed
+    def marks(self, rollout: Grouped, rewards: PerSample) -> PerSample:
+        self._note("marks", self.all_rows((rollout.group == NO_GROUP).to(torch.uint8)))
+        return rewards
 
     @node
     def failed(self, rollout: Written) -> PerSample:
@@ -218,7 +219,7 @@ class PickyFailing(Picky):
 
 
 def picky(policy: Path, folder: Path, **more: Any) -> Fit:
-    found = run(policy, folder, "mask", PickyFailing, **more)
+    found = run(policy, folder, "drop", PickyFailing, **more)
     found.module.record = {}
     return found
 
@@ -238,7 +239,7 @@ def test_a_surplus_takes_its_marks_to_the_next_step_and_through_a_checkpoint(
         assert same(through, continued)
 
 
-@pytest.mark.parametrize(("before", "after"), [("zero", "mask"), ("mask", "zero")])
+@pytest.mark.parametrize(("before", "after"), [("zero", "drop"), ("drop", "zero")])
 def test_another_policy_goes_on_with_what_is_in_flight(
     before: OnError, after: OnError, policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
@@ -255,9 +256,9 @@ def test_another_policy_goes_on_with_what_is_in_flight(
 
 def test_what_is_in_flight_takes_its_marks_through_a_checkpoint(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
     way = {**WAYS["overlapping"], "save_every_n_steps": 1}
-    whole = ranks2.run(fit, run(policy, tmp_path / "whole", "mask", **way), timeout_s=200)
-    ranks2.run(fit, run(policy, tmp_path / "parts", "mask", **way, callbacks=[StopAfter(1)]), timeout_s=200)
-    rest = ranks2.run(fit, run(policy, tmp_path / "parts", "mask", **way, ckpt_path="last"), timeout_s=200)
+    whole = ranks2.run(fit, run(policy, tmp_path / "whole", "drop", **way), timeout_s=200)
+    ranks2.run(fit, run(policy, tmp_path / "parts", "drop", **way, callbacks=[StopAfter(1)]), timeout_s=200)
+    rest = ranks2.run(fit, run(policy, tmp_path / "parts", "drop", **way, ckpt_path="last"), timeout_s=200)
     assert all(same(*both) for both in zip(whole, rest, strict=True))
 
 
@@ -268,8 +269,8 @@ class RaggedRAFT(RAFT):
     stop_token_ids: tuple[int, ...] = tuple(range(40, 60))
 
 
-class WholeGroups(RaggedRAFT):
-    """Leaves out, by itself, the groups that have a response which cannot be scored."""
+class OfTheRest(RaggedRAFT):
+    """Chooses, by itself, among the responses that can be scored."""
 
     @node
     def fine(self, rollout: Written) -> PerSample:
@@ -278,11 +279,16 @@ class WholeGroups(RaggedRAFT):
     def best(  # type: ignore[override]
         self, batch: Grouped, rollout: Each[Rollout], rewards: Each[PerSample], fine: Each[PerSample]
     ) -> Grown[Rollout]:
-        differ = (rewards.max() > rewards.min()) & (fine.min() > 0)
-        return rollout.values.take(rewards.argmax()[differ])
+        chosen = []
+        for group in rewards.parent.unique().tolist():
+            rows = ((rewards.parent == group) & (fine.values > 0)).nonzero().flatten().tolist()
+            numbers = [rewards.values[row].item() for row in rows]
+            if numbers and max(numbers) > min(numbers):
+                chosen.append(rows[numbers.index(max(numbers))])
+        return rollout.values.take(torch.tensor(chosen, dtype=torch.int64))
 
 
-def test_groups_are_left_out_where_training_sees_rows_made_of_them(policy: Path, tmp_path: Path) -> None:
+def test_rows_that_are_made_of_a_group_are_made_without_the_dropped(policy: Path, tmp_path: Path) -> None:
     given = {"group_size": 3, "max_response_length": 12, "optimizer": SGD}
 
     def trained(kind: type[RaggedRAFT], on_error: OnError) -> Result:
@@ -290,9 +296,9 @@ def test_groups_are_left_out_where_training_sees_rows_made_of_them(policy: Path,
         of = made(kind, policy, reward, **given)
         return fit(Fit(of, sums(12, NEEDED), tmp_path / f"{kind.__name__} {on_error}", settings={"max_steps": 2}))
 
-    masked, by_hand = trained(RaggedRAFT, "mask"), trained(WholeGroups, "zero")
-    assert difference(masked.weights, by_hand.weights) < FLOAT32
-    assert difference(masked.weights, trained(RaggedRAFT, "zero").weights) > 10 * FLOAT32
+    dropped, by_hand = trained(RaggedRAFT, "drop"), trained(OfTheRest, "zero")
+    assert difference(dropped.weights, by_hand.weights) < FLOAT32
+    assert difference(dropped.weights, trained(RaggedRAFT, "zero").weights) > 10 * FLOAT32
 
 
 def test_a_node_whose_rows_cannot_be_told_of_may_not_score(policy: Path, tmp_path: Path) -> None:
@@ -303,8 +309,8 @@ def test_a_node_whose_rows_cannot_be_told_of_may_not_score(policy: Path, tmp_pat
             self.reward_function(made)
             return made
 
-    with pytest.raises(UserError, match=r"node `rollout` scores responses .* cannot tell those that train"):
-        fit(run(policy, tmp_path, "mask", Scoring))
+    with pytest.raises(UserError, match=r"node `rollout` scores responses .* would not know of"):
+        fit(run(policy, tmp_path, "drop", Scoring))
 
 
 def test_validation_counts_what_the_reward_failed_on(policy: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -12,6 +14,7 @@ from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.descent import ancestors, beside_parents
 from rlflow.databuffer.partition import Partition
 from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.space_message import space_from_message, space_to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.values.cuts import PerSample, PerToken
 from rlflow.values.layout import Layout
@@ -95,3 +98,47 @@ def test_what_descends_from_none_is_told() -> None:
         -1,
     ]
     assert ancestors(torch.empty(0, 1, dtype=torch.int64), torch.tensor([[3, 0]])).tolist() == [-1]
+
+
+def _marked() -> dict[str, RowSpace]:
+    """Prompts, samples of them, samples of another branch, and rows below the first samples."""
+    tokens = dict.fromkeys(range(4), 1)
+    levels = {
+        "batch": ([[(0,), (1,)], [(2,), (3,)]], ("batch",)),
+        "rollout": ([[(0, 0), (0, 1), (1, 0)], [(2, 0), (2, 1)]], ("batch",)),
+        "greedy": ([[(0, 0), (1, 0)], [(2, 0), (3, 0)]], ("batch",)),
+        "answer": ([[(0, 0, 0), (0, 1, 0), (0, 1, 1)], [(2, 1, 0)]], ("batch", "rollout")),
+    }
+    return {name: replace(_space(name, rows, tokens), above=above) for name, (rows, above) in levels.items()}
+
+
+def _paths(space: RowSpace, which: torch.Tensor) -> list[list[int]]:
+    found: list[list[int]] = space.path[which].tolist()
+    return found
+
+
+def test_dropped_samples_take_rows_below_them_along_and_above_them_where_none_is_left() -> None:
+    spaces = _marked()
+    rollout = spaces["rollout"]
+    rollout.drop(torch.tensor([[0, 1], [1, 0]]))
+    assert _paths(rollout, rollout.dropped) == [[0, 1], [1, 0]]
+    assert _paths(spaces["answer"], spaces["answer"].dropped_with(rollout)) == [[0, 1, 0], [0, 1, 1]]
+    assert _paths(spaces["batch"], spaces["batch"].dropped_with(rollout)) == [[1]]  # 3 has no samples at all
+    assert _paths(spaces["greedy"], spaces["greedy"].dropped_with(rollout)) == [[0, 0], [1, 0]]  # with the prompt
+    rollout.drop(torch.empty(0, 2, dtype=torch.int64))
+    assert int(rollout.dropped.sum()) == 2
+
+
+def test_the_mark_goes_wherever_rows_go() -> None:
+    rollout = _marked()["rollout"]
+    rollout.drop(torch.tensor([[0, 1], [2, 0]]))
+    sent = space_from_message(space_to_message(rollout), "rollout", seed=0, step=0, balance=Balance())
+    assert sent.dropped.tolist() == rollout.dropped.tolist()
+    part = rollout.of_roots(torch.tensor([2]), [MADE])
+    assert _paths(part, part.dropped) == [[2, 0]]
+    joined = RowSpace.joined([rollout.of_roots(torch.tensor([0, 1]), [MADE]), part], [MADE])
+    assert _paths(joined, joined.dropped) == [[0, 1], [2, 0]]
+    later = joined.at(seed=0, step=1, balance=Balance())
+    later.drop(torch.tensor([[1, 0]]))
+    assert int(later.dropped.sum()) == 3
+    assert int(joined.dropped.sum()) == 2

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from rlflow import Batch, PerToken, node
 from rlflow.algorithms import SFT
-from rlflow.dag.failures import SKIP
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.tiny import write_tiny_model
-from rlflow.rewards.reward import OnError, Scores
+from rlflow.rewards.reward import OnError, RewardInput, Scores
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, TrainingStrategy
 from tests import own_folder
 from tests.controller.runs import Fit, OddCharacters, RaggedGRPO, Result, answers, failing_fit, fit, sums
@@ -206,39 +205,37 @@ def test_a_reward_that_is_not_finite_ends_the_run_in_a_line(
 
 
 class FailingAt(OddCharacters):
-    """Gives NaN for the last rank's first sample of these calls, counted from 0."""
+    """Gives NaN for all samples of these calls, counted from 0."""
 
     def __init__(self, on_error: OnError, calls: Sequence[int]) -> None:
         super().__init__(on_error)
         self.calls = calls
         self.call = -1
 
-    def score(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Scores:
+    def score(self, responses: RewardInput) -> Scores:
         self.call += 1
-        self.fails = self.call in self.calls and dist.get_rank() == dist.get_world_size() - 1
-        return super().score(texts, rows)
+        return super().score(responses)
 
     def score_sample(self, text: str, row: dict[str, Any]) -> float:
-        fails, self.fails = self.fails, False
-        return float("nan") if fails else super().score_sample(text, row)
+        return float("nan") if self.call in self.calls else super().score_sample(text, row)
 
 
 def rewarded(policy: Path, folder: Path, calls: Sequence[int], name: str = "zero2", **more: Any) -> Fit:
     """GRPO in updates of `samples_per_update` of 16 samples, whose reward fails at these calls."""
     of_actor = {name: more.pop(name) for name in ("samples_per_update", "epochs") if name in more}
     given = {"optimizer": ADAM, "max_response_length": 12, **of_actor}
-    module = made(RaggedGRPO, policy, FailingAt("skip", calls), group_size=4, **given)
+    module = made(RaggedGRPO, policy, FailingAt("drop", calls), group_size=4, **given)
     return Fit(module, sums(12, 4), folder, STRATEGIES[name], settings=more)
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_reward_that_fails_on_one_rank_leaves_weights_and_optimizer_of_all_as_they_were(
+def test_a_reward_that_fails_on_all_samples_leaves_weights_and_optimizer_as_they_were(
     name: str, policy: Path, tmp_path: Path, ranks2: RankPool, counted: Callable[..., None]
 ) -> None:
     kept = {"save_every_n_steps": 1, "save_last": 3, "max_steps": 3}
     for result in ranks2.run(fit, rewarded(policy, tmp_path, (1,), name, **kept), timeout_s=200):
         assert [step.get("actor/skipped_updates", 0) for step in result.steps] == [0, 1, 0]
-        assert [step["reward/errors"] for step in result.steps] == [0, 1, 0]
+        assert [step["reward/errors"] for step in result.steps] == [0, 16, 0]
         assert ["actor/loss" in step for step in result.steps] == [True, False, True]
     first, second, third = (tensors(tmp_path / f"checkpoint/step-{step:08d}") for step in (1, 2, 3))
     assert first == second != third
@@ -252,13 +249,6 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
     return {str(file.relative_to(checkpoint)): file.read_bytes() for file in sorted(checkpoint.rglob("*.safetensors"))}
 
 
-def test_one_update_of_two_is_skipped_and_the_other_is_made(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
-    run = rewarded(policy, tmp_path, (0,), max_steps=1, samples_per_update=8)
-    for result in ranks2.run(fit, run, timeout_s=200):
-        assert result.steps[0]["actor/skipped_updates"] == 1
-        assert result.steps[0]["actor/grad_norm"] > 0
-
-
 def test_an_update_that_is_skipped_in_every_epoch_counts_once(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
     run = rewarded(policy, tmp_path, (0, 1), max_steps=3, epochs=4)
     for result in ranks2.run(fit, run, timeout_s=200):
@@ -266,15 +256,15 @@ def test_an_update_that_is_skipped_in_every_epoch_counts_once(policy: Path, tmp_
         assert ["actor/loss" in step for step in result.steps] == [False, False, True]
 
 
-def test_the_third_update_in_a_row_that_a_reward_skips_ends_the_run_and_names_the_file_of_its_rows(
+def test_the_third_update_in_a_row_whose_samples_are_all_dropped_ends_the_run_and_names_the_file_of_its_rows(
     policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     results = ranks2.run(failing_fit, rewarded(policy, tmp_path, (1, 2, 3), max_steps=5), timeout_s=200)
     told = []
     for rank, result in enumerate(results):
         assert len(result.steps) == 3
-        assert "the reward of `actor` failed on samples in 3 updates in a row, which were skipped" in result.error
+        assert "the reward of `actor` failed on all samples in 3 updates in a row, which were skipped" in result.error
         file = Path(result.error.rpartition(" are in ")[2].partition(" (rank")[0])
         assert file == tmp_path / f"logs/bad-update-actor-rank{rank}.jsonl"
-        told += [json.loads(line)["rewards_failed"] for line in file.read_text().splitlines()]
-    assert sorted(told) == [0] * 15 + [SKIP]
+        told += [any(json.loads(line)["rollout.loss_mask"]) for line in file.read_text().splitlines()]
+    assert told == [False] * 16

@@ -55,10 +55,9 @@ def test_a_reward_that_misbehaves_costs_its_sample_or_ends_the_run_in_a_line(
     took = time.monotonic() - began
     assert took < SECONDS + OVER
     assert (scores.total, scores.failed) == ([0.0], {0: "zero"})
-    for on_error in ("mask", "skip"):
-        leaves_out = CallableReward(path, on_error=on_error, seconds=SECONDS, memory_mb=2048)
-        scores = leaves_out.score(RewardInput(texts, rows))
-        assert (scores.total, scores.left_out) == ([1.0, 0.0, 1.0], {1: on_error})
+    drops = CallableReward(path, on_error="drop", seconds=SECONDS, memory_mb=2048)
+    scores = drops.score(RewardInput(texts, rows))
+    assert (scores.total, scores.failed) == ([1.0, 0.0, 1.0], {1: "drop"})
     ends = CallableReward(path, seconds=SECONDS, memory_mb=2048)
     with pytest.raises(UserError) as told:
         ends.score(RewardInput(texts, rows))
@@ -66,10 +65,10 @@ def test_a_reward_that_misbehaves_costs_its_sample_or_ends_the_run_in_a_line(
     assert KINDS[kind] in str(told.value)
     assert "\n" not in str(told.value)
     assert len(str(told.value)) < 1000
-    del zero, leaves_out, ends
+    del zero, drops, ends
     left = [process for process in psutil.process_iter() if process.pid not in before and sleeps(process)]
     assert left == []
-    counted("rewards that misbehave: counted as 0, left out, or the run ended, as asked for")
+    counted("rewards that misbehave: counted as 0, dropped, or the run ended, as asked for")
     measured(f"a reward of {SECONDS:.0f} s ended after {{:.1f}} s", took)
 
 

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from rlflow.errors import UserError
 from rlflow.functional import group_has_signal, group_normalized_advantages, opo_advantages, rloo_advantages
+from rlflow.values.path import NO_GROUP
 
 
 def one_group(size: int) -> Tensor:
@@ -95,20 +96,20 @@ def test_equal_rewards_are_safe_without_eps() -> None:
         (opo_of_equal_lengths, ()),
     ],
 )
-def test_samples_that_failed_are_as_if_they_were_not_there(advantages_of: Any, columns: tuple[int, ...]) -> None:
+def test_samples_that_were_dropped_are_as_if_they_were_not_there(advantages_of: Any, columns: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     rewards = torch.rand(60, *columns, generator=generator) + 1  # above 0, so that a 0 would be the smallest
     group = torch.arange(60) % 7
-    failed = (torch.rand(60, generator=generator) < 0.4).to(torch.uint8)
-    rewards[failed != 0] = -torch.inf  # what a logarithm makes of their 0
+    dropped = torch.rand(60, generator=generator) < 0.4
+    rewards[dropped] = -torch.inf  # what a logarithm makes of their 0
     alone = group == 6
-    failed[alone.nonzero()[1:]], failed[group == 5] = 1, 1  # one is left in one group, none in another
-    counts = (failed == 0) & ~alone
-    found = advantages_of(rewards, group, failed=failed)
+    dropped[alone.nonzero()[1:]], dropped[group == 5] = True, True  # one is left in one group, none in another
+    counts = ~dropped & ~alone
+    found = advantages_of(rewards, group.masked_fill(dropped, NO_GROUP))
     assert_close(found[counts], advantages_of(rewards[counts], group[counts]), rtol=0, atol=1e-7)
     assert not found[~counts].any()
-    signal = group_has_signal(rewards, group, failed)
-    assert signal.tolist() == (group < 5).tolist()
+    signal = group_has_signal(rewards, group.masked_fill(dropped, NO_GROUP))
+    assert signal.tolist() == ((group < 5) & ~dropped).tolist()
 
 
 @EVERY_ADVANTAGE

@@ -27,12 +27,6 @@ def test_of_equal_numbers_the_first_is_found_and_where_there_is_none_minus_1() -
     assert NUMBERS.argmin().tolist() == [1, -1, 3]
 
 
-def test_rows_that_failed_are_left_out() -> None:
-    found = NUMBERS.without(Each(torch.tensor([0, 2, 0, 1], dtype=torch.uint8), NUMBERS.counts))
-    assert (found.values.tolist(), found.counts.tolist()) == ([3.0, 3.0], [2, 0, 0])
-    assert NUMBERS.without(None) is NUMBERS
-
-
 def test_a_negative_maximum_is_not_taken_for_none() -> None:
     below = Each(torch.tensor([-2.0, -3.0]), torch.tensor([0, 2]))
     assert below.max().tolist() == [0.0, -2.0]
