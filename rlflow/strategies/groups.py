@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from rlflow.databuffer.process_groups import process_group
+from rlflow.databuffer.transport import process_group
 from rlflow.values.layout import Layout
 
 

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 
-from rlflow.databuffer.process_groups import connect_when_used
+from rlflow.databuffer.transport import connect_when_used
 from rlflow.errors import UserError
 from rlflow.strategies.launcher import RankLauncher
 from rlflow.strategies.store import join_group
