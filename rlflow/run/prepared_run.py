@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import engine_of
-from rlflow.dag.planner import Plan
+from rlflow.dag.planner import Plan, sync_of
 from rlflow.dag.tasks import SyncWeights
-from rlflow.dag.weight_syncs import sync_of
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import PromptData
 from rlflow.environments.conversation_format import Bridges
