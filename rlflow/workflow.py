@@ -140,6 +140,7 @@ def _function(path: str, module: RLModule, said: str) -> Callable[..., Any]:
     """A method of the module (`generate`) or of one of its models (`actor.logprobs`), or a function by its path."""
     first, _, rest = path.partition(".")
     owner = handles(module).get(first) if rest else module
+    function: Callable[..., Any]
     if owner is None:
         function = object_at(path, said, handles(module))
     elif (rest or first) in dir(type(owner)):

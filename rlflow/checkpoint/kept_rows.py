@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rlflow.databuffer.balance import group_partition
 from rlflow.databuffer.kept import Kept, KeptValue
-from rlflow.databuffer.partition import Partition
+from rlflow.databuffer.route import Partition
 from rlflow.databuffer.rows import NUMBERS, RowSpace
 from rlflow.databuffer.wire import stacked, unstacked
 from rlflow.errors import UserError

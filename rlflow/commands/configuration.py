@@ -165,7 +165,9 @@ def _replace_nodes(given: Sequence[Layer]) -> None:
     earlier: dict[str, list[dict[str, Any]]] = {}
     for layer in given:
         nodes = layer.tree.get(NODES)
-        for name, node in nodes.items() if isinstance(nodes, dict) else ():
+        if not isinstance(nodes, dict):
+            continue
+        for name, node in nodes.items():
             before = earlier.setdefault(name, [])
             if isinstance(node, dict) and "call" in node:
                 for each in before:

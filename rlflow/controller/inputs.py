@@ -27,10 +27,9 @@ from rlflow.controller.in_step import InStep
 from rlflow.controller.run import Run
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import Node
-from rlflow.databuffer.descent import ancestors, beside_parents
 from rlflow.databuffer.kept import Kept, KeptValue
-from rlflow.databuffer.partition import Partition
-from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.route import Partition
+from rlflow.databuffer.rows import RowSpace, ancestors, beside_parents
 from rlflow.errors import one_line, readable, shown
 from rlflow.state.tensors import without_tensors
 from rlflow.storage.draft import of_rank

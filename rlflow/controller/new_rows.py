@@ -10,8 +10,7 @@ from torch import Tensor
 
 from rlflow.dag.annotations import type_name
 from rlflow.dag.node import Node
-from rlflow.databuffer.descent import ancestors
-from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.rows import RowSpace, ancestors
 from rlflow.errors import UserError
 from rlflow.values.columns import columns
 from rlflow.values.cuts import Cut

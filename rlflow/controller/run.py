@@ -15,9 +15,8 @@ from rlflow.controller.samples import Samples
 from rlflow.controller.step_state import Keeping
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import Node, engine_of
-from rlflow.dag.planner import Plan
+from rlflow.dag.planner import Plan, sync_of
 from rlflow.dag.tasks import SyncWeights
-from rlflow.dag.weight_syncs import sync_of
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import PromptData
 from rlflow.databuffer.transport import Transport

@@ -14,8 +14,7 @@ from rlflow.controller.run import Run
 from rlflow.dag.tasks import Exchange, Task, Tell
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.kept import Kept
-from rlflow.databuffer.rows import ROOT, RowSpace
-from rlflow.databuffer.space_message import space_from_message, space_to_message
+from rlflow.databuffer.rows import ROOT, RowSpace, space_from_message, space_to_message
 from rlflow.metrics import Metrics
 from rlflow.values.layout import Layout
 

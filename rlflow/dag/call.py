@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlflow.dag.node import MARK, Mark, TypeMark
+from rlflow.dag.node import Mark, TypeMark
 from rlflow.values.cuts import PerSample, PerToken, Scalar
 from rlflow.values.each import Each
 
@@ -58,9 +58,6 @@ class Call:
     settings: Mapping[str, Any]
     renamed: frozenset[str] = frozenset()
     returns: Any = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, MARK, self.mark)
 
     def __call__(self, **values: Any) -> Any:
         """Call the function."""

@@ -7,14 +7,14 @@ Because all ranks issue their collectives in the one global order, collectives c
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import BATCH, Node
+from rlflow.dag.node import BATCH, ROLLOUT, Node, engine_of
 from rlflow.dag.node_layouts import node_layouts
-from rlflow.dag.overlap import ahead_of_training
 from rlflow.dag.tasks import (
     Exchange,
     Fill,
@@ -22,12 +22,14 @@ from rlflow.dag.tasks import (
     Load,
     Reduce,
     RunNode,
+    Sleep,
+    SyncWeights,
     Task,
     Tell,
     TrainNode,
+    rank_ranges,
     task_lines,
 )
-from rlflow.dag.weight_syncs import with_syncs
 from rlflow.errors import UserError
 from rlflow.values.layout import Layout
 
@@ -132,7 +134,7 @@ def plan(
     begins = _continued_node(graph) if cuts_off else None
     if begins is not None:
         placed[BATCH] = placed[begins.id]  # so that prompts lie where their responses are kept
-    ahead, behind = ahead_of_training(graph, placed) if max_staleness else (graph.order, ())
+    ahead, behind = _ahead_of_training(graph, placed) if max_staleness else (graph.order, ())
     if begins is not None:
         ahead = (begins, *(node for node in ahead if node != begins))
     frees = _frees([*ahead, *behind], graph)
@@ -163,7 +165,7 @@ def plan(
         tasks += _runs(after, graph, placed, frees)
         tasks = list(_beside_samples(tasks))
         made = [*keeps, *(node.id for node in after)]
-    tasks = list(with_syncs(tasks, graph, layouts, shared))
+    tasks = list(_with_syncs(tasks, graph, layouts, shared))
     tasks += [replace(task, lag=max_staleness) for task in _runs(behind, graph, placed, frees)]
     for value in made:
         tasks += _exchanges(value, graph, placed, behind) if value in placed else []
@@ -194,6 +196,49 @@ def _continued_node(graph: Graph) -> Node:
             " the filter read the samples"
         )
     return node
+
+
+def _ahead_of_training(graph: Graph, placed: Mapping[str, Layout]) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """The nodes that need no rank that trains, nor a value made there; and the others."""
+    training = {rank for node in graph.order if node.kind == "train" for rank in placed[node.id].ranks}
+    ahead: list[Node] = []
+    for node in graph.order:
+        made = {BATCH, *(earlier.id for earlier in ahead)}
+        if not training.intersection(placed[node.id].ranks) and made.issuperset(node.needs):
+            ahead.append(node)
+    samples = [node for node in graph.order if node.kind == "rollout"]
+    if not samples:
+        raise UserError("`trainer.max_staleness` is set and no node generates, so nothing can run ahead; leave it out")
+    for node in samples:
+        if node not in ahead:
+            both = training.intersection(placed[node.id].ranks)
+            why = "it reads what training makes"
+            if both:
+                why = f"{rank_ranges(tuple(sorted(both)))} would both generate and train"
+            elif after := _trains_before(node, graph):
+                raise UserError(
+                    f"`trainer.max_staleness` is set and `{node.id}` generates after `{after}` has trained, so it"
+                    " cannot run ahead of training; leave `max_staleness` out, or generate without it"
+                )
+            raise UserError(
+                f"`trainer.max_staleness` is set and `{node.id}` cannot run ahead of training: {why}; place `{ROLLOUT}`"
+                " and the trained roles on ranks of their own under `placement`"
+            )
+    return tuple(ahead), tuple(node for node in graph.order if node not in ahead)
+
+
+def _trains_before(node: Node, graph: Graph) -> str:
+    """A train node that comes before `node`; empty where none does."""
+    todo, known = [node], {node.id}
+    while todo:
+        for name in todo.pop().needs:
+            if name == BATCH or name in known:
+                continue
+            if graph.nodes[name].kind == "train":
+                return name
+            known.add(name)
+            todo.append(graph.nodes[name])
+    return ""
 
 
 def _parted(
@@ -251,6 +296,77 @@ def _beside_samples(tasks: Sequence[Task]) -> Iterator[Task]:
 
 def _reads(nodes: Collection[Node], value: str) -> list[Node]:
     return [node for node in nodes if value in node.reads]
+
+
+def sync_of(policy: str, graph: Graph, layouts: Mapping[str, Layout]) -> SyncWeights:
+    """What brings a policy's weights to its engines: from ranks that hold them, if steps change them, or from files."""
+    source = layouts[policy].ranks if policy in graph.changed_roles() else ()
+    return SyncWeights(policy, source, layouts[engine_of(policy)].ranks)
+
+
+def _with_syncs(
+    tasks: Sequence[Task], graph: Graph, layouts: Mapping[str, Layout], shared: Mapping[str, str]
+) -> Iterator[Task]:
+    """The tasks, with each policy's weights brought to its engines before they generate, and what rests put to sleep.
+
+    Engines of policies that no task needs together are awake one after another, where they share ranks. After the last
+    task that generates they sleep if their ranks train, or hold other engines; before it, while their ranks train. What
+    a train node has changed comes to the engines anew before they generate again.
+    """
+    every = {policy: sync_of(policy, graph, layouts) for policy in graph.policies()}
+    training = {rank for node in graph.order if node.kind == "train" for rank in layouts[str(node.role)].ranks}
+    awake: list[str] = []
+    outdated: set[str] = set()
+    changed: Counter[str] = Counter()
+    last = max((place for place, task in enumerate(tasks) if _generates(task, graph)), default=-1)
+
+    def sleep(policy: str) -> Sleep:
+        awake.remove(policy)
+        return Sleep(policy, every[policy].ranks)
+
+    for place, task in enumerate(tasks):
+        needed = _generates(task, graph)
+        changes = graph.changed_by(graph.nodes[task.node_id]) if isinstance(task, TrainNode) else ()
+        ranks = {rank for policy in needed for rank in every[policy].target} | {*(task.ranks if changes else ())}
+        for policy in [other for other in awake if other not in needed and ranks.intersection(every[other].target)]:
+            yield sleep(policy)
+        in_turns = len({shared.get(policy, policy) for policy in needed}) < len(needed)
+        if in_turns and isinstance(task, Fill):
+            _refuse_turns_of_others(task, needed, every)
+            task = replace(task, tasks=tuple(_with_syncs(task.tasks, graph, layouts, shared)))
+        else:
+            for policy in needed:
+                if policy in awake and policy not in outdated:
+                    continue
+                awake += [] if policy in awake else [policy]
+                outdated.discard(policy)
+                yield replace(every[policy], changed=changed[policy])
+        yield task
+        changed.update(changes)
+        outdated.update(changes)
+        if place == last:
+            for policy in list(awake):
+                several = any(other != policy for other in every)
+                if several or training.intersection(every[policy].target):
+                    yield sleep(policy)
+
+
+def _refuse_turns_of_others(repeated: Fill, policies: Sequence[str], syncs: Mapping[str, SyncWeights]) -> None:
+    """Weights change within what is repeated, so all ranks that send them must repeat it."""
+    for policy in policies:
+        if not set(syncs[policy].ranks) <= set(repeated.ranks):
+            raise UserError(
+                f"`engines` lets policies share an engine in turns, and a filter or partial rollout repeats the nodes"
+                f" that generate on {rank_ranges(repeated.ranks)}, where the model of `{policy}` does not live; give"
+                " each policy an engine of its own, or place models and engines on the same ranks"
+            )
+
+
+def _generates(task: Task, graph: Graph) -> tuple[str, ...]:
+    """The policies that a task generates with, or that what it repeats does."""
+    if isinstance(task, Fill):
+        return tuple(dict.fromkeys(policy for each in task.tasks for policy in _generates(each, graph)))
+    return graph.nodes[task.node_id].generates if isinstance(task, RunNode) else ()
 
 
 def _once(tasks: Sequence[Task]) -> Iterator[Task]:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, takewhile
 
 import torch
 from torch import Tensor
 
 from rlflow.databuffer.balance import AUTO, Balance, Predicted, deal, group_partition, grouped
-from rlflow.databuffer.descent import ancestors, beside_parents
-from rlflow.databuffer.partition import Partition
-from rlflow.databuffer.route import Route
+from rlflow.databuffer.message import from_message, to_message
+from rlflow.databuffer.route import Partition, Route
 from rlflow.databuffer.transport import Transport
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath, hashed, lexicographic
 
 ROOT = ("batch",)  # what prompts are called; samples of prompts are below them
 NUMBERS = ("lengths", "tokens", "versions")  # of each row, in the order in which they are gathered, after its path
+_SIZE = torch.int64.itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -386,3 +387,78 @@ def _distinct(path: Tensor, name: str) -> Tensor:
 def _travels(here: Layout, there: Layout) -> Tensor:
     """For each shard `[S]` of layouts of as many shards, whether some ranks get its rows from others if none moves."""
     return torch.tensor([not {*there.peers(s)} <= {*here.peers(s)} for s in range(there.shards)])
+
+
+def ancestors(above: Tensor, below: Tensor) -> Tensor:
+    """For each row below, the position of the row above that it descends from; -1 where that is none of them.
+
+    Args:
+        above: Paths `[N, depth]`, in order and distinct.
+        below: Paths `[M, more]`, in any order.
+    """
+    depth = above.shape[1]
+    wanted = below[:, :depth].contiguous()
+    mine, theirs = above[:, 0].contiguous(), wanted[:, 0].contiguous()
+    if depth > 1:
+        numbered = torch.unique(torch.cat([above, wanted]), dim=0, return_inverse=True)[1]
+        mine, theirs = numbered[: len(above)].contiguous(), numbered[len(above) :].contiguous()
+    positions = torch.searchsorted(mine, theirs)
+    if not len(above):
+        return torch.full_like(positions, -1)
+    positions = positions.clamp_(max=len(above) - 1)
+    return positions.where(mine[positions] == theirs, -1)
+
+
+def beside_parents(parents: Tensor, read: Partition) -> Partition:
+    """Where rows lie that are read beside those they descend from: by the order of these, then their own.
+
+    Args:
+        parents: `[M]`, the position of each row's ancestor.
+        read: How the ancestors lie.
+    """
+    shard, place = (each.long()[parents] for each in read.places)
+    order = torch.argsort(place, stable=True)
+    order = order[torch.argsort(shard[order], stable=True)]
+    counts = torch.bincount(shard, minlength=len(read.shards)).tolist()
+    return Partition(tuple(order.split(counts)))
+
+
+def space_to_message(space: RowSpace) -> Tensor:
+    """The rows, and where they lie in every layout that cannot be worked out from them, as uint8."""
+    known = {space.home[0]: space.home[1]} | space.dealt
+    layouts = [[asdict(layout), [len(rows) for rows in dealt.shards]] for layout, dealt in known.items()]
+    header = json.dumps({"rows": len(space), "levels": space.levels, "layouts": layouts}).encode()
+    header += b" " * (-len(header) % _SIZE)  # the numbers behind it are read in place
+    arrays = [space.path.flatten(), *(getattr(space, name) for name in NUMBERS), space.dropped.long()]
+    positions = [rows for dealt in known.values() for rows in dealt.shards]
+    body = torch.cat([torch.tensor([len(header)]), *arrays, *positions]).view(torch.uint8)
+    return torch.cat([body[:_SIZE], to_message(header), body[_SIZE:]])
+
+
+def space_from_message(message: Tensor, name: str, *, seed: int, step: int, balance: Balance) -> RowSpace:
+    """The space that `space_to_message` wrote, the same as at the sender's.
+
+    Args:
+        message: Bytes.
+        name: Of the rows.
+        seed: Of the run.
+        step: Of the run.
+        balance: Whether rows may move to even out tokens.
+    """
+    message = message.cpu()
+    size = int(message[:_SIZE].clone().view(torch.int64))
+    header = json.loads(from_message(message[_SIZE : _SIZE + size]))
+    body = message[_SIZE + size :].clone().view(torch.int64)
+    rows, depth = header["rows"], len(header["levels"])
+    of_rows = [depth * rows, *[rows] * len(NUMBERS), rows]
+    path, *numbers, dropped, positions = body.split([*of_rows, len(body) - sum(of_rows)])
+    numbered = dict(zip(NUMBERS, numbers, strict=True))
+    arrays = {"path": path.view(rows, depth), **numbered, "dropped": dropped.bool()}
+    known: dict[Layout, Partition] = {}
+    for written, sizes in header["layouts"]:
+        layout = Layout(**{**written, "ranks": tuple(written["ranks"])})
+        known[layout] = Partition(tuple(positions[: sum(sizes)].split(sizes)))
+        positions = positions[sum(sizes) :]
+    home = next(iter(known.items()))
+    above = tuple(header["levels"][:-1]) or ROOT
+    return RowSpace.known(name, arrays, home, known, seed=seed, step=step, balance=balance, above=above)

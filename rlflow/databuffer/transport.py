@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
@@ -11,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.databuffer.clock import clock_of
 from rlflow.databuffer.message import from_message, to_message
-from rlflow.databuffer.process_groups import process_group
 from rlflow.process.status import waiting
 from rlflow.values.host_copy import on_device
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_world: dist.ProcessGroup | None = None  # in which the groups of this process were formed
+_formed: dict[tuple[tuple[int, ...], timedelta | None], dist.ProcessGroup | None] = {}
 
 
 class Work(Protocol):
@@ -85,7 +88,8 @@ class Transport:
         self.metadata_bytes = 0
         self.timeout = timeout
         self.watch: Watch | None = None
-        self.clock = clock_of(self.device)
+        on_gpu = self.device.type == "cuda"
+        self.clock = Clock(functools.partial(torch.Event, self.device, enable_timing=True) if on_gpu else None)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world_size)): None}
 
     def form_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
@@ -185,3 +189,80 @@ class Transport:
         )
         assert work is not None
         return received, work
+
+
+class Clock:
+    """How long a rank waited: of the host, or of its device's stream.
+
+    On the CPU whoever waits for a collective stands still. On a GPU `Work.wait` returns immediately, having asked the
+    stream to wait; so the stream's own time is taken, between two events on it, and read when the host waits for the
+    device anyway. Such a wait begins, on the host's clock, when the stream was asked to wait, and lasts as long as the
+    stream stood still: from the end of the work before it.
+
+    Args:
+        event: Makes an event of the current stream that keeps its time, as `torch.Event` does; None for the host.
+    """
+
+    def __init__(self, event: Callable[[], Any] | None) -> None:
+        self._event = event
+        self._unread: list[tuple[float, Any, Any, Callable[[float, float], None]]] = []
+
+    @contextmanager
+    def waiting(self, done: Callable[[float, float], None]) -> Iterator[None]:
+        """What is within it is a wait; `done` gets its begin and end in seconds of `time.perf_counter`, by `settle`."""
+        begin = time.perf_counter()
+        if self._event is None:
+            yield
+            done(begin, time.perf_counter())
+            return
+        before, after = self._event(), self._event()
+        before.record()
+        yield
+        after.record()
+        self._unread.append((begin, before, after, done))
+
+    def settle(self) -> None:
+        """Report all waits so far."""
+        if self._unread:
+            self._unread[-1][2].synchronize()
+        for begin, before, after, done in self._unread:
+            done(begin, begin + before.elapsed_time(after) / 1000)
+        self._unread.clear()
+
+
+def process_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup | None:
+    """The group of `ranks`, formed once and used by one run after another; None where this rank is not one of them.
+
+    A group costs threads and sockets under gloo, and buffers on the GPU under NCCL, where two groups of the same ranks
+    could also wait for one another.
+
+    Called by all ranks of the job in the same order, for groups of one rank too: torch names a group after how many
+    calls of `new_group` the process has made before, and engines such as vLLM form groups of all ranks, whose names
+    have to be alike on all of them. Groups that their members make alone (`use_local_synchronization`) are named after
+    how many groups each member has, and hang where those counts differ. The price is a call of every rank for each
+    group, and an object on its members, which connect when they first use it: nothing is split from the group of all
+    ranks, which is bound to no device. On the CPU alone gloo connects at once, see `connect_when_used`.
+
+    Args:
+        ranks: Ascending.
+        timeout: After which a collective of the group fails; None for torch's own.
+    """
+    global _world
+    if _world is not dist.group.WORLD:
+        _world = dist.group.WORLD
+        _formed.clear()
+    if len(ranks) == dist.get_world_size():
+        return _world
+    if (ranks, timeout) not in _formed:
+        group = dist.new_group(list(ranks), timeout=timeout)
+        _formed[ranks, timeout] = group if dist.get_rank() in ranks else None
+    return _formed[ranks, timeout]
+
+
+def connect_when_used() -> None:
+    """Let gloo's groups connect two ranks when these first exchange something; called before any group is formed.
+
+    Else every rank connects to every other at once, beside NCCL too, where gloo carries small things now and then: of
+    1,024 ranks each would open 1,023 sockets, about as many files as a process may have.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

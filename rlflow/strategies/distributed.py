@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from rlflow.databuffer.process_groups import process_group
+from rlflow.databuffer.transport import process_group
 from rlflow.errors import UserError, about
 from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.handle import ForwardPlan, ModelHandle

@@ -17,7 +17,7 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from rlflow.databuffer.process_groups import connect_when_used
+from rlflow.databuffer.transport import connect_when_used
 from rlflow.errors import UserError
 from rlflow.process.listening import listening
 from rlflow.strategies.launcher import RankLauncher

@@ -13,7 +13,7 @@ import threading
 import torch
 import torch.distributed as dist
 
-from rlflow.databuffer.process_groups import connect_when_used
+from rlflow.databuffer.transport import connect_when_used
 
 TIMEOUT = datetime.timedelta(seconds=60)
 

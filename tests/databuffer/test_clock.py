@@ -9,9 +9,8 @@ import torch
 
 from rlflow.databuffer.balance import Balance
 from rlflow.databuffer.buffer import DataBuffer
-from rlflow.databuffer.clock import StreamClock
 from rlflow.databuffer.rows import RowSpace
-from rlflow.databuffer.transport import Transport
+from rlflow.databuffer.transport import Clock, Transport
 from rlflow.values.cuts import PerSample
 from rlflow.values.layout import Layout
 from tests.ranks import RankPool
@@ -67,7 +66,7 @@ class OverAStream(Transport):
 
     def __init__(self, stream: Stream) -> None:
         super().__init__()
-        self.clock = StreamClock(stream.event)
+        self.clock = Clock(stream.event)
         self._stream = stream
 
     def all_to_all(self, *arguments: Any) -> Any:
@@ -120,7 +119,7 @@ def test_a_wait_of_the_stream_is_timed_though_work_returns_at_once(ranks2: RankP
 
 def test_waits_are_told_once() -> None:
     stream, told = Stream(), []
-    clock = StreamClock(stream.event)
+    clock = Clock(stream.event)
     with clock.waiting(lambda begin, end: told.append(end - begin)):
         stream.busy_until += 2.0
     clock.settle()

@@ -16,8 +16,7 @@ from rlflow.data.loader import collate_pairs
 from rlflow.data.prompts import Example
 from rlflow.databuffer.balance import Balance
 from rlflow.databuffer.buffer import DataBuffer
-from rlflow.databuffer.rows import RowSpace
-from rlflow.databuffer.space_message import space_from_message, space_to_message
+from rlflow.databuffer.rows import RowSpace, space_from_message, space_to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.values.batch import Pairs

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from rlflow.databuffer.balance import Balance
 from rlflow.databuffer.buffer import DataBuffer
-from rlflow.databuffer.descent import ancestors, beside_parents
-from rlflow.databuffer.partition import Partition
-from rlflow.databuffer.rows import RowSpace
-from rlflow.databuffer.space_message import space_from_message, space_to_message
+from rlflow.databuffer.route import Partition
+from rlflow.databuffer.rows import RowSpace, ancestors, beside_parents, space_from_message, space_to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.values.cuts import PerSample, PerToken
 from rlflow.values.layout import Layout

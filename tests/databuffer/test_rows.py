@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlflow.databuffer.balance import AUTO, Balance, Predicted
-from rlflow.databuffer.rows import RowSpace
-from rlflow.databuffer.space_message import space_from_message, space_to_message
+from rlflow.databuffer.rows import RowSpace, space_from_message, space_to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.values.layout import Layout
 from tests.ranks import RankPool
