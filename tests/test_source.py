@@ -7,8 +7,6 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -33,10 +31,3 @@ def test_the_glossary_has_at_most_40_words_and_all_are_used() -> None:
     texts += [path.read_text() for path in (ROOT / "rlflow").rglob("*.py")]
     words = " ".join(texts).lower()
     assert [term for term in terms if not re.search(rf"\b{term}s?\b", words)] == []
-
-
-@pytest.mark.parametrize(("folder", "most"), [("rlflow", 350), ("algorithms", 150), ("tests", 500)])
-def test_no_file_is_long(folder: str, most: int) -> None:
-    lines = {str(path): len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")}
-    assert max(lines.values()) > most / 2
-    assert {path: count for path, count in lines.items() if count > most} == {}
