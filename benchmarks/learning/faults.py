@@ -114,8 +114,8 @@ def _without_first(mask: Tensor) -> Tensor:
     return mask & (torch.arange(mask.shape[1]) > 0) if mask.dim() == 2 else mask
 
 
-def _reference_follows(old: Callable[..., float], strategy: SingleProcess, name: str, role: Any) -> float:
-    norm = old(strategy, name, role)
+def _reference_follows(old: Callable[..., float], strategy: SingleProcess, name: str, role: Any, most: float) -> float:
+    norm = old(strategy, name, role, most)
     if name == "actor" and "reference" in strategy.roles:
         strategy.roles["reference"].model.load_state_dict(role.model.state_dict())
     return norm

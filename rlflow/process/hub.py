@@ -6,6 +6,7 @@ import os
 import sys
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from functools import cache
 from threading import Thread
 
@@ -35,16 +36,12 @@ def _answers(url: str) -> bool:
     answers: list[bool] = []
 
     def ask() -> None:
-        try:
-            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=WAIT_S)
-        except urllib.error.HTTPError:
-            answers.append(True)
-        except (OSError, ValueError):
-            answers.append(False)
-        else:
+        with suppress(OSError, ValueError):
+            with suppress(urllib.error.HTTPError):  # an answer too
+                urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=WAIT_S)
             answers.append(True)
 
     thread = Thread(target=ask, daemon=True)  # looking up a name has no timeout of its own
     thread.start()
     thread.join(WAIT_S)
-    return any(answers)
+    return bool(answers)
