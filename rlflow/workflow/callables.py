@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser
 from rlflow.config.building import built
 from rlflow.config.checking import mistakes_of
 from rlflow.config.errors import ConfigError
-from rlflow.config.merging import Merging
+from rlflow.config.merging import written_whole
 from rlflow.dag.annotations import choices
 from rlflow.dotted_path import object_at
 from rlflow.errors import UserError, did_you_mean, one_line
@@ -64,7 +64,7 @@ def typed(name: str, value: Any, annotation: Any) -> Any:
     if value is not None and len(others) == 1:
         (annotation,) = others  # whose complaints are plainer than a union's
     keys = (name,)
-    value = Merging({}).value(value, annotation)
+    value = written_whole(value, annotation)
     for mistake in mistakes_of(value, annotation, keys):
         raise ConfigError(mistake)
     parser = ArgumentParser(exit_on_error=False)
