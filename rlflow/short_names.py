@@ -128,34 +128,34 @@ def class_named(name: str, bases: Sequence[type]) -> type:
     Raises:
         UserError: There is none, it cannot be imported, or it is none of `bases`. The message continues after the key.
     """
-    for path in _paths():
-        if name in (path[0], path[1].rpartition(".")[2]):
-            found: type = object_at(path[1], f"is {name!r}")
-            if issubclass(found, tuple(bases)):
-                return found
-    if not all(part.isidentifier() for part in name.split(".")) or "." not in name:
-        known = [each for named in names_of(bases) for each in named]
-        hint = did_you_mean(name, known) or f" Write module.Class{such_as(name, bases)}"
-        raise UserError(f"is {name!r}, and no class is known by that name.{hint}")
+    path = path_of(name, bases)
+    if "." not in path or not all(part.isidentifier() for part in path.split(".")):
+        hint = did_you_mean(name, names_of(bases)) or f" Write module.Class{such_as(name, bases)}"
+        raise UserError(f"is {name!r:.80}, and no class is known by that name.{hint}")
     rooms = {path.rpartition(".")[0] for _, path in _paths()}
-    at_path = object_at(name, f"names the class {name}", rooms)
-    if not inspect.isclass(at_path) or not issubclass(at_path, tuple(bases)):
+    found = object_at(path, f"names the class {name}", rooms)
+    if not inspect.isclass(found) or not issubclass(found, tuple(bases)):
         kinds = " or ".join(base.__name__ for base in bases)
         raise UserError(f"names the class {name}, which is no {kinds}; name one that is{such_as(name, bases)}")
-    cls: type = at_path
+    cls: type = found
     return cls
 
 
-def names_of(bases: Sequence[type]) -> Iterator[tuple[str, str]]:
+def path_of(name: str, bases: Sequence[type]) -> str:
+    """The dotted path of a short name or class name, of a class of these; other names as they are."""
+    paths = (path for short, path in _paths() if name in (short, path.rpartition(".")[2]))
+    return next((path for path in paths if issubclass(object_at(path, name), tuple(bases))), name)
+
+
+def names_of(bases: Sequence[type]) -> list[str]:
     """The short names and the class names of rlflow's classes of these."""
-    for short, path in _paths():
-        if issubclass(object_at(path, short), tuple(bases)):
-            yield short, path.rpartition(".")[2]
+    found = [(short, path) for short, path in _paths() if issubclass(object_at(path, short), tuple(bases))]
+    return [each for short, path in found for each in (short, path.rpartition(".")[2])]
 
 
 def such_as(name: str, bases: Sequence[type]) -> str:
     """`, such as NAME`: the nearest short name of a class of these; empty where there is none."""
-    nearest = get_close_matches(name.rpartition(".")[2].lower(), [short for short, _ in names_of(bases)], 1, 0.0)
+    nearest = get_close_matches(name.rpartition(".")[2].lower(), names_of(bases), 1, 0.0)
     return f", such as {nearest[0]}" if nearest else ""
 
 

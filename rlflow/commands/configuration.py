@@ -16,14 +16,12 @@ from rlflow.callbacks.callback import Callback
 from rlflow.commands.parser import OneLineParser, keys_of
 from rlflow.config.arguments import Argument, Group, arguments_of
 from rlflow.config.building import built, made
-from rlflow.config.checking import mistakes, unreal_numbers
-from rlflow.config.classes import SHORT_NAMES, class_named
+from rlflow.config.checking import mistakes_of, unreal_numbers
 from rlflow.config.errors import ConfigError, WrittenKeys
 from rlflow.config.layers import CONFIG, Layer, layers
-from rlflow.config.merging import Merging
+from rlflow.config.merging import merged
 from rlflow.dag.call import NodeConfig
 from rlflow.data.prompts import PromptData
-from rlflow.errors import UserError
 from rlflow.loggers.logger import Logger
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
@@ -39,24 +37,6 @@ if TYPE_CHECKING:  # the simulator is imported where it is asked for
 MODELS, NODES = "models", "nodes"
 # Of Trainer, sections of their own in a config.
 TOP_LEVEL = {"strategy", "rollout", "engines", "placement", "logger", "callbacks", "seed"}
-
-
-def _strategy(text: str, _: Sequence[type]) -> str:
-    return SHORT_NAMES.get(text, text)
-
-
-def _model(text: str, classes: Sequence[type]) -> str | dict[str, str]:
-    """A model's name, where one kind of handle is wanted and the text is no class of it."""
-    if ModelHandle in classes:
-        return text
-    try:
-        class_named(text, classes)
-    except UserError:
-        return {"model": text}
-    return text
-
-
-MERGING = Merging({TrainingStrategy: _strategy, ModelHandle: _model})
 
 
 @dataclass(frozen=True)
@@ -135,7 +115,7 @@ def _configured(parser: OneLineParser, arguments: Sequence[str], alone: Mapping[
     given = layers([argument for argument in arguments if argument not in asked], alone)
     _replace_nodes(given)
     shape = _shape(parser)
-    tree = MERGING.merged(given, shape)
+    tree = merged(given, shape)
     keys = WrittenKeys(given, tree)
     parsed = _parsed(parser, tree, shape, keys)
     if asked:
@@ -177,7 +157,7 @@ def _replace_nodes(given: Sequence[Layer]) -> None:
 
 def _parsed(parser: OneLineParser, tree: Mapping[str, Any], shape: Group, keys: WrittenKeys) -> Namespace:
     """The config with all defaults, checked; of what is wrong the first is reported."""
-    found = list(mistakes(tree, shape))
+    found = list(mistakes_of(tree, shape))
     for mistake in found:  # before jsonargparse, which takes a text for YAML or for a file
         if mistake.of_type:
             raise ConfigError(replace(mistake, keys=keys.of(mistake.keys)))

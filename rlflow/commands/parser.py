@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser, Namespace
 
 from rlflow.config.arguments import Argument, Group
-from rlflow.config.checking import mistakes
+from rlflow.config.checking import mistakes_of
 from rlflow.config.errors import ConfigError
 from rlflow.config.layers import Text, options
-from rlflow.config.merging import Merging
+from rlflow.config.merging import written_whole
 from rlflow.errors import UserError, one_line
 from rlflow.process.status import Answered
 
@@ -52,8 +52,8 @@ def parsed_options(parser: OneLineParser, arguments: Sequence[str]) -> Namespace
         start = arguments.index(named[0]) if named else len(arguments)
         shape = Group({_as_option(parser, name): Argument(each.hint) for name, each in keys_of(parser).items()})
         given = {name: Text(text) for name, text in options(arguments[start:]) if text is not None}
-        tree = Merging({}).value(given, shape)
-        for mistake in mistakes(tree, shape):
+        tree = written_whole(given, shape)
+        for mistake in mistakes_of(tree, shape):
             raise ConfigError(mistake.of_option()) from error
         raise
 

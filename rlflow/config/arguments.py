@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
 from types import NoneType
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from rlflow.dag.annotations import choices
 
@@ -63,8 +63,28 @@ def is_choice(hint: Any, value: Any) -> bool:
         return False
     if "class_path" in value or "init_args" in value:
         return True
+    if entry_hint(hint, dict) is not None:
+        return False
     fields = fields_of(hint, value)
     return fields is None or not (value.keys() <= fields.keys() or all(inspect.isabstract(each) for each in classes))
+
+
+def entry_hint(hint: Any, kind: type) -> Any:
+    """The type of the entries of a list, or of the values of a mapping; None without such a type.
+
+    Args:
+        hint: May be a union.
+        kind: `list` or `dict`.
+    """
+    wanted = Mapping if kind is dict else Sequence
+    for choice in choices(hint):
+        plain, parts = get_origin(choice) or choice, get_args(choice)
+        is_fixed = plain is tuple and parts and Ellipsis not in parts
+        if choice is Any:
+            return Any
+        if isinstance(plain, type) and issubclass(plain, wanted) and not issubclass(plain, str) and not is_fixed:
+            return parts[-1 if kind is dict else 0] if parts else Any
+    return None
 
 
 def implied_class(classes: Sequence[type]) -> type | None:
@@ -75,18 +95,13 @@ def implied_class(classes: Sequence[type]) -> type | None:
 
 
 def fields_of(hint: Any, keys: Mapping[str, Any]) -> dict[str, Argument] | None:
-    """The arguments of the dataclass of a type that a config writes without `class_path`; None where there is none.
-
-    Args:
-        hint: May be a union.
-        keys: That are written; of several dataclasses, the first that has them all.
-    """
+    """The arguments of the dataclass of a type that a config writes without `class_path`; None where there is none."""
     cls = plain_dataclass(hint, keys)
     return None if cls is None else arguments_of(cls)
 
 
 def plain_dataclass(hint: Any, keys: Mapping[str, Any]) -> type | None:
-    """See `fields_of`."""
+    """The dataclass of a type, which may be a union; of several the first that has all these keys."""
     found = [each for each in _classes(hint) if is_plain_dataclass(each)]
     fitting = (each for each in found if keys.keys() <= arguments_of(each).keys())
     return next(fitting, found[0] if found else None)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from jsonargparse import Namespace
 
-from rlflow.config.arguments import Argument, Group, arguments_of, plain_dataclass
-from rlflow.config.classes import class_named
-from rlflow.dag.annotations import choices
+from rlflow.config.arguments import Argument, Group, arguments_of, entry_hint, plain_dataclass
 from rlflow.errors import ConfigPlace, UserError, place
+from rlflow.short_names import class_named
 
 Written = Callable[[tuple[str, ...]], str]
 
@@ -39,9 +38,9 @@ def built(value: Any, hint: Any, keys: tuple[str, ...], written: Written) -> Any
         assert cls is not None, f"{'.'.join(keys)} is of no class"
         return made(cls, items, keys, keys, written)
     if isinstance(value, list):
-        return [built(each, _entry(hint, list), (*keys, str(i)), written) for i, each in enumerate(value)]
+        return [built(each, entry_hint(hint, list), (*keys, str(i)), written) for i, each in enumerate(value)]
     if isinstance(value, dict):
-        return {key: built(each, _entry(hint, dict), (*keys, str(key)), written) for key, each in value.items()}
+        return {key: built(each, entry_hint(hint, dict), (*keys, str(key)), written) for key, each in value.items()}
     return value
 
 
@@ -74,10 +73,3 @@ def made(cls: type, items: Any, keys: tuple[str, ...], within: tuple[str, ...], 
 
 def _items(value: Any) -> dict[str, Any]:
     return dict(value.items(branches=True, nested=False)) if isinstance(value, Namespace) else dict(value)
-
-
-def _entry(hint: Any, kind: type) -> Any:
-    for choice in choices(hint):
-        if get_origin(choice) is kind and get_args(choice):
-            return get_args(choice)[-1]
-    return Any

@@ -91,10 +91,10 @@ def _along(tree: Any, keys: Sequence[str]) -> tuple[int, tuple[str, ...]]:
 
 
 def _leaves_out(tree: Any, key: str) -> bool:
-    """Whether a tree is the arguments of an implied class, or a class by its path alone, where this key would stand."""
+    """Whether a tree is the arguments of an implied class, or a text that stands for a class."""
     if isinstance(tree, Mapping):
         return key == ARGUMENTS and CLASS not in tree and bool(tree)
-    return key == CLASS and isinstance(tree, str | Text)
+    return key in (CLASS, ARGUMENTS) and isinstance(tree, str | Text)
 
 
 def _whole(keys: Sequence[str], config: Any) -> tuple[str, ...] | None:

@@ -11,13 +11,12 @@ from typing import Any
 
 import yaml
 
-from rlflow.config.reading import MOST_BYTES, composed, constructed, read
+from rlflow.config.reading import composed, constructed, read
 from rlflow.errors import UserError, one_line
 from rlflow.loggers.secrets import arguments_without_secrets, without_secrets
 from rlflow.no_file import no_file
 
 CONFIG = "config"
-MOST_KEYS = 20  # of an option: `--a.b.c` has three
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,7 @@ def layers(arguments: Sequence[str], alone: Mapping[str, Any] = MappingProxyType
         value: Any = alone[name] if text is None else Text(text)
         if name.endswith("+"):
             value = Appended([value])
-        keys = name.removesuffix("+").split(".")
-        if len(keys) > MOST_KEYS:
-            raise UserError(f"`--{name:.60}...` has {len(keys):,} keys, and no setting lies so deep; check it")
-        for key in reversed(keys):
+        for key in reversed(name.removesuffix("+").split(".")):
             value = {key: value}
         found.append(Layer(f"--{name}", value))
     return found
@@ -112,15 +108,12 @@ def _file(path: str) -> Layer:
     try:
         if not Path(path).is_file():
             raise UserError(f"{what}{no_file(path, 'a YAML file', '.yaml', '.yml')}")
-        size = Path(path).stat().st_size
-        if size > MOST_BYTES:
-            raise UserError(f"{what}, which has {size:,} bytes, and a config has at most {MOST_BYTES:,}; name a config")
         text = Path(path).read_text(encoding="utf-8")
+    except UserError:
+        raise
     except UnicodeDecodeError as error:
         raise UserError(f"{what}, which is not UTF-8 at byte {error.start}; save it as UTF-8") from error
     except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"{what}, which cannot be read ({one_line(error)}); check the path") from error
     node = composed(text, what)
     tree = constructed(node, what)

@@ -90,11 +90,15 @@ CASES: list[Case] = [
         {"module.init_args.actor.optimizer": [0.1]},
         "`module.init_args.actor.optimizer` is [0.1]; give a mapping of arguments",
     ),
-    ("a number for a class", {"module.class_path": 3}, "`module.class_path` is 3; give the path of a class"),
+    (
+        "a number for a class",
+        {"module.class_path": 3},
+        "`module.class_path` is 3; give the name or the path of a class",
+    ),
     (
         "a path of a file for a class",
         {"module.class_path": "../my.py"},
-        "`module.class_path` is '../my.py', which is no path",
+        "`module.class_path` is '../my.py', and no class is known by that name. Write module.Class, such as",
     ),
     (
         "an argument left out of a class in a mapping",
@@ -105,7 +109,7 @@ CASES: list[Case] = [
     (
         "a misspelt short name",
         {"strategy": "fspd"},
-        '`strategy` names the class fspd, which is not known without its module. Did you mean "fsdp"?',
+        "`strategy` is 'fspd', and no class is known by that name. Did you mean \"fsdp\"?",
     ),
     (
         "a misspelt class",
@@ -127,7 +131,7 @@ CASES: list[Case] = [
     (
         "a misspelt short class",
         {"module.class_path": "GRP"},
-        '`module.class_path` names the class GRP, which is not known without its module. Did you mean "GRPO"?',
+        "`module.class_path` is 'GRP', and no class is known by that name. Did you mean \"GRPO\"?",
     ),
     (
         "a module that cannot be imported",
@@ -143,7 +147,7 @@ CASES: list[Case] = [
     (
         "arguments without a class",
         {"module": {"model": "tiny"}},
-        "`module.model` ('tiny') is no key of its own; write `class_path: module.Class`, such as rlflow.",
+        "`module.model` ('tiny') is no key of its own; write `class_path` with the name of a class, and `init_args`",
     ),
     (
         "a misspelt function",
@@ -177,7 +181,7 @@ def test_a_wrong_key_or_class_is_refused_in_one_line_before_a_model_is_loaded(
         (["--trainer.devices", "many"], "`trainer.devices` is 'many'; give an integer"),
         (
             ["--trainer.balance", "of"],
-            "`trainer.balance` is 'of'; give one of 'auto', 'off', or a mapping of arguments",
+            "`trainer.balance` is 'of'; give one of 'auto', 'off' or a mapping of arguments",
         ),
         (["--trainer.balance.quadratic", "x"], "`trainer.balance.quadratic` is 'x'; give a number"),
         (["--trainer.balance.quadratik", "1"], 'balance.quadratik` (1) is no known key. Did you mean "quadratic"?'),

@@ -11,7 +11,7 @@ import pytest
 from rlflow.config.arguments import Argument, Group
 from rlflow.config.errors import WrittenKeys
 from rlflow.config.layers import Layer, layers
-from rlflow.config.merging import Merging
+from rlflow.config.merging import merged as merged_layers
 
 HERE = __name__
 
@@ -50,7 +50,7 @@ SQUARE = {"shape": {"class_path": f"{HERE}.Square", "init_args": {"side": 2, "na
 
 def merged(*trees: dict[str, Any], options: Sequence[str] = ()) -> dict[str, Any]:
     given = [Layer("file", tree) for tree in trees]
-    return Merging({}).merged([*given, *layers(options)], TAKES)
+    return merged_layers([*given, *layers(options)], TAKES)
 
 
 def test_an_option_reaches_an_argument_with_or_without_init_args() -> None:
@@ -79,7 +79,7 @@ def test_another_class_keeps_the_fields_of_a_part_that_its_own_has_too(
 def test_a_class_by_its_path_alone_takes_options() -> None:
     found = merged({"shape": f"{HERE}.Square"}, options=["--shape.corner.x", "4", "--shape.inner.name", "b"])
     arguments = found["shape"]["init_args"]
-    assert arguments == {"corner": {"x": 4}, "inner": {"name": "b"}}
+    assert arguments == {"corner": {"x": 4}, "inner": {"class_path": f"{HERE}.Shape", "init_args": {"name": "b"}}}
 
 
 def test_a_list_is_replaced_and_appended_to() -> None:
@@ -101,13 +101,13 @@ def test_the_text_of_an_option_is_what_its_type_says(text: str, value: str | Non
         ([{"shape": {"name": "a"}}], [], "shape.side"),  # of a class that is implied
         ([SQUARE], ["--shape.side", "3"], "shape.side"),  # the option wins, and is named
         ([SQUARE], ["--shape.name", "3"], "shape.init_args.side"),
-        ([{"shape": f"{HERE}.Square"}], [], "shape.init_args.side"),
+        ([{"shape": f"{HERE}.Square"}], [], "shape.side"),
         ([], [], "shape.init_args.side"),
     ],
 )
 def test_a_key_is_named_as_it_is_written(trees: list[dict[str, Any]], options: list[str], key: str) -> None:
     given = [*(Layer("file", tree) for tree in trees), *layers(options)]
-    keys = WrittenKeys(given, Merging({}).merged(given, TAKES))
+    keys = WrittenKeys(given, merged_layers(given, TAKES))
     assert keys.key(("shape", "init_args", "side")) == key
 
 
@@ -125,5 +125,5 @@ def test_a_class_is_named_by_its_class_path_where_that_is_written(
     trees: list[dict[str, Any]], options: list[str], key: str
 ) -> None:
     given = [*(Layer("file", tree) for tree in trees), *layers(options)]
-    keys = WrittenKeys(given, Merging({}).merged(given, TAKES))
+    keys = WrittenKeys(given, merged_layers(given, TAKES))
     assert keys.key(("shape", "class_path")) == key

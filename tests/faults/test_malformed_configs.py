@@ -13,7 +13,7 @@ import pytest
 from rlflow.models.scoring import ScoringModel
 from tests.bad_input.refusal import refusal
 from tests.faults.running import COMMAND, Running
-from tests.faults.wrong_configs import ALL, LISTS, MERGES, OWN, Wrong
+from tests.faults.wrong_configs import ALL, OWN, Wrong
 from tests.own_folder import make, write
 
 pytestmark = pytest.mark.row("malformed configs")
@@ -22,8 +22,8 @@ WALL_S = 60.0  # where others have the cores too
 # How a line says what is legal: a bound, a form, the nearest name, all names, or what to do.
 LEGAL = re.compile(
     r"; (give|name|write|set|check|save it as|mend|lower|leave one out|make|take)\b|Did you mean|Known here: "
-    r"|its roles are |a config has at most|, so (give|the metric)|For more use `"
-    r"|Raise `data\.\w+` to at least \d+|no setting lies so deep|an option is `"
+    r"|Write module.Class|its roles are |, so (give|the metric)|For more use `"
+    r"|Raise `data\.\w+` to at least \d+|an option is `"
 )
 
 
@@ -89,18 +89,12 @@ sys.exit(code)
 @pytest.mark.parametrize(
     ("content", "options"),
     [
-        (LISTS, ()),
-        (MERGES, ()),
-        (OWN, ("--trainer.max_steps", LISTS)),
         (OWN.replace("seed: 0", "seed: -1"), ()),
         (OWN.replace("seed: 0", "seed: " + "y" * 200_000), ("--trainer.max_stepz", "f" * 100_000)),
         (OWN, ("--module.actor.temperature", ".inf")),
         (OWN, ("--module.actor.model", "nobody/nothing")),
     ],
     ids=[
-        "lists",
-        "merges",
-        "an option that explodes",
         "a seed",
         "long words",
         "a temperature",

@@ -33,25 +33,9 @@ class Wrong:
     options: tuple[str, ...] = ()
 
 
-def _nines(opening: str, closing: str, entry: str) -> str:
-    """Nine of the one before, nine times: 3 GB in 35 s once they are expanded."""
-    lines = [f"a0: &a0 {opening}{entry.format(0, 'x')}{closing}\n"]
-    for i in range(1, 10):
-        parts = ", ".join(entry.format(j, f"*a{i - 1}") for j in range(9))
-        lines.append(f"a{i}: &a{i} {opening}{parts}{closing}\n")
-    return "".join(lines)
-
-
-LISTS, MAPPINGS = _nines("[", "]", "{1}"), _nines("{{", "}}", "k{0}: {1}").replace("{{", "{").replace("}}", "}")
-MERGES = "m0: &m0 {k: 1}\n" + "".join(f"m{i}: &m{i}\n  <<: *m{i - 1}\n  p: *m{i - 1}\n" for i in range(1, 25))
-MANY = "holds more than 20,000 entries in `{}` (line {}) once its aliases (`*name`) are expanded; write what is meant"
-DEEP = "is nested too deeply (line {}); give at most 50 levels"
-NO_TEXT = "has the key `{}` (line {}), and a key must be text; write "
-AS_DATA = (
-    "`data.{}` is '{}', which names data, and a class is expected;"
-    " write `class_path: rlflow.data.{}` and `init_args: {{path: {}}}`"
-)
-A_NAME = "a name without brackets, or a text in quotes"
+NO_KEY = "holds what a config has not (while constructing a mapping, found unhashable key, line {})"
+NO_TAG = "holds what a config has not (could not determine a constructor for the tag '{}', line 1)"
+NO_NAME = "is {!r}, and no class is known by that name. Write module.Class, such as "
 
 
 def _of(key: str, *pairs: tuple[Any, str]) -> list[Wrong]:
@@ -67,16 +51,8 @@ def _function(path: Any, line: str) -> Wrong:
 
 
 FILES = [
-    Wrong("lists that explode", MANY.format("a5", 6), content=LISTS),
-    Wrong("mappings that explode", MANY.format("a4", 5), content=MAPPINGS),
-    Wrong("merges that explode", MANY.format("m12", 35), content=MERGES),
-    Wrong("many entries", MANY.format("a", 2), content="seed: 0\na: [" + "1," * 21_000 + "]\n"),
-    Wrong("deep lists", DEEP.format(2), content="seed: 0\nx: " + "[" * 5_000 + "]" * 5_000),
-    Wrong("deep lists without an end", DEEP.format(1), content="[" * 50_000),
-    Wrong("deep mappings", DEEP.format(1), content="a: " + "{a: " * 3_000 + "1" + "}" * 3_000),
-    Wrong("deep blocks", DEEP.format(51), content="".join(" " * i + "a:\n" for i in range(600))),
-    Wrong("a list in itself", "refers to itself (line 1)", content="a: &a [*a]\n"),
-    Wrong("a section in itself", "refers to itself (line 1)", content="trainer: &t {max_steps: *t}\n"),
+    Wrong("deep lists", "is nested too deeply; mend it", content="seed: 0\nx: " + "[" * 5_000 + "]" * 5_000),
+    Wrong("deep lists without an end", "is nested too deeply; mend it", content="[" * 50_000),
     Wrong("an unknown alias", "is not YAML (found undefined alias 'b', line 1)", content="trainer: *b\n"),
     Wrong("a section twice", "has `trainer` twice, in lines", content=OWN + "trainer: {max_steps: 5}\n"),
     Wrong(
@@ -87,41 +63,30 @@ FILES = [
     Wrong("a key in quotes again", "has `seed` twice", content=OWN + "'seed': 1\n"),
     Wrong("a key twice in a list", "has `callbacks.0.a` twice", content=OWN + "callbacks: [{a: 1, a: 2}]\n"),
     Wrong("a merge twice", "has `<<` twice", content=OWN + "<<: {seed: 3}\n<<: {seed: 4}\n"),
-    Wrong("a list for a key", NO_TEXT.format("[a, b]", 2) + A_NAME, content="seed: 0\n? [a, b]\n: 1\n"),
-    Wrong("a template's braces", NO_TEXT.format("seed.{ seed }", 1) + A_NAME, content="seed: {{ seed }}\n"),
-    Wrong("null for a key", NO_TEXT.format("~", 1) + '"~", in quotes', content="~: 1\n" + OWN),
-    Wrong("null for a key in a section", NO_TEXT.format("trainer.null", 1), content="trainer: {null: 1}\n"),
+    Wrong("a list for a key", NO_KEY.format(2), content="seed: 0\n? [a, b]\n: 1\n"),
+    Wrong("a template's braces", NO_KEY.format(1), content="seed: {{ seed }}\n"),
+    Wrong("null for a key", "`None` (1) is no known key. Known here:", content="~: 1\n" + OWN),
+    Wrong("null for a key in a section", "`trainer.None` (1) is no known key.", content="trainer: {null: 1}\n"),
     Wrong("a number for a key", "`3` (1) is no known key. Known here:", content=OWN + "3: 1\n"),
     Wrong(
         "a call of Python",
-        "(line 1): !!python/object/apply:os.system;",
+        NO_TAG.format("tag:yaml.org,2002:python/object/apply:os.system"),
         content="seed: !!python/object/apply:os.system [ls]\n",
     ),
-    Wrong("a name of Python", "(line 1): !!python/name:os.system;", content="seed: !!python/name:os.system\n"),
-    Wrong("a tag of one's own", "(line 1): !foo;", content="seed: !foo 3\n"),
-    Wrong("bytes", "!!binary; write plain YAML", content=OWN.replace("seed: 0", "seed: !!binary aGVsbG8=")),
-    Wrong("a set", "!!set; write plain YAML", content=OWN.replace("seed: 0", "seed: !!set {a, b}")),
-    Wrong("a word as a date", "!!timestamp; write", content=OWN.replace("seed: 0", "seed: !!timestamp hello")),
     Wrong(
-        "a word as an integer",
-        "in which `trainer.max_steps` is `!!int hello` (line 1); give an integer, such as 3",
-        content="trainer: {max_steps: !!int hello}\n",
+        "a name of Python",
+        NO_TAG.format("tag:yaml.org,2002:python/name:os.system"),
+        content="seed: !!python/name:os.system\n",
     ),
-    Wrong(
-        "a word as a truth",
-        "in which `trainer.save_last` is `!!bool hello` (line 2); give true or false",
-        content="trainer:\n  save_last: !!bool hello\n",
-    ),
+    Wrong("a tag of one's own", NO_TAG.format("!foo"), content="seed: !foo 3\n"),
+    Wrong("bytes", "`seed` is b'hello'; give", content=OWN.replace("seed: 0", "seed: !!binary aGVsbG8=")),
+    Wrong("a set", "`seed` is {", content=OWN.replace("seed: 0", "seed: !!set {a, b}")),
+    Wrong("a word as an integer", "int() with base 10: 'hello'", content="trainer: {max_steps: !!int hello}\n"),
+    Wrong("a word as a truth", "a config has not ('hello')", content="trainer:\n  save_last: !!bool hello\n"),
     Wrong("a date", "`seed` is '2001-01-01'; give an integer", content=OWN.replace("seed: 0", "seed: 2001-01-01")),
     Wrong("minutes", "`seed` is '1:30'; give an integer", content=OWN.replace("seed: 0", "seed: 1:30")),
     Wrong("an octal number", "`seed` is '010'; give an integer", content=OWN.replace("seed: 0", "seed: 010")),
     Wrong("a word of 200,000 letters", "`seed` is 'yyy", content=OWN.replace("seed: 0", "seed: " + "y" * 200_000)),
-    Wrong("5,000 digits", "has `seed` of 5,000 digits", content=OWN.replace("seed: 0", "seed: " + "9" * 5_000)),
-    Wrong(
-        "50,000 digits of base 16",
-        "has `seed` of 50,002 digits",
-        content=OWN.replace("seed: 0", "seed: 0x" + "f" * 50_000),
-    ),
     Wrong("1e400", "`seed` is inf; give an integer", content=OWN.replace("seed: 0", "seed: 1e400")),
     Wrong("two documents", "expected a single document", content=OWN + "---\nseed: 1\n"),
     Wrong("another version of YAML", "incompatible YAML document", content="%YAML 9.9\n---\n" + OWN),
@@ -154,7 +119,6 @@ FILES = [
     Wrong("a text", "holds no `key: value` lines but 'hello'", content="hello\n"),
     Wrong("a list", "holds no `key: value` lines but ['a']", content="- a\n"),
     Wrong("an image", "is not UTF-8 at byte 0", content=b"\x89PNG\r\n\x1a\n" + bytes(range(256))),
-    Wrong("a large file", "and a config has at most 262,144", content="#" * (2**18 + 1)),
     Wrong("an open quote", "while scanning a quoted scalar", content="seed: '0\n"),
     Wrong("a conflict of git", "is not YAML", content="<<<<<<< HEAD\nseed: 0\n=======\nseed: 1\n>>>>>>> b\n"),
     Wrong("a merge of a number", "for merging, but found scalar", content="<<: 3\nseed: 1\n"),
@@ -187,11 +151,11 @@ NUMBERS = [
     *_of(
         f"{ACTOR}.optimizer.betas",
         ([0.9, 2.0], "betas` is (0.9, 2.0); give two numbers"),
-        (0.9, "betas` is 0.9; give a list of 2 numbers, such as `[0.9, 0.999]`"),
+        (0.9, "betas` is 0.9; give a list of 2, each a number"),
     ),
     *_of(
         f"{ACTOR}.optimizer",
-        ([1], "optimizer` is [1]; give a mapping of arguments or null, such as `{name: adamw}`"),
+        ([1], "optimizer` is [1]; give a mapping of arguments or null"),
         ("adam", "is 'adam'; give a mapping"),
     ),
     *_of(f"{ACTOR}.epochs", (10**30, "give at most 9,223,372,036,854,775,807"), (0, "epochs` is 0; give 1 or more")),
@@ -206,7 +170,7 @@ NUMBERS = [
         (INFINITE, "is inf; give an integer"),
     ),
     *_of("module.init_args.clip.low", (NAN, "clip.low` is nan and"), ("x", "clip.low` is 'x'; give a number")),
-    *_of("module.init_args.clip", ([1], "clip` is [1]; give a mapping of arguments, such as `{low: 0.2}`")),
+    *_of("module.init_args.clip", ([1], "clip` is [1]; give a mapping of arguments")),
     *_of(
         "module.init_args.kl.coef",
         (INFINITE, "kl.coef` is inf; give 0 or more"),
@@ -251,10 +215,10 @@ PATHS = [
     ),
     *_of(
         "trainer",
-        ("fifo", "`trainer` is 'fifo'; give a mapping of keys, such as `{run_dir: runs/default}`"),
+        ("fifo", "`trainer` is 'fifo'; give a mapping of keys"),
         ([1], "`trainer` is [1]; give a mapping of keys"),
     ),
-    *_of("data", ("/dev/zero", "`data` is '/dev/zero'; give a mapping of keys, such as `{train: {class_path: ")),
+    *_of("data", ("/dev/zero", "`data` is '/dev/zero'; give a mapping of keys")),
     *_of(
         f"{ACTOR}.model",
         ("", "which has no config.json"),
@@ -275,43 +239,33 @@ CLASSES = [
         "module",
         ("os.system", "which is no RLModule; name one that is, such as "),
         ("builtins.exec", "which is no RLModule"),
-        ([1], "`module` is [1]; give a RLModule, such as `class_path: rlflow.algorithms.GRPO` and `init_args: {"),
+        ([1], "`module` is [1]; give a RLModule, by its name or as `class_path` and"),
     ),
     *_of(
         "rollout",
         ("os.system", "which is no RolloutEngine"),
-        (3, "`rollout` is 3; give a RolloutEngine or null, such as `class_path: rlflow.rollout."),
+        (3, "`rollout` is 3; give a RolloutEngine, by its name or as `class_path` and `init_args` or null"),
     ),
     *_of("strategy", ("fspd", 'Did you mean "fsdp"?'), ("subprocess.Popen", "which is no TrainingStrategy")),
     *_of(
         "data.train",
-        ("rows.jsonl", AS_DATA.format("train", "rows.jsonl", "JSONL", "rows.jsonl")),
-        ("./my/rows.parquet", AS_DATA.format("train", "./my/rows.parquet", "Parquet", "./my/rows.parquet")),
-        ("openai/gsm8k", AS_DATA.format("train", "openai/gsm8k", "HuggingFace", "openai/gsm8k")),
-        ({"class_path": "a.json"}, AS_DATA.format("train.class_path", "a.json", "JSONL", "a.json")),
-        (
-            "my/rows.csv",
-            "`data.train` is 'my/rows.csv', which is no path of a class; write module.Class, such as rlflow.",
-        ),
-        (None, "`data.train` is null; give a Source, such as `class_path: rlflow.data.JSONL` and"),
+        ("my/rows.csv", f"`data.train` {NO_NAME.format('my/rows.csv')}"),
+        (None, "`data.train` is null; give a Source, by its name or as `class_path` and"),
     ),
     *_of(
         "logger",
-        (3, "`logger` is 3; give a list of Loggers, such as `[{class_path: rlflow.loggers.JSONLLogger}]`"),
+        (3, "`logger` is 3; give a list, each a Logger, by its name or as"),
         ([{"class_path": "os.system"}], "which is no Logger"),
     ),
     *_of(
         REWARD,
         ({"class_path": "rlflow.rewards.Reward"}, "which others are made of; name one of those, such as "),
-        ({"class_path": 3}, "is 3; give the path"),
+        ({"class_path": 3}, "is 3; give the name or the path"),
     ),
     *_of(
         REWARD,
-        (
-            {"class_path": "a..b"},
-            "reward.class_path` is 'a..b', which is no path of a class; write module.Class, such as rlflow.",
-        ),
-        ("a..b", "init_args.reward` is 'a..b', which is no path of a class; write module.Class, such as rlflow."),
+        ({"class_path": "a..b"}, f"reward.class_path` {NO_NAME.format('a..b')}"),
+        ("a..b", f"init_args.reward` {NO_NAME.format('a..b')}"),
         ({"class_path": "os.sep"}, "reward.class_path` names the class os.sep, which is no Reward; name one that is,"),
     ),
     *(
@@ -336,8 +290,8 @@ CLASSES = [
     *_of("trainer.max_step", (3, 'Did you mean "max_steps"?')),
     *_of("module.init_args.group_sise", (3, 'Did you mean "group_size"?')),
     *_of("nothing_like_it", (1, "`nothing_like_it` (1) is no known key. Known here:")),
-    *_of("models", ([1], "`models` is [1]; give a mapping of names to ModelHandles, such as `{name: {class_path: ")),
-    *_of("engines", ([1], "`engines` is [1]; give a mapping of names to Shares or RolloutEngines, such as `{name: ")),
+    *_of("models", ([1], "`models` is [1]; give a mapping, each value a ModelHandle")),
+    *_of("engines", ([1], "`engines` is [1]; give a mapping, each value a mapping of arguments or a RolloutEngine")),
     *_of("placement", ({0: [0]}, '`placement.0` ([0]) has the key 0, and a key must be text; write "0", in quotes')),
     *_of("placement", ({"nobody": [0]}, "names no role of GRPO"), ({"actor": [7]}, "names the ranks 7")),
     *_of("nodes", ({"a": 1}, "write a list, each node as")),
@@ -368,10 +322,7 @@ OPTIONS = [
         (("--seed", "!!python/name:os.system"), "is '!!python/name:os.system'; give an integer"),
         (("--trainer.max_stepz", "f" * 100_000), 'is no known key. Did you mean "max_steps"?'),
         (("--trainer", "3"), "`trainer` is 3; give a mapping of keys"),
-        (("--trainer.max_steps", LISTS), "give an integer or null"),
         (("--trainer.max_steps", "[" * 5_000), "give an integer or null"),
-        (("--trainer.max_steps", "{a: &a [*a]}"), "give an integer or null"),
-        (("--" + "a." * 3_000 + "b", "1"), "has 3,001 keys, and no setting lies so deep"),
         (("--nodes+", "x"), "nodes are added as they are; write `--nodes`"),
         (("--module.clip.low", "nan"), "`module.clip.low` is"),
         (("--config", "nowhere.yaml"), "and there is no such file"),
