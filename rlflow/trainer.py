@@ -15,7 +15,6 @@ from rlflow.data.prompts import PromptData
 from rlflow.databuffer.balance import Balance
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError, about
-from rlflow.loggers.logger import Logger
 from rlflow.module import RLModule, handles
 from rlflow.process import startup, status
 from rlflow.process.devices import require_accelerator, require_known_gpu
@@ -30,6 +29,7 @@ from rlflow.run.folder import require_folder
 from rlflow.run.folder_lock import require_own
 from rlflow.run.prepare import prepare
 from rlflow.run.prepared_run import Prepared
+from rlflow.run.recording import LoggerLike
 from rlflow.run.replay import Replay, Replayed, replay
 from rlflow.run.validation import validate
 from rlflow.run_state import RunState
@@ -90,7 +90,7 @@ class Trainer:
         strategy: How training is spread over ranks; None for one process without DeepSpeed, else ZeRO-2.
         rollout: The engine that generates; None for transformers' own.
         engines: By policy, an engine other than `rollout`, or a `Share` of another policy's.
-        logger: Where metrics go beside the run's own files; one or several.
+        logger: Where metrics go beside the run's own files; one or several of ours or of Lightning's.
         callbacks: Told of steps, nodes and validations.
         seed: Of everything random.
     """
@@ -131,7 +131,7 @@ class Trainer:
         strategy: TrainingStrategy | None = None,
         rollout: RolloutEngine | None = None,
         engines: dict[str, RolloutEngine | Share] | None = None,
-        logger: Logger | Sequence[Logger] = (),
+        logger: LoggerLike | Sequence[LoggerLike] = (),
         callbacks: Sequence[Callback] = (),
         seed: int = 0,
     ) -> None:
@@ -176,7 +176,7 @@ class Trainer:
         self.rollout = rollout
         self.engines = engines or {}
         self.callbacks = list(callbacks)
-        self.loggers = [logger] if isinstance(logger, Logger) else list(logger)
+        self.loggers = [logger] if isinstance(logger, LoggerLike) else list(logger)
         self.resolved_config: str | None = None
         self._state = RunState(world_size=self.settings.machines.world_size)
 
@@ -279,7 +279,7 @@ class Trainer:
         return self._state.rank == 0
 
     @property
-    def logger(self) -> Logger | None:
+    def logger(self) -> LoggerLike | None:
         """The first of `loggers`; None without."""
         return self.loggers[0] if self.loggers else None
 

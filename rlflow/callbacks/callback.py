@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlflow.loggers.logger import Logger
 from rlflow.module import RLModule
 from rlflow.settings import Settings
+
+if TYPE_CHECKING:
+    from lightning.fabric.loggers.logger import Logger as FabricLogger
 
 
 class RunningTrainer(Protocol):
@@ -37,10 +40,10 @@ class RunningTrainer(Protocol):
     def callback_metrics(self) -> Mapping[str, float]: ...
 
     @property
-    def logger(self) -> Logger | None: ...
+    def logger(self) -> Logger | FabricLogger | None: ...
 
     @property
-    def loggers(self) -> Sequence[Logger]: ...
+    def loggers(self) -> Sequence[Logger | FabricLogger]: ...
 
 
 class Callback:

@@ -10,7 +10,7 @@ from jsonargparse import Namespace
 from rlflow.config.arguments import Argument, Group, arguments_of, plain_dataclass
 from rlflow.config.classes import class_named
 from rlflow.dag.annotations import choices
-from rlflow.errors import ConfigPlace, UserError, place
+from rlflow.errors import ConfigPlace, UserError, one_line, place
 
 Written = Callable[[tuple[str, ...]], str]
 
@@ -68,6 +68,10 @@ def made(cls: type, items: Any, keys: tuple[str, ...], within: tuple[str, ...], 
         found = cls(**values)
     except UserError as error:
         raise error.at(here) from error
+    except ImportError as error:
+        raise UserError(
+            f"`{written(keys)}` names {cls.__name__}, whose library is missing: {one_line(error)}"
+        ) from error
     place(found, here)
     return found
 

@@ -20,7 +20,6 @@ from rlflow.data.prefetch import Prefetch
 from rlflow.errors import Preempted, UserError
 from rlflow.loggers.console import Console
 from rlflow.loggers.curves import CURVES_FILE, draw_curves
-from rlflow.loggers.logger import Logger
 from rlflow.loggers.trace import SAVE, Trace
 from rlflow.memory.out_of_memory import memory_watched, to_hold_rows
 from rlflow.metrics import Metrics
@@ -32,7 +31,7 @@ from rlflow.run.folder import RunFolder, from_here
 from rlflow.run.memory_table import memory_table
 from rlflow.run.policies import PolicyBuilder
 from rlflow.run.prepared_run import Prepared
-from rlflow.run.recording import Recording
+from rlflow.run.recording import LoggerLike, Recording
 from rlflow.run.resume import Resume
 from rlflow.run.saving import Saving
 from rlflow.run.schedules import check_made, counted
@@ -48,7 +47,7 @@ from rlflow.run_state import RunState
 def fit(
     prepared: Prepared,
     callbacks: Callbacks,
-    loggers: Sequence[Logger],
+    loggers: Sequence[LoggerLike],
     state: RunState,
     resolved_config: str | None,
 ) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def _fit(
     folder: RunFolder,
     resume: Resume,
     callbacks: Callbacks,
-    loggers: Sequence[Logger],
+    loggers: Sequence[LoggerLike],
     state: RunState,
 ) -> dict[str, Any]:
     """As `fit`, in the run's folder."""

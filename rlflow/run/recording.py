@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import rlflow.process.deferred  # noqa: F401  (before the modules below import parts of Lightning)
+
+# isort: split
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
+from lightning.fabric.loggers.logger import Logger as FabricLogger
+
 from rlflow.loggers.console import Console
 from rlflow.loggers.csv import CSVLogger
 from rlflow.loggers.jsonl import JSONLLogger
+from rlflow.loggers.lightning import LightningLogger
 from rlflow.loggers.logger import Logger
 from rlflow.process import startup
 from rlflow.run.folder import RunFolder
 from rlflow.run.resume import Resume
 from rlflow.run.setup import Joined
 from rlflow.run.summary import by_summary_name, on_terminal
+
+LoggerLike = Logger | FabricLogger
 
 
 class Recording:
@@ -30,33 +38,44 @@ class Recording:
     """
 
     def __init__(
-        self, joined: Joined, folder: RunFolder, console: Console, loggers: Sequence[Logger], resume: Resume
+        self,
+        joined: Joined,
+        folder: RunFolder,
+        console: Console,
+        loggers: Sequence[LoggerLike],
+        resume: Resume,
     ) -> None:
         records = joined.is_first and not joined.prepared.settings.fast_dev_run
         self._own: list[JSONLLogger | CSVLogger] = [JSONLLogger(), CSVLogger()] if records else []
-        self._loggers: list[Logger] = [*self._own, *loggers] if records else []
+        others = [each if isinstance(each, Logger) else LightningLogger(each) for each in loggers]
+        for place, each in enumerate(others):
+            if isinstance(each, LightningLogger):
+                each.place = place
+        self._loggers: list[Logger] = [*self._own, *others] if records else []
         self._joined = joined
         self._folder = folder
         self._console = console
         self._done_before = resume.done
         self._first_step = 0 if resume.checkpoint is None else resume.done + 1
-        self._started = ExitStack()
+        self._started: list[Logger] = []
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
+        try:
             for logger in self._loggers:
                 logger.start(self._folder.path, first_step=self._first_step)
-                stack.callback(logger.finish)
+                self._started.append(logger)
                 if self._joined.config is not None:
                     logger.log_config(self._joined.config)
-            self._warn()
-            self._started = stack.pop_all()
+        except BaseException:
+            self._finalize("failed")
+            raise
+        self._warn()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._started.close()
+        self._finalize("success" if error is None else "failed")
 
     def begin(self, validation: dict[str, float]) -> None:
         """Record the validation before the first step, if there was one; called by all ranks."""
@@ -72,6 +91,11 @@ class Recording:
         """Show a step, and record it if so; called by all ranks."""
         self._write(metrics, done, records)
         self._console.step(done, metrics)
+
+    def _finalize(self, status: str) -> None:
+        with ExitStack() as stack:
+            for logger in self._started:
+                stack.callback(logger.finalize, status)
 
     def _write(self, metrics: dict[str, float], done: int, records: bool = True) -> None:
         samples = self._joined.samples.take(done - 1)
