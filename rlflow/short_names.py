@@ -91,13 +91,13 @@ SHORT_NAMES: dict[str, dict[str, str]] = {
 }
 
 
-def made(value: Any, setting: str, base: type) -> Any:
+def made(value: Any, setting: str, *bases: type) -> Any:
     """The object that a name stands for, with the defaults of its class; what is no name stays as it is.
 
     Args:
         value: A short name, a dotted path of a class, or an object.
         setting: The setting that the value was given for.
-        base: The class that the object has to be of.
+        bases: The classes of which the object has to be one.
 
     Raises:
         UserError: There is no such class, or it has no defaults for all that it takes.
@@ -105,7 +105,7 @@ def made(value: Any, setting: str, base: type) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        cls = class_named(value, [base])
+        cls = class_named(value, bases)
     except UserError as error:
         raise UserError(f"`{setting}` {error}") from error
     required = [
@@ -135,7 +135,7 @@ def class_named(name: str, bases: Sequence[type]) -> type:
     rooms = {path.rpartition(".")[0] for _, path in _paths()}
     found = object_at(path, f"names the class {name}", rooms)
     if not inspect.isclass(found) or not issubclass(found, tuple(bases)):
-        kinds = " or ".join(base.__name__ for base in bases)
+        kinds = " or ".join(dict.fromkeys(base.__name__ for base in bases))
         raise UserError(f"names the class {name}, which is no {kinds}; name one that is{such_as(name, bases)}")
     cls: type = found
     return cls

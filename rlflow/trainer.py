@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.callbacks.hooks import Callbacks, check_callbacks
@@ -17,7 +17,7 @@ from rlflow.data.prompts import PromptData
 from rlflow.data.sources import DataLike, as_source
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError, about
-from rlflow.loggers.logger import Logger
+from rlflow.loggers.lightning import LoggerLike
 from rlflow.module import RLModule, handles
 from rlflow.process import startup, status
 from rlflow.process.devices import require_accelerator, require_known_gpu
@@ -50,14 +50,14 @@ class Trainer(RunningTrainer):
         strategy: How training is spread over ranks; None for one process without DeepSpeed, else ZeRO-2.
         rollout: The engine that generates; None for transformers' own.
         engines: By policy, an engine other than `rollout`, or a `Share` of another policy's.
-        logger: Where metrics are logged in addition to the run's own files; one or several.
+        logger: Where metrics are logged in addition to the run's own files; one or several of ours or of Lightning's.
         callbacks: Called at steps, nodes and validations.
     """
 
     strategy: TrainingStrategy | str | None = None
     rollout: RolloutEngine | str | None = None
     engines: Mapping[str, RolloutEngine | Share | str] = field(default_factory=dict)
-    logger: Logger | str | Sequence[Logger | str] | None = None  # type: ignore[assignment]  # afterwards the first
+    logger: LoggerLike | str | Sequence[LoggerLike | str] | None = None  # type: ignore[assignment]  # afterwards the first
     callbacks: Sequence[Callback | str] = ()
 
     def __post_init__(self) -> None:
@@ -66,8 +66,8 @@ class Trainer(RunningTrainer):
         engine: RolloutEngine = made(self.rollout or "transformers", "rollout", RolloutEngine)
         others = {name: made(each, f"engines.{name}", RolloutEngine) for name, each in self.engines.items()}
         self.rollout, self.engines, self.engine_settings = engine, others, EngineSettings(engine, others)
-        given = [self.logger] if isinstance(self.logger, str | Logger) else self.logger or ()
-        self.loggers = [made(each, "logger", Logger) for each in given]
+        given = [self.logger] if isinstance(self.logger, str | LoggerLike) else self.logger or ()
+        self.loggers = [made(each, "logger", *get_args(LoggerLike)) for each in given]
         self.logger = self.loggers[0] if self.loggers else None
         self.callbacks = self._callbacks = [made(each, "callbacks", Callback) for each in self.callbacks]
         check_callbacks(self._callbacks)

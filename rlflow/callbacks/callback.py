@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from rlflow.loggers.logger import Logger
+from rlflow.loggers.lightning import LoggerLike
 from rlflow.module import RLModule
 from rlflow.settings import Settings
 
@@ -31,8 +31,8 @@ class RunningTrainer(Settings):
     current_epoch: int = field(default=0, init=False)
     callback_metrics: dict[str, float] = field(default_factory=dict, init=False)
     global_rank: int = field(default=0, init=False)
-    loggers: list[Logger] = field(default_factory=list, init=False)
-    logger: Logger | None = field(default=None, init=False)
+    loggers: list[LoggerLike] = field(default_factory=list, init=False)
+    logger: LoggerLike | None = field(default=None, init=False)
 
     @property
     def settings(self) -> Settings:

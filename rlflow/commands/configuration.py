@@ -22,7 +22,7 @@ from rlflow.config.layers import CONFIG, Layer, layers
 from rlflow.config.merging import merged
 from rlflow.dag.call import NodeConfig
 from rlflow.data.prompts import PromptData
-from rlflow.loggers.logger import Logger
+from rlflow.loggers.lightning import LoggerLike
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
 from rlflow.rollout.assignment import Share
@@ -86,7 +86,7 @@ def config_parser(command: str, description: str) -> OneLineParser:
         "--engines", type=dict[str, Share | RolloutEngine], default={}, help="by policy, where it is not `rollout`"
     )
     parser.add_argument("--placement", type=dict[str, Placed] | None, default=None, help="by role: its ranks")
-    parser.add_argument("--logger", type=list[Logger], default=[], help="beside the run's own files")
+    parser.add_argument("--logger", type=list[LoggerLike], default=[], help="beside the run's own files")
     parser.add_argument("--callbacks", type=list[Callback], default=[], help="called at steps, nodes and validations")
     return parser
 

@@ -8,7 +8,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 from rlflow.config.arguments import Argument, Group, arguments_of, entry_hint, plain_dataclass
-from rlflow.errors import ConfigPlace, UserError, place
+from rlflow.errors import ConfigPlace, UserError, one_line, place
 from rlflow.short_names import class_named
 
 Written = Callable[[tuple[str, ...]], str]
@@ -67,6 +67,10 @@ def made(cls: type, items: Any, keys: tuple[str, ...], within: tuple[str, ...], 
         found = cls(**values)
     except UserError as error:
         raise error.at(here) from error
+    except ImportError as error:
+        raise UserError(
+            f"`{written(keys)}` names {cls.__name__}, whose library is missing: {one_line(error)}"
+        ) from error
     place(found, here)
     return found
 

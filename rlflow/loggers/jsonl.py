@@ -37,7 +37,7 @@ class JSONLLogger(Logger):
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         _write(self._samples, [{"step": step, **row} for row in rows])
 
-    def finish(self) -> None:
+    def finalize(self, status: str) -> None:
         self._metrics.close()
         self._samples.close()
 

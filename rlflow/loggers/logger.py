@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Logger(ABC):
-    """Records a run. Only rank 0's loggers are called, in this order: `start`, `log_*` as often as need be, `finish`.
+    """Records a run. Only rank 0's loggers are called, in this order: `start`, `log_*` as often as need be, `finalize`.
 
     Constructors only store, so that a config can be read without opening a file or a connection.
     """
@@ -40,5 +40,9 @@ class Logger(ABC):
     def log_config(self, config: Mapping[str, Any]) -> None:  # noqa: B027 (nor a config)
         """Record the resolved config, from which the caller took the secrets (`without_secrets`)."""
 
-    def finish(self) -> None:  # noqa: B027 (nor anything to close)
-        """Write out what is pending and close; also called when the run failed."""
+    def finalize(self, status: str) -> None:  # noqa: B027 (nor anything to close)
+        """Write out what is pending and close.
+
+        Args:
+            status: Of the run, `success` or `failed`.
+        """

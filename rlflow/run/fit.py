@@ -18,7 +18,7 @@ from rlflow.data.loader import Prefetch
 from rlflow.errors import Preempted, UserError
 from rlflow.loggers.console import Console
 from rlflow.loggers.curves import CURVES_FILE, draw_curves
-from rlflow.loggers.logger import Logger
+from rlflow.loggers.lightning import LoggerLike
 from rlflow.loggers.trace import SAVE, Trace
 from rlflow.memory.out_of_memory import memory_watched, to_hold_rows
 from rlflow.metrics import Metrics
@@ -44,7 +44,7 @@ from rlflow.run.validation import measure
 def fit(
     run: Run,
     callbacks: Callbacks,
-    loggers: Sequence[Logger],
+    loggers: Sequence[LoggerLike],
     state: RunningTrainer,
     resolved_config: str | None,
 ) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _fit(
     folder: RunFolder,
     resume: Resume,
     callbacks: Callbacks,
-    loggers: Sequence[Logger],
+    loggers: Sequence[LoggerLike],
     state: RunningTrainer,
 ) -> dict[str, Any]:
     """As `fit`, in the run's folder."""

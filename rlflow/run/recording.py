@@ -11,6 +11,7 @@ from rlflow.controller.run import Run
 from rlflow.loggers.console import Console
 from rlflow.loggers.csv import CSVLogger
 from rlflow.loggers.jsonl import JSONLLogger
+from rlflow.loggers.lightning import LightningLogger, LoggerLike
 from rlflow.loggers.logger import Logger
 from rlflow.process import startup
 from rlflow.run.folder import RunFolder
@@ -30,33 +31,39 @@ class Recording:
     """
 
     def __init__(
-        self, run: Run, folder: RunFolder, console: Console, loggers: Sequence[Logger], resume: Resume
+        self, run: Run, folder: RunFolder, console: Console, loggers: Sequence[LoggerLike], resume: Resume
     ) -> None:
         records = run.is_first and not run.settings.fast_dev_run
         self._own: list[JSONLLogger | CSVLogger] = [JSONLLogger(), CSVLogger()] if records else []
-        self._loggers: list[Logger] = [*self._own, *loggers] if records else []
+        others = [each if isinstance(each, Logger) else LightningLogger(each) for each in loggers]
+        for place, each in enumerate(others):
+            if isinstance(each, LightningLogger):
+                each.place = place
+        self._loggers: list[Logger] = [*self._own, *others] if records else []
         self._run = run
         self._folder = folder
         self._console = console
         self._done_before = resume.done
         self._first_step = 0 if resume.checkpoint is None else resume.done + 1
-        self._started = ExitStack()
+        self._started: list[Logger] = []
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
+        try:
             for logger in self._loggers:
                 logger.start(self._folder.path, first_step=self._first_step)
-                stack.callback(logger.finish)
+                self._started.append(logger)
                 if self._run.config is not None:
                     logger.log_config(self._run.config)
-            self._warn()
-            self._started = stack.pop_all()
+        except BaseException:
+            self._finalize("failed")
+            raise
+        self._warn()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._started.close()
+        self._finalize("success" if error is None else "failed")
 
     def begin(self, validation: dict[str, float]) -> None:
         """Record the validation before the first step, if there was one; called by all ranks."""
@@ -72,6 +79,11 @@ class Recording:
         """Show a step, and record it if so; called by all ranks."""
         self._write(metrics, done, records)
         self._console.step(done, metrics)
+
+    def _finalize(self, status: str) -> None:
+        with ExitStack() as stack:
+            for logger in self._started:
+                stack.callback(logger.finalize, status)
 
     def _write(self, metrics: dict[str, float], done: int, records: bool = True) -> None:
         samples = self._run.samples.take(done - 1)

@@ -10,6 +10,7 @@ import yaml
 
 from rlflow.cli import main
 from rlflow.commands.fit import read_fit
+from rlflow.errors import UserError
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
 from tests.own_folder import make, write
 
@@ -156,3 +157,20 @@ def test_a_config_with_a_short_name_is_printed_with_the_class(folder: Path, caps
     with pytest.raises(SystemExit):
         main(["fit", "--config", "my.yaml", "--strategy", "fsdp", "--print_config"])
     assert yaml.safe_load(capsys.readouterr().out)["strategy"]["class_path"] == "rlflow.strategies.FSDPStrategy"
+
+
+def test_a_logger_of_lightnings_is_made_by_its_path_and_its_arguments_are_checked(folder: Path) -> None:
+    entry = {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": {"save_dir": "tb"}}
+    write(folder / "my.yaml", {"logger": [entry]})
+    (logger,) = read_fit(["--config", "my.yaml"]).trainer.loggers
+    assert (type(logger).__module__, logger.save_dir) == ("lightning.pytorch.loggers.tensorboard", "tb")  # type: ignore[union-attr]
+    write(folder / "my.yaml", {"logger": [entry | {"init_args": {"save_dri": "tb"}}]})
+    with pytest.raises(UserError, match=r"`logger.0.init_args.save_dri` .*Did you mean \"save_dir\""):
+        read_fit(["--config", "my.yaml"])
+
+
+def test_a_logger_whose_library_is_missing_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning.pytorch.loggers.mlflow._MLFLOW_AVAILABLE", False)
+    write(folder / "my.yaml", {"logger": [{"class_path": "lightning.pytorch.loggers.MLFlowLogger"}]})
+    with pytest.raises(UserError, match=r"^`logger.0` names MLFlowLogger, whose library is missing"):
+        read_fit(["--config", "my.yaml"])

@@ -61,7 +61,7 @@ def write(folder: Path, steps: dict[int, list[dict[str, Any]]]) -> None:
     logger.start(folder)
     for step, samples in steps.items():
         logger.log_samples(samples, step)
-    logger.finish()
+    logger.finalize("success")
 
 
 @pytest.fixture

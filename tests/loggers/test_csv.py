@@ -19,7 +19,7 @@ def test_the_header_names_the_metrics(tmp_path: Path) -> None:
     logger = CSVLogger()
     logger.start(tmp_path)
     logger.log_metrics({"reward/mean": 0.5}, step=1)
-    logger.finish()
+    logger.finalize("success")
     assert table(tmp_path) == [["step", "reward/mean"], ["1", "0.5"]]
 
 
@@ -29,7 +29,7 @@ def test_a_metric_that_comes_later_widens_the_header_and_keeps_earlier_rows(tmp_
     logger.log_metrics({"a": 1.0}, step=1)
     logger.log_metrics({"b": 2.0}, step=2)
     logger.log_metrics({"a": 3.0, "b": 4.0}, step=3)
-    logger.finish()
+    logger.finalize("success")
     assert table(tmp_path) == [["step", "a", "b"], ["1", "1.0", ""], ["2", "", "2.0"], ["3", "3.0", "4.0"]]
 
 
@@ -39,7 +39,7 @@ def test_a_name_of_more_than_a_line_keeps_the_rows_before_a_wider_header(tmp_pat
     logger.log_metrics({"a\nb": 1.0}, step=1)
     logger.log_metrics({"a\nb": 2.0, "c\u00a0d": 3.0}, step=2)
     logger.log_metrics({"e": 4.0}, step=3)
-    logger.finish()
+    logger.finalize("success")
     header = ["step", "a\\nb", "c\\xa0d", "e"]
     assert table(tmp_path) == [header, ["1", "1.0", "", ""], ["2", "2.0", "3.0", ""], ["3", "", "", "4.0"]]
     assert not logger.warnings

@@ -18,7 +18,7 @@ def picture(folder: Path, lines: list[dict[str, float]]) -> np.ndarray:
     logger.start(folder)
     for step, metrics in enumerate(lines, start=1):
         logger.log_metrics(metrics, step)
-    logger.finish()
+    logger.finalize("success")
     return np.asarray(Image.open(draw_curves(folder)).convert("RGB"))
 
 

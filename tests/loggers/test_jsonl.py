@@ -22,7 +22,7 @@ def test_a_line_holds_the_step_and_its_metrics(tmp_path: Path) -> None:
     logger = JSONLLogger()
     logger.start(tmp_path)
     logger.log_metrics({"reward/mean": 0.5, "actor/kl": 0.25}, step=1)
-    logger.finish()
+    logger.finalize("success")
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5, "actor/kl": 0.25}]
 
 
@@ -31,14 +31,14 @@ def test_a_line_is_on_disk_before_the_run_ends(tmp_path: Path) -> None:
     logger.start(tmp_path)
     logger.log_metrics({"reward/mean": 0.5}, step=1)
     assert read_metrics(tmp_path) == [{"step": 1, "reward/mean": 0.5}]
-    logger.finish()
+    logger.finalize("success")
 
 
 def test_what_json_has_no_number_for_is_null(tmp_path: Path) -> None:
     logger = JSONLLogger()
     logger.start(tmp_path)
     logger.log_metrics({"actor/grad_norm": math.nan, "actor/kl": math.inf}, step=1)
-    logger.finish()
+    logger.finalize("success")
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
     assert read_metrics(tmp_path) == [{"step": 1, "actor/grad_norm": None, "actor/kl": None}]
 
@@ -47,7 +47,7 @@ def test_samples_keep_their_order_and_every_character(tmp_path: Path) -> None:
     logger = JSONLLogger()
     logger.start(tmp_path)
     logger.log_samples([{"prompt": "1+1=", "response": "2\n"}, {"prompt": "π", "response": '"'}], step=4)
-    logger.finish()
+    logger.finalize("success")
     assert lines(tmp_path / "samples.jsonl") == [
         {"step": 4, "prompt": "1+1=", "response": "2\n"},
         {"step": 4, "prompt": "π", "response": '"'},
@@ -61,7 +61,7 @@ def test_a_run_that_goes_on_replaces_the_steps_it_repeats(tmp_path: Path) -> Non
         for step in steps:
             logger.log_metrics({"x": value}, step)
             logger.log_samples([{"x": value}], step)
-        logger.finish()
+        logger.finalize("success")
     expected = [{"step": 1, "x": 0.0}, {"step": 2, "x": 1.0}, {"step": 3, "x": 1.0}, {"step": 4, "x": 1.0}]
     assert lines(tmp_path / "metrics.jsonl") == expected
     assert lines(tmp_path / "samples.jsonl") == expected
@@ -73,7 +73,7 @@ def test_a_line_that_a_killed_run_left_unfinished_does_not_stop_its_continuation
     logger = JSONLLogger()
     logger.start(tmp_path, first_step=2)
     logger.log_metrics({"x": 1.0}, step=2)
-    logger.finish()
+    logger.finalize("success")
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "x": 0.0}, {"step": 2, "x": 1.0}]
     assert lines(tmp_path / "samples.jsonl") == [{"step": 1, "x": 0.0}]
 
@@ -96,7 +96,7 @@ def go_on(folder: Path) -> list[str]:
     logger.start(folder, first_step=2)
     logger.log_metrics({"x": 1.0}, step=2)
     logger.log_samples([{"x": 1.0}], step=2)
-    logger.finish()
+    logger.finalize("success")
     return logger.warnings
 
 

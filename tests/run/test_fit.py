@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlflow import Batch, CausalLM, PerToken, UserError
 from rlflow.algorithms import SFT
@@ -225,3 +227,18 @@ def test_a_rank_of_another_run_is_refused_with_the_first_difference(
         assert said.startswith(f"rank 1 was started for another run than rank 0: `{there}")
         assert f"` there and `{here}" in said
         assert "\n" not in said
+
+
+def test_a_logger_of_lightnings_gets_every_step_once_though_the_run_is_resumed(policy: Path, tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path / "tb")
+    settings = {"max_steps": 2, "save_every_n_steps": 1, "logger": logger}
+    fit(Fit(grpo(policy), sums(8, 2), tmp_path / "run", settings=settings))
+    more = {**settings, "max_steps": 3, "ckpt_path": "last", "logger": [TensorBoardLogger(tmp_path / "tb")]}
+    fit(Fit(grpo(policy), sums(8, 2), tmp_path / "run", settings=more))
+    (folder,) = (tmp_path / "tb/lightning_logs").iterdir()
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    logged = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [each.step for each in events.Scalars("reward/mean")] == [1, 2, 3]
+    for line, event in zip(logged, events.Scalars("reward/mean"), strict=True):
+        assert event.value == pytest.approx(line["reward/mean"])

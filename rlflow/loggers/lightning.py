@@ -1,0 +1,196 @@
+"""Lightning's loggers in a run: Weights & Biases, TensorBoard, MLflow and others, imported when one is named."""
+
+from __future__ import annotations
+
+import rlflow.process.deferred  # noqa: F401  (before the modules below import parts of Lightning)
+
+# isort: split
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from lightning.fabric.loggers.logger import Logger as FabricLogger
+
+from rlflow.errors import UserError, importable, one_line, require
+from rlflow.loggers.logger import Logger
+from rlflow.loggers.transcript import MESSAGES, transcript
+
+LoggerLike = Logger | FabricLogger  # what a user gives
+RUNS_FILE = "loggers.json"
+
+
+@runtime_checkable
+class LogsTables(Protocol):
+    """A logger that shows tables, as `lightning.pytorch.loggers.WandbLogger` does."""
+
+    def log_table(self, key: str, columns: list[str], data: list[list[Any]], *, step: int) -> None:
+        """Record a table."""
+
+
+class LightningLogger(Logger):
+    """Sends a run to a logger of Lightning's, or to any with its interface; samples go to one that shows tables.
+
+    A run that is resumed in its folder continues the logger's own run of W&B, TensorBoard or MLflow, whose id is in
+    `loggers.json` there; any other logger begins a new one. TensorBoard hides what was logged before of steps that are
+    repeated; W&B and MLflow show both values.
+
+    Args:
+        logger: Such as `lightning.pytorch.loggers.MLFlowLogger`.
+
+    Attributes:
+        place: Its place among the run's loggers, by which its id is found again.
+    """
+
+    def __init__(self, logger: FabricLogger) -> None:
+        self._given = logger
+        self.place = 0
+
+    def start(self, folder: Path, first_step: int = 0) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its own crash reports; read when it is imported
+        self._logger = self._made(folder)
+        runs, key = _read_runs(folder), f"{self.place} {type(self._logger).__name__}"
+        self._resumes = key in runs
+        with self._start_errors(), _command_line_hidden():
+            if self._resumes:
+                _resume(self._logger, runs[key], first_step)
+            self._wandb_run = _wandb_run(self._logger)
+            runs[key] = self._logger.version
+        (folder / RUNS_FILE).write_text(json.dumps(runs, indent=2) + "\n")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self._logger.log_metrics(dict(metrics), step)
+        self._logger.save()
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        if isinstance(self._logger, LogsTables) and rows:
+            shown = [_cells(row) for row in rows]
+            columns = list(shown[0])
+            self._logger.log_table(
+                "samples", columns, [[row[column] for column in columns] for row in shown], step=step
+            )
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        if not self._resumes:  # MLflow refuses other values; what changed is in `config.yaml` and was reported
+            self._logger.log_hyperparams(dict(config))
+
+    def finalize(self, status: str) -> None:
+        self._logger.finalize(status)
+        if self._wandb_run is not None:  # Lightning leaves that to the end of the process
+            self._wandb_run.finish(exit_code=int(status != "success"))
+
+    def _made(self, folder: Path) -> FabricLogger:
+        """The logger, for a run in this folder."""
+        return self._given
+
+    @contextmanager
+    def _start_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise UserError(
+                f"`logger`: {type(self._logger).__name__} cannot start ({one_line(error)}); mend that, or leave it out"
+            ) from error
+
+
+class WandbLogger(LightningLogger):
+    """Weights & Biases in the run's folder: metrics, the config and a table of samples, by `trainer/global_step`.
+
+    Args:
+        project: Name of the project.
+        name: Name of the run; None for the name of the run's folder.
+        entity: User or team; None for the login's default.
+        mode: `offline` writes to the run's folder only, from where `wandb sync` sends it later.
+    """
+
+    def __init__(
+        self,
+        project: str = "rlflow",
+        name: str | None = None,
+        entity: str | None = None,
+        mode: Literal["online", "offline"] | None = None,
+    ) -> None:
+        require("wandb", "WandbLogger", "wandb")
+        self.place = 0
+        self.project = project
+        self.name = name
+        self.entity = entity
+        self.mode = mode
+
+    def _made(self, folder: Path) -> FabricLogger:
+        with importable("wandb", "WandbLogger"):
+            import wandb
+            from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
+
+        return LightningWandbLogger(
+            name=self.name or folder.name,
+            save_dir=folder,
+            project=self.project,
+            entity=self.entity,
+            mode=self.mode,  # its own `offline` would set an environment variable
+            # Output is in the run's log already, and the code is the user's: neither is sent.
+            settings=wandb.Settings(console="off", disable_code=True, silent=True),
+        )
+
+
+class TensorBoardLogger(LightningLogger):
+    """TensorBoard in `tensorboard/` of the run's folder: metrics as scalars, the config as hyperparameters."""
+
+    def __init__(self) -> None:
+        require("tensorboard", "TensorBoardLogger", "tensorboard")
+        self.place = 0
+
+    def _made(self, folder: Path) -> FabricLogger:
+        from lightning.pytorch.loggers import TensorBoardLogger as LightningTensorBoardLogger
+
+        return LightningTensorBoardLogger(folder, name="tensorboard", version="", default_hp_metric=False)
+
+
+def _read_runs(folder: Path) -> dict[str, str | int | None]:
+    """The ids of the loggers' runs that were started in a run's folder."""
+    file = folder / RUNS_FILE
+    try:
+        return dict(json.loads(file.read_text())) if file.exists() else {}
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{file} cannot be read ({one_line(error)}); remove it, and loggers begin new runs") from error
+
+
+def _resume(logger: FabricLogger, run: Any, first_step: int) -> None:
+    """Let a logger continue its run. Lightning's take an id in their constructors alone, so it is set where they have
+    it."""
+    from lightning.fabric.loggers.tensorboard import TensorBoardLogger
+    from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+
+    if isinstance(logger, WandbLogger):
+        logger._wandb_init["id"] = run
+    elif isinstance(logger, MLFlowLogger):
+        logger._run_id = run
+    elif isinstance(logger, TensorBoardLogger):
+        logger._version = run
+        logger._kwargs.setdefault("purge_step", first_step)
+
+
+def _wandb_run(logger: FabricLogger) -> Any:
+    """The run of a logger for W&B, started here; None of any other."""
+    from lightning.pytorch.loggers import WandbLogger
+
+    return logger.experiment if isinstance(logger, WandbLogger) else None
+
+
+def _cells(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A sample as a row of the table, in which a conversation is one text."""
+    return {**row, MESSAGES: transcript(row[MESSAGES])} if MESSAGES in row else row
+
+
+@contextmanager
+def _command_line_hidden() -> Iterator[None]:
+    """W&B records the command line, which may hold a secret; the config says all that it says."""
+    given = sys.argv
+    sys.argv = given[:1]
+    try:
+        yield
+    finally:
+        sys.argv = given

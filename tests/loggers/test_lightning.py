@@ -1,0 +1,205 @@
+"""Lightning's loggers in a run: the real W&B in offline mode and TensorBoard, by reading back what they wrote."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import TensorBoardLogger as LightningTensorBoardLogger
+from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rlflow.errors import UserError
+from rlflow.loggers import LightningLogger, TensorBoardLogger, WandbLogger
+
+BLOCK = (
+    32768  # the file is a LevelDB log: blocks of records, a record's header being crc (4 bytes), length (2), type (1)
+)
+HEADER = 7
+FULL, LAST = 1, 4
+SAID = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2", "reward": 0.5, "ended": "over"}]
+SAMPLES = [
+    {"prompt": "1+1=", "response": "2", "reward": 1.0, "messages": SAID},
+    {"prompt": "p", "response": "", "reward": 0, "messages": []},
+]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def record(logger: LightningLogger, folder: Path, values: dict[int, float], first_step: int = 0) -> None:
+    """Log `x` of some steps and samples of the first, as a run does."""
+    logger.start(folder, first_step)
+    logger.log_config({"seed": 3, "module": {"class_path": "rlflow.algorithms.GRPO"}})
+    for step, value in values.items():
+        logger.log_metrics({"x": value}, step)
+    logger.log_samples(SAMPLES, next(iter(values)))
+    logger.finalize("success")
+
+
+class Recorded:
+    """What `.wandb` files of a folder hold: runs, the config, and history in its order."""
+
+    def __init__(self, folder: Path) -> None:
+        import wandb
+        from wandb.proto.wandb_internal_pb2 import Record
+
+        wandb.teardown()  # as at the end of a process: its service writes the file after `finish` returned
+        self.runs: list[tuple[str, str, str]] = []
+        self.config: dict[str, Any] = {}
+        self.history: list[dict[str, Any]] = []
+        self.exit_codes: list[int] = []
+        for file in sorted(folder.rglob("run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):
+            for payload in records(file.read_bytes()):
+                record = Record.FromString(payload)
+                if record.HasField("run"):
+                    self.runs.append((record.run.project, record.run.display_name, record.run.run_id))
+                if record.HasField("exit"):
+                    self.exit_codes.append(record.exit.exit_code)
+                for update in [*record.run.config.update, *record.config.update]:
+                    self.config[update.key or ".".join(update.nested_key)] = json.loads(update.value_json)
+                if record.HasField("history"):
+                    items = record.history.item
+                    self.history.append({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items})
+
+    def values(self, name: str) -> list[tuple[int, float]]:
+        # `trainer/global_step` is Lightning's name for a step.
+        return [(each["trainer/global_step"], each[name]) for each in self.history if name in each]
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """The payloads of a `.wandb` file, whose first record stands after a header of its own of the same size."""
+    position, payload = HEADER, b""
+    while position + HEADER <= len(data):
+        if BLOCK - position % BLOCK < HEADER:
+            position += BLOCK - position % BLOCK
+            continue
+        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        payload += data[position + HEADER : position + HEADER + length]
+        position += HEADER + length
+        if kind in (FULL, LAST):
+            yield payload
+            payload = b""
+
+
+def test_wandb_has_config_metrics_by_step_and_samples_as_a_table(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    record(WandbLogger(project="sums"), folder, {1: 0.5, 2: 0.75})
+    recorded = Recorded(folder)
+    assert [(project, name) for project, name, _ in recorded.runs] == [("sums", "tiny")]  # named after the folder
+    assert recorded.config["seed"] == 3
+    assert recorded.config["module"] == {"class_path": "rlflow.algorithms.GRPO"}
+    assert recorded.values("x") == [(1, 0.5), (2, 0.75)]
+    (file,) = folder.rglob("*.table.json")
+    table = json.loads(file.read_text())
+    assert table["columns"] == ["prompt", "response", "reward", "messages"]
+    assert table["data"][0] == ["1+1=", "2", 1.0, "user: 1+1=\n\nassistant, reward 0.5: 2\n\n(over)"]
+    assert recorded.exit_codes == [0]
+
+
+@pytest.mark.parametrize("made", ["ours", "Lightning's"])
+def test_a_resumed_run_continues_its_run_of_wandb(tmp_path: Path, made: str) -> None:
+    def logger() -> LightningLogger:
+        return WandbLogger() if made == "ours" else LightningLogger(LightningWandbLogger(save_dir=tmp_path))
+
+    record(logger(), tmp_path, {1: 0.0, 2: 0.0})
+    record(logger(), tmp_path, {2: 1.0, 3: 1.0}, first_step=2)
+    recorded = Recorded(tmp_path)
+    first, *others = (run for *_, run in recorded.runs)
+    assert others == [first]
+    assert recorded.values("x") == [(1, 0.0), (2, 0.0), (2, 1.0), (3, 1.0)]  # step 2 is there twice
+
+
+def test_a_run_of_another_folder_is_another_run_of_wandb(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        record(WandbLogger(), tmp_path / name, {1: 0.0})
+    assert len({run for *_, run in Recorded(tmp_path).runs}) == 2
+
+
+def test_wandb_learns_that_a_run_failed(tmp_path: Path) -> None:
+    logger = WandbLogger()
+    logger.start(tmp_path)
+    logger.finalize("failed")
+    assert Recorded(tmp_path).exit_codes == [1]
+
+
+def test_the_command_line_which_may_hold_a_secret_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--logger.init_args.api_key", "opensesame"])
+    record(WandbLogger(), tmp_path, {1: 0.0})
+    assert Recorded(tmp_path).history
+    assert sys.argv[-1] == "opensesame"
+    assert not any(b"opensesame" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_online_without_a_login_is_the_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(UserError, match=r"^`logger`: WandbLogger cannot start \(.*wandb login"):
+        WandbLogger(mode="online").start(tmp_path)
+
+
+def test_a_logger_that_is_only_named_imports_neither_wandb_nor_lightnings_trainer() -> None:
+    code = (
+        "import sys; from rlflow.loggers import WandbLogger, TensorBoardLogger; WandbLogger(), TensorBoardLogger();"
+        " sys.exit('wandb' in sys.modules or 'lightning' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def scalars(folder: Path) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("x")]
+
+
+@pytest.mark.parametrize("made", ["ours", "Lightning's"])
+def test_a_resumed_run_continues_in_its_folder_of_tensorboard_and_replaces_repeated_steps(
+    tmp_path: Path, made: str
+) -> None:
+    def logger() -> LightningLogger:
+        return TensorBoardLogger() if made == "ours" else LightningLogger(LightningTensorBoardLogger(tmp_path))
+
+    record(logger(), tmp_path, {1: 0.0, 2: 0.0, 3: 0.0})
+    record(logger(), tmp_path, {2: 1.0, 3: 1.0}, first_step=2)
+    folder = "tensorboard" if made == "ours" else "lightning_logs/version_0"
+    assert scalars(tmp_path / folder) == [(1, 0.0), (2, 1.0), (3, 1.0)]
+    assert "seed: 3" in (tmp_path / folder / "hparams.yaml").read_text()
+
+
+def test_tensorboard_is_readable_before_the_run_ends(tmp_path: Path) -> None:
+    logger = TensorBoardLogger()
+    logger.start(tmp_path)
+    logger.log_metrics({"x": 0.5}, step=1)
+    assert scalars(tmp_path / "tensorboard") == [(1, 0.5)]
+    logger.finalize("success")
+
+
+def test_a_damaged_file_of_ids_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "loggers.json").write_text("[")
+    with pytest.raises(UserError, match=r"loggers.json cannot be read .*; remove it, and loggers begin new runs"):
+        TensorBoardLogger().start(tmp_path)
+
+
+def test_mlflow_continues_its_run(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    from lightning.pytorch.loggers import MLFlowLogger
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    record(LightningLogger(MLFlowLogger(tracking_uri=uri)), tmp_path, {1: 0.0, 2: 0.0})
+    record(LightningLogger(MLFlowLogger(tracking_uri=uri)), tmp_path, {2: 1.0, 3: 1.0}, first_step=2)
+    client = mlflow.tracking.MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("lightning_logs").experiment_id])
+    assert [each.step for each in client.get_metric_history(run.info.run_id, "x")] == [1, 2, 2, 3]
