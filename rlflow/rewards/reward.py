@@ -323,12 +323,11 @@ def scored(reward: Reward, responses: RewardInput) -> Scores:
                 raise UserError(
                     f"{reward} failed on sample {i} (`{name}`): {error} ({_place(responses, i)}); mend it"
                 ) from error
-    if not (out := scores.dropped):
+    if not (out := set(scores.dropped)):
         return scores
-    total, *parts = (
-        [0.0 if i in out else x for i, x in enumerate(of)] for of in (scores.total, *scores.parts.values())
-    )
-    return replace(scores, total=total, parts=dict(zip(scores.parts, parts, strict=True)))
+    total = [0.0 if i in out else score for i, score in enumerate(scores.total)]
+    parts = {name: [0.0 if i in out else x for i, x in enumerate(part)] for name, part in scores.parts.items()}
+    return replace(scores, total=total, parts=parts)
 
 
 def _check_failed(reward: Reward, failed: Any, count: int) -> None:

@@ -232,7 +232,7 @@ def test_a_reward_that_fails_is_told_with_its_sample(
     line = refusal(capfd, "fit", "--config", "my.yaml")
     assert f"reward `my_rewards.{function}` failed on sample 0 with {reason} (response " in line
     assert "row {'question': " in line
-    assert "; mend it, or set `on_error` to zero, mask or skip (rank 0, node `rewards`, " in line
+    assert "; mend it, or set `on_error` to zero or drop (rank 0, node `rewards`, " in line
 
 
 def test_a_reward_that_calls_exit_is_told_with_its_rank_and_task(

@@ -202,7 +202,7 @@ def test_a_step_with_more_skipped_updates_than_end_a_run_can_be_replayed(
 ) -> None:
     (tmp_path / "broken.py").write_text(SKIPPING)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(8)))
-    reward = {"class_path": "broken.Broken", "init_args": {"on_error": "skip"}}
+    reward = {"class_path": "broken.Broken", "init_args": {"on_error": "drop"}}
     actor = {"model": "tiny", "optimizer": {"lr": 1e-3}, "samples_per_update": 4}
     of_module = {"actor": actor, "group_size": 4, "max_response_length": 8}
     module = {"class_path": "GRPO", "init_args": {**of_module, "reward": reward}}

@@ -49,7 +49,7 @@ def test_a_run_goes_on_from_before_its_first_update(ranks: int, more: dict[str, 
     own_folder.make(tmp_path)
     (tmp_path / "late.py").write_text(REWARDS)
     (tmp_path / "ranks").write_text(str(ranks))
-    reward = {"class_path": "rlflow.rewards.CallableReward", "init_args": {"function": "late.late", "on_error": "skip"}}
+    reward = {"class_path": "rlflow.rewards.CallableReward", "init_args": {"function": "late.late", "on_error": "drop"}}
     write(tmp_path / "my.yaml", {**more, "module.init_args.reward": reward, "trainer.save_every_n_steps": 1})
 
     def run(*options: str) -> list[dict[str, Any]]:

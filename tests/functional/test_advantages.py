@@ -23,8 +23,8 @@ def rewards_of_two_groups() -> tuple[Tensor, Tensor]:
     return torch.tensor([1.0, 5.0, 0.0, 9.0, 2.0]), torch.tensor([3, 11, 3, 11, 3])
 
 
-def opo_of_equal_lengths(rewards: Tensor, group: Tensor, failed: Tensor | None = None) -> Tensor:
-    return opo_advantages(rewards, torch.full_like(group, 4), group, failed)
+def opo_of_equal_lengths(rewards: Tensor, group: Tensor) -> Tensor:
+    return opo_advantages(rewards, torch.full_like(group, 4), group)
 
 
 EVERY_ADVANTAGE = pytest.mark.parametrize(
