@@ -8,13 +8,12 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rlflow import Batch, PerSample, Rollout, node
 from rlflow.algorithms import GRPO
 from rlflow.data import RandomRows
 from rlflow.functional import group_has_signal, group_normalized_advantages
-from rlflow.types import Grouped, Turns
 
 SEATS = ("player", "opponent")
 LEAST, MOST = 3, 9
@@ -74,10 +73,6 @@ class Stones:
         return {"next_seat": other, "next_messages": str(self.left)}
 
 
-class Seated(Grouped, Turns, Protocol):
-    """What compares the rows of one prompt and seat."""
-
-
 @dataclass(eq=False)
 class SelfPlayGRPO(GRPO):
     """GRPO in which the actor plays all seats, and in every step some games against what it was at the start.
@@ -95,7 +90,7 @@ class SelfPlayGRPO(GRPO):
         self.start = self.actor.initial()
 
     @node
-    def advantages(self, rollout: Seated, rewards: PerSample) -> PerSample:
+    def advantages(self, rollout: Rollout, rewards: PerSample) -> PerSample:
         group = len(SEATS) * rollout.group + rollout.seat
         self.log("actor/useful_share", group_has_signal(rewards, group))
         return group_normalized_advantages(rewards, group, self.normalize_std)
@@ -108,7 +103,7 @@ class SelfPlayGRPO(GRPO):
         return rollout
 
     @node
-    def won(self, match: Turns) -> PerSample:
+    def won(self, match: Rollout) -> PerSample:
         won = (match.returns.sum(dim=1) > 0).float()
         self.log("match/won", won)
         return won
