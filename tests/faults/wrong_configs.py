@@ -264,7 +264,7 @@ PATHS = [
     *_of(
         "data.train.init_args.path",
         ("", "path` is '', which names nothing; give a JSON Lines file"),
-        (".", "path` is '.', which is a folder; give a JSON Lines file, such as empty.jsonl"),
+        ("empty", "path` is 'empty', which is a folder without a .jsonl file; give a JSON Lines file"),
         ("/dev/zero", "path` is '/dev/zero', which is a device; give a JSON Lines file"),
         ("fifo", "path` is 'fifo', which is a pipe; give a JSON Lines file"),
     ),
@@ -285,15 +285,16 @@ CLASSES = [
     *_of("strategy", ("fspd", 'Did you mean "fsdp"?'), ("subprocess.Popen", "which is no TrainingStrategy")),
     *_of(
         "data.train",
-        ("rows.jsonl", AS_DATA.format("train", "rows.jsonl", "JSONL", "rows.jsonl")),
-        ("./my/rows.parquet", AS_DATA.format("train", "./my/rows.parquet", "Parquet", "./my/rows.parquet")),
-        ("openai/gsm8k", AS_DATA.format("train", "openai/gsm8k", "HuggingFace", "openai/gsm8k")),
+        ("nowhere.jsonl", "`data.train` is 'nowhere.jsonl', and there is no such file in "),
+        ("./my/rows.parquet", "`data.train` is './my/rows.parquet', and there is no such file in "),
+        ("nobody/nothing", "nobody/nothing[train] with subset None cannot be loaded ("),
+        ("/dev/zero", "`data.train` is '/dev/zero', which is a device; give a JSON Lines or Parquet file, a folder of"),
         ({"class_path": "a.json"}, AS_DATA.format("train.class_path", "a.json", "JSONL", "a.json")),
         (
             "my/rows.csv",
-            "`data.train` is 'my/rows.csv', which is no path of a class; write module.Class, such as rlflow.",
+            "`data.train` is 'my/rows.csv', and there is no such file in ",
         ),
-        (None, "`data.train` is null; give a Source, such as `class_path: rlflow.data.JSONL` and"),
+        (None, "`data.train` is null; give a Source or a text, such as `class_path: rlflow.data.JSONL` and"),
     ),
     *_of(
         "logger",
