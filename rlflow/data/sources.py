@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
-from rlflow.errors import UserError, did_you_mean, one_line
+from rlflow.errors import ConfigPlace, UserError, did_you_mean, one_line, place
 from rlflow.no_file import no_file
 from rlflow.process.hub import offline_unless_reached
 
@@ -110,7 +110,7 @@ class JSONL(Source):
             return [path]
         if found := sorted(path.rglob("*.jsonl")):
             return found
-        raise UserError(f"`path` is {self.path!r}, which is a folder without a file that ends in .jsonl; name a file")
+        raise UserError(f"`path` is {self.path!r}, which is a folder without a .jsonl file; give a JSON Lines file")
 
     @cached_property
     def _files(self) -> list[BinaryIO]:
@@ -120,12 +120,12 @@ class JSONL(Source):
     def _lines(self) -> tuple[array[int], array[int], array[int], array[int]]:
         """The file, the byte offset, the line number (from 1) and the bytes of each row."""
         files, offsets, numbers, lengths = array("i"), array("q"), array("q"), array("q")
-        for place, file in enumerate(self._files):
+        for which, file in enumerate(self._files):
             file.seek(0)
             offset = 0
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    files.append(place)
+                    files.append(which)
                     offsets.append(offset)
                     numbers.append(number)
                     lengths.append(len(line.removesuffix(b"\n")))
@@ -341,7 +341,9 @@ def as_source(data: DataLike, of: str = "data.train", split: str = "train") -> S
     if isinstance(data, Source):
         return data
     if isinstance(data, str | os.PathLike):
-        return _named(os.fspath(data), of, split)
+        found = _named(os.fspath(data), of, split)
+        place(found, ConfigPlace(of.rpartition(".")[2], {"path": of}))
+        return found
     if is_data_module(data):
         return as_source(_of_module(cast(DataModule, data), of, split), of, split)
     bases = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(data).__mro__}

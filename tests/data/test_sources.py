@@ -145,7 +145,7 @@ def test_a_source_opens_nothing_until_it_is_read(kind) -> None:
 
 def test_a_folder_without_jsonl_files_is_no_jsonl(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").touch()
-    with pytest.raises(UserError, match=r"which is a folder without a file that ends in .jsonl; name a file$"):
+    with pytest.raises(UserError, match=r"which is a folder without a .jsonl file; give a JSON Lines file$"):
         len(JSONL(str(tmp_path)))
 
 

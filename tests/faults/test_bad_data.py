@@ -140,7 +140,7 @@ def test_a_rotten_row_is_refused_with_its_file_and_line(
 
 
 IS = {
-    "empty": "which is a folder",
+    "empty": "which is a folder without a .jsonl file",
     "fifo": "which is a pipe",
     "/dev/zero": "which is a device",
     "": "which names nothing",
@@ -169,7 +169,7 @@ def test_what_is_no_dataset_is_refused_and_nothing_hangs(
     kind: str, path: str, refused: Callable[..., str], counted: Callable[[str], None]
 ) -> None:
     line = refused(kind, path)
-    named = {"JSONL": IS, "Parquet": {name: IS[name] for name in ("fifo", "/dev/zero")}}.get(kind, {})
+    named = {"JSONL": IS, "Parquet": {name: IS[name] for name in ("fifo", "/dev/zero", "")}}.get(kind, {})
     assert f"{named[path]}; give a" in line if path in named else "check" in line or "has no rows" in line
     counted(FILES_REFUSED)
 

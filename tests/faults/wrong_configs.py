@@ -228,7 +228,7 @@ PATHS = [
     *_of(
         "data.train.init_args.path",
         ("", "path` is '', which names nothing; give a JSON Lines file"),
-        (".", "path` is '.', which is a folder; give a JSON Lines file, such as empty.jsonl"),
+        ("empty", "path` is 'empty', which is a folder without a .jsonl file; give a JSON Lines file"),
         ("/dev/zero", "path` is '/dev/zero', which is a device; give a JSON Lines file"),
         ("fifo", "path` is 'fifo', which is a pipe; give a JSON Lines file"),
     ),
@@ -249,8 +249,12 @@ CLASSES = [
     *_of("strategy", ("fspd", 'Did you mean "fsdp"?'), ("subprocess.Popen", "which is no TrainingStrategy")),
     *_of(
         "data.train",
-        ("my/rows.csv", f"`data.train` {NO_NAME.format('my/rows.csv')}"),
-        (None, "`data.train` is null; give a Source, by its name or as `class_path` and"),
+        ("nowhere.jsonl", "`data.train` is 'nowhere.jsonl', and there is no such file in "),
+        ("./my/rows.parquet", "`data.train` is './my/rows.parquet', and there is no such file in "),
+        ("nobody/nothing", "nobody/nothing[train] with subset None cannot be loaded ("),
+        ("/dev/zero", "`data.train` is '/dev/zero', which is a device; give a JSON Lines or Parquet file, a folder of"),
+        ("my/rows.csv", "`data.train` is 'my/rows.csv', and there is no such file in "),
+        (None, "`data.train` is null; give "),
     ),
     *_of(
         "logger",
