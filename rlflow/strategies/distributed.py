@@ -141,17 +141,14 @@ class Groups:
     def __init__(self, timeout: timedelta, within: int | None = None) -> None:
         self._timeout = timeout
         self._within = within
-        self._formed: dict[tuple[int, ...], ProcessGroup | None] = {}
+        self._formed: set[Layout] = set()
 
     def form(self, layout: Layout) -> None:
         """Form what a layout needs; called by all ranks of the job, those outside the layout too."""
-        self._form(layout.ranks)
-        for shard in range(layout.shards):
-            self._form(layout.peers(shard))
-        for rank in layout.ranks:
-            self._form((rank,))
-        for ranks in self.divided_within(layout):
-            self._form(ranks)
+        self._formed.add(layout)
+        peers = (layout.peers(shard) for shard in range(layout.shards))
+        for ranks in (layout.ranks, *peers, *((rank,) for rank in layout.ranks), *self.divided_within(layout)):
+            process_group(ranks, self._timeout)
 
     def divided_within(self, layout: Layout) -> list[tuple[int, ...]]:
         """The ranks of a layout, by those that divide weights once more among them; none where these are all."""
@@ -161,7 +158,7 @@ class Groups:
     def of(self, layout: Layout) -> RoleGroups:
         """The groups of a layout that this rank is in. One that was not formed yet is of all ranks, which all ask."""
         rank = dist.get_rank()
-        if layout.ranks not in self._formed:
+        if layout not in self._formed:
             assert len(layout.ranks) == dist.get_world_size(), layout
             self.form(layout)
         everybody, peers = self._own(layout.ranks), self._own(layout.peers(layout.shard(rank)))
@@ -171,27 +168,23 @@ class Groups:
     def form_copies(self, layout: Layout, width: int) -> None:
         """Form what `copies` gives; called by all ranks of the job, those outside the layout too."""
         for ranks in _copies(layout.ranks, width):
-            self._form(ranks)
+            process_group(ranks, self._timeout)
 
     def copies(self, layout: Layout, width: int) -> tuple[ProcessGroup, ProcessGroup]:
         """Those with the same place as this rank in each `width` consecutive ranks, and the `width` that it is among.
 
         One that was not formed yet is of all ranks, which all ask.
         """
+        assert layout in self._formed or len(layout.ranks) == dist.get_world_size(), layout
+        self.form_copies(layout, width)  # where they are formed already, nothing happens
         across, among = (ranks for ranks in _copies(layout.ranks, width) if dist.get_rank() in ranks)
-        if across not in self._formed or among not in self._formed:
-            assert len(layout.ranks) == dist.get_world_size(), layout
-            self.form_copies(layout, width)
         return self._own(across), self._own(among)
 
     def _own(self, ranks: tuple[int, ...]) -> ProcessGroup:
         """A group that was formed, and that this rank is in."""
-        group = self._formed[ranks]
+        group = process_group(ranks, self._timeout)
         assert group is not None, ranks
         return group
-
-    def _form(self, ranks: tuple[int, ...]) -> None:
-        self._formed[ranks] = process_group(ranks, self._timeout)
 
 
 def _copies(ranks: tuple[int, ...], width: int) -> list[tuple[int, ...]]:

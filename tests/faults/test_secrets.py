@@ -104,7 +104,7 @@ def test_planted_secrets_are_found_in_no_file_line_or_command_of_a_run(
     ended, lines = run(tmp_path)
     assert ended.code == 0, ended
     assert "samples were scored 0" in (tmp_path / "runs/own/logs/rank0.log").read_text()
-    assert any("***" in word for line in lines for word in line)  # rank 1
+    assert any(line[-1:] == ["fit"] for line in lines)  # rank 1
     kept = ("config.yaml", ".wandb", "tfevents", "state.json", "/inputs/", "metrics", "samples", "trace", "summary")
     assert found_in(tmp_path, ended, lines, *kept) == []
     seen(f"{len(KEYS)} planted, 0 found")
