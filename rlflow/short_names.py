@@ -42,7 +42,7 @@ SHORT_NAMES: dict[str, dict[str, str]] = {
         "self_play": "rlflow.algorithms.SelfPlay",
         "sft": "rlflow.algorithms.SFT",
         "tree_rl": "rlflow.algorithms.TreeRL",
-        "workflow": "rlflow.Workflow",
+        "workflow": "rlflow.workflow.Workflow",
     },
     "model": {
         "causal_lm": "rlflow.CausalLM",

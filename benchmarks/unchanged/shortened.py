@@ -12,12 +12,13 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.unchanged.cases import Case, for_gpus
+from rlflow.short_names import SHORT_NAMES
 
 STEPS = 3
 LONGEST, CUT_TO = 64, 32  # tokens of a response; chains have 64, and are right as a whole
 DEEPSPEED, FSDP = "rlflow.strategies.DeepSpeedStrategy", "rlflow.strategies.FSDPStrategy"
 WITH_FSDP = ("learn/grpo_kl", "learn/ppo_kl")  # at 2 ranks; other configs of one process take DeepSpeed there
-OF_ONE_PROCESS = (None, "single", "rlflow.strategies.SingleProcess")
+OF_ONE_PROCESS = (None, "rlflow.strategies.SingleProcess")
 PROBLEMS = {"class_path": "rlflow.data.JSONL", "init_args": {"path": "runs/word_problems/problems.jsonl"}}
 FOR_LENGTH = {
     "class_path": "rlflow.rewards.CallableReward",
@@ -60,8 +61,9 @@ def shortened(settings: Any, case: Case, folder: Path, names: Mapping[str, str] 
 
 
 def class_of(section: Any) -> Any:
-    """The class that a section of a config names, by its path or a short name."""
-    return section.get("class_path") if isinstance(section, dict) else section
+    """The path of the class that a section of a config names."""
+    named = section.get("class_path") if isinstance(section, dict) else section
+    return (SHORT_NAMES["rollout"] | SHORT_NAMES["strategy"]).get(named, named)
 
 
 def change(tree: Any, key: str, new: Any) -> None:

@@ -174,3 +174,45 @@ def test_a_logger_whose_library_is_missing_is_one_line(folder: Path, monkeypatch
     write(folder / "my.yaml", {"logger": [{"class_path": "lightning.pytorch.loggers.MLFlowLogger"}]})
     with pytest.raises(UserError, match=r"^`logger.0` names MLFlowLogger, whose library is missing"):
         read_fit(["--config", "my.yaml"])
+
+
+SHORT = """
+module: {class_path: %s, init_args: {actor: tiny, reward: %s}}
+data: {train: {class_path: jsonl, init_args: {path: rows.jsonl}}, prompts_per_step: 2}
+trainer: {max_steps: 1}
+rollout: %s
+logger: [csv, {class_path: wandb, init_args: {offline: true}}]
+callbacks: [{class_path: early_stopping, init_args: {monitor: val/reward, patience: 1}}]
+engines: {critic: transformers}
+"""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("GRPO", "exact_match", "transformers"),
+        ("grpo", "ExactMatch", "TransformersEngine"),
+        ("rlflow.algorithms.GRPO", "rlflow.rewards.ExactMatch", "rlflow.rollout.TransformersEngine"),
+    ],
+)
+def test_classes_of_every_kind_have_short_names(names: tuple[str, ...], folder: Path) -> None:
+    (folder / "short.yaml").write_text(SHORT % names)
+    found = read_fit(["--config", "short.yaml"])
+    made = (found.module, found.module.reward, found.trainer.rollout, found.data.train, found.trainer.engines["critic"])
+    assert [type(each).__name__ for each in made] == [
+        "GRPO",
+        "ExactMatch",
+        "TransformersEngine",
+        "JSONL",
+        type(made[2]).__name__,
+    ]
+    assert [type(each).__name__ for each in found.trainer.loggers] == ["CSVLogger", "WandbLogger"]
+    assert [type(each).__name__ for each in found.trainer.callbacks] == ["EarlyStopping"]
+
+
+def test_options_take_short_names(folder: Path) -> None:
+    found = read_fit(["--config", "my.yaml", "--rollout", "vllm", "--logger+", "csv", "--module", "dapo"])
+    assert type(found.trainer.rollout).__name__ == "VLLMEngine"
+    assert [type(each).__name__ for each in found.trainer.loggers] == ["CSVLogger"]
+    assert type(found.module).__name__ == "DAPO"
+    assert type(found.module.reward).__name__ == type(read_fit(["--config", "my.yaml"]).module.reward).__name__
