@@ -219,11 +219,8 @@ def test_every_algorithm_is_shown_with_its_config_and_its_graph(name: str) -> No
     assert f"### {name}\n" in page
     section = page.split(f"### {name}\n")[1].split("\n### ")[0]
     (config,) = re.findall(r"`configs/(\w+)\.yaml`", section)
-    assert f"class_path: {name}
-" in (ROOT / "configs" / f"{config}.yaml").read_text(encoding="utf-8")
-    assert f"<!-- configs/{config}.yaml -->
-```mermaid
-" in section
+    assert f"class_path: {name}\n" in (ROOT / "configs" / f"{config}.yaml").read_text(encoding="utf-8")
+    assert f"<!-- configs/{config}.yaml -->\n```mermaid\n" in section
     (file,) = re.findall(r"`(algorithms/\w+\.py)`", section)
     assert f"class {name}(" in (ROOT / file).read_text(encoding="utf-8")
 

@@ -2,7 +2,7 @@
 
 from rlflow.loggers.csv import CSVLogger
 from rlflow.loggers.jsonl import JSONLLogger
-from rlflow.loggers.lightning import LightningLogger, TensorBoardLogger, WandbLogger
+from rlflow.loggers.lightning import TensorBoardLogger, WandbLogger
 from rlflow.loggers.logger import Logger
 
-__all__ = ["CSVLogger", "JSONLLogger", "LightningLogger", "Logger", "TensorBoardLogger", "WandbLogger"]
+__all__ = ["CSVLogger", "JSONLLogger", "Logger", "TensorBoardLogger", "WandbLogger"]

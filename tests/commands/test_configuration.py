@@ -181,7 +181,7 @@ module: {class_path: %s, init_args: {actor: tiny, reward: %s}}
 data: {train: {class_path: jsonl, init_args: {path: rows.jsonl}}, prompts_per_step: 2}
 trainer: {max_steps: 1}
 rollout: %s
-logger: [csv, {class_path: wandb, init_args: {offline: true}}]
+logger: [csv, {class_path: wandb, init_args: {mode: offline}}]
 callbacks: [{class_path: early_stopping, init_args: {monitor: val/reward, patience: 1}}]
 engines: {critic: transformers}
 """
