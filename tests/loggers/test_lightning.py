@@ -15,7 +15,8 @@ from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlflow.errors import UserError
-from rlflow.loggers import LightningLogger, TensorBoardLogger, WandbLogger
+from rlflow.loggers import TensorBoardLogger, WandbLogger
+from rlflow.loggers.lightning import LightningLogger
 
 BLOCK = (
     32768  # the file is a LevelDB log: blocks of records, a record's header being crc (4 bytes), length (2), type (1)
