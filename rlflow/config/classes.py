@@ -52,7 +52,7 @@ def class_named(path: str, bases: Sequence[type]) -> type:
             raise UserError(f"is {path!r}, {of_data}") from error
         raise
     if not inspect.isclass(found) or not issubclass(found, tuple(bases)):
-        kinds = " or ".join(dict.fromkeys(base.__name__ for base in bases))
+        kinds = " or ".join(base.__name__ for base in bases)
         raise UserError(f"names the class {path}, which is no {kinds}; name one that is{such_as(path, bases)}")
     cls: type = found
     return cls

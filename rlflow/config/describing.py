@@ -149,5 +149,4 @@ def _plural(hint: Any) -> str:
             found.append(f"{plain.__name__}s")
         else:
             return ""
-    found = [*dict.fromkeys(found)]
     return " or ".join(found) if len(found) < 3 else ""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import rlflow.process.deferred  # noqa: F401  (before the modules below import parts of Lightning)
-
-# isort: split
+from abc import ABC
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Self
-
-from lightning.fabric.loggers.logger import Logger as FabricLogger
+from typing import TYPE_CHECKING, Self
 
 from rlflow.loggers.console import Console
 from rlflow.loggers.csv import CSVLogger
@@ -22,6 +18,19 @@ from rlflow.run.folder import RunFolder
 from rlflow.run.resume import Resume
 from rlflow.run.setup import Joined
 from rlflow.run.summary import by_summary_name, on_terminal
+
+if TYPE_CHECKING:
+    from lightning.fabric.loggers.logger import Logger as FabricLogger
+else:
+
+    class FabricLogger(ABC):  # noqa: B024 (it only knows them)
+        """The base of Lightning's loggers, which are imported when one is named."""
+
+        @classmethod
+        def __subclasshook__(cls, other: type) -> bool:
+            names = (f"{each.__module__}.{each.__qualname__}" for each in other.__mro__)
+            return "lightning.fabric.loggers.logger.Logger" in names
+
 
 LoggerLike = Logger | FabricLogger
 

@@ -297,7 +297,7 @@ CLASSES = [
     ),
     *_of(
         "logger",
-        (3, "`logger` is 3; give a list of Loggers, such as `[{class_path: rlflow.loggers.JSONLLogger}]`"),
+        (3, "`logger` is 3; give a list of Loggers or FabricLoggers, such as `[{class_path: rlflow.loggers."),
         ([{"class_path": "os.system"}], "which is no Logger"),
     ),
     *_of(
