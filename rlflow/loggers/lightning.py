@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import rlflow.process.deferred  # noqa: F401  (before the modules below import parts of Lightning)
-
-# isort: split
 import json
 import os
 import sys
+from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
-
-from lightning.fabric.loggers.logger import Logger as FabricLogger
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from rlflow.errors import UserError, importable, one_line, require
 from rlflow.loggers.logger import Logger
 from rlflow.loggers.transcript import MESSAGES, transcript
+
+if TYPE_CHECKING:
+    from lightning.fabric.loggers.logger import Logger as FabricLogger
+else:
+
+    class FabricLogger(ABC):  # noqa: B024 (it only knows them)
+        """The base of Lightning's loggers, known by its name: they are imported when one is named."""
+
+        @classmethod
+        def __subclasshook__(cls, other: type) -> bool:
+            names = (f"{each.__module__}.{each.__qualname__}" for each in other.__mro__)
+            return "lightning.fabric.loggers.logger.Logger" in names
+
 
 LoggerLike = Logger | FabricLogger  # what a user gives
 RUNS_FILE = "loggers.json"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.loggers import trace as traces
-from rlflow.loggers.log_limit import LogLimit
+from rlflow.loggers.console import LogLimit
 from rlflow.loggers.trace import Trace, read_events, step_windows
 from tests import own_folder
 from tests.faults.running import Running, fit
