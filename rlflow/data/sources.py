@@ -357,7 +357,7 @@ def as_source(data: DataLike, of: str = "data.train", split: str = "train") -> S
             " give a list of its rows"
         )
     if "datasets.Dataset" in bases:
-        return _TorchRows(data, of)
+        return _LoadedDataset(data, of)
     if isinstance(data, Mapping) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise UserError(f"{kind}; give a list of dicts, a dataset, or the path of a file")
     return _Listed(cast(Rows, data), of)
@@ -408,7 +408,7 @@ class _Listed(Source):
         return digest.hexdigest()
 
 
-class _TorchRows(Source):
+class _LoadedDataset(Source):
     """A `datasets.Dataset` that is loaded."""
 
     def __init__(self, dataset: Any, name: str) -> None:

@@ -120,7 +120,8 @@ FILES = [
     Wrong("a list", "holds no `key: value` lines but ['a']", content="- a\n"),
     Wrong("an image", "is not UTF-8 at byte 0", content=b"\x89PNG\r\n\x1a\n" + bytes(range(256))),
     Wrong("an open quote", "while scanning a quoted scalar", content="seed: '0\n"),
-    Wrong("a conflict of git", "is not YAML", content="    Wrong("a merge of a number", "for merging, but found scalar", content="<<: 3\nseed: 1\n"),
+    Wrong("a conflict of git", "is not YAML", content="<<<<<<< HEAD\nseed: 0\n=======\nseed: 1\n>>>>>>> b\n"),
+    Wrong("a merge of a number", "for merging, but found scalar", content="<<: 3\nseed: 1\n"),
     Wrong("200,000 letters", f"`seed` is '{'y' * 79}; give", content=OWN.replace("seed: 0", "seed: " + "y" * 200_000)),
     Wrong("a key of 5,000 letters", "could not find expected ':'", content=OWN + "k" * 5_000 + ": 1\n"),
 ]
@@ -257,7 +258,6 @@ CLASSES = [
     ),
     *_of(
         "logger",
-<<<<<<< HEAD
         (3, "`logger` is 3; give a list, each a Logger, by its name or as"),
         ([{"class_path": "os.system"}], "which is no Logger"),
     ),
