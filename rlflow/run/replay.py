@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pdb
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -219,6 +218,8 @@ def _run(
     node, device = run.graph.nodes[stored.node], run.strategy.root_device
     run.module.load_state_dict(stored.state())
     if asked.debugs:
+        import pdb  # a script that is called as one of its modules, such as `code.py`, is no hindrance elsewhere
+
         setattr(run.module, node.id, partial(pdb.Pdb().runcall, getattr(run.module, node.id)))
     now = controller.replay(node.id, step, stored.draw, lambda layout, now: stored.put(run, layout, now, device))
     rows = len(now.spaces[node.inside])
