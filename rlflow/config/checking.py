@@ -68,7 +68,7 @@ def mistakes_of(value: Any, hint: Any, keys: tuple[str, ...], default: Any = Non
             form = f"a mapping of keys, such as `{example_of_one(hint.arguments)}`"
             yield Mistake(keys, f"is {{value}}; give {form}", value, True)
         return
-    if is_choice(hint, value) and not _is_mapping_of(hint):
+    if is_choice(hint, value) and (not _is_mapping_of(hint) or "class_path" in value):
         yield from _of_class(value, chosen_classes(hint), keys)
         return
     fields = fields_of(hint, value) if isinstance(value, Mapping) else None
