@@ -235,6 +235,38 @@ def test_a_reward_that_fails_is_told_with_its_sample(
     assert "; mend it, or set `on_error` to zero or drop (rank 0, node `rewards`, " in line
 
 
+@pytest.mark.parametrize(
+    ("reward", "reason"),
+    [
+        ("my_odd_rewards.none", "failed on sample 0 with TypeError: it returned None, not a number (response "),
+        ("my_odd_rewards.several", "failed on sample 0 with TypeError: it returned [1.0], not a number (response "),
+        ({"of": "my_odd_rewards.said"}, "failed on sample 0 with TypeError: it returned '1', not a number (response "),
+        ("my_odd_rewards.short", "it returned 1 scores for "),
+        ("my_odd_rewards.unknown", "has no column `anser`, which the reward reads; columns found: question, answer."),
+        ("my_odd_rewards.nobody", "my_odd_rewards has no nobody. Did you mean"),
+        (["my_odd_rewards.none", "nowhere.none"], "there is no module nowhere"),
+        ({}, "`module.init_args.reward` is a sum of no rewards; give at least one"),
+    ],
+    ids=str,
+)
+def test_a_bare_function_that_cannot_score_is_one_line(
+    folder: Path, capfd: pytest.CaptureFixture[str], reward: Any, reason: str
+) -> None:
+    (folder / "my_odd_rewards.py").write_text(ODD_REWARDS)
+    write(folder / "my.yaml", {"module.init_args.reward": reward})
+    assert reason in refusal(capfd, "fit", "--config", "my.yaml")
+
+
+ODD_REWARDS = """
+def none(response): ...
+def several(response): return [1.0]
+def said(response): return "1"
+def short(completions, **kwargs): return [1.0]
+def unknown(response, anser): return 1.0
+def body(response): return 1.0
+"""
+
+
 def test_a_reward_that_calls_exit_is_told_with_its_rank_and_task(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

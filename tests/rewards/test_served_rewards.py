@@ -102,13 +102,13 @@ def test_a_server_that_fails_ends_the_run_in_one_line_or_scores_0(
     assert len(server.requests) == 1, "what is wrong for good is not asked again"
     server.answer = lambda body: (400, {}) if "x" in body["texts"] else lengths(body)
     scores = HTTPReward(server.url, batch=1, on_error="zero").score(RewardInput(["ab", "x"], [{}] * 2))
-    assert (scores.total, scores.failed, scores.left_out) == ([2, 0], {1: "zero"}, {})
+    assert (scores.total, scores.failed) == ([2, 0], {1: "zero"})
     masking = HTTPReward(server.url, batch=2, on_error="drop")
     assert masking.drops
     with caplog.at_level(logging.WARNING):
         assert masking.score(RewardInput(["ab", "a", "x", "b", "c"], [{}] * 5)).failed == {2: "drop", 3: "drop"}
     assert (
-        f"2 of 5 samples were scored 0 and masked; reward of {server.url} failed on sample 2 with ConnectionError: got "
+        f"2 of 5 samples were dropped; reward of {server.url} failed on sample 2 with ConnectionError: got "
         in caplog.text
     )
 
