@@ -92,6 +92,23 @@ def test_one_rank_of_a_machine_keeps_the_rows(ranks3: RankPool, tmp_path: Path) 
     assert [path.parent.parent.name for path in tmp_path.rglob("*.*")] == ["0", "0"]
 
 
+def _drawn(folder: str) -> list[list[int]]:
+    """The prompts of all rows, which ranks of one machine have tokenised together and read without a tokenizer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "FEW_ROWS", 4)
+        patch.setattr("rlflow.data.scan.TRAVELLING", 3)
+        patch.setenv("RLFLOW_CACHE", folder)
+        found, _ = load(ROWS, ranks=dist.get_world_size(), prompts_per_step=10, shuffle=False)
+        scan_together([found], Transport(), keeps=dist.get_rank() == 0)
+    found.encode = None  # type: ignore[assignment]
+    return [ids.tolist() for ids in found.batch(0, 0, 1)[0].prompt_ids.rows()]
+
+
+def test_ranks_of_one_machine_read_the_tokens_that_others_found(ranks3: RankPool, tmp_path: Path) -> None:
+    kept = [row["question"] for row in ROWS if len(row["question"]) <= 6]
+    assert ranks3.run(_drawn, str(tmp_path)) == 3 * [[[ord(letter) for letter in text] for text in kept]]
+
+
 def test_a_row_that_one_rank_cannot_read_ends_all_ranks_alike(ranks3: RankPool, tmp_path: Path) -> None:
     rows = [*ROWS[:5], {"answer": "5"}, *ROWS[6:9], {"answer": "9"}, ROWS[10]]
     errors = [error for *_, error in ranks3.run(together, [rows] * 3, str(tmp_path))]
