@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,10 +15,12 @@ from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.packed import PackedModel
 from rlflow.strategies.groups import Groups
-from rlflow.strategies.processes import ManyProcesses
 from rlflow.strategies.sequence import divided_attention, peers_of
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.layout import Layout
+
+if TYPE_CHECKING:
+    from rlflow.strategies.processes import ManyProcesses
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LONGEST_S = 1e9
@@ -45,6 +48,8 @@ class DistributedStrategy(TrainingStrategy):
         if not 1 <= timeout_s <= LONGEST_S:
             raise UserError(f"`timeout_s` is {timeout_s}; give a number of seconds from 1 to {LONGEST_S:g}.")
         self.timeout = timedelta(seconds=timeout_s)
+        from rlflow.strategies.processes import ManyProcesses  # Fabric's take a second of `rlflow fit --help`
+
         processes = ManyProcesses(self.timeout, self._before_joining)
         self._configure(processes, DTYPES[precision], token_budget, packing, float32_head)
         self._groups = Groups(self.timeout, within)

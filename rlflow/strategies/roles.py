@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,8 +13,10 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.strategies.average import Average
 from rlflow.strategies.loss_scale import LossScale
-from rlflow.strategies.processes import ManyProcesses, OneProcess
 from rlflow.values.layout import Layout
+
+if TYPE_CHECKING:
+    from rlflow.strategies.processes import ManyProcesses, OneProcess
 
 
 @dataclass

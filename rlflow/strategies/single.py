@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
-from rlflow.strategies.processes import OneProcess
 from rlflow.strategies.roles import Role
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.strategies.update import clip_and_step
@@ -42,6 +41,8 @@ class SingleProcess(TrainingStrategy):
             )
         if precision not in DTYPES:
             raise UserError(f"`precision` is {precision!r}; it is one of {', '.join(DTYPES)}.")
+        from rlflow.strategies.processes import OneProcess  # see `DistributedStrategy`
+
         self._configure(OneProcess(), DTYPES[precision], token_budget, packing, float32_head)
 
     def backward(self, name: str, loss: Tensor, last: bool) -> None:

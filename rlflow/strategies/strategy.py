@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,11 +19,13 @@ from rlflow.models.lora import digest_of
 from rlflow.models.packed import PackedModel
 from rlflow.strategies.held_weights import SAVE_BUCKET_BYTES
 from rlflow.strategies.loss_scale import LossScale
-from rlflow.strategies.processes import ManyProcesses, OneProcess
 from rlflow.strategies.roles import Role
 from rlflow.strategies.training_state import TrainingState
 from rlflow.strategies.update import is_taken, scheduled
 from rlflow.values.layout import Layout
+
+if TYPE_CHECKING:
+    from rlflow.strategies.processes import ManyProcesses, OneProcess
 
 
 class TrainingStrategy(TrainingState):
