@@ -143,6 +143,19 @@ def test_help_imports_neither_engine_nor_deepspeed_nor_wandb() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_help_of_a_run_imports_neither_transformers_nor_fabric_s_processes() -> None:
+    script = (
+        "import sys, contextlib, io\n"
+        "from rlflow.cli import main\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as help:\n"
+        "    main(['fit', '--help'])\n"
+        "assert 'Maximum number of steps' in help.getvalue()\n"
+        "print(sorted({'transformers', 'torch._dynamo', 'lightning.fabric.strategies.ddp'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 def test_reading_a_config_imports_neither_the_simulator_nor_deepspeed_which_takes_a_device() -> None:
     script = (
         "import sys\n"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from docstring_parser import parse
 from jsonargparse import Namespace
 
 from rlflow.callbacks.callback import Callback
@@ -78,8 +79,8 @@ def config_parser(command: str, description: str) -> OneLineParser:
     parser.add_argument(
         f"--{NODES}", type=nodes, default={}, help="added or replaced, by the path of a function; or null"
     )
-    parser.add_class_arguments(PromptData, "data")
-    parser.add_class_arguments(Trainer, "trainer", skip=TOP_LEVEL, instantiate=False)
+    _add_arguments(parser, PromptData, "data", ())
+    _add_arguments(parser, Trainer, "trainer", TOP_LEVEL)
     parser.add_argument("--strategy", type=TrainingStrategy | None, default=None, help="how training is spread")
     parser.add_argument("--rollout", type=RolloutEngine | None, default=None, help="the engine that generates")
     parser.add_argument(
@@ -89,6 +90,18 @@ def config_parser(command: str, description: str) -> OneLineParser:
     parser.add_argument("--logger", type=list[LoggerLike], default=[], help="beside the run's own files")
     parser.add_argument("--callbacks", type=list[Callback], default=[], help="called at steps, nodes and validations")
     return parser
+
+
+def _add_arguments(parser: OneLineParser, cls: type, section: str, skip: Collection[str]) -> None:
+    """Add a constructor's arguments; jsonargparse would import what its module imports for type checkers alone."""
+    described = {
+        each.arg_name: each.description for base in cls.__mro__[::-1] for each in parse(base.__doc__ or "").params
+    }
+    group = parser.add_argument_group(f"`{section}`: {cls.__name__}")
+    for name, each in arguments_of(cls).items():
+        if name not in skip:
+            given: dict[str, Any] = {"required": True} if each.required else {"default": each.default}
+            group.add_argument(f"--{section}.{name}", type=each.hint, help=described.get(name), **given)
 
 
 def configured(

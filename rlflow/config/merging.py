@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, get_args
 
 from rlflow.config.arguments import (
     Argument,
@@ -46,6 +46,8 @@ def _merged(old: Any, new: Any, hint: Any) -> Any:
     if isinstance(new, Text):
         is_text = str in choices(hint) and any(mistakes_of(_merged(None, new.value, hint), hint))
         new = new.text if is_text else new.value
+    if new is False and any("off" in get_args(choice) for choice in choices(hint)):
+        new = "off"  # which YAML reads as false
     if isinstance(new, Appended):
         return [*(old if isinstance(old, list) else []), *_merged(None, list(new), hint)]
     classes = chosen_classes(hint)

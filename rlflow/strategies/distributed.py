@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,13 @@ from rlflow.databuffer.transport import process_group
 from rlflow.errors import UserError, about
 from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.handle import ForwardPlan, ModelHandle
-from rlflow.strategies.processes import ManyProcesses
 from rlflow.strategies.role import Role
 from rlflow.strategies.sequence import divided_attention, peers_of
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.layout import Layout
+
+if TYPE_CHECKING:
+    from rlflow.strategies.processes import ManyProcesses
 
 LONGEST_S = 1e9
 
@@ -44,6 +47,8 @@ class DistributedStrategy(TrainingStrategy):
         if not 1 <= timeout_s <= LONGEST_S:
             raise UserError(f"`timeout_s` is {timeout_s}; give a number of seconds from 1 to {LONGEST_S:g}.")
         self.timeout = timedelta(seconds=timeout_s)
+        from rlflow.strategies.processes import ManyProcesses  # Fabric's take a second of `rlflow fit --help`
+
         processes = ManyProcesses(self.timeout, self._before_joining)
         self._configure(processes, precision, token_budget, packing, float32_head)
         self._groups = Groups(self.timeout, within)

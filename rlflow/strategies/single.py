@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 
-from rlflow.strategies.processes import OneProcess
 from rlflow.strategies.strategy import TrainingStrategy
 
 
@@ -32,4 +31,6 @@ class SingleProcess(TrainingStrategy):
         packing: bool = True,
         float32_head: bool = False,
     ) -> None:
+        from rlflow.strategies.processes import OneProcess  # see `DistributedStrategy`
+
         self._configure(OneProcess(), precision, token_budget, packing, float32_head)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -26,9 +26,11 @@ from rlflow.models.tensor_range import TensorRange
 from rlflow.models.weight_files import shard_name
 from rlflow.storage.disk import Disk
 from rlflow.storage.tensors import StoredTensor, all_finite
-from rlflow.strategies.processes import ManyProcesses, OneProcess
 from rlflow.strategies.role import Average, LossScale, Role, begun, is_taken, move
 from rlflow.values.layout import Layout
+
+if TYPE_CHECKING:
+    from rlflow.strategies.processes import ManyProcesses, OneProcess
 
 SAVE_BUCKET_BYTES = 64 * 2**20
 FLOAT32_BYTES = 4

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from rlflow.config.arguments import Argument, Group
 from rlflow.config.errors import WrittenKeys
-from rlflow.config.layers import Layer, layers
+from rlflow.config.layers import Layer, Text, layers
 from rlflow.config.merging import merged as merged_layers
+from rlflow.config.merging import written_whole
 
 HERE = __name__
 
@@ -92,6 +93,12 @@ def test_a_list_is_replaced_and_appended_to() -> None:
 @pytest.mark.parametrize(("text", "value"), [("5", "5"), ("null", None), ("a: b", "a: b"), ("x", "x")])
 def test_the_text_of_an_option_is_what_its_type_says(text: str, value: str | None) -> None:
     assert merged(options=["--name", text])["name"] == value
+
+
+def test_off_is_a_word_where_it_is_one_of_the_choices() -> None:
+    assert written_whole(Text("off"), Literal["auto", "off"] | Point) == "off"
+    assert written_whole(False, Literal["auto", "off"] | Point) == "off"  # `balance: off` of a file
+    assert written_whole(False, bool) is False
 
 
 @pytest.mark.parametrize(
