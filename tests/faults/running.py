@@ -123,7 +123,7 @@ class Running:
             with contextlib.suppress(psutil.Error):
                 for child in first.children():
                     rank = child.environ().get("LOCAL_RANK")
-                    if rank is not None and child.cmdline()[1:] == first.cmdline()[1:]:
+                    if rank is not None and child.cmdline()[1:] == first.cmdline()[1 : len(child.cmdline())]:
                         found[int(rank)] = child
                 found[0] = first
         return found
