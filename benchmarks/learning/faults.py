@@ -21,7 +21,7 @@ import rlflow.algorithms
 import rlflow.controller.training
 import rlflow.trainer
 from rlflow import functional
-from rlflow.algorithms import PolicyGradient
+from rlflow.algorithms.policy_gradient import Clipped
 from rlflow.controller.training import Training
 from rlflow.models import packing
 from rlflow.models.causal_lm import CausalLM
@@ -133,12 +133,12 @@ def _joined(old: Callable[..., ModelInput], rows: Any) -> ModelInput:
 
 
 def _current_as_old() -> None:
-    old = PolicyGradient.surrogate
+    old = Clipped.surrogate
 
-    def surrogate(self: PolicyGradient, logprobs: Tensor, old_logprobs: Tensor, *more: Tensor) -> Tensor:
+    def surrogate(self: Clipped, logprobs: Tensor, old_logprobs: Tensor, *more: Tensor) -> Tensor:
         return old(self, logprobs, logprobs.detach(), *more)
 
-    PolicyGradient.surrogate = surrogate
+    Clipped.surrogate = surrogate
 
 
 def _half_counted(old: Callable[..., Any], *given: Any) -> tuple[int, ...]:
