@@ -120,9 +120,9 @@ class Machine:
     nodes: int = 1
 
 
-def at_least(what: str, found: float, least: float, mend: str, needed: bool = True) -> Finding:
-    """Of a number that must not be smaller."""
-    return Finding(what) if found >= least else Finding(what, "missing", mend, needed)
+def checked(what: str, ok: bool, mend: str, needed: bool = True, state: State = "missing") -> Finding:
+    """The finding of something that is ok, or else in this state."""
+    return Finding(what) if ok else Finding(what, state, mend, needed)
 
 
 def packages(machine: Machine, folder: Path) -> Iterator[Finding]:
@@ -221,7 +221,7 @@ def _bound() -> Iterator[Finding]:
                 continue
             what = f"{name} {has} with {each.name} {there} ({each.specifier})"
             fits = each.specifier.contains(there, prereleases=True)
-            yield Finding(what) if fits else Finding(what, "broken", f"pip install '{each.name}{each.specifier}'")
+            yield checked(what, fits, f"pip install '{each.name}{each.specifier}'", state="broken")
 
 
 def _pins(torch: str | None) -> dict[str, str]:
@@ -275,20 +275,18 @@ def _memory() -> Iterator[Finding]:
     kilobytes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(kilobytes["MemAvailable"].split()[0]) * 1024 / GB
     cores = len(os.sched_getaffinity(0))
-    yield at_least(
-        f"{free:.1f} GB of memory free, {cores} cores",
-        free,
-        MEMORY_GB,
-        f"a small run takes {MEMORY_GB:g} GB",
-    )
+    what = f"{free:.1f} GB of memory free, {cores} cores"
+    yield checked(what, free >= MEMORY_GB, f"a small run takes {MEMORY_GB:g} GB")
 
 
 def _folders() -> Iterator[Finding]:
     """Where a run writes."""
+    # as Python chooses it; TMPDIR, if set, though Python passes over one that cannot be written
+    scratch = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
     cache = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface")
     for name, folder, least, mend in (
         ("runs are written to", Path("runs"), DISK_GB, "give `trainer.run_dir` a folder on a disk with room"),
-        ("scratch files to", _scratch(), SCRATCH_GB, "set TMPDIR to a folder on a disk with room"),
+        ("scratch files to", scratch, SCRATCH_GB, "set TMPDIR to a folder on a disk with room"),
         ("models of the hub to", cache.expanduser(), 0.0, "set HF_HOME to a folder that you may write"),
     ):
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -298,12 +296,7 @@ def _folders() -> Iterator[Finding]:
             yield Finding(f"{name} {folder}: {error.strerror} ({there})", "broken", mend)
             continue
         free = shutil.disk_usage(there).free / GB
-        yield at_least(f"{name} {folder}: {free:.1f} GB free", free, least, mend)
-
-
-def _scratch() -> Path:
-    """As Python chooses it; TMPDIR, if set, though Python passes over one that cannot be written."""
-    return Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
+        yield checked(f"{name} {folder}: {free:.1f} GB free", free >= least, mend)
 
 
 def _write_in(folder: Path) -> None:
@@ -321,28 +314,27 @@ def _limits(machine: Machine) -> Iterator[Finding]:
     except OSError:
         shared = 0.0
     size = f"shared memory of {shared:.2f} GB ({SHARED_MEMORY})"
-    yield at_least(size, shared, SHARED_GB, "start the container with --ipc=host or --shm-size=8g", machine.gpu)
+    yield checked(size, shared >= SHARED_GB, "start the container with --ipc=host or --shm-size=8g", machine.gpu)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    shown = "any number of" if files == resource.RLIM_INFINITY else f"{files:,}"
-    least = FILES if machine.nodes == 1 else FILES_OF_NODES
-    many = float("inf") if files == resource.RLIM_INFINITY else files
-    yield at_least(f"{shown} open files (ulimit -n)", many, least, f"ulimit -n {FILES_OF_NODES}")
+    unlimited = files == resource.RLIM_INFINITY
+    enough = unlimited or files >= (FILES if machine.nodes == 1 else FILES_OF_NODES)
+    shown = "any number of" if unlimited else f"{files:,}"
+    yield checked(f"{shown} open files (ulimit -n)", enough, f"ulimit -n {FILES_OF_NODES}")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = locked == resource.RLIM_INFINITY
     how_much = "unlimited" if unlimited else f"{locked / GB:.3f} GB of"
     what = f"{how_much} locked memory (ulimit -l), by which InfiniBand reads it"
     mend = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
-    yield Finding(what) if unlimited else Finding(what, "missing", mend, machine.nodes > 1 and machine.gpu)
+    yield checked(what, unlimited, mend, machine.nodes > 1 and machine.gpu)
 
 
 def _isolates() -> Finding:
     from rlflow.worker.sandbox import why_not
 
     what = "programs of models can be isolated (user namespaces), for CodeReward and PythonTool"
-    if not (problem := why_not()):
-        return Finding(what)
+    problem = why_not()
     mend = "allow user namespaces: sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0"
-    return Finding(f"{what}: {problem}", "missing", mend, needed=False)
+    return checked(f"{what}: {problem}" if problem else what, not problem, mend, needed=False)
 
 
 def _gpus(folder: Path) -> Iterator[Finding]:
@@ -364,15 +356,12 @@ def _gpus(folder: Path) -> Iterator[Finding]:
         return
     yield Finding(f"NCCL {facts['nccl']}")
     for number, (name, memory, known) in enumerate(facts["gpus"]):
-        what = f"GPU {number}: {name}, {memory / GB:.0f} GB"
+        what = f"GPU {number}: {name}, {memory / GB:.0f} GB{'' if known else ', which torch has no kernels for'}"
         mend = "install builds of torch and vLLM that know it, or choose others by CUDA_VISIBLE_DEVICES"
-        yield Finding(what) if known else Finding(f"{what}, which torch has no kernels for", "broken", mend)
-    for tool, why in (("nvcc", "kernels that vLLM builds late"), ("gcc", "kernels that Triton builds")):
-        found = shutil.which(tool)
-        what = f"{tool}, for {why}"
-        mend = "install the CUDA toolkit" if tool == "nvcc" else "install a C compiler"
-        needed = tool == "gcc"
-        yield Finding(f"{what}: {found}") if found else Finding(what, "missing", mend, needed)
+        yield checked(what, known, mend, state="broken")
+    nvcc, gcc = "nvcc, for kernels that vLLM builds late", "gcc, for kernels that Triton builds"
+    yield checked(nvcc, shutil.which("nvcc") is not None, "install the CUDA toolkit", needed=False)
+    yield checked(gcc, shutil.which("gcc") is not None, "install a C compiler")
 
 
 @cache
@@ -416,12 +405,8 @@ def _launcher(slurm: bool, needed: bool) -> Finding:
     if slurm:
         named = ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_NODELIST")
         lacks = [name for name in named if name not in os.environ]
-        what = "Slurm's variables of a task"
-        return (
-            Finding(what)
-            if not lacks
-            else Finding(f"{what}: no {', '.join(lacks)}", "missing", "start by srun", needed)
-        )
+        what = "Slurm's variables of a task" + (f": no {', '.join(lacks)}" if lacks else "")
+        return checked(what, not lacks, "start by srun", needed)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return Finding("torchrun started this process")
     place = next((name for name in RANK_NAMES if name in os.environ), None)
@@ -489,10 +474,9 @@ def _interfaces() -> Iterator[Finding]:
             continue
         wanted = given.lstrip("^=").split(",")
         lacks = [each for each in wanted if not any(one.startswith(each) for one in there)]
-        if lacks and not given.startswith("^"):
-            yield Finding(f"{name}={given}: no {lacks[0]} here", "broken", f"give one of {', '.join(there)}")
-        else:
-            yield Finding(f"{name}={given}")
+        ok = not lacks or given.startswith("^")
+        what = f"{name}={given}" if ok else f"{name}={given}: no {lacks[0]} here"
+        yield checked(what, ok, f"give one of {', '.join(there)}", state="broken")
 
 
 def _infiniband(needed: bool) -> Iterator[Finding]:
@@ -509,7 +493,7 @@ def _infiniband(needed: bool) -> Iterator[Finding]:
         what = f"InfiniBand {device.name}: {', '.join(states) or 'no port'}"
         asked = not wanted or any(device.name.startswith(each.split(":")[0]) for each in wanted.split(","))
         mend = "look at ibstat, or leave it out by NCCL_IB_HCA"
-        yield Finding(what) if active else Finding(what, "missing", mend, needed and asked)
+        yield checked(what, active, mend, needed and asked)
 
 
 @dataclass(frozen=True)
@@ -544,7 +528,7 @@ def tried(
 
     Args:
         folder: Where it runs; its output is kept there.
-        arguments: Of Python.
+        arguments: Arguments of Python.
         seconds: That it may take.
         environment: More variables.
     """

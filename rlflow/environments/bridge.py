@@ -23,7 +23,7 @@ class ParsedTurn:
 
     Attributes:
         text: Without special tokens; where the bridge tells them apart, without thoughts and calls of tools.
-        calls: Of tools, in their order.
+        calls: Calls of tools, in their order.
         whole: All that it wrote, without special tokens.
     """
 
@@ -140,7 +140,7 @@ class SpecialTokens:
     Messages are marked before a template writes them, and its text is tokenised as `ids` says.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: Tokenizer of the model.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -232,8 +232,8 @@ class MarkedTokenizer:
     """A tokenizer as renderers of the package `renderers` use it, that reads marked messages.
 
     Args:
-        tokenizer: Of the model; all that is not of texts is its.
-        special: Of it.
+        tokenizer: Tokenizer of the model; all that is not of texts is its.
+        special: Its special tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, special: SpecialTokens) -> None:

@@ -21,7 +21,7 @@ class Bridges:
     """What writes and reads turns, for each environment of a run.
 
     Attributes:
-        tokenizer: Of the model.
+        tokenizer: Tokenizer of the model.
         renderer: As of `data.renderer`; None for the model's chat template.
         tool_calls: As of `data.tool_calls`.
     """
@@ -54,7 +54,7 @@ class ConversationFormat:
 
     Attributes:
         bridges: Write its turns.
-        messages: Of a row of the dataset, those of its prompt.
+        messages: Messages of a row of the dataset, those of its prompt.
         longest_prompt: Tokens of a conversation's first prompt, at most.
     """
 
@@ -74,7 +74,7 @@ class TracedTokens:
     Attributes:
         prompt: Ids of what comes before the first turn of the policy.
         tokens: Ids of the rest.
-        written: Of each of these, whether the policy wrote it: its turns are, with the token that ends each.
+        written: Whether the policy wrote each of these: its turns are, with the token that ends each.
     """
 
     prompt: list[int]
@@ -96,7 +96,7 @@ def traced(
         messages: Those of the prompt; then turns of role `assistant`, whose content holds calls of tools as the model
             is to write them, and between them what answers.
         bridge: Writes turns.
-        ids_of: Of a turn's text.
+        ids_of: Gives the ids of a turn's text.
         place: What errors call the messages.
         given: How many of the first are the prompt, turns of `assistant` among them too.
 

@@ -383,7 +383,7 @@ class Tool:
         name: By which it calls.
         schema: JSON schema of a function, as chat templates take it.
         method: Whether it is a method of the environment; else a function of its own.
-        path: Of a function, dotted, so that a worker can import it.
+        path: Path of a function, dotted, so that a worker can import it.
     """
 
     name: str

@@ -94,9 +94,9 @@ class TextArena:
     its moves; what was there comes back.
 
     Args:
-        env_id: Of the game, such as `GuessTheNumber-v0`, `TicTacToe-v0`, `Nim-v0` or `KuhnPoker-v0`. Some load word
+        env_id: Id of the game, such as `GuessTheNumber-v0`, `TicTacToe-v0`, `Nim-v0` or `KuhnPoker-v0`. Some load word
             lists from the network.
-        players: Of the game.
+        players: Players of the game.
         options: That the game is made with, such as `{max_number: 50}`.
     """
 

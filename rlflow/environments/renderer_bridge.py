@@ -36,10 +36,10 @@ class RendererBridge(Bridge):
     """Writes and reads turns by a renderer. The network is never asked.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: Tokenizer of the model.
         renderer: The renderer's name, such as `qwen3`; or a mapping of its `name` and settings. `auto` is what the
             package's table has for the model's name.
-        schemas: Of the tools that the policy is told of.
+        schemas: Schemas of the tools that the policy is told of.
         answer: The role in which the environment answers turns, which is tried.
 
     Raises:

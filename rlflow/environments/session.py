@@ -70,11 +70,11 @@ class EnvironmentSession:
     """The environment of one conversation or game; `Session` and `GameSession` say how its turns are answered.
 
     Args:
-        definition: Of the environment.
+        definition: Definition of the environment.
         host: Where its code runs; it keeps this environment alone until `close`.
         row: Of the dataset, which errors name, on ranks too that make no calls; None where the beginning is given it
             first.
-        seed: Of what its environment draws from the process-wide `random` and NumPy.
+        seed: Seed of what its environment draws from the process-wide `random` and NumPy.
         place: The row's number in the dataset, which errors name; None where it has none.
     """
 
@@ -200,7 +200,7 @@ class Reply:
 
     Attributes:
         messages: What the policy reads next.
-        reward: Of this turn.
+        reward: Reward of this turn.
         done: Whether the conversation is over.
         calls: How many tools were called.
         failed: How many of these calls gave no value: they could not be read, or the tool raised.
@@ -219,13 +219,13 @@ class Session(EnvironmentSession):
     """Answers the turns of one policy.
 
     Args:
-        definition: Of the environment.
+        definition: Definition of the environment.
         host: Where its code runs; it keeps this environment alone until `close`.
         row: Of the dataset, which errors name, on ranks too that make no calls; None where `begin` is given it first.
         max_tool_calls: Calls after these are refused, and a turn of them alone ends it; None for any number.
-        seed: Of what its environment draws from the process-wide `random` and NumPy.
+        seed: Seed of what its environment draws from the process-wide `random` and NumPy.
         place: The row's number in the dataset, which errors name; None where it has none.
-        calls: Of tools, that the policy made before, where a conversation is continued.
+        calls: Calls of tools, that the policy made before, where a conversation is continued.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class TemplateBridge(Bridge):
 
     Args:
         tokenizer: With a chat template.
-        schemas: Of the tools that the template tells the policy of. With some, only tools answer a turn.
+        schemas: Schemas of the tools that the template tells the policy of. With some, only tools answer a turn.
         tool_calls: The form in which the policy calls tools, by its name in `TOOL_FORMS`; None for the form in which
             the template writes calls, or tells the policy to.
 

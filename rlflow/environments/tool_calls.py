@@ -35,7 +35,7 @@ class ToolCall:
     """One call.
 
     Attributes:
-        name: Of the tool; empty where the call cannot be read.
+        name: Name of the tool; empty where the call cannot be read.
         arguments: By name.
         problem: Why the call cannot be read, in words for the policy; empty where it can.
         id: By which the policy names the call, where its family does; else empty.

@@ -199,17 +199,17 @@ class Memory:
 
     Attributes:
         ranks: Those that hold as much.
-        weights: Of each role.
-        gradients: Of each trained role.
+        weights: Weights of each role.
+        gradients: Gradients of each trained role.
         optimizer: States of each trained role.
-        activations: Of a micro-batch of each trained role; one at a time is there.
+        activations: Activations of a micro-batch of each trained role; one at a time is there.
         logits: The chunk of `[tokens, vocabulary]`, or `[tokens, labels]`, that is held at once, with its gradient.
         gathered: A layer's weights where they are divided, whole.
         reduced: Gradients on their way to other ranks.
         stepping: What the optimizer takes while it steps, beside its states.
         engines: By the role that each belongs to.
         held: Values of the step.
-        capacity: Of the device, for this rank.
+        capacity: Capacity of the device, for this rank.
         together: Engines that are awake at once; others are awake alone.
         host: In the CPU's memory instead: optimizer states and weights of each role that leaves them there.
     """
@@ -274,7 +274,7 @@ def memories(workload: Workload, capacity: float) -> list[Memory]:
     """What ranks hold, once for those on which the same lives; the fullest first.
 
     Args:
-        workload: Of all ranks.
+        workload: Workload of all ranks.
         capacity: Bytes of each rank's device.
     """
     alike: dict[tuple[bool, ...], list[int]] = {}

@@ -46,7 +46,7 @@ def memory_watched(doing: str, remedies: Callable[[], Sequence[str]], strategy: 
     Args:
         doing: What is done, such as "step 3, run rollout".
         remedies: Settings that would help, with their values; asked for after the error.
-        strategy: Of this rank.
+        strategy: Strategy of this rank.
 
     Raises:
         UserError: Memory ran out.

@@ -122,7 +122,7 @@ class LoadedRole:
     """A model that is loaded.
 
     Attributes:
-        size: Of the model.
+        size: Size of the model.
         training: How it lies and is updated; a frozen role has no trained parameters.
         epochs: Passes over a step's rows.
         owner: The role whose weights it uses; None for its own.
@@ -141,7 +141,7 @@ class Engine:
     """What generates.
 
     Attributes:
-        ranks: Of one engine.
+        ranks: Ranks of one engine.
         placed: On which ranks engines are.
         memory: What each takes of a rank's, beside its weights.
     """
@@ -156,17 +156,17 @@ class Workload:
     """A step.
 
     Attributes:
-        graph: Of the algorithm.
-        plan: Of all ranks.
+        graph: Graph of the algorithm.
+        plan: Plan of all ranks.
         ranks: How many.
         roles: By name.
         follows: The role whose weights the engine generates with.
         engines: What generates, by the role that each engine belongs to.
         policies: Models that generate and that no rank loads to score or train, by name.
         together: Roles whose engines are awake at once, for one node generates with them; others are awake alone.
-        prompts: Of the step.
+        prompts: Prompts of the step.
         group_size: Samples of each prompt.
-        lengths: Of a row.
+        lengths: Lengths of a row.
         moves_rows: Whether rows are balanced over ranks.
     """
 
@@ -272,12 +272,12 @@ def loaded_role(
     """A role of a module.
 
     Args:
-        name: Of the role.
-        models: Of the module, by role.
-        size: Of the role's model.
+        name: Name of the role.
+        models: Models of the module, by role.
+        size: Size of the role's model.
         strategy: Trains it.
         layout: Where it lives.
-        samples: Of a step.
+        samples: Samples of a step.
         on_cpu: Whether it is trained on the CPU, whose memory the optimizer's states are in anyway.
     """
     handle = models[name]
@@ -333,7 +333,7 @@ def engine_here(
         engine: As configured.
         placed: Where engines are.
         followed: The role whose weights it generates with.
-        lengths: Of a row.
+        lengths: Lengths of a row.
         rows: Responses of a step.
         on_cpu: Whether it runs on the CPU.
     """

@@ -218,7 +218,7 @@ def engines_of_rank(engines: Engines, layouts: Mapping[str, Layout], transport: 
     """What generates on this rank.
 
     Args:
-        engines: Of all policies, as configured.
+        engines: Engines of all policies, as configured.
         layouts: Where each policy generates.
         transport: To the other ranks; has formed the groups of the ranks that share an engine.
         on_cpu: Whether they run on the CPU.
@@ -244,7 +244,7 @@ def engines_beside(engines: Engines, layouts: Mapping[str, Layout], world_size: 
     process with an engine named before them.
 
     Args:
-        engines: Of all policies, as configured.
+        engines: Engines of all policies, as configured.
         layouts: Where each policy generates.
         world_size: Ranks of the run.
         on_cpu: Whether they run on the CPU.
@@ -276,7 +276,7 @@ class TimeSharedEngine(RolloutEngine):
     Args:
         policy: Whose it is, in messages.
         engine: The shared one.
-        turns: Of all policies that share it, filled here: by name.
+        turns: What each policy that shares it sees of it, filled here: by name.
     """
 
     def __init__(self, policy: str, engine: RolloutEngine, turns: dict[str, TimeSharedEngine]) -> None:

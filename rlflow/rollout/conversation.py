@@ -22,6 +22,8 @@ from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Ending, Rollout
 
+PROGRESS = ("draw", "rewards", "calls", "failed", "why", "cut", "state")  # stored of a conversation, see `_progress`
+
 
 @dataclass
 class Conversation:
@@ -33,21 +35,21 @@ class Conversation:
         prompt: Token ids of the first turn's prompt.
         messages: All that was said, the prompt's among it.
         tokens: Ids after the prompt, of the policy and of the environment.
-        logprobs: Of each token; 0 where the environment wrote it.
-        written: Of each token, whether the policy wrote it.
+        logprobs: Logprobs of each token; 0 where the environment wrote it.
+        written: Whether the policy wrote each token.
         segments: How many tokens each turn of the policy and each answer to it has, by turns.
-        rewards: Of each turn.
+        rewards: Rewards of each turn.
         ended: Why it is over; None as long as it is not.
         why: The same in words, for people.
         cut: Whether the last turn of the policy was cut at its longest length.
         seat: Whose view it is, as a number among the environment's seats.
-        calls: Of tools.
+        calls: Number of calls of tools.
         failed: How many of these gave no value.
         turn_open: Whether the last turn was cut off and is to be continued.
         sampled: Tokens that the policy wrote in this call of `converse`.
-        versions: Of the policy, of each token that was there before this call.
+        versions: Versions of the policy, of each token that was there before this call.
         draw: How often prompts were drawn before it began.
-        state: Of its environment where it was cut off, see `Session.state`; None where that stays as it is.
+        state: State of its environment where it was cut off, see `Session.state`; None where that stays as it is.
         was_over: Whether it was over before this call.
         begun_anew: Whether it was cut off and its environment is gone, so that it began once more.
     """
@@ -151,7 +153,7 @@ def converse(
     Args:
         session: With its environment.
         bridge: Writes its turns.
-        prompt: Of the dataset's row.
+        prompt: Prompt of the dataset's row.
         row: All of its columns.
         seed_of: The seed of each turn.
         rules: How it goes.
@@ -361,11 +363,11 @@ def to_rollout(
 
     Args:
         conversations: `B` of them.
-        path: Of each.
+        path: Path of each.
         rows: The dataset's row of each.
-        version: Of the policy, of tokens whose version a conversation does not say.
+        version: Version of the policy, of tokens whose version a conversation does not say.
         decode: Token ids to text, of what the policy said last.
-        dtype: Of log-probabilities and rewards.
+        dtype: Dtype of log-probabilities and rewards.
         cut_off: Whether some may be continued.
     """
     lengths = torch.tensor([len(each.tokens) for each in conversations], dtype=torch.int64)
@@ -403,8 +405,8 @@ def from_rollout(rollout: Rollout, row: int, session: EnvironmentSession, bridge
 
     Args:
         rollout: What `to_rollout` gave, on the CPU.
-        row: Of it.
-        session: Of the conversation's environment.
+        row: Row of the rollout.
+        session: Session of the conversation's environment.
         bridge: Writes its turns.
     """
     progress, length = rollout.progress[row], int(rollout.lengths[row])
@@ -421,18 +423,12 @@ def from_rollout(rollout: Rollout, row: int, session: EnvironmentSession, bridge
         logprobs=rollout.logprobs[row, :length].tolist(),
         written=written,
         segments=segments,
-        rewards=list(progress["rewards"]),
         ended=Ending(int(rollout.ended[row])) if progress["over"] else None,
-        why=progress["why"],
-        cut=progress["cut"],
         seat=int(rollout.seat[row]),
-        calls=progress["calls"],
-        failed=progress["failed"],
         turn_open=not progress["over"] and len(segments) % 2 == 1,  # segments are turns and answers, one after another
         versions=rollout.versions[row, :length].tolist(),
-        draw=progress["draw"],
-        state=progress["state"],
         was_over=progress["over"],
+        **deepcopy({name: progress[name] for name in PROGRESS}),
     )
 
 
@@ -442,16 +438,7 @@ def _progress(conversation: Conversation) -> dict[str, Any]:
     `draw` is how often prompts were drawn before it began, `rewards` are of its turns, and `state` is of its
     environment, null where it has none to give.
     """
-    return {
-        "over": conversation.ended is not None,
-        "draw": conversation.draw,
-        "rewards": conversation.rewards,
-        "calls": conversation.calls,
-        "failed": conversation.failed,
-        "why": conversation.why,
-        "cut": conversation.cut,
-        "state": conversation.state,
-    }
+    return {"over": conversation.ended is not None, **{name: getattr(conversation, name) for name in PROGRESS}}
 
 
 def _messages(conversation: Conversation) -> list[dict[str, Any]]:
@@ -483,9 +470,9 @@ def add_group_rewards(
     """Ask the environment for the rewards of a group, and add them to the last turns.
 
     Args:
-        session: Of the group's environment, on a host that no conversation uses.
+        session: Session of the group's environment, on a host that no conversation uses.
         group: Conversations from one row; none of them failed.
-        row: Of the dataset.
+        row: Row of the dataset.
         rules: How they went.
 
     Raises:

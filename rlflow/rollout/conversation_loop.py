@@ -49,8 +49,8 @@ class TurnQueue:
 
     Attributes:
         engine: Holds the weights of `version`.
-        sampling: Of the turns.
-        version: Of the policy.
+        sampling: Sampling of the turns.
+        version: Version of the policy.
     """
 
     engine: RolloutEngine
@@ -93,7 +93,7 @@ class ConversationLoop(Generic[T]):
 
     Args:
         queues: The turns of each policy.
-        calls: Of environments.
+        calls: Calls of environments.
         lockstep: All conversations that are open take their turns together: no engine steps while a call is open, and
             no call is made while an engine steps.
     """
@@ -191,36 +191,20 @@ def run_alone(conversation: ConversationSteps[T], take_turn: Callable[[Turn], Co
 CONVERSATIONS, SPANS = 8, 64  # whose spans are noted, and how many of each: what a trace takes is bounded
 
 
-@dataclass(frozen=True)
-class Wait:
-    """A conversation's wait for a turn of a policy, or for its environment.
-
-    Attributes:
-        conversation: By its number among those of the rank.
-        of: `environment`, or `policy`.
-        start: Of `time.perf_counter`, seconds.
-        end: Likewise.
-    """
-
-    conversation: int
-    of: str
-    start: float
-    end: float
-
-
 @dataclass
 class ConversationTimes:
     """Of the conversations that a rank has in a node.
 
     Attributes:
-        waits: Of the first conversations.
+        waits: Of the first conversations: for `environment` or `policy`, the conversation's number, start and end in
+            seconds of `time.perf_counter`.
         count: How many there are; one of several seats is one.
         calls: Seconds of each call of an environment, waiting for its turn not counted.
         idle: Seconds in which this rank waited for environments, and no turn was in progress.
         whole: Seconds of all.
     """
 
-    waits: list[Wait] = field(default_factory=list)
+    waits: list[tuple[str, int, float, float]] = field(default_factory=list)
     count: int = 0
     calls: list[float] = field(default_factory=list)
     idle: float = 0.0
@@ -245,14 +229,14 @@ class ConversationTimes:
             if number < CONVERSATIONS and noted < SPANS:
                 noted += 1
                 of = "environment" if isinstance(waits, EnvironmentCall) else "policy"
-                self.waits.append(Wait(number, of, begun, time.perf_counter()))
+                self.waits.append((of, number, begun, time.perf_counter()))
 
     def report(self, watch: Watch | None, **where: Any) -> None:
         """Report the waits to whoever watches this rank, and where they were."""
         if watch is None:
             return
-        for each in self.waits:
-            watch.turn(each.of, each.conversation, each.start, each.end, **where)
+        for of, number, start, end in self.waits:
+            watch.turn(of, number, start, end, **where)
 
     def _called(self, call: Callable[[], Any]) -> Any:
         begun = time.perf_counter()

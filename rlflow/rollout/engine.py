@@ -55,7 +55,7 @@ class Completion:
 
     Attributes:
         token_ids: The generated tokens, the stop token included.
-        logprobs: Of each of them, after temperature; of temperature 1 where sampling was greedy.
+        logprobs: Logprobs of each of them, after temperature; of temperature 1 where sampling was greedy.
         finished: Ending by a stop token, not by the longest allowed length.
         experts: `[prompt + response - 1, layers, k]` uint8 or int16, which experts each token went to, where the engine
             was asked to tell.
@@ -90,7 +90,7 @@ class EngineMemory:
 
     Attributes:
         at_once: Responses that are generated at once, at most.
-        share: Of the device's memory, for weights and cache together; 0 where `cache` is given.
+        share: Share of the device's memory, for weights and cache together; 0 where `cache` is given.
         cache: Bytes of keys and values on a rank; None for what the weights leave of the share.
         asleep: What stays in memory while roles are trained.
     """
@@ -106,12 +106,12 @@ class EnginePlace:
     """Where an engine is set up, in what numbers it computes, and whose code it may run.
 
     Attributes:
-        dtype: Of weights and computation.
-        device: Of this rank.
+        dtype: Dtype of weights and computation.
+        device: Device of this rank.
         rank: In the process group that is there already, if one is.
-        world_size: Of that group, or 1.
+        world_size: Size of that group, or 1.
         local_rank: Rank on this machine.
-        seed: Of the run. What is sampled depends on the seeds given to `generate`, not on this one.
+        seed: Seed of the run. What is sampled depends on the seeds given to `generate`, not on this one.
         trust_remote_code: Whether code that lies beside the model's weights may run.
     """
 
@@ -155,7 +155,7 @@ class RolloutEngine(ABC):
             prompt: Tokens of the longest prompt.
             response: Tokens of the longest response.
             positions: Tokens that the model takes, at least those of both; None without a limit.
-            token_bytes: Of the keys and values of a token on each rank that shares the engine.
+            token_bytes: Bytes of the keys and values of a token on each rank that shares the engine.
             on_cpu: Where the engine will run.
 
         Raises:
@@ -166,7 +166,7 @@ class RolloutEngine(ABC):
         """Called before a process starts and a weight is loaded.
 
         Args:
-            device: Of this rank.
+            device: Device of this rank.
 
         Raises:
             UserError: The engine does not run on such a device.
@@ -218,7 +218,7 @@ class RolloutEngine(ABC):
 
         Args:
             rows: Responses of a step that one engine generates.
-            row_bytes: Of the keys and values of the longest prompt and response.
+            row_bytes: Bytes of the keys and values of the longest prompt and response.
             on_cpu: Whether it runs on the CPU.
         """
         return EngineMemory(rows, cache=rows * row_bytes, asleep="weights")
@@ -381,10 +381,10 @@ class Piece:
     Attributes:
         name: The trainer's (Hugging Face) name.
         place: The engine's name; one of its parameters may hold pieces of several tensors.
-        length: Of the slice.
+        length: Length of the slice.
         dim: Along which the slice is cut, of both.
-        start: Of the slice in the trainer's tensor.
-        row: Of the slice in the engine's parameter.
+        start: Start of the slice in the trainer's tensor.
+        row: Row of the slice in the engine's parameter.
     """
 
     name: str
@@ -408,7 +408,7 @@ class Manifest:
 
     Args:
         pieces: All that the engine holds.
-        dtype: Of the engine.
+        dtype: Dtype of the engine.
     """
 
     def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype) -> None:

@@ -64,7 +64,7 @@ class EngineSubprocess(RolloutEngine):
 
     Args:
         engine: As constructed; it is set up in the other process and never in this one.
-        index: Of this rank among those that share the engine.
+        index: Index of this rank among those that share the engine.
         size: How many share it.
         address: From `free_address` of the first of them; unused where there is one.
         timeout_s: Bounds every wait.
@@ -422,8 +422,8 @@ class EngineGroup:
     """The processes that hold one engine together.
 
     Attributes:
-        index: Of this one.
-        size: Of the group.
+        index: Index of this process among them.
+        size: Size of the group.
         address: `host:port` of its store; unused where `size` is 1.
         timeout_s: For each of its collectives.
     """
@@ -440,10 +440,10 @@ class SentWeight:
 
     Attributes:
         name: The trainer's.
-        shape: Of the tensor.
-        dtype: Of the tensor.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
         pieces: Slices that alone have the tensor's values; none where all of it has.
-        fingerprints: Of the pieces, or of the whole, before they were copied.
+        fingerprints: Fingerprints of the pieces, or of the whole, before they were copied.
         on_gpu: What opens the memory of a GPU that both processes use: a function and its arguments.
     """
 
@@ -472,7 +472,7 @@ class Done:
     """The answer to a call.
 
     Attributes:
-        result: Of the engine's method.
+        result: Result of the engine's method.
         policy_version: That the engine now holds.
     """
 
@@ -486,7 +486,7 @@ class Failed:
 
     Attributes:
         kind: The error's class, if rank and engine know it alike; None for any other.
-        text: Of the error.
+        text: Text of the error.
         trace: Where it was raised.
         policy_version: That the engine now holds.
     """
@@ -501,7 +501,7 @@ def main(descriptor: int, parent: int) -> None:
     """Serve the rank at the other end of the socket until it is gone.
 
     Args:
-        descriptor: Of the socket.
+        descriptor: Descriptor of the socket.
         parent: Id of the rank's process.
     """
     for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal; they are the rank's, with which this process ends
@@ -511,7 +511,7 @@ def main(descriptor: int, parent: int) -> None:
     try:
         engine, group = _first(connection)
         _join(group)
-        _Service(connection, engine).run()
+        _serve(connection, engine)
     except (EOFError, ConnectionError):
         pass  # the rank is gone, or has closed the engine
     os._exit(0)  # taking torch and vLLM down in good order costs seconds, and prints
@@ -538,48 +538,44 @@ def _join(group: EngineGroup) -> None:
     dist.init_process_group("gloo", store=store, rank=group.index, world_size=group.size, timeout=limit)
 
 
-class _Service:
-    """Calls the engine as the rank says."""
+def _serve(connection: Connection, engine: RolloutEngine) -> None:
+    """Call the engine as the rank says."""
+    while True:
+        method, arguments, keywords = connection.recv()
+        if method == "update_weights":
+            arguments = (_buckets(connection), *arguments)
+        try:
+            result = getattr(engine, method)(*arguments, **keywords)
+        except Exception as error:
+            kind = type(error) if isinstance(error, TOLD_AS_THEY_ARE) else None
+            text = str(error) if kind else f"{type(error).__name__}: {error}"
+            answer: Done | Failed = Failed(kind, text, traceback.format_exc(), engine.policy_version)
+        else:
+            answer = Done(result, engine.policy_version)
+        connection.send(answer)
 
-    def __init__(self, connection: Connection, engine: RolloutEngine) -> None:
-        self._connection = connection
-        self._engine = engine
 
-    def run(self) -> None:
-        while True:
-            method, arguments, keywords = self._connection.recv()
-            if method == "update_weights":
-                arguments = (self._buckets(), *arguments)
-            try:
-                result = getattr(self._engine, method)(*arguments, **keywords)
-            except Exception as error:
-                kind = type(error) if isinstance(error, TOLD_AS_THEY_ARE) else None
-                text = str(error) if kind else f"{type(error).__name__}: {error}"
-                answer: Done | Failed = Failed(kind, text, traceback.format_exc(), self._engine.policy_version)
-            else:
-                answer = Done(result, self._engine.policy_version)
-            self._connection.send(answer)
+def _buckets(connection: Connection) -> Iterator[list[tuple[str, Tensor]]]:
+    """Buckets of one weight each, as they come; each is acknowledged when the next is asked for."""
+    while (weight := connection.recv()) is not Signal.END:
+        if weight is Signal.WITHDRAWN:
+            raise WeightSyncError("the trainer withdrew its weights")
+        tensor = _opened(connection, weight)
+        if fingerprints(tensor, weight.pieces) != weight.fingerprints:
+            raise WeightSyncError(f"`{weight.name}` reached the engine's process with other values than were sent")
+        yield [(weight.name, tensor)]
+        del tensor
+        connection.send(Signal.TAKEN)
 
-    def _buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Buckets of one weight each, as they come; each is acknowledged when the next is asked for."""
-        while (weight := self._connection.recv()) is not Signal.END:
-            if weight is Signal.WITHDRAWN:
-                raise WeightSyncError("the trainer withdrew its weights")
-            tensor = self._opened(weight)
-            if fingerprints(tensor, weight.pieces) != weight.fingerprints:
-                raise WeightSyncError(f"`{weight.name}` reached the engine's process with other values than were sent")
-            yield [(weight.name, tensor)]
-            del tensor
-            self._connection.send(Signal.TAKEN)
 
-    def _opened(self, weight: SentWeight) -> Tensor:
-        if weight.on_gpu is not None:
-            rebuild, arguments = weight.on_gpu
-            return rebuild(*arguments)
-        descriptor = recv_handle(self._connection)
-        tensor = mapped(descriptor, weight.shape, weight.dtype)
-        os.close(descriptor)
-        return tensor
+def _opened(connection: Connection, weight: SentWeight) -> Tensor:
+    if weight.on_gpu is not None:
+        rebuild, arguments = weight.on_gpu
+        return rebuild(*arguments)
+    descriptor = recv_handle(connection)
+    tensor = mapped(descriptor, weight.shape, weight.dtype)
+    os.close(descriptor)
+    return tensor
 
 
 def fingerprints(tensor: Tensor, pieces: Sequence[Piece]) -> tuple[int, ...]:

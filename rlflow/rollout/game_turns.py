@@ -40,7 +40,7 @@ def play_game(
     Args:
         game: With its environment.
         bridge: Writes the turns of all seats.
-        prompt: Of the dataset's row.
+        prompt: Prompt of the dataset's row.
         row: All of its columns.
         seed_of: The seed of each turn, given the seat and its number among those of this seat.
         rules: How the conversation of each seat goes, and who speaks in it.

@@ -50,12 +50,12 @@ def sample(
         parents: The path of each.
         n: Responses to each prompt, or continuations of each response.
         sampling: Length, temperature and stop tokens.
-        seed: Of the run. A sample's own seed is a function of (seed, draw, node, path, call).
+        seed: Seed of the run. A sample's own seed is a function of (seed, draw, node, path, call).
         draw: How often prompts were drawn before.
         node: The node that samples.
         version: The policy version that must generate.
         decode: Token ids to text.
-        dtype: Of the logprobs.
+        dtype: Dtype of the logprobs.
         part: Where responses may be cut off: the rows are then as far as they got, see `under_way`.
         earlier: What the node made of each row before; nothing where None.
         longest: Tokens of the longest continued response, what it had included; of a prompt `sampling` says it.
@@ -214,7 +214,7 @@ class Responses:
 
         Args:
             begun: The first of them, as far as they got.
-            path: Of all `B`.
+            path: Path of all `B`.
 
         Raises:
             UserError: They were begun with other numbers of responses to a prompt.
@@ -263,8 +263,8 @@ def require_continued(begun: RowPath, path: RowPath) -> None:
     """Refuse to continue responses beside other numbers of responses to a prompt.
 
     Args:
-        begun: Of those that were cut off.
-        path: Of all that are asked for, which begin with those.
+        begun: Begun of those that were cut off.
+        path: Path of all that are asked for, which begin with those.
 
     Raises:
         UserError: They were begun with other numbers.
@@ -307,7 +307,7 @@ class Children:
     """`K` rows that come of others, those of one parent in consecutive rows.
 
     Attributes:
-        path: Of each.
+        path: Path of each.
         parent: `[K]` int64, the row that each comes of.
         number: `[K]` int64, of each among those of its parent in this call.
         call: `[K]` int64, how often the node generated from its parent before.
@@ -350,14 +350,14 @@ def sampling_seed(
     """The seed of one response, 63 bits: the same whatever the ranks, and other for every other argument.
 
     Args:
-        run_seed: Of the run.
+        run_seed: Seed of the run.
         draw: How often prompts were drawn before.
         node: The node that samples.
         parent: The path of the row that is answered or continued; of a prompt its id.
         child: The number of the response among those to it.
         call: How often this parent was generated from before, in this node and draw; a number of the row's, not of the
             rank's calls.
-        turn: Of the response, from 0.
+        turn: Turn of the response, from 0.
     """
     where = node + (f"#{call}" if call else "") + (f"@{turn}" if turn else "")
     key = f"{run_seed}/{draw}/{'.'.join(map(str, parent))}/{child}/{where}"

@@ -22,7 +22,7 @@ class Measured:
 
     Attributes:
         workload: What was done.
-        seconds: Of each node, of `sync`, and of the whole `step`.
+        seconds: Seconds of each node, of `sync`, and of the whole `step`.
     """
 
     workload: Workload

@@ -138,11 +138,11 @@ def sync_seconds(
     """Of bringing trained weights into the engine: gathered where they are divided, written, and read back.
 
     Args:
-        size: Of the model.
+        size: Size of the model.
         width: Bytes of a weight.
-        ranks: Of the trained role.
+        ranks: Ranks of the trained role.
         divided: Whether its weights are.
-        hardware: Of the ranks.
+        hardware: Hardware of the ranks.
         crossing: Ranks of a broadcast to engines that live elsewhere: a pipeline, as slow as its slowest link.
     """
     nbytes = size.parameters * width

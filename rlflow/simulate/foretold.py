@@ -28,7 +28,7 @@ class Foretold:
     """The prediction of a run on the ranks that it has.
 
     Attributes:
-        simulation: Of its own number of machines and ranks.
+        simulation: Simulation of its own number of machines and ranks.
     """
 
     simulation: Simulation

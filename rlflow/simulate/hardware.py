@@ -6,16 +6,15 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import torch
 import yaml
 
-from rlflow.errors import UserError, did_you_mean
+from rlflow.errors import UserError, did_you_mean, one_line
 
 
 def _check_sharing(sharing: object) -> None:
@@ -30,29 +29,29 @@ class Hardware:
 
     Args:
         peak_flops: bf16 without sparsity.
-        memory: Of one GPU.
-        memory_bandwidth: Of one GPU.
+        memory: Memory of one GPU.
+        memory_bandwidth: Memory bandwidth of one GPU.
         node_bandwidth: Between GPUs of a node.
         network_bandwidth: Between nodes.
         gpus_per_node: GPUs of a node.
-        storage_bandwidth: Of a node, from and to the storage on which models and checkpoints lie.
-        node_latency: Of a collective's hop in a node.
-        network_latency: Of a collective's hop between nodes.
-        message_seconds: Of each message of an all-to-all.
+        storage_bandwidth: Storage bandwidth of a node, from and to the storage on which models and checkpoints lie.
+        node_latency: Latency of a collective's hop in a node.
+        network_latency: Latency of a collective's hop between nodes.
+        message_seconds: Seconds of each message of an all-to-all.
         train_efficiency: Share of the peak that training reaches.
         forward_efficiency: Share of the peak that scoring and reading prompts reach.
         memory_efficiency: Share of the memory bandwidth that decoding reaches.
         link_efficiency: Share of the bandwidths between GPUs that is reached.
-        decode_overhead: Of one decoding step, beside reading weights and cache.
+        decode_overhead: Overhead of one decoding step, beside reading weights and cache.
         row_seconds: Work on the CPU for a row in a node without a role: a verifier, say.
-        hub_bandwidth: Of a controller through which rows go, packing and unpacking included.
+        hub_bandwidth: Bandwidth of a controller through which rows go, packing and unpacking included.
         control_seconds: Work of a metadata controller for a row and value.
-        micro_batch_seconds: Of a forward pass beside its FLOP; of a backward pass twice that.
-        update_seconds: Of an optimizer step beside the numbers that it moves.
+        micro_batch_seconds: Seconds of a forward pass beside its FLOP; of a backward pass twice that.
+        update_seconds: Seconds of an optimizer step beside the numbers that it moves.
         response_seconds: Of an engine for each response beside its tokens: reading the request, writing the text.
-        sync_seconds: Of a weight sync beside its bytes.
-        exchange_row_seconds: Of a rank for each row and column of a value that it packs and unpacks.
-        step_seconds: Of a step beside all of these: loading, counting, metrics.
+        sync_seconds: Seconds of a weight sync beside its bytes.
+        exchange_row_seconds: Seconds of a rank for each row and column of a value that it packs and unpacks.
+        step_seconds: Seconds of a step beside all of these: loading, counting, metrics.
         sharing: By how much longer computing takes when so many GPUs of a node do, where processes share what they
             compute on; between the given numbers in proportion.
     """
@@ -119,6 +118,8 @@ COMPUTED = (
 )
 
 
+LAPS = 5  # of each rate that is measured here
+
 # NVIDIA's data sheets of the SXM modules, and of the DGX systems for the network: one adapter for each GPU, 400 Gb/s
 # (H100, H200) or 200 Gb/s (A100). NVLink's figure is both directions; a half is one.
 PRESETS = {
@@ -140,45 +141,28 @@ def read_hardware(name: str) -> Hardware:
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
-        known = ", ".join(PRESETS)
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
         raise UserError(
-            f"`--hardware` is {name!r}; give {known} or a YAML file of your own.{did_you_mean(name, PRESETS)}"
-        )
-    if not path.is_file():
-        raise UserError(
-            f"`--hardware` is {name!r}, and there is no such file; give {', '.join(PRESETS)} or a YAML file"
+            f"`--hardware` is {name!r}, no preset and no YAML file that is there; give {', '.join(PRESETS)} or a YAML"
+            f" file.{did_you_mean(name, PRESETS)}"
         )
     try:
         given = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
-        raise UserError(f"`--hardware` is {name!r}, which is no YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"`--hardware` is {name!r}, which is no YAML: {one_line(error)}") from error
     if not isinstance(given, dict):
         raise UserError(f"`--hardware` is {name!r}, which holds {given!r}; write `memory: 80.0e+9` and the like")
-    return _from_yaml(name, given)
-
-
-def _from_yaml(name: str, given: dict[Any, Any]) -> Hardware:
+    known = ["like", *(field.name for field in fields(Hardware))]
+    if unknown := [str(key) for key in given if key not in known]:
+        near = did_you_mean(unknown[0], known)
+        raise UserError(f"`{unknown[0]}` in {name} is no known key.{near} Known here: {', '.join(known)}")
     like = given.pop("like", None)
     if like is not None and like not in PRESETS:
         raise UserError(f"`like` in {name} is {like!r}; give one of {', '.join(PRESETS)}")
-    known = [field.name for field in fields(Hardware)]
-    for key in given:
-        if key not in known:
-            near = did_you_mean(str(key), known)
-            raise UserError(f"`{key}` in {name} is no known key.{near} Known here: like, {', '.join(known)}")
-    missing = [
-        field.name
-        for field in fields(Hardware)
-        if field.default is MISSING and field.default_factory is MISSING and field.name not in given
-    ]
-    if like is None and missing:
-        raise UserError(f"{name} does not say `{missing[0]}`; add it, or `like: h100` for the rest")
-    rest = {} if like is None else vars(PRESETS[like])
-    return Hardware(**{**rest, **given})
-
-
-LAPS = 5
+    try:
+        return Hardware(**({} if like is None else vars(PRESETS[like])) | given)
+    except TypeError as error:
+        raise UserError(f"{name} is no whole machine ({error}); add that, or `like: h100` for the rest") from error
 
 
 def this_machine(devices: int, on_gpu: bool) -> tuple[str, Hardware]:

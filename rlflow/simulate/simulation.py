@@ -39,7 +39,7 @@ class PredictedStep:
 
     Attributes:
         workload: What is done.
-        memories: Of ranks, in rlflow; the fullest first.
+        memories: Memories of ranks, in rlflow; the fullest first.
         timelines: Of each design.
     """
 
@@ -69,12 +69,12 @@ class Simulation:
 
     Attributes:
         module: The algorithm, its models configured.
-        graph: Of the module.
+        graph: Graph of the module.
         data: Its prompts.
         trainer: Its strategy and engine.
         nodes: To be simulated.
-        name: Of the hardware.
-        hardware: Of a node.
+        name: Name of the hardware.
+        hardware: Hardware of a node.
         scaling: Whether the step's prompts grow with the ranks.
         prompt_tokens: On average; None for half of the longest.
         response_tokens: On average; None for half of the longest.
@@ -271,7 +271,7 @@ class Phase:
         name: `loading`, `saving` or `resuming`.
         seconds: For which all ranks are at it.
         nbytes: That the node which moves most moves from or to storage.
-        memory: Of the fullest rank, at its fullest moment.
+        memory: Memory of the fullest rank, at its fullest moment.
     """
 
     name: str
@@ -284,8 +284,8 @@ def run_phases(workload: Workload, hardware: Hardware, buffer: float) -> list[Ph
     """Of a run, its roles one after the other.
 
     Args:
-        workload: Of all ranks.
-        hardware: Of a node; processes on it share its storage's bandwidth.
+        workload: Workload of all ranks.
+        hardware: Hardware of a node; processes on it share its storage's bandwidth.
         buffer: Bytes of weights gathered at once.
     """
     own = [role for role in workload.roles.values() if role.owner is None]

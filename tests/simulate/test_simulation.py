@@ -132,10 +132,22 @@ def own(text: str) -> Callable[[Path], list[str]]:
 
 
 REFUSED: list[tuple[str, list[str] | Callable[[Path], list[str]], str]] = [
-    ("unknown hardware", ["--hardware", "h10"], "`--hardware` is 'h10'; give a100, h100, h200 or a YAML file"),
-    ("a missing file", ["--hardware", "no.yaml"], "`--hardware` is 'no.yaml', and there is no such file"),
+    (
+        "unknown hardware",
+        ["--hardware", "h10"],
+        "`--hardware` is 'h10', no preset and no YAML file that is there; give a100, h100, h200 or",
+    ),
+    (
+        "a missing file",
+        ["--hardware", "no.yaml"],
+        "`--hardware` is 'no.yaml', no preset and no YAML file that is there",
+    ),
     ("a misspelt key", own("like: h100\nmemry: 1.0"), "`memry` in "),
-    ("half a machine", own("peak_flops: 1.0e+12"), "does not say `memory`; add it, or `like: h100`"),
+    (
+        "half a machine",
+        own("peak_flops: 1.0e+12"),
+        "'memory', 'memory_bandwidth', 'node_bandwidth', and 'network_bandwidth'); add that, or `like: h100`",
+    ),
     ("a text for a number", own("like: h100\nmemory: 80GB"), "`memory` of the hardware is '80GB'; give a number"),
     (
         "more than all",
