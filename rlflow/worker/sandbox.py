@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from rlflow.errors import UserError
 from rlflow.worker.killing import ended, kill_all, marked
-from rlflow.worker.limits import MB, Limits
+from rlflow.worker.worker import MB, Limits
 
 ISOLATE = Path(__file__).with_name("isolate.py")
 DISK_MB = 64  # of what it may write, all in memory

@@ -1,4 +1,4 @@
-"""`Worker`, a process that runs one call at a time and can be killed with all that it has started."""
+"""`Worker`, a process that runs one call at a time and can be killed with all that it has started; pools of them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,48 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import IO, Any
 from uuid import uuid4
 
+from rlflow.errors import UserError
 from rlflow.worker.killing import ended, kill_all, marked
-from rlflow.worker.limits import MB, Limits
 
 CHILD = Path(__file__).with_name("child.py")
+MB = 1 << 20
 PIPE_BYTES = 4096  # that can be written at once where a pipe is writable
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the code in a worker may take; a call that takes more ends, and its worker with it.
+
+    Args:
+        seconds: Of one call, waiting included; the start of a process and its imports do not count.
+        start_seconds: Of the start of a process and of the import of a module.
+        memory_mb: Of a process of the worker, in address space, which is more than what it touches; None for no limit.
+        file_mb: The largest file that it may write.
+        output_kb: What is kept of what it prints; the rest is read and dropped.
+    """
+
+    seconds: float = 60.0
+    start_seconds: float = 120.0
+    memory_mb: int | None = 4096
+    file_mb: int = 256
+    output_kb: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "start_seconds", "memory_mb", "file_mb", "output_kb"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"`{name}` is {value}; give more than 0")
 
 
 class WorkerError(Exception):
@@ -263,6 +292,58 @@ class Worker:
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}{said}"
         return f"ended its process with code {code}{said}"
+
+
+class WorkerPool:
+    """Some workers, of which each call takes a free one, or waits for it. Threads may call it side by side.
+
+    A copy has workers of its own.
+
+    Args:
+        limits: What a call may take.
+        workers: How many processes.
+    """
+
+    def __init__(self, limits: Limits, workers: int) -> None:
+        self._made = limits, workers
+        self._workers = [Worker(limits) for _ in range(workers)]
+        self._free: SimpleQueue[Worker] = SimpleQueue()
+        for worker in self._workers:
+            self._free.put(worker)
+
+    def function(self, path: str, /, *args: Any, **given: Any) -> Any:
+        """What the function at `path` returns.
+
+        Raises:
+            WorkerError: It gave no value.
+        """
+        with self._worker() as worker:
+            return worker.function(path, *args, **given)
+
+    def batch(self, path: str, given: dict[str, Any], state: dict[str, Any] | None, logs: list[str]) -> list[Any]:
+        """See `batch_call`, of the function at `path`.
+
+        Raises:
+            WorkerError: It gave no value.
+        """
+        with self._worker() as worker:
+            return worker.batch(path, given, state, logs)
+
+    @contextmanager
+    def _worker(self) -> Iterator[Worker]:
+        worker = self._free.get()
+        try:
+            yield worker
+        finally:
+            self._free.put(worker)
+
+    def close(self) -> None:
+        """Kill all processes; a later call starts new ones."""
+        for worker in self._workers:
+            worker.close()
+
+    def __reduce__(self) -> tuple[type[WorkerPool], tuple[Limits, int]]:
+        return WorkerPool, self._made
 
 
 @cache

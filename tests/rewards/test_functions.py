@@ -265,8 +265,8 @@ class TestTheFormOfTRL:
         assert (scores.total, scores.metrics, scores.columns) == ([6.0, 12.0], {"step": [3.0]}, {"n": [6, 12]})
 
     def test_without_samples_it_is_not_called(self) -> None:
-        def mean(completions: list[str], **kwargs: Any) -> list[float]:
-            return [1 / len(completions)] * len(completions)
+        def mean(completions: list[str], answer: list[str]) -> list[float]:
+            return [1 / len(completions)] * len(answer)
 
         assert scored(as_reward(mean), RewardInput([], [])) == Scores([])
 
