@@ -146,8 +146,6 @@ class Settings:
     def __post_init__(self) -> None:
         if not Path(self.run_dir.strip()).name.strip(".") or not self.run_dir.isprintable():
             raise UserError(f"`trainer.run_dir` is {self.run_dir!r}; name a folder, such as runs/mine")
-        if self.fast_dev_run:
-            self.max_steps = 2
         if self.save_last is True:
             self.save_last = 2
         for name in (

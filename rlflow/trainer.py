@@ -61,6 +61,8 @@ class Trainer(RunningTrainer):
     callbacks: Sequence[Callback | str] = ()
 
     def __post_init__(self) -> None:
+        if self.fast_dev_run:
+            self.max_steps = 2
         super().__post_init__()
         self.strategy = made(self.strategy, "strategy", TrainingStrategy)
         engine: RolloutEngine = made(self.rollout or "transformers", "rollout", RolloutEngine)

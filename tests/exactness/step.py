@@ -150,8 +150,7 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
         logprob_gap_limit=100.0,  # the recorded logprobs are no model's
         seed=setting.seed,
     )
-    one = trainer.settings
-    one.max_steps = 1
+    one = replace(trainer.settings, max_steps=1)
     prepared = prepare(module, data, one, strategy, EngineSettings(Recorded(recording)), scratch)
     Fabric(accelerator="cpu", devices=world_size, strategy=strategy.processes).launch()
     adapters: dict[str, dict[str, Tensor]] = {}
