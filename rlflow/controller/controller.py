@@ -11,11 +11,11 @@ from typing import Any
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller.draws import Draws
-from rlflow.controller.in_step import InStep
 from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.nodes import Nodes
 from rlflow.controller.policies import Policies
 from rlflow.controller.run import Run
+from rlflow.controller.step_state import InStep
 from rlflow.controller.steps import Steps
 from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, Sleep, SyncWeights, Task, Tell, TrainNode
 from rlflow.data.loader import Prefetch

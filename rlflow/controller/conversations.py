@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from rlflow.controller.environment_hosts import EnvironmentHosts
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.conversation_format import ConversationFormat
 from rlflow.environments.environment import Environment
 from rlflow.environments.environment_calls import EnvironmentCalls, SharedCalls
+from rlflow.environments.host import Coroutines, Host
 from rlflow.environments.session import EnvironmentSession, GameSession, Session
+from rlflow.metrics import StepMetrics
 from rlflow.rollout.conversation import Conversation, Rules, add_group_rewards, converse, from_rollout, to_rollout
 from rlflow.rollout.conversation_loop import ConversationLoop, ConversationSteps, ConversationTimes, TurnQueue
 from rlflow.rollout.engine import RolloutEngine, Sampling
@@ -308,3 +309,108 @@ class ConversationRunner:
         seconds = ROUND_S if limit is None else min(ROUND_S, limit.total_seconds() / 4)
         publishes = layout.publishes(transport.rank)
         return SharedCalls(publishes, lambda message: transport.gather_bytes(message, peers)[0], seconds)
+
+
+class EnvironmentHosts:
+    """Hosts of environments; processes are kept for later conversations, until `close`."""
+
+    def __init__(self) -> None:
+        self._coroutines = Coroutines()
+        self._free: dict[Environment, list[Host]] = {}
+        self._waiting: dict[int, Host] = {}
+        self._processes: list[Host] = []
+
+    def take(self, environment: Environment, conversation: int) -> Host:
+        """A host for a conversation: the one that waits for it, or one that is free.
+
+        Args:
+            environment: Of the conversation.
+            conversation: A number that no other one has.
+        """
+        free = self._free.setdefault(environment, [])
+        if conversation in self._waiting:
+            return self._waiting.pop(conversation)
+        return free.pop() if free else self.made(environment)
+
+    def give_back(self, environment: Environment, host: Host) -> None:
+        """It is free for another conversation, or ends where as many are as may run side by side."""
+        free = self._free.setdefault(environment, [])
+        if environment.workers is not None and len(free) < environment.workers:
+            free.append(host)
+        else:
+            host.close()
+            self._processes = [each for each in self._processes if each is not host]
+
+    def keep(self, conversation: int, host: Host) -> None:
+        """It waits, with its environment, until its conversation is continued."""
+        self._waiting[conversation] = host
+
+    def waits(self, conversation: int) -> bool:
+        """Whether the environment of this conversation is still there."""
+        return conversation in self._waiting
+
+    def made(self, environment: Environment) -> Host:
+        """A new one; a process starts with its first call."""
+        host = environment.host(self._coroutines)
+        if environment.workers is not None:
+            self._processes.append(host)
+        return host
+
+    def cancel(self) -> None:
+        """Cancel the coroutines that calls wait for."""
+        self._coroutines.close()
+
+    def pause(self) -> None:
+        """End the loop of coroutines, unless an environment waits that may have something on it."""
+        if not self._waiting:
+            self._coroutines.close()
+
+    def close(self) -> None:
+        """End all processes."""
+        for host in self._processes:
+            host.close()
+        self._processes.clear()
+        self._free.clear()
+        self._waiting.clear()
+        self._coroutines.close()
+
+
+def measure_conversations(
+    node_id: str,
+    conversations: Sequence[Conversation],
+    times: ConversationTimes,
+    metrics: StepMetrics,
+    cut_off: bool = False,
+) -> None:
+    """Turns, calls of tools, who wrote how much, time of environments, and why conversations ended; of this rank's.
+
+    Args:
+        node_id: The node.
+        conversations: Those that ended in this call are counted.
+        times: Of all.
+        metrics: Of the step.
+        cut_off: Whether some may be cut off and continued.
+    """
+    if cut_off:
+        metrics.sum(f"{node_id}/begun_anew", float(sum(each.begun_anew for each in conversations)))
+        conversations = [each for each in conversations if each.ended is not None and not each.was_over]
+    measure_turns(node_id, conversations, metrics)
+    count = float(len(conversations))
+    ends = [each.ended for each in conversations]
+    written = sum(sum(each.segments[::2]) for each in conversations)  # those that are left out of the loss, too
+    metrics.mean(f"{node_id}/written", float(written), float(sum(len(each.tokens) for each in conversations)))
+    metrics.mean(f"{node_id}/environment_seconds", sum(times.calls), float(times.count))
+    metrics.mean(f"{node_id}/environment_wait", times.idle, times.whole)
+    metrics.mean(f"{node_id}/ended_done", float(ends.count(Ending.DONE)), count)
+    metrics.mean(f"{node_id}/ended_turns", float(ends.count(Ending.TURNS)), count)
+    metrics.mean(f"{node_id}/ended_tokens", float(ends.count(Ending.TOKENS)), count)
+    metrics.mean(f"{node_id}/ended_failed", float(ends.count(Ending.FAILED)), count)
+
+
+def measure_turns(node_id: str, conversations: Sequence[Conversation], metrics: StepMetrics) -> None:
+    """Turns, and calls of tools; of this rank's."""
+    count = float(len(conversations))
+    calls = float(sum(each.calls for each in conversations))
+    metrics.mean(f"{node_id}/turns", float(sum(each.turns for each in conversations)), count)
+    metrics.mean(f"{node_id}/tool_calls", calls, count)
+    metrics.mean(f"{node_id}/tool_errors", float(sum(each.failed for each in conversations)), calls)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.controller.in_step import InStep
+from rlflow.controller.step_state import InStep
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node
 from rlflow.databuffer.rows import RowSpace

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
-from rlflow.controller.calls import Calls
 from rlflow.controller.context import Running
 from rlflow.controller.draws import Draws
 from rlflow.controller.failures import each_without, left_out, without_dropped
-from rlflow.controller.finite import require_finite
-from rlflow.controller.in_step import InStep
+from rlflow.controller.generating import Calls
 from rlflow.controller.inputs import NodeCall, NodeInputs
-from rlflow.controller.new_rows import new_rows
 from rlflow.controller.policies import Policies
-from rlflow.controller.responses import measure
 from rlflow.controller.run import Run
+from rlflow.controller.step_state import InStep
 from rlflow.controller.steps import Steps
 from rlflow.controller.training import Training
+from rlflow.dag.annotations import type_name
 from rlflow.dag.node import Node
 from rlflow.dag.tasks import HoldBack, RunNode, TrainNode
-from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.rows import RowSpace, ancestors
+from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError, within_node
+from rlflow.metrics import StepMetrics
+from rlflow.values.columns import columns
+from rlflow.values.cuts import Cut
 from rlflow.values.each import Each, Trained
-from rlflow.values.host_copy import on_device
+from rlflow.values.host_copy import bring_over, on_device, on_host
 from rlflow.values.layout import Layout
+from rlflow.values.path import RowPath
+from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
 
@@ -196,3 +203,161 @@ class Nodes:
         if node.generates and self._draws.partial is None and layout.publishes(self._transport.rank):
             measure(node.id, result, now.metrics, calls.tokens)
         return space
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """What other ranks must know of the rows that a node made on one; all on the CPU.
+
+    Attributes:
+        path: `[B, depth]`: that of the parent, then the number among its children.
+        lengths: `[B]`, response tokens.
+        tokens: `[B]`, what a model reads of each row.
+        versions: `[B]`, of the policy that generated it; -1 where none did.
+    """
+
+    path: Tensor
+    lengths: Tensor
+    tokens: Tensor
+    versions: Tensor
+
+
+def new_rows(node: Node, value: Any, above: RowSpace, layout: Layout, rank: int) -> NewRows:
+    """The rows of `value`, children of those above them that the fronts of their paths name, in their order.
+
+    Args:
+        node: That made them.
+        value: Of the type that the node is annotated with.
+        above: The rows that the node saw.
+        layout: Where these lie.
+        rank: This one.
+
+    Raises:
+        UserError: The value has no paths, or a row descends from none of those that the node saw here.
+    """
+    if not isinstance(value, node.returns):
+        raise UserError(
+            f"node `{node.id}` returned {type(value).__name__} and is annotated {type_name(node.returns)}"
+            f" ({node.place}); return that"
+        )
+    names = [column.name for column in columns(node.returns) if column.cut is Cut.PATH]
+    path = getattr(value, names[0])
+    if not isinstance(path, RowPath):
+        raise UserError(
+            f"node `{node.id}` returned rows on rank {rank} whose `{names[0]}` is {path!r}, so that none has a parent"
+            f" ({node.place}); give each the path of a row of `{node.inside}`, or of one below it"
+        )
+    counts = _counts(value)
+    bring_over([path.numbers, *counts.values()])
+    depth = above.path.shape[1]
+    if path.levels[:depth] != above.levels:
+        raise UserError(
+            f"node `{node.id}` returned rows of {' > '.join(path.levels)} on rank {rank} and sees rows of"
+            f" {' > '.join(above.levels)}, so that none has a parent ({node.place}); return rows that are below those"
+        )
+    numbers = on_host(path.numbers)
+    _require_parents(node, above, above.held(layout, rank), numbers[:, :depth], rank)
+    on_cpu = {name: on_host(x).long() for name, x in counts.items()}
+    none = torch.full((len(numbers),), -1)
+    own = RowPath(numbers, path.levels).below(depth, node.id).numbers
+    lengths = on_cpu.get("lengths", torch.zeros_like(none))
+    tokens = on_cpu.get("tokens", lengths + on_cpu.get("prompts", 0))
+    return NewRows(own, lengths, tokens, on_cpu.get("versions", none))
+
+
+def _counts(value: Any) -> dict[str, Tensor]:
+    """The numbers of each row that a value has, as they are: what is made of them is made on the host."""
+    found: dict[str, Tensor] = {}
+    lengths, prompts = getattr(value, "lengths", None), getattr(value, "prompt_ids", None)
+    if isinstance(lengths, Tensor):
+        found["lengths"] = lengths
+    if isinstance(getattr(value, "tokens", None), Tensor):
+        found["tokens"] = value.tokens
+    elif isinstance(prompts, Ragged):
+        found["prompts"] = prompts.lengths
+    if isinstance(getattr(value, "version", None), Tensor):
+        found["versions"] = value.version
+    return found
+
+
+def _require_parents(node: Node, above: RowSpace, held: Tensor, parents: Tensor, rank: int) -> None:
+    """Refuse rows that descend from none of those at the positions `held`: paths `[B, depth]`."""
+    position = ancestors(above.path, parents)
+    orphans = ~torch.isin(position, held)
+    if bool(orphans.any()):
+        row = int(orphans.nonzero()[0])
+        raise UserError(
+            f"row {row} that node `{node.id}` returned on rank {rank} has the parent"
+            f" {'.'.join(map(str, parents[row].tolist()))}, which is no row of `{node.inside}` that it reads there"
+            f" ({node.place}); return rows that were made from those it reads"
+        )
+
+
+def require_finite(node: Node, value: Any, space: RowSpace, layout: Layout, transport: Transport) -> None:
+    """Refuse infinite and NaN numbers of samples that a node without a role made; called by all its ranks.
+
+    Args:
+        node: That made the value.
+        value: Of the type that the node is annotated with.
+        space: The rows of the value.
+        layout: Where they lie.
+        transport: To the other ranks.
+
+    Raises:
+        UserError: There is one, on any rank: all raise it, with the first sample by its path.
+    """
+    if not node.makes_value or node.returns is Any:
+        return
+    numbers = _numbers(value, node.returns)
+    if numbers is None:
+        return
+    found = []
+    held = space.held(layout, transport.rank)
+    broken = {name: ~x.detach().isfinite() for name, x in numbers.items()}
+    bring_over(broken.values())  # the host waits for the device once
+    for name, of_x in broken.items():
+        here = on_host(of_x)
+        rows = (here.flatten(1).any(dim=1) if here.dim() > 1 else here).nonzero()[:1, 0].tolist()
+        found += [(space.path[held[row]].tolist(), name) for row in rows]
+    ranks = transport.gather_bytes(json.dumps(found).encode() if found else b"", layout.ranks)
+    of_all = [each for rank in ranks if rank for each in json.loads(rank)]
+    if of_all:
+        (root, *below), name = min(of_all)
+        what = f"part `{name}` of `{node.id}`" if name else f"`{node.id}`"
+        row = f"sample {'.'.join(map(str, below))} of prompt {root}" if below else f"row {root}"
+        raise UserError(
+            f"{what} is infinite or NaN for {row} of the run ({node.place}); mend what made it, or mask the row"
+        )
+
+
+def _numbers(value: Any, annotation: Any) -> dict[str, Tensor] | None:
+    """The floating point numbers of samples by the column's or part's name; None where the type has none."""
+    found: dict[str, Tensor] = {}
+    cuts = [column for column in columns(annotation) if column.cut in (Cut.SAMPLE, Cut.PARTS)]
+    for column in cuts:
+        data = getattr(value, column.name) if column.name else value
+        parts = data if isinstance(data, dict) else {column.name: data}
+        found |= {name: x for name, x in parts.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    return found if cuts else None
+
+
+def measure(
+    node_id: str, rollout: Rollout, metrics: StepMetrics, sampled: int | None = None, continued: bool = False
+) -> None:
+    """Lengths, and how many were cut, of this rank's responses that have ended.
+
+    Args:
+        node_id: The node.
+        rollout: The responses.
+        metrics: Of the step.
+        sampled: Tokens that were sampled for them; None where that is all of them.
+        continued: Whether some may be of several policies.
+    """
+    rows, tokens = float(len(rollout.lengths)), on_host(rollout.policy_lengths).sum()
+    metrics.mean(f"{node_id}/length", tokens, rows)
+    metrics.mean(f"{node_id}/truncated", (~rollout.finished).sum(), rows)
+    metrics.sum(f"{node_id}/tokens", float(tokens if sampled is None else sampled))
+    if continued:
+        places = torch.arange(rollout.versions.shape[1], device=rollout.versions.device)
+        newer = (rollout.versions > rollout.version[:, None]) & (places < rollout.lengths[:, None])
+        metrics.mean(f"{node_id}/continued", newer.any(dim=1).sum(), rows)

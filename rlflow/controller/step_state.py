@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from rlflow.controller.in_step import InStep
 from rlflow.dag.graph import Graph
 from rlflow.dag.planner import Plan
 from rlflow.databuffer.balance import Balance
+from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.kept import Kept, KeptValue
 from rlflow.databuffer.rows import NUMBERS, ROOT, RowSpace
+from rlflow.metrics import StepMetrics
+
+
+@dataclass
+class InStep:
+    """The rows and values of a step in progress.
+
+    Attributes:
+        step: From 0.
+        buffer: Its values.
+        metrics: What this rank logs of it.
+        spaces: Its rows by name, those that this rank has to do with.
+        draw: The last of the draws of prompts that it was made of, from 0.
+    """
+
+    step: int
+    buffer: DataBuffer
+    metrics: StepMetrics
+    spaces: dict[str, RowSpace] = field(default_factory=dict)
+    draw: int = 0
 
 
 class Keep(Protocol):

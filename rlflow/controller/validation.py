@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from rlflow.controller.context import NodeContext, Running
-from rlflow.controller.conversation_metrics import measure_turns
-from rlflow.controller.conversations import ConversationRunner, ConverseCall
+from rlflow.controller.conversations import ConversationRunner, ConverseCall, measure_turns
 from rlflow.controller.scoring import scored_alike
 from rlflow.dag.node import BATCH, Node
 from rlflow.data.loader import Loader

@@ -27,17 +27,15 @@ from rlflow.process import preemption, startup
 from rlflow.process.freed_memory import keep_freed_memory, return_freed_memory
 from rlflow.process.status import AT_FIRST, report
 from rlflow.run.folder import RunFolder, from_here
-from rlflow.run.memory_table import memory_table
 from rlflow.run.policies import policies_of
 from rlflow.run.recording import Recording
 from rlflow.run.resume import Resume
 from rlflow.run.saving import Saving
 from rlflow.run.schedules import check_made, counted
 from rlflow.run.setup import join, load_role, locked_folder, open_folder, set_up_engines
-from rlflow.run.size_table import size_table
 from rlflow.run.standing import Standing
 from rlflow.run.summary import closing_lines, compared
-from rlflow.run.trusted_code import trusted_code
+from rlflow.run.tables import memory_table, size_table, trusted_code
 from rlflow.run.validation import measure
 
 

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller.gap import LogprobGap
-from rlflow.controller.policies import Policies, Policy
+from rlflow.controller.policies import Policies, Policy, WeightSync
 from rlflow.controller.probe import Probe
 from rlflow.controller.run import Run
-from rlflow.controller.syncing import WeightSync
 from rlflow.dag.graph import Graph
 from rlflow.dag.tasks import SyncWeights
 from rlflow.models.causal_lm import Averaged, CausalLM

@@ -13,9 +13,8 @@ from rlflow import checkpoint
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller import Controller
 from rlflow.controller.bad_updates import BadUpdates
-from rlflow.controller.inputs import NodeInputs, folder_of
+from rlflow.controller.inputs import NodeInputs, StoredInputs, difference, folder_of
 from rlflow.controller.run import Run
-from rlflow.controller.stored_inputs import StoredInputs, difference
 from rlflow.dag.node import Node
 from rlflow.data.loader import Prefetch
 from rlflow.errors import UserError

@@ -20,7 +20,7 @@ from rlflow.process.status import report
 from rlflow.run.folder import from_here
 from rlflow.run.policies import weight_sync
 from rlflow.run.setup import join, load_role, locked_folder, open_folder, set_up_engines
-from rlflow.run.trusted_code import trusted_code
+from rlflow.run.tables import trusted_code
 from rlflow.values.layout import Layout
 
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from rlflow import CausalLM, PerSample, UserError, node
 from rlflow.cli import main
-from rlflow.commands.report import Report
-from rlflow.commands.timeline import Timeline, spans
+from rlflow.commands.report import Report, Timeline, spans
 from rlflow.commands.trace import MergedTrace
 from rlflow.loggers.trace import read_events, step_windows, window_of
 from rlflow.models.tiny import write_tiny_model

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rlflow import Batch, CausalLM, Environment, Rollout, node
 from rlflow.algorithms import GDPO, GRPO, TreeRL
-from rlflow.commands.timeline import spans
+from rlflow.commands.report import spans
 from rlflow.errors import UserError
 from rlflow.loggers.jsonl import read_samples
 from rlflow.loggers.trace import read_events

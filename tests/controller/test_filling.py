@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlflow import Batch, CausalLM, PerSample, PerToken, Rollout, UserError, node
-from rlflow.controller.filling import kept_groups
+from rlflow.controller.draws import kept_groups
 from rlflow.rollout.engine import Completion
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies import SingleProcess

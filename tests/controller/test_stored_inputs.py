@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlflow.controller.stored_inputs import difference
+from rlflow.controller.inputs import difference
 from rlflow.values.columns import Parts
 from rlflow.values.cuts import PerSample
 

@@ -13,7 +13,7 @@ from rlflow.algorithms import PolicyGradient
 from rlflow.rollout import TransformersEngine
 from rlflow.rollout.assignment import EngineSettings
 from rlflow.run.prepare import prepare
-from rlflow.run.size_table import unclipped
+from rlflow.run.tables import unclipped
 from rlflow.settings import Settings
 from rlflow.strategies import SingleProcess
 from tests.controller.runs import SGD, Fit, OddCharacters, fit, sums

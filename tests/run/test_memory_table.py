@@ -10,8 +10,8 @@ import torch
 
 from rlflow.commands.fit import read_fit
 from rlflow.memory.estimate import memories
-from rlflow.run.memory_table import device_memory, run_workload
 from rlflow.run.prepare import prepare
+from rlflow.run.tables import device_memory, run_workload
 from tests.own_folder import make, write
 
 

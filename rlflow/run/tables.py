@@ -1,0 +1,180 @@
+"""What the sizes of a config come to: prompts, samples and updates, a line each, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+import torch
+
+from rlflow.controller.run import Run
+from rlflow.dag.node import engine_of
+from rlflow.dag.tasks import rank_ranges
+from rlflow.errors import UserError
+from rlflow.memory.estimate import memories, memory_lines, require_room_for_engines
+from rlflow.memory.workload import Lengths, Workload, engine_here, loaded_role
+from rlflow.models.sizes import size_of
+from rlflow.module import handles
+from rlflow.run.schedules import updates_per_step
+from rlflow.storage.space import in_bytes
+from rlflow.values.layout import Layout
+
+
+def size_table(run: Run) -> list[str]:
+    """The batch sizes that follow from the configuration, a line each."""
+    module, data = run.module, run.data
+    world_size, token_budget = run.settings.machines.world_size, run.strategy.token_budget
+    prompts, samples = data.prompts_per_step, data.prompts_per_step * module.group_size
+    rollout = run.generating
+    lines = [
+        f"ranks {world_size}, steps {run.steps}, training rows {run.train.size},"
+        f" validation rows {run.validation.size if run.validation else 0}",
+        f"per step: {prompts} prompts x {module.group_size} = {samples} samples;"
+        f" per rank about {prompts / rollout.shards:g} prompts, {samples / rollout.shards:g} samples"
+        f"{_where(rollout, world_size)}",
+    ]
+    for role in sorted(run.graph.trained_roles()):
+        updates = updates_per_step(module, run.graph, role, prompts)
+        of, layout = handles(module)[role].samples_per_update or samples, run.layouts[role]
+        start = handles(module)[role].start_step
+        count = "some" if updates is None else updates
+        lines.append(
+            f"{role}: {count} update(s) per step of {of} samples, about {of / layout.shards:g} per rank"
+            f"{_where(layout, world_size)}, in micro-batches of at most {token_budget} tokens"
+            f"{f', from step {start + 1} on' if start else ''}"
+        )
+    if run.graph.filter is not None:
+        filled = f"filter {run.graph.filter.id}: {prompts} prompts a draw until a step has {prompts} groups"
+        lines.append(f"{filled}, at most {module.max_draws} draws")
+    elif run.plan.fill is not None:
+        lines.append(f"long responses are cut off: {prompts} prompts a draw until {prompts} groups have ended")
+    dropped = run.train.scan.dropped
+    if dropped:
+        lines.append(f"dropped {dropped} overlong training rows")
+    return lines + unclipped(run)
+
+
+def unclipped(run: Run) -> list[str]:
+    """A warning, where a loss that nothing holds near the policy that sampled meets samples of older weights."""
+    module, prompts_per_step = run.module, run.data.prompts_per_step
+    graph = run.graph
+    updates = max(updates_per_step(module, graph, role, prompts_per_step) or 2 for role in graph.trained_roles())
+    staleness, ignores = run.plan.max_staleness, module.ignores_sampler
+    stale = {
+        f"`trainer.max_staleness` is {staleness}": ignores and staleness > 0,
+        "`trainer.partial_rollout` continues responses with newer weights": ignores and run.plan.cuts_off,
+        f"a step makes {updates} updates": module.unclipped and updates > 1,
+    }
+    return [
+        f"warning: {why}, and the loss of {type(module).__name__} has no clip, cap or mask that holds the policy near"
+        f" the one that sampled; {_WHAT_HOLDS}"
+        for why, holds in stale.items()
+        if holds
+    ][:1]
+
+
+_WHAT_HOLDS = (
+    "set `importance` with `anchor: old`, or take DPPO, OffPolicySequenceMasking, or GRPO with `anchor: rollout`, whose"
+    " clip is then around it"
+)
+
+
+def _where(layout: Layout, world_size: int) -> str:
+    """Which ranks those are, where they are not all, and how many share their rows."""
+    where = "" if len(layout.ranks) == world_size else f" of {rank_ranges(layout.ranks)}"
+    return f"{where} ({layout.copies} share their rows)" if layout.copies > 1 else where
+
+
+def memory_table(run: Run) -> Iterator[str]:
+    """The memory of each role on a rank, a line each, and a warning where it is short.
+
+    Args:
+        run: The run; its strategy has joined the other ranks.
+
+    Raises:
+        UserError: Several engines alone take more than the memory of a rank.
+    """
+    strategy, ranks_here = run.strategy, run.settings.devices  # which on the CPU share its memory
+    total, free = device_memory(strategy.root_device, ranks_here)
+    try:
+        workload = run_workload(run)
+    except UserError as error:  # of a family whose size is not known from its config; it runs nevertheless
+        yield f"memory of a rank is not known before the run: {error}"
+        return
+    found = memories(workload, total)
+    for memory in found:
+        require_room_for_engines(memory)
+        yield from memory_lines(memory, every=len(found) == 1)
+        needed = max(memory.generating, memory.training)
+        if not memory.fits:
+            yield "warning: by these figures the run does not fit, and ends when the memory does; see the line above"
+        elif needed > free:
+            yield (
+                f"warning: {in_bytes(needed)} are needed and {in_bytes(free)} of {in_bytes(total)} are free: end what"
+                " else uses this memory"
+            )
+
+
+def run_workload(run: Run) -> Workload:
+    """What a run has to do at each step.
+
+    Raises:
+        UserError: The size of a model is not known from its config.
+    """
+    module, data, strategy = run.module, run.data, run.strategy
+    graph, layouts, models = run.graph, run.layouts, handles(module)
+    on_cpu = strategy.root_device.type == "cpu"
+    rows = data.prompts_per_step * module.group_size
+    sizes = {
+        name: size_of(str(path), models[name].trust_remote_code) for name, path in (run.paths | run.policies).items()
+    }
+    roles = {role: loaded_role(role, models, sizes[role], strategy, layouts[role], rows, on_cpu) for role in run.paths}
+    policies = {
+        name: loaded_role(name, models, sizes[name], strategy, layouts[name], rows, on_cpu)
+        for name in run.policies
+        if name not in roles
+    }
+    sampled = any(node.kind == "rollout" for node in graph.order)
+    longest = (None if sampled else data.max_response_length) or module.max_response_length
+    lengths = Lengths(data.max_prompt_length / 2, longest / 2, data.max_prompt_length, longest)
+    follows = run.follows if run.generates else None
+    return Workload(
+        graph=graph,
+        plan=run.plan,
+        ranks=strategy.world_size,
+        roles=roles,
+        follows=follows,
+        engines={
+            policy: engine_here(engine, layouts[engine_of(policy)], (roles | policies)[policy], lengths, rows, on_cpu)
+            for policy, engine in run.engines.own.items()
+            if run.generates
+        },
+        prompts=data.prompts_per_step,
+        group_size=module.group_size,
+        lengths=lengths,
+        moves_rows=False,
+        policies=policies,
+        together=tuple(frozenset(node.generates) for node in graph.order if len(node.generates) > 1),
+    )
+
+
+def device_memory(device: torch.device, ranks_here: int) -> tuple[float, float]:
+    """Bytes of a rank's device, and how many of them are free; on the CPU an equal part of the machine's."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return float(total), float(free)
+    memory = psutil.virtual_memory()
+    return memory.total / ranks_here, memory.available / ranks_here
+
+
+def trusted_code(run: Run) -> list[str]:
+    """A line for each model for which `trust_remote_code` is on, and the roles that are of it."""
+    found, roles = handles(run.module), run.policies | run.paths
+    trusted: dict[str, list[str]] = {}
+    for role in roles:
+        if found[role].trust_remote_code:
+            trusted.setdefault(found[role].model, []).append(f"`{role}`")
+    return [
+        f"`trust_remote_code` is on for {', '.join(names)}: the code that lies beside {model!r} is run"
+        for model, names in trusted.items()
+    ]
