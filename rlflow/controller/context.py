@@ -230,14 +230,14 @@ class NodeContext:
         totals = torch.tensor(scores.total, dtype=self._dtype)
         self.log(f"{name}/mean", totals, None)
         parts: dict[str, Tensor] = {}
-        for part, of_part in scores.parts.items():
+        for part_name, of_part in scores.parts.items():
             applies = torch.tensor([each is not None for each in of_part], dtype=torch.bool)
-            parts[part] = torch.tensor([each or 0.0 for each in of_part], dtype=self._dtype)
-            self.log(f"{name}/{part}", parts[part], None if applies.all() else applies)
+            parts[part_name] = torch.tensor([each or 0.0 for each in of_part], dtype=self._dtype)
+            self.log(f"{name}/{part_name}", parts[part_name], None if applies.all() else applies)
         if self._speaks(now):
             now.metrics.sum(f"{name}/errors", float(len(scores.failed)))
-            for metric, values in scores.metrics.items():
-                now.metrics.mean(f"{name}/{metric}", float(sum(values)), float(len(values)))
+            for part_name, values in scores.metrics.items():
+                now.metrics.mean(f"{name}/{part_name}", float(sum(values)), float(len(values)))
         return on_device(totals, self._device), to_device(Parts(parts), self._device)
 
     def reward_input(self, rollout: Written, step: int) -> RewardInput:
