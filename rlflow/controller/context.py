@@ -228,12 +228,14 @@ class NodeContext:
         given = next((on_host(returns).tolist() for rows, returns in now.returned if rows is rollout), None)
         self._on_scores(now.metrics.step, rollout, scores if given is None else scores.plus("environment", given))
         totals = torch.tensor(scores.total, dtype=self._dtype)
-        self.log(f"{name}/mean", totals, None)
+        counts = torch.ones(len(totals), dtype=torch.bool)
+        counts[scores.dropped if drops else []] = False
+        self.log(f"{name}/mean", totals, counts)
         parts: dict[str, Tensor] = {}
         for part_name, of_part in scores.parts.items():
             applies = torch.tensor([each is not None for each in of_part], dtype=torch.bool)
             parts[part_name] = torch.tensor([each or 0.0 for each in of_part], dtype=self._dtype)
-            self.log(f"{name}/{part_name}", parts[part_name], None if applies.all() else applies)
+            self.log(f"{name}/{part_name}", parts[part_name], applies & counts)
         if self._speaks(now):
             now.metrics.sum(f"{name}/errors", float(len(scores.failed)))
             for part_name, values in scores.metrics.items():

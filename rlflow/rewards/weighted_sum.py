@@ -9,6 +9,7 @@ from rlflow.dotted_path import object_at
 from rlflow.errors import UserError
 from rlflow.rewards.function import CallableReward, name_of
 from rlflow.rewards.reward import Failed, OnError, Reward, RewardInput, Scores, scored
+from rlflow.short_names import path_of
 
 OneReward = Reward | str | Callable[..., Any]
 RewardLike = OneReward | list[OneReward] | dict[str, OneReward]
@@ -18,8 +19,9 @@ def as_reward(value: RewardLike) -> Reward:
     """The reward that `value` means.
 
     Args:
-        value: A `Reward`; a function, see `CallableReward`; the dotted path of a function or of a class of rewards; a
-            list of these for their sum; or a dict of names to these, for a sum whose parts have these names.
+        value: A `Reward`; the short name of one of ours, `math_verify`; a function, see `CallableReward`; the dotted
+            path of a function or of a class of rewards; a list of these for their sum; or a dict of names to these, for
+            a sum whose parts have these names.
 
     Raises:
         UserError: It is none of these, or empty; or nothing is at the path.
@@ -27,7 +29,7 @@ def as_reward(value: RewardLike) -> Reward:
     if isinstance(value, Reward):
         return value
     if isinstance(value, str):
-        found = object_at(value, f"`reward` is {value!r}")
+        found = object_at(path_of(value, [Reward]), f"`reward` is {value!r}")
         return found() if isinstance(found, type) and issubclass(found, Reward) else CallableReward(value)
     if isinstance(value, list):
         return WeightedSum(_by_name([as_reward(each) for each in value]))

@@ -236,7 +236,7 @@ class Fit:
         follows = None if name is None else policies.get(name)
         if self._run.scores_validation and follows is not None:
             policies.bring(follows.name, done, self._metrics.of(done))
-        metrics = measure(self._run, 0 if follows is None else follows.version_after(done))
+        metrics = measure(self._run, 0 if follows is None else follows.version_after(done), done)
         if follows is not None and self._run.graph.policies() != (follows.name,):
             follows.sleep()  # else the next step generates with it first, and lets it sleep
         self._state.callback_metrics |= metrics

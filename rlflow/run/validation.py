@@ -58,7 +58,7 @@ def validate(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_con
         if sync is not None:
             sync.run(version=0)
         startup.end()
-        metrics = measure(run, version=0)
+        metrics = measure(run, version=0, done=0)
         state.callback_metrics = dict(metrics)
         callbacks.call(Callback.on_validation_end, 0, metrics)
     run.rank_engines.close()
@@ -73,8 +73,14 @@ def validate(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_con
     return results
 
 
-def measure(run: Run, version: int) -> dict[str, float]:
-    """Of the held-out rows: the scores of responses that policy `version` samples, and what the module measures."""
+def measure(run: Run, version: int, done: int) -> dict[str, float]:
+    """Metrics of the held-out rows: scores of responses that the policy samples, and what the module measures.
+
+    Args:
+        run: The run on this rank.
+        version: Version of the policy's weights.
+        done: Steps that were trained before, which rewards are given.
+    """
     report(run.transport.rank, "validation")
     module, strategy = run.module, run.strategy
     loader = run.validation
@@ -96,7 +102,7 @@ def measure(run: Run, version: int) -> dict[str, float]:
                 version=version,
                 stop_token_ids=run.stop_token_ids,
                 decode=run.decode,
-                reward_input=partial(run.context.reward_input, step=version),
+                reward_input=partial(run.context.reward_input, step=done),
                 conversations=run.context.conversations,
             )
     if has_validation_step(module) or run.loss_node is not None:

@@ -117,6 +117,8 @@ def test_dropped_samples_count_as_those_whose_tokens_a_node_takes_out_of_the_los
     assert not same(dropped, zero)
     for found, expected in zip(dropped.steps, by_hand.steps, strict=True):
         assert found["actor/loss"] == expected["actor/loss"]
+        scored = 1 - expected["reward/errors"] / (NEEDED * GROUP)  # a share of the step's samples
+        assert found["reward/mean"] == pytest.approx(expected["reward/mean"] / scored)
 
 
 class FailingOnAll(OddCharacters):

@@ -295,3 +295,8 @@ async def lengths(completions: list[str], trainer_state: Any, log_extra: Any, lo
     log_metric("step", trainer_state.global_step)
     log_extra("n", [len(each) for each in completions])
     return [float(len(each)) for each in completions]
+
+
+def test_a_short_name_is_a_reward_of_rlflow() -> None:
+    assert isinstance(as_reward("exact_match"), ExactMatch)
+    assert isinstance(as_reward(["sum_value", lambda response: 0.0]), WeightedSum)
