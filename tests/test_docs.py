@@ -21,6 +21,7 @@ import torch
 
 from rlflow import Callback, CausalLM, Optimizer, RLModule, Trainer, algorithms, rewards
 from rlflow.algorithms import GRPO
+from rlflow.algorithms.grpo import GroupRelative
 from rlflow.callbacks.hooks import HOOKS
 from rlflow.commands.fit import read_fit
 from rlflow.controller.gap import GAP, LARGEST_GAP
@@ -60,7 +61,8 @@ def rlflow(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def trained(folder: Path, page: str) -> Path:
     """The folder with the page's first algorithm and its config, written as the page says, and trained for a step."""
-    (folder / "my_algorithm.py").write_text(blocks(page, "python")[0], encoding="utf-8")
+    algorithm = next(block for block in blocks(page, "python") if "\nclass " in block)
+    (folder / "my_algorithm.py").write_text(algorithm, encoding="utf-8")
     (folder / "my.yaml").write_text(blocks(page, "yaml")[0], encoding="utf-8")
     ran = rlflow("fit", "--config", "my.yaml", "--trainer.max_steps", "1", folder=folder)
     assert ran.returncode == 0, ran.stderr
@@ -140,10 +142,14 @@ def test_the_python_of_the_quickstart_says_what_its_yaml_says(tmp_path: Path) ->
     assert ours == theirs
 
 
-@pytest.mark.parametrize(("name", "differs"), [("LitePPO", "advantages"), ("TOPR", "surrogate")])
-def test_a_published_variation_differs_from_grpo_in_one_method(name: str, differs: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "base", "differs"), [("LitePPO", GRPO, "advantages"), ("TOPR", GroupRelative, "surrogate")]
+)
+def test_a_published_variation_differs_from_grpo_in_one_method(
+    name: str, base: type, differs: str, tmp_path: Path
+) -> None:
     variation = getattr(imported(block_with("algorithm.md", f"class {name}"), f"shown_{name}", tmp_path), name)
-    assert variation.__base__ is GRPO
+    assert variation.__base__ is base
     assert [name for name, value in vars(variation).items() if inspect.isfunction(value) and "__" not in name] == [
         differs
     ]
@@ -328,7 +334,7 @@ def test_the_config_of_the_reference_is_accepted(tmp_path: Path) -> None:
 
 def test_environments_and_rewards_that_a_config_names_are_in_the_reference() -> None:
     shown = re.findall(r"^::: (rlflow\.(?:rewards|environments)[\w.]+)$", (DOCS / "configuration.md").read_text(), re.M)
-    bases = {"Reward", "SampleReward", "Scores"}
+    bases = {"Reward", "RewardInput", "RewardLike", "SampleReward", "Scores", "TrainerState", "as_reward"}
     assert {path.rpartition(".")[2] for path in shown} == {*rewards.__all__} - bases | {"Environment"}
     assert all(inspect.getdoc(object_at(path, path)) for path in shown)
 

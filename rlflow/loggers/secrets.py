@@ -16,7 +16,7 @@ _ANYWHERE = re.compile(
 _AT_THE_END = re.compile("auth|bearer|cookie|dsn|pat|webhook")
 # `hf_token` is a secret, `eos_token` is a text, and `password_file` says where it is, not what.
 _TOKENS_OF_TEXT = re.compile(
-    "additional|audio|bad|bo[is]|call|cls|completion|end|eo[ist]|fim|first|ignore|image|input|last|loss|mask|max|mean"
+    "additional|audio|bad|bo[is]|call|cls|completion|end|eo[its]|fim|first|ignore|image|input|last|loss|mask|max|mean"
     "|min|new|next|num|on|output|pad|per|prompt|query|response|scores|sep|special|start|stop|think(ing)?|tool|unk|video"
 )
 _PLACES = {"dir", "file", "folder", "name", "path"}
