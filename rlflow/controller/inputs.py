@@ -34,11 +34,11 @@ from rlflow.dag.node import Node
 from rlflow.databuffer.kept import Kept, KeptValue
 from rlflow.databuffer.route import Partition
 from rlflow.databuffer.rows import NUMBERS, ROOT, RowSpace, ancestors, beside_parents
+from rlflow.databuffer.transport import of_a_collective
 from rlflow.errors import UserError, one_line, readable, shown
 from rlflow.state.tensors import with_tensors, without_tensors
 from rlflow.storage.draft import of_rank
 from rlflow.storage.tensors import sha256
-from rlflow.strategies.launcher import of_a_collective
 from rlflow.values.absent import Absent
 from rlflow.values.columns import columns
 from rlflow.values.cuts import Cut

@@ -266,3 +266,12 @@ def connect_when_used() -> None:
     1,024 ranks each would open 1,023 sockets, about as many files as a process may have.
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
+def of_a_collective(error: BaseException | None) -> bool:
+    """Whether the error is that another rank is gone or did not join a collective in time."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
+from rlflow.databuffer.transport import of_a_collective
 from rlflow.errors import Preempted, UserError
 from rlflow.process import preemption, status, supervisor
 from rlflow.process.environment import handed_arguments, place_kept
@@ -104,15 +104,6 @@ def _started(by_rank_0: bool, function: Callable[..., Any], *args: Any, **kwargs
         raise
     status.end()
     return result
-
-
-def of_a_collective(error: BaseException | None) -> bool:
-    """Whether the error is that another rank is gone or did not join a collective in time."""
-    while error is not None:
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 class _Watch(threading.Thread):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from rlflow.databuffer.transport import of_a_collective
 from rlflow.errors import UserError
-from rlflow.strategies.launcher import of_a_collective
 
 
 def raised_from(cause: Exception) -> Exception:
