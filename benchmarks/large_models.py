@@ -30,7 +30,7 @@ from lightning.fabric import Fabric
 
 from benchmarks.exchange_memory import kilobytes, reset_peak
 from rlflow import CausalLM, Optimizer, checkpoint
-from rlflow.controller.policies import WeightSync, sending_group
+from rlflow.controller.weight_sync import WeightSync, sending_group
 from rlflow.dag.tasks import SyncWeights
 from rlflow.databuffer.transport import Transport
 from rlflow.models.tiny import write_tiny_model

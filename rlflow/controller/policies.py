@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller.gap import LogprobGap
 from rlflow.controller.probe import Probe
+from rlflow.controller.run import Run
+from rlflow.controller.weight_sync import WeightSync, weight_sync
+from rlflow.dag.graph import Graph
 from rlflow.dag.tasks import SyncWeights
-from rlflow.databuffer.message import from_message, to_message
-from rlflow.databuffer.transport import Transport
 from rlflow.metrics import StepMetrics
-from rlflow.rollout.engine import NO_VERSION, RolloutEngine, SyncReport
-from rlflow.strategies.strategy import TrainingStrategy
+from rlflow.models.causal_lm import Averaged, CausalLM
+from rlflow.module import handles
+from rlflow.rollout.engine import RolloutEngine
+from rlflow.values.rollout import Rollout
 
 
 @dataclass(frozen=True)
@@ -201,134 +200,60 @@ class Policies(Mapping[str, Policy]):
         return self._shared.get(name, name)
 
 
-Bucket = list[tuple[str, Tensor]]
+def policies_of(run: Run, callbacks: Callbacks) -> Policies:
+    """All policies as this rank knows them, each with the alarm for wrong weights where its weights change."""
+    built = [_policy(run, task) for task in run.syncs().values()] if run.generates else []
+    return Policies(built, run.engines.shared, run.plan.max_staleness, callbacks)
 
 
-class WeightSync:
-    """Brings weights from the ranks that train to those that generate, seen from one rank.
+def _policy(run: Run, task: SyncWeights) -> Policy:
+    name, graph = task.policy, run.graph
+    engine, sync = run.rank_engines.by_policy.get(name), weight_sync(run, task)
+    if not task.source:
+        return Policy(name, engine, sync)
+    handle = handles(run.module)[name]
+    assert isinstance(handle, CausalLM)
+    several = len(run.policies) > 1
+    made_by = frozenset(node.id for node in graph.order if node.generates == (name,))
+    limit, dtype = run.settings.logprob_gap_limit, run.strategy.dtype
+    kind = type(run.engines[name]).__name__
+    gap = LogprobGap(limit, dtype, name if several else "", made_by if several else None, kind)
+    handle.watch = gap.observe
+    changes = sum(name in graph.changed_by(node) for node in graph.order)
+    start = handle.owner.start_step if isinstance(handle, Averaged) else handle.start_step
+    probe = _probe(run, task, handle, engine, gap) if _needs_probe(run, name) else None
+    return Policy(name, engine, sync, changes, start, gap, probe)
 
-    Every rank of the role gathers its weights bucket by bucket. Where engines stand on ranks without the role, the
-    first rank of the role sends each bucket on to them by broadcast. Every engine reads back all that it was given.
+
+def _needs_probe(run: Run, name: str) -> bool:
+    """Whether some rows are generated only to be compared with the trainer's own model.
+
+    Where steps overlap, or responses are continued from older ones, few rows or none are of the trainer's version; nor
+    are they compared where its model does not score them before it changes.
+    """
+    return bool(run.plan.max_staleness) or run.plan.cuts_off or not scores_its_rows(name, run.graph)
+
+
+def _probe(run: Run, task: SyncWeights, handle: CausalLM, engine: RolloutEngine | None, gap: LogprobGap) -> Probe:
+    prompts = [row.tolist() for row in run.train.first().prompt_ids.rows()]
+    temperature, longest = handle.temperature, run.module.max_response_length
+    return Probe(task, handle, engine, run.transport, gap, prompts, temperature, longest, run.settings.seed)
+
+
+def scores_its_rows(policy: str, graph: Graph) -> bool:
+    """Whether a policy's model scores rows that it alone generated with each of a step's weights, before they change.
 
     Args:
-        task: Whose weights go where.
-        strategy: Holds the role, on its ranks.
-        engine: Of this rank; None without.
-        transport: To the other ranks; has formed the group of `sending_group`.
-        bucket_bytes: Weights gathered, and sent, at once.
-        files: Reads the weights of a frozen policy; None where steps change them.
-        keeps: Whether the engine keeps the weights while it sleeps: those of files, in an engine of the policy's own.
-
-    Attributes:
-        version: Of the weights in the engines, known alike on all ranks of the task.
+        policy: Its name, which is its model's role.
+        graph: Of the module.
     """
-
-    def __init__(
-        self,
-        task: SyncWeights,
-        strategy: TrainingStrategy,
-        engine: RolloutEngine | None,
-        transport: Transport,
-        bucket_bytes: int,
-        files: Callable[[], Iterator[Bucket]] | None = None,
-        keeps: bool = False,
-    ) -> None:
-        self.version = NO_VERSION
-        self._unlogged: list[SyncReport | None] = []
-        self._policy = task.policy
-        self._files = files
-        self._keeps = keeps
-        self._asleep = False
-        self._strategy = strategy
-        self._engine = engine
-        self._transport = transport
-        self._bucket_bytes = bucket_bytes
-        self._group = sending_group(task)
-        self._trains = transport.rank in task.source
-        self._sender = task.source[0] if task.source else None
-        self._sends = len(self._group) > 1 and transport.rank == self._sender
-
-    def run(self, version: int) -> SyncReport | None:
-        """Bring the engines to the weights that the trainer has now; what this rank's engine says, if it has one.
-
-        Args:
-            version: Of these weights.
-
-        Raises:
-            WeightSyncError: The engine does not hold what was sent.
-        """
-        buckets = self._files() if self._files is not None else self._gathered() if self._trains else self._received()
-        report = None
-        if self._engine is not None:
-            self._engine.wake_up()
-            self._asleep = False
-            report = self._engine.update_weights(buckets, version)
-        for _ in buckets:  # gathering is a collective of the role's ranks
-            pass
-        self.version, self._unlogged = version, [report]
-        return report
-
-    def take_reports(self) -> list[SyncReport | None]:
-        """Reports of this rank's engine on weights sent since the last call; a None for each sync without an engine.
-
-        Their number is the same on all ranks of the task.
-        """
-        reports, self._unlogged = self._unlogged, []
-        return reports
-
-    def sleep(self) -> None:
-        """Let this rank's engine give back its memory, and with it the weights, unless it keeps them."""
-        if self._engine is not None:
-            self._engine.sleep(keep_weights=self._keeps)
-            self._asleep = True
-        if not self._keeps:
-            self.forget()
-
-    def wake_up(self) -> None:
-        """Let this rank's engine, which holds the weights, take its memory back."""
-        if self._engine is not None and self._asleep:
-            self._engine.wake_up()
-            self._asleep = False
-
-    def forget(self) -> None:
-        """The engines have let go of their weights."""
-        self.version = NO_VERSION
-
-    def _gathered(self) -> Iterator[Bucket]:
-        for bucket in self._strategy.weights(self._policy, self._bucket_bytes):
-            if self._sends:
-                self._send(bucket)
-            yield bucket
-        if self._sends:
-            self._send([])
-
-    def _send(self, bucket: Bucket) -> None:
-        device = self._transport.device
-        header = json.dumps([[name, str(of.dtype).removeprefix("torch."), list(of.shape)] for name, of in bucket])
-        payload = [of.detach().to(device).contiguous().flatten().view(torch.uint8) for _, of in bucket]
-        self._transport.broadcast_bytes(to_message(header.encode()), self._transport.rank, self._group)
-        if bucket:
-            self._transport.broadcast_bytes(torch.cat(payload), self._transport.rank, self._group)
-
-    def _received(self) -> Iterator[Bucket]:
-        """The buckets that the sender sends, up to an empty one."""
-        while header := json.loads(from_message(self._hear())):
-            payload = self._hear()
-            bucket: Bucket = []
-            for name, kind, shape in header:
-                dtype: torch.dtype = getattr(torch, kind)
-                size = dtype.itemsize * torch.Size(shape).numel()
-                bucket.append((name, payload[:size].clone().view(dtype).view(shape)))
-                payload = payload[size:]
-            yield bucket
-
-    def _hear(self) -> Tensor:
-        assert self._sender is not None
-        return self._transport.broadcast_bytes(None, self._sender, self._group)
-
-
-def sending_group(task: SyncWeights) -> tuple[int, ...]:
-    """The first rank of the role and the engines' ranks without the role: who meets in the broadcasts."""
-    if not task.source:  # every engine reads the files
-        return (task.target[0],)
-    return tuple(sorted({task.source[0], *set(task.target) - set(task.source)}))
+    generated: dict[int, set[str]] = {}  # by how often the step has changed the weights before
+    scored: dict[int, set[str]] = {}
+    for node in graph.order:
+        changed = graph.changed_before(node)[policy]
+        if policy in node.generates:
+            generated.setdefault(changed, set()).update({node.id} if node.generates == (policy,) else ())
+        if node.role == policy:
+            rollouts = (value for value in node.reads if graph.type_of(value) is Rollout)
+            scored.setdefault(changed, set()).update(graph.space_of(value) for value in rollouts)
+    return all(rows & scored.get(changed, set()) for changed, rows in generated.items())

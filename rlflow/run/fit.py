@@ -12,6 +12,7 @@ from rlflow.callbacks.hooks import Callbacks
 from rlflow.checkpoint import AUTO
 from rlflow.controller import Controller
 from rlflow.controller.inputs import NodeInputs
+from rlflow.controller.policies import policies_of
 from rlflow.controller.run import Run
 from rlflow.controller.training import StepGivenUp
 from rlflow.data.loader import Prefetch
@@ -27,7 +28,6 @@ from rlflow.process import preemption, startup
 from rlflow.process.freed_memory import keep_freed_memory, return_freed_memory
 from rlflow.process.status import AT_FIRST, report
 from rlflow.run.folder import RunFolder, from_here
-from rlflow.run.policies import policies_of
 from rlflow.run.recording import Recording
 from rlflow.run.resume import Resume
 from rlflow.run.saving import Saving

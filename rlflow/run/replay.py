@@ -14,6 +14,7 @@ from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller import Controller
 from rlflow.controller.bad_updates import BadUpdates
 from rlflow.controller.inputs import NodeInputs, StoredInputs, difference, folder_of
+from rlflow.controller.policies import policies_of
 from rlflow.controller.run import Run
 from rlflow.dag.node import Node
 from rlflow.data.loader import Prefetch
@@ -22,7 +23,6 @@ from rlflow.loggers.jsonl import METRICS_FILE, read_metrics
 from rlflow.loggers.trace import Trace
 from rlflow.metrics import Metrics
 from rlflow.run.folder import RunFolder
-from rlflow.run.policies import policies_of
 from rlflow.run.schedules import counted
 from rlflow.run.setup import join, load_role, locked_folder, open_folder, set_up_engines
 

@@ -12,10 +12,10 @@ import yaml
 
 from rlflow.controller.bad_updates import BadUpdates
 from rlflow.controller.context import NodeContext
-from rlflow.controller.policies import sending_group
 from rlflow.controller.probe import probing_group
 from rlflow.controller.run import Run
 from rlflow.controller.samples import Samples
+from rlflow.controller.weight_sync import sending_group
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.conversation_format import ConversationFormat
 from rlflow.errors import about

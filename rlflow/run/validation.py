@@ -11,6 +11,7 @@ from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller import validation
 from rlflow.controller.run import Run
+from rlflow.controller.weight_sync import weight_sync
 from rlflow.loggers.console import Console
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_score
 from rlflow.models.causal_lm import CausalLM
@@ -18,7 +19,6 @@ from rlflow.module import handles, has_validation_step
 from rlflow.process import startup
 from rlflow.process.status import report
 from rlflow.run.folder import from_here
-from rlflow.run.policies import weight_sync
 from rlflow.run.setup import join, load_role, locked_folder, open_folder, set_up_engines
 from rlflow.run.tables import trusted_code
 from rlflow.values.layout import Layout

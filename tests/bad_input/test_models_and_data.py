@@ -31,7 +31,7 @@ CASES: list[Case] = [
     (
         "a missing input",
         {"module.class_path": "my_algorithm.WithoutInput"},
-        'my_algorithm.py:23: `advantages` reads `rewrads`, which no node makes. Did you mean "rewards"?',
+        'my_algorithm.py:24: `advantages` reads `rewrads`, which no node makes. Did you mean "rewards"?',
     ),
     (
         "an unknown role",

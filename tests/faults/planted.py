@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rlflow.rollout.vllm.engine as vllm_engine
 from rlflow.callbacks import Callback
-from rlflow.controller.policies import WeightSync
+from rlflow.controller.weight_sync import WeightSync
 from rlflow.models import handle
 from rlflow.models.lora import Weight
 from rlflow.models.packing import ModelInput

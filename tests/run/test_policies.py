@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlflow import Each, PerSample, PerToken, Rollout, node
+from rlflow.controller.policies import scores_its_rows
 from rlflow.dag.graph import Graph
-from rlflow.run.policies import scores_its_rows
 from rlflow.types import Trained
 from rlflow.values.batch import Batch
 from tests.dag.modules import GRPO
