@@ -32,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own")
     make(folder)
     os.mkfifo(folder / "fifo")
+    (folder / "empty").mkdir()
     (folder / "second.yaml").write_text("trainer: {max_steps: late}\n")
     return folder
 

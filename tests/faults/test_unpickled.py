@@ -18,7 +18,7 @@ from rlflow.models.tiny import write_tiny_model
 pytestmark = pytest.mark.row("safety")
 ROOT = Path(__file__).parents[2]
 # An engine's own process, which a rank of the same machine and user starts, reads what that rank writes.
-MAY_PICKLE = {"rlflow/rollout/engine_process.py", "rlflow/rollout/beside_process.py"}
+MAY_PICKLE = {"rlflow/rollout/engine_subprocess.py"}
 PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE = {
     *("torch.save", "torch.jit.load", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load"),

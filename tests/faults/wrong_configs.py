@@ -269,7 +269,7 @@ CLASSES = [
     *_of(
         REWARD,
         ({"class_path": "a..b"}, f"reward.class_path` {NO_NAME.format('a..b')}"),
-        ("a..b", f"init_args.reward` {NO_NAME.format('a..b')}"),
+        ("a..b", "init_args.reward` is 'a..b', which is no path of a module and a name in it; write module.name"),
         ({"class_path": "os.sep"}, "reward.class_path` names the class os.sep, which is no Reward; name one that is,"),
     ),
     *(
@@ -298,7 +298,7 @@ CLASSES = [
     *_of("engines", ([1], "`engines` is [1]; give a mapping, each value a mapping of arguments or a RolloutEngine")),
     *_of("placement", ({0: [0]}, '`placement.0` ([0]) has the key 0, and a key must be text; write "0", in quotes')),
     *_of("placement", ({"nobody": [0]}, "names no role of GRPO"), ({"actor": [7]}, "names the ranks 7")),
-    *_of("nodes", ({"a": 1}, "write a list, each node as")),
+    *_of("nodes", ({"a": 1}, "`nodes.a` is 1; give a mapping of arguments or a text or null")),
     *_of("trainer.monitor", ("val/reward", "`trainer.save_top_k`")),
     Wrong(
         "a monitor of no validation",
@@ -327,7 +327,7 @@ OPTIONS = [
         (("--trainer.max_stepz", "f" * 100_000), 'is no known key. Did you mean "max_steps"?'),
         (("--trainer", "3"), "`trainer` is 3; give a mapping of keys"),
         (("--trainer.max_steps", "[" * 5_000), "give an integer or null"),
-        (("--nodes+", "x"), "nodes are added as they are; write `--nodes`"),
+        (("--nodes+", "x"), "`nodes` is ['x']; give a mapping, each value a mapping of arguments or a text or null"),
         (("--module.clip.low", "nan"), "`module.clip.low` is"),
         (("--config", "nowhere.yaml"), "and there is no such file"),
         (("--config", ""), "`--config` is '', which names nothing; give a YAML file"),
