@@ -74,7 +74,7 @@ def test_a_trainer_takes_short_names() -> None:
         ({"strategy": "fspd"}, "`strategy` is 'fspd', and no class is known by that name. Did you mean \"fsdp\"?"),
         ({"rollout": "grpo"}, "`rollout` is 'grpo', and no class is known by that name. Write module.Class, such as"),
         ({"engines": {"critic": "vlm"}}, "`engines.critic` is 'vlm', and no class is known by that name. Did you"),
-        ({"logger": ["csv", "os.sep"]}, "`logger` names the class os.sep, which is no Logger; name one that is, such"),
+        ({"logger": ["csv", "os.sep"]}, "`logger` names the class os.sep, which is no Logger or FabricLogger; name"),
         ({"callbacks": ["early_stopping"]}, "`callbacks` is 'early_stopping', and EarlyStopping needs `monitor`;"),
     ],
 )

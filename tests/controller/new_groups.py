@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlflow.databuffer import process_groups
+from rlflow.databuffer import transport
 
 NewGroup = tuple[tuple[int, ...] | None, bool]  # ranks, and whether its members alone take part
 
@@ -23,7 +23,7 @@ def recording() -> Iterator[list[NewGroup]]:
         calls.append((None if ranks is None else tuple(ranks), settings.get("use_local_synchronization", False)))
         return new_group(ranks, *args, **settings)
 
-    process_groups._formed.clear()
+    transport._formed.clear()
     dist.new_group = recorded  # type: ignore[assignment]
     try:
         yield calls
