@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,6 +145,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self.run_dir = os.fspath(self.run_dir)
         if not Path(self.run_dir.strip()).name.strip(".") or not self.run_dir.isprintable():
             raise UserError(f"`trainer.run_dir` is {self.run_dir!r}; name a folder, such as runs/mine")
         if self.save_last is True:

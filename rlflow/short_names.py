@@ -102,8 +102,11 @@ def made(value: Any, setting: str, *bases: type) -> Any:
     Raises:
         UserError: There is no such class, or it has no defaults for all that it takes.
     """
-    if not isinstance(value, str):
+    if value is None or isinstance(value, bases):
         return value
+    if not isinstance(value, str):
+        kinds = " or ".join(base.__name__ for base in bases)
+        raise UserError(f"`{setting}` is {value!r:.60}; give a {kinds}, or the name of its class")
     try:
         cls = class_named(value, bases)
     except UserError as error:

@@ -58,7 +58,7 @@ class Trainer(RunningTrainer):
     rollout: RolloutEngine | str | None = None
     engines: Mapping[str, RolloutEngine | Share | str] = field(default_factory=dict)
     logger: LoggerLike | str | Sequence[LoggerLike | str] | None = None  # type: ignore[assignment]  # afterwards the first
-    callbacks: Sequence[Callback | str] = ()
+    callbacks: Callback | str | Sequence[Callback | str] = ()
 
     def __post_init__(self) -> None:
         if self.fast_dev_run:
@@ -66,12 +66,13 @@ class Trainer(RunningTrainer):
         super().__post_init__()
         self.strategy = made(self.strategy, "strategy", TrainingStrategy)
         engine: RolloutEngine = made(self.rollout or "transformers", "rollout", RolloutEngine)
-        others = {name: made(each, f"engines.{name}", RolloutEngine) for name, each in self.engines.items()}
+        others = {name: made(each, f"engines.{name}", RolloutEngine, Share) for name, each in self.engines.items()}
         self.rollout, self.engines, self.engine_settings = engine, others, EngineSettings(engine, others)
         given = [self.logger] if isinstance(self.logger, str | LoggerLike) else self.logger or ()
         self.loggers = [made(each, "logger", *get_args(LoggerLike)) for each in given]
         self.logger = self.loggers[0] if self.loggers else None
-        self.callbacks = self._callbacks = [made(each, "callbacks", Callback) for each in self.callbacks]
+        callbacks = [self.callbacks] if isinstance(self.callbacks, str | Callback) else self.callbacks
+        self.callbacks = self._callbacks = [made(each, "callbacks", Callback) for each in callbacks]
         check_callbacks(self._callbacks)
         self.resolved_config: str | None = None
 

@@ -84,6 +84,11 @@ def policy_loss(
         entropy_coef: Weight of the entropy bonus.
         importance: Correction for the gap between rollout and training logprobs; None is off.
     """
+    if kl.in_reward or kl.target is not None:
+        raise UserError(
+            "`kl` of `policy_loss` has `in_reward` or `target`, and this is KL in the loss; give `coef` and `kind`"
+            " alone, or make a node of the rewards"
+        )
     actor, mask, clips = handles(self)["actor"], rollout.loss_mask, (clip.low, clip.high, clip.dual)
     assert isinstance(actor, CausalLM)
     logprobs, entropy = actor.score(rollout)

@@ -76,6 +76,8 @@ def test_a_trainer_takes_short_names() -> None:
         ({"engines": {"critic": "vlm"}}, "`engines.critic` is 'vlm', and no class is known by that name. Did you"),
         ({"logger": ["csv", "os.sep"]}, "`logger` names the class os.sep, which is no Logger or FabricLogger; name"),
         ({"callbacks": ["early_stopping"]}, "`callbacks` is 'early_stopping', and EarlyStopping needs `monitor`;"),
+        ({"callbacks": "early_stopping"}, "`callbacks` is 'early_stopping', and EarlyStopping needs `monitor`;"),
+        ({"strategy": 5}, "`strategy` is 5; give a TrainingStrategy, or the name of its class"),
     ],
 )
 def test_a_name_that_a_trainer_cannot_take_is_refused_in_one_line(given: dict[str, object], line: str) -> None:

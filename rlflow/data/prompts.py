@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from rlflow.data.played import Played
-from rlflow.data.sources import DataLike, Source, as_source, has_validation, is_data_module
+from rlflow.data.sources import DataLike, DataModule, Source, as_source, datasets_of, is_data_module
 from rlflow.data.template import Template, column_of
 from rlflow.environments.bridge import MARK, SpecialTokens, text_of
 from rlflow.environments.conversation_format import Bridges, traced
@@ -98,8 +98,9 @@ class PromptData:
                 "`data.renderer` and `data.tool_calls` are set, and a renderer parses calls of tools itself; leave"
                 " `tool_calls` out"
             )
-        if validation is None and is_data_module(train) and has_validation(train):
-            validation = train
+        if is_data_module(train):
+            train, of_module = datasets_of(cast(DataModule, train))
+            validation = of_module if validation is None else validation
         self.train = as_source(train)
         self.validation = None if validation is None else as_source(validation, "data.validation", "validation")
         self.prompts_per_step = prompts_per_step

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 CHUNK = 1024  # rows that are encoded together, and so held in memory at once as lists
 TRAVELLING = 2**20  # tokens of each rank that are sent at once
 CACHE_VARIABLE = "RLFLOW_CACHE"
-VERSION = "3"  # of the numbers of a row, and of how rows are encoded
+VERSION = "4"  # of the numbers of a row, and of how rows are encoded
 PROMPT, RESPONSE, REJECTED, BEGINS, DIGEST = 0, 1, 2, 3, slice(4, 6)  # numbers of a row
 SHOWN = 3  # dropped rows named as examples
 
@@ -282,10 +282,11 @@ def key_of(
     of_tokenizer = [backend.to_str(), tokenizer.chat_template, tokenizer.eos_token_id]
     columns = [data.prompt, data.response, data.rejected, data.chat_template, data.system_prompt]
     of_reward = None if reward is None else [reward.reads, reward.checked_by]
-    facts: list[Any] = [VERSION, of_source, of_tokenizer, columns, of_reward]
+    writers = [data.renderer, data.tool_calls]  # of lists of messages, with an environment and without
+    facts: list[Any] = [VERSION, of_source, of_tokenizer, columns, writers, of_reward]
     if environment is not None:
         known = {name: [each.schemas, each.required] for name, each in environment.definitions.items()}
-        facts += [known, data.renderer, environment.by]
+        facts += [known, environment.by]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

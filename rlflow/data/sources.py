@@ -307,6 +307,9 @@ class Rows(Protocol):
     def __getitem__(self, row: int, /) -> Any: ...
 
 
+WHOLE_SAMPLERS = {"SequentialSampler", "RandomSampler", "NoneType"}  # of a loader, which draw every row
+
+
 class DataModule(Protocol):
     """A `LightningDataModule`: the datasets of its loaders are read. What the loaders do with rows is not."""
 
@@ -345,7 +348,11 @@ def as_source(data: DataLike, of: str = "data.train", split: str = "train") -> S
         place(found, ConfigPlace(of.rpartition(".")[2], {"path": of}))
         return found
     if is_data_module(data):
-        return as_source(_of_module(cast(DataModule, data), of, split), of, split)
+        train, validation = datasets_of(cast(DataModule, data))
+        found = train if split == "train" else validation
+        if found is None:
+            raise UserError(f"`{of}` is a {type(data).__name__} without a `val_dataloader`; give it one")
+        return as_source(found, of, split)
     bases = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(data).__mro__}
     kind = f"`{of}` is of type {type(data).__name__}"
     if "datasets.DatasetDict" in bases:
@@ -368,10 +375,21 @@ def is_data_module(data: object) -> bool:
     return any(base.__name__ == "LightningDataModule" for base in type(data).__mro__)
 
 
-def has_validation(data: object) -> bool:
-    """Whether a `LightningDataModule` has a loader of its own for validation."""
-    base = next(base for base in type(data).__mro__ if base.__name__ == "LightningDataModule")
-    return getattr(type(data), "val_dataloader") is not getattr(base, "val_dataloader")  # noqa: B009
+def datasets_of(module: DataModule) -> tuple[Any, Any]:
+    """The datasets of a `LightningDataModule`, to train and to validate on, of one `setup`; None where it has none.
+
+    Raises:
+        UserError: It has none to train on, or a loader cannot be read.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # other ranks start after the first has prepared
+        module.prepare_data()
+    module.setup("fit")
+    base = next(base for base in type(module).__mro__ if base.__name__ == "LightningDataModule")
+    own = getattr(type(module), "val_dataloader") is not getattr(base, "val_dataloader")  # noqa: B009
+    train = _loaded_by(module, "train_dataloader", "data.train")
+    if train is None:
+        raise UserError(f"`data.train` is a {type(module).__name__} without a `train_dataloader`; give it one")
+    return train, _loaded_by(module, "val_dataloader", "data.validation") if own else None
 
 
 class _Listed(Source):
@@ -388,7 +406,12 @@ class _Listed(Source):
         return len(self._rows)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        found = self._rows[row]
+        try:
+            found = self._rows[row]
+        except Exception as error:  # the user's own code
+            raise UserError(
+                f"{self.where(row)} cannot be read ({type(error).__name__}: {one_line(error)}); mend it"
+            ) from error
         if not isinstance(found, Mapping):
             raise UserError(
                 f"{self.where(row)} is {found!r:.60}, not a mapping; give each row as {{column: value, ...}}"
@@ -438,19 +461,27 @@ def _of_table(dataset: Any, rows: Sequence[int]) -> list[dict[str, Any]]:
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _of_module(module: DataModule, of: str, split: str) -> Any:
-    """The dataset of a data module's loader."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # other ranks start after the first has prepared
-        module.prepare_data()
-    module.setup("fit")
-    method = "train_dataloader" if split == "train" else "val_dataloader"
+def _loaded_by(module: DataModule, method: str, of: str) -> Any:
+    """The dataset of a data module's loader; None where it gives no loader.
+
+    Raises:
+        UserError: It gives several, or one that draws some of its rows alone.
+    """
     loader = getattr(module, method)()
-    if isinstance(loader, list | tuple) and len(loader) == 1:
-        (loader,) = loader
+    if isinstance(loader, list | tuple) and len(loader) < 2:
+        loader = loader[0] if loader else None
+    if loader is None:
+        return None
     if not hasattr(loader, "dataset"):
         raise UserError(
             f"`{of}` is a {type(module).__name__}, whose `{method}` gives {loader!r:.60}, not one loader with a dataset"
             "; let it give one, or give the dataset itself"
+        )
+    sampler = type(getattr(loader, "sampler", None)).__name__
+    if sampler not in WHOLE_SAMPLERS:
+        raise UserError(
+            f"`{of}` is a {type(module).__name__}, whose `{method}` draws rows by {sampler}, and rlflow draws from the"
+            " whole dataset; let the loader have a dataset of its rows, such as `torch.utils.data.Subset`"
         )
     return loader.dataset
 

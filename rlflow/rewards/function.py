@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlflow.dotted_path import function_at
@@ -92,6 +94,12 @@ class CallableReward(SampleReward):
         self._required = [each.name for each in named if each.default is each.empty]
         self._takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
         self._batched = not {"completions", "completion_ids"}.isdisjoint(self._parameters)
+        one = next((name for name in self._required if name in ("prompt", "completion")), None)
+        if self._batched and one is not None:
+            raise UserError(
+                f"`function` has the parameter `{one}` and TRL's form, which gives lists: `{one}s`; rename it, or take"
+                " one sample a call by `response` in place of `completions`"
+            )
 
     @property
     def reads(self) -> dict[str, bool]:
@@ -103,7 +111,7 @@ class CallableReward(SampleReward):
             return self._of_batch(responses)
         calls = [self._call_of(responses, i) for i in range(len(responses))]
         if self._together:
-            calls = [partial(_result, outcome) for outcome in asyncio.run(_outcomes(calls))]
+            calls = [partial(_result, outcome) for outcome in _run(_outcomes(calls))]
         return self.side_by_side(calls, responses)
 
     def score_sample(self, text: str, row: dict[str, Any]) -> float | Mapping[str, float]:
@@ -171,7 +179,7 @@ class CallableReward(SampleReward):
         def returned() -> list[Any]:
             nonlocal columns, metrics
             found, columns, metrics = self._call_batch(named, state, logs)
-            found = found.tolist() if isinstance(found, torch.Tensor) else found
+            found = found.tolist() if isinstance(found, torch.Tensor | np.ndarray) else found
             if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != len(responses):
                 count = f"{len(found)} scores" if isinstance(found, list | tuple) else f"{found!r:.60}"
                 raise ValueError(f"it returned {count} for {len(responses)} samples, not a number or None for each")
@@ -227,6 +235,12 @@ def _once(call: Callable[[], Any]) -> Callable[[], Any]:
         return _result(outcome[0])
 
     return again
+
+
+def _run(together: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+    """What coroutines give, in a thread of its own: a notebook has a loop running in this one."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, together).result()
 
 
 async def _outcomes(calls: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -256,7 +256,7 @@ class SampleReward(Reward):
 
     Args:
         on_error: What a sample gets that it fails on, see `Reward`.
-        at_once: RewardInput that are scored side by side, in threads; for what waits for others.
+        at_once: Samples that are scored at a time, in threads; for what waits for others.
     """
 
     def __init__(self, on_error: OnError = "raise", at_once: int = 1) -> None:

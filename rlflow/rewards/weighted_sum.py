@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from rlflow.dotted_path import object_at
-from rlflow.errors import UserError
+from rlflow.errors import UserError, did_you_mean
 from rlflow.rewards.function import CallableReward, name_of
 from rlflow.rewards.reward import Failed, OnError, Reward, RewardInput, Scores, scored
-from rlflow.short_names import path_of
+from rlflow.short_names import made, names_of, path_of
 
 OneReward = Reward | str | Callable[..., Any]
 RewardLike = OneReward | list[OneReward] | dict[str, OneReward]
@@ -29,8 +29,13 @@ def as_reward(value: RewardLike) -> Reward:
     if isinstance(value, Reward):
         return value
     if isinstance(value, str):
-        found = object_at(path_of(value, [Reward]), f"`reward` is {value!r}")
-        return found() if isinstance(found, type) and issubclass(found, Reward) else CallableReward(value)
+        path = path_of(value, [Reward])
+        if "." not in path:
+            hint = did_you_mean(value, names_of([Reward])) or " Write module.function"
+            raise UserError(f"`reward` is {value!r}, and no reward is known by that name.{hint}")
+        found = object_at(path, f"`reward` is {value!r}")
+        is_class = isinstance(found, type) and issubclass(found, Reward)
+        return cast(Reward, made(value, "reward", Reward)) if is_class else CallableReward(value)
     if isinstance(value, list):
         return WeightedSum(_by_name([as_reward(each) for each in value]))
     if isinstance(value, Mapping):
@@ -94,12 +99,12 @@ class WeightedSum(Reward):
     def score(self, responses: RewardInput) -> Scores:
         scores = {name: scored(part, responses) for name, part in self.parts.items()}
         failed: dict[int, Failed] = {}
-        metrics: dict[str, list[float]] = {}
-        columns: dict[str, list[Any]] = {}
-        for part in scores.values():
+        metrics: dict[str, Any] = {}  # by the part's own names; of two alike the later one has its part's in front
+        columns: dict[str, Any] = {}
+        for part_name, part in scores.items():
             failed |= {i: how for i, how in part.failed.items() if failed.get(i) != "drop"}
-            metrics |= {name: [*metrics.get(name, []), *values] for name, values in part.metrics.items()}
-            columns |= part.columns
+            for of_all, own in ((metrics, part.metrics), (columns, part.columns)):
+                of_all.update({f"{part_name}/{name}" if name in of_all else name: own[name] for name in own})
         weighted = [[self.weights[name] * score for score in part.total] for name, part in scores.items()]
         total = [sum(sample) for sample in zip(*weighted, strict=True)]
         absent = frozenset[int].intersection(*(part.absent for part in scores.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import datasets
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, Dataset, IterableDataset, random_split
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, random_split
 
 from rlflow import Trainer
 from rlflow.data import HuggingFace, PromptData, as_source
@@ -154,6 +155,44 @@ def test_a_data_module_brings_the_validation_rows_that_it_has() -> None:
     found = PromptData(WithValidation())
     assert (len(found.train), len(found.validation or ())) == (7, 2)
     assert len(PromptData(WithValidation(), ROWS).validation or ()) == 7
+
+
+def test_a_data_module_is_set_up_once_so_that_a_split_at_random_has_no_row_twice() -> None:
+    class Splits(Module):
+        def setup(self, stage: str) -> None:
+            mixed = random.sample(ROWS, len(ROWS))
+            self.rows, self.held_out = mixed[:5], mixed[5:]
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(Mapped(self.held_out), collate_fn=list)
+
+    for _ in range(5):  # by chance the second set-up of two splits as the first
+        data = PromptData(Splits())
+        rows = [
+            json.dumps(row)
+            for source in (data.train, data.validation)
+            if source
+            for row in source.read(range(len(source)))
+        ]
+        assert sorted(rows) == sorted(json.dumps(row) for row in PromptData(ROWS).train.read(range(len(ROWS))))
+
+
+def test_a_loader_that_draws_some_rows_alone_is_refused() -> None:
+    class Sampled(Module):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Mapped(self.rows), sampler=SubsetRandomSampler([0, 1]), collate_fn=list)
+
+    with pytest.raises(UserError, match="`train_dataloader` draws rows by SubsetRandomSampler"):
+        PromptData(Sampled())
+
+
+def test_a_row_that_a_dataset_cannot_give_is_named() -> None:
+    class Broken(Mapped):
+        def __getitem__(self, row: int) -> dict[str, Any]:
+            raise OSError("the disk is gone")
+
+    with pytest.raises(UserError, match=r"`data.train`, row 1 cannot be read \(OSError: the disk is gone\)"):
+        PromptData(Broken(ROWS)).train[1]
 
 
 def test_ranks_after_the_first_of_a_machine_do_not_prepare_data(monkeypatch: pytest.MonkeyPatch) -> None:

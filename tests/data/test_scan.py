@@ -16,7 +16,7 @@ from tokenizers import pre_tokenizers
 from rlflow.data import loader
 from rlflow.data.loader import Loader, scan_together
 from rlflow.data.prompts import PromptData
-from rlflow.data.scan import Counted, cache_folder, keep_counted, read_counted
+from rlflow.data.scan import Counted, cache_folder, keep_counted, key_of, read_counted
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
@@ -362,3 +362,11 @@ def test_counts_that_are_kept_are_of_one_reward_s_check(cache: Path, monkeypatch
     assert scored(row, {}, reward=ExactMatch()).is_scanned
     with pytest.raises(UserError, match="row 4: column `answer` is 7"):
         scored(row, {}, reward=CodeTests("answer"))
+
+
+def test_what_writes_lists_of_messages_is_in_the_key_of_stored_tokens() -> None:
+    """Without an environment too: token ids of another renderer would be read."""
+    tokenizer, rows = tiny_tokenizer(), [{"messages": [{"role": "user", "content": "1+1"}]}]
+    ways: list[dict[str, Any]] = [{}, {"renderer": "qwen3"}, {"tool_calls": "mistral"}]
+    keys = [key_of(data.train, data, tokenizer) for data in (PromptData(rows, **way) for way in ways)]
+    assert len({*keys}) == 3

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from typing import Any
 
+import numpy
 import pytest
 
 from rlflow.errors import UserError
@@ -135,7 +137,7 @@ class TestWhatCannotBeCalled:
             (ExactMatch, "`reward` is the class ExactMatch; give an instance"),
             (f"{__name__}.exakt", "test_functions has no exakt. Did you mean"),
             ("nowhere.exact", "`reward` is 'nowhere.exact', but there is no module nowhere"),
-            ("exact", "`reward` is 'exact', which is no path"),
+            ("exact", "`reward` is 'exact', and no reward is known by that name. Did you mean"),
         ],
     )
     def test_what_is_no_reward(self, value: Any, line: str) -> None:
@@ -300,3 +302,45 @@ async def lengths(completions: list[str], trainer_state: Any, log_extra: Any, lo
 def test_a_short_name_is_a_reward_of_rlflow() -> None:
     assert isinstance(as_reward("exact_match"), ExactMatch)
     assert isinstance(as_reward(["sum_value", lambda response: 0.0]), WeightedSum)
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        ("math_verfy", 'no reward is known by that name. Did you mean "math_verify"?'),
+        ("judge", "Judge needs `url`, `model`; give the object"),
+        (lambda completions, prompt: [0.0 for _ in completions], "TRL's form, which gives lists: `prompts`"),
+    ],
+)
+def test_what_names_no_reward_is_refused_in_one_line(value: Any, line: str) -> None:
+    with pytest.raises(UserError, match=re.escape(line)):
+        as_reward(value)
+
+
+def test_values_of_one_name_that_two_functions_log_are_both_recorded() -> None:
+    def first(completions: list[str], log_extra: Any) -> list[float]:
+        log_extra("kind", ["a" for _ in completions])
+        return [1.0 for _ in completions]
+
+    def second(completions: list[str], log_extra: Any) -> list[float]:
+        log_extra("kind", ["b" for _ in completions])
+        return [1.0 for _ in completions]
+
+    assert as_reward([first, second]).score(RewardInput(["x"], [{}])).columns == {"kind": ["a"], "second/kind": ["b"]}
+
+
+def test_an_async_function_is_called_where_a_loop_is_running_as_in_a_notebook() -> None:
+    async def one(response: str) -> float:
+        return 1.0
+
+    async def cell() -> list[float]:
+        return as_reward(one).score(RewardInput(["x"], [{}])).total
+
+    assert asyncio.run(cell()) == [1.0]
+
+
+def test_an_array_of_numpy_is_a_list_of_numbers() -> None:
+    def scores(completions: list[str]) -> Any:
+        return numpy.array([0.5 for _ in completions])
+
+    assert as_reward(scores).score(RewardInput(["x"], [{}])).total == [0.5]
