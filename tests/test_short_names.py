@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib import import_module
 from inspect import isabstract, isclass
+from typing import get_args
 
 import pytest
 
@@ -12,6 +13,7 @@ from rlflow import Callback, Environment, Reward, RLModule, Trainer, UserError
 from rlflow.data import Source
 from rlflow.dotted_path import object_at
 from rlflow.loggers import CSVLogger, JSONLLogger, Logger, WandbLogger
+from rlflow.loggers.lightning import LoggerLike
 from rlflow.models.handle import ModelHandle
 from rlflow.rewards import Rubric
 from rlflow.rollout import RolloutEngine, TransformersEngine, VLLMEngine
@@ -26,7 +28,7 @@ KINDS: dict[str, tuple[list[type], str]] = {
     "data": ([Source], "rlflow.data"),
     "rollout": ([RolloutEngine], "rlflow.rollout"),
     "strategy": ([TrainingStrategy], "rlflow.strategies"),
-    "logger": ([Logger], "rlflow.loggers"),
+    "logger": ([*get_args(LoggerLike)], "rlflow.loggers"),
     "callback": ([Callback], "rlflow.callbacks"),
 }
 BASES = {"PolicyGradient", "RLModule", "Callback", "EngineSubprocess", "TrainingStrategy"}  # which others are made of
@@ -77,6 +79,7 @@ def test_a_trainer_takes_short_names() -> None:
         ({"logger": ["csv", "os.sep"]}, "`logger` names the class os.sep, which is no Logger or FabricLogger; name"),
         ({"callbacks": ["early_stopping"]}, "`callbacks` is 'early_stopping', and EarlyStopping needs `monitor`;"),
         ({"callbacks": "early_stopping"}, "`callbacks` is 'early_stopping', and EarlyStopping needs `monitor`;"),
+        ({"logger": "mlflow"}, "`logger` is 'mlflow', whose library is missing: "),
         ({"strategy": 5}, "`strategy` is 5; give a TrainingStrategy, or the name of its class"),
     ],
 )

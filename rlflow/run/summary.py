@@ -26,6 +26,7 @@ def on_terminal(summarized: dict[str, float]) -> dict[str, float]:
 
 
 def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> list[str]:
+    """The last lines of a run on the terminal: validation before and after, steps, time, and where the results are."""
     before, after = (
         on_terminal({name.removesuffix(end): value for name, value in summary.items() if name.endswith(end)})
         for end in ("_before", "_after")
