@@ -55,7 +55,7 @@ def test_from_a_model_that_adds_a_little_its_reward_rises(tmp_path: Path) -> Non
     run(dataset, tmp_path)
     command = [sys.executable, "-m", "rlflow.cli", "fit", "--config", str(ROOT / "configs/quickstart_sft.yaml")]
     subprocess.run([*command, "--trainer.run_dir", "sft"], cwd=tmp_path, check=True, timeout=900)
-    model = 'CausalLM("sft/model", optimizer=Optimizer(lr=8e-4))'
+    model = 'CausalLM("sft/model", optimizer=Optimizer(lr=1e-4))'
     larger = training.replace('"tiny"', model).replace("max_steps=20", "max_steps=60")
     run(f"from rlflow import CausalLM, Optimizer\n{larger}", tmp_path)
     found = rewards(tmp_path)
