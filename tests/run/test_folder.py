@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from rlflow import Trainer
 from rlflow.errors import UserError
 from rlflow.run.folder import LOCK, FolderLock, RunFolder, require_folder, require_own
 
@@ -224,3 +225,7 @@ def test_a_damaged_summary_of_an_earlier_run_costs_its_times_alone(
     first.summary.write_text(content)
     assert list(second.write_summary({}, started_from=first.model)["seconds"]) == ["second"]
     assert f"warning: {first.summary} is damaged (" in capsys.readouterr().out
+
+
+def test_a_trainer_takes_a_path_for_its_folder(tmp_path: Path) -> None:
+    assert Trainer(tmp_path / "mine").settings.folder == tmp_path / "mine"  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ import torch
 from rlflow.cli import main
 from rlflow.commands.fit import read_fit
 from rlflow.dag.call import NodeConfig
-from rlflow.functional import Clip, Importance, group_normalized_advantages
+from rlflow.errors import UserError
+from rlflow.functional import KL, Clip, Importance, group_normalized_advantages
 from rlflow.run.prepare import read_graph
 from rlflow.values.batch import Pairs
 from rlflow.values.cuts import PerSample, Scalar
+from rlflow.workflow import Workflow, policy_loss
 from tests.workflow.configs import FUNCTIONAL, GRPO, STEPS, WORKFLOW, graph_of, module_of, refusal
 
 BREVITY = f"rewards: {{call: {STEPS}.shortened, inputs: {{rewards: scores}}}}"
@@ -249,3 +252,9 @@ def test_a_model_that_cannot_be_is_refused(model: str, wrong: str, tmp_path: Pat
 
 def _full(text: str) -> str:
     return text.replace("STEPS", STEPS).replace("FUNCTIONAL", FUNCTIONAL)
+
+
+@pytest.mark.parametrize("kl", [KL(coef=0.1, in_reward=True), KL(coef=0.1, target=0.05, in_reward=True)])
+def test_kl_of_the_reward_is_refused_in_the_loss_of_a_workflow(kl: KL) -> None:
+    with pytest.raises(UserError, match="`kl` of `policy_loss` has `in_reward` or `target`"):
+        policy_loss(Workflow(), SimpleNamespace(loss_mask=None), torch.zeros(1), kl=kl)  # type: ignore[arg-type]
