@@ -225,17 +225,18 @@ class NodeContext:
         scores = scored_alike(reward, responses, now.layout.ranks, self._transport)
         if drops:
             drop(scores.dropped, rollout, now.space, now.layout.ranks, self._transport)
+            here = now.space.held(now.layout, self._transport.rank)
+            self.running = replace(now, dropped=now.space.dropped[here])  # for what the node logs from here on
         given = next((on_host(returns).tolist() for rows, returns in now.returned if rows is rollout), None)
         self._on_scores(now.metrics.step, rollout, scores if given is None else scores.plus("environment", given))
         totals = torch.tensor(scores.total, dtype=self._dtype)
-        counts = torch.ones(len(totals), dtype=torch.bool)
-        counts[scores.dropped if drops else []] = False
-        self.log(f"{name}/mean", totals, counts)
+        kept = self.kept(totals)
+        self.log(f"{name}/mean", totals, kept)
         parts: dict[str, Tensor] = {}
         for part_name, of_part in scores.parts.items():
             applies = torch.tensor([each is not None for each in of_part], dtype=torch.bool)
             parts[part_name] = torch.tensor([each or 0.0 for each in of_part], dtype=self._dtype)
-            self.log(f"{name}/{part_name}", parts[part_name], applies & counts)
+            self.log(f"{name}/{part_name}", parts[part_name], applies if kept is None else applies & kept)
         if self._speaks(now):
             now.metrics.sum(f"{name}/errors", float(len(scores.failed)))
             for part_name, values in scores.metrics.items():
