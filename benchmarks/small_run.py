@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-import rlflow.controller.steps
+import rlflow.controller.step
 import rlflow.run.fit
 import rlflow.run.setup
 from rlflow import Callback, PerSample, PerToken, PromptData, Trainer
@@ -139,7 +139,7 @@ def _instead(parts: Parts, transport: Callable[..., Transport]) -> Any:
     places: list[tuple[Any, str, Any]] = [
         (rlflow.run.setup, "Transport", transport),
         (rlflow.run.fit, "Prefetch", parts.prompts),
-        (rlflow.controller.steps, "DataBuffer", parts.buffer),
+        (rlflow.controller.step, "DataBuffer", parts.buffer),
     ]
     before = [getattr(place, name) for place, name, _ in places]
     for place, name, part in places:

@@ -99,7 +99,7 @@ def test_a_reward_that_raises_on_one_rank_ends_the_run_in_one_line(ends: dict[st
     assert ended.code == 2, ended.errors
     (line,) = ended.errors.splitlines()
     assert line.startswith("rlflow: error: reward `my_rewards.raises_on_rank_1` failed on sample 0 with KeyError")
-    assert re.search(r"\(what it read is kept: rlflow replay \S+ --step 1 --node rewards\)$", line)
+    assert re.search(r"\(what it read is stored: rlflow replay \S+ --step 1 --node rewards\)$", line)
 
 
 def test_a_rank_that_is_killed_ends_the_others_in_time_with_its_name(

@@ -8,7 +8,7 @@
       actor-00000-of-00002.safetensors    rank 0's ranges of `<Hugging Face name>/weight`, `.../exp_avg`, ...
       actor-00001-of-00002.safetensors
       module-state-00000-of-00002.safetensors   tensors of the module's state that rank 0 writes, by name
-      surplus*, under-way*, step-*    groups beyond a step's, cut off, and generated ahead, see `.kept_rows`
+      surplus*, unfinished*, step-*   groups beyond a step's, unfinished, and generated ahead, see `.stored_groups`
 
 Every rank of a role writes the ranges of flattened tensors that it holds, and any ranks at any ZeRO stage read theirs.
 What rlflow draws (rows, mini-batches, samples) is a function of (seed, step, draw). The process-wide generators, which
@@ -35,8 +35,8 @@ from rlflow.checkpoint.writing import (
     complete,
     draft_of,
     leave,
-    read_logged,
     read_module_tensors,
+    read_of_rank,
     write_share,
     written_state,
 )
@@ -57,8 +57,8 @@ __all__ = [
     "lacks",
     "leave",
     "newest_first",
-    "read_logged",
     "read_module_tensors",
+    "read_of_rank",
     "read_progress",
     "restore",
     "write_share",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,80 +18,36 @@ from rlflow.strategies.strategy import TrainingStrategy
 
 
 @dataclass(frozen=True)
-class Range:
-    """Consecutive elements of a flattened tensor.
-
-    Attributes:
-        start: The first.
-        length: How many.
-        file: Where they lie, alone under the tensor's name.
-    """
-
-    start: int
-    length: int
-    file: str
-
-
-@dataclass(frozen=True)
-class StoredParameter:
-    """A parameter in a checkpoint.
-
-    Attributes:
-        shape: Of the whole.
-        ranges: That make it up, in order; the same for every kind.
-    """
-
-    shape: tuple[int, ...]
-    ranges: tuple[Range, ...]
-
-
-@dataclass(frozen=True)
 class RoleIndex:
-    """Where a role's state lies in a checkpoint.
+    """Where a role's state lies in a checkpoint; what `<role>.json` holds.
 
     Attributes:
-        updates: That it has made.
+        updates: Updates that the role has made.
         untrained: What the state belongs to and does not hold.
         kinds: What there is of each parameter: `weight`, and what the optimizer keeps.
-        parameters: By name.
-        loss_scale: Its factor and the updates since it changed; None where the role has none.
+        files: Files with tensors, one of each rank that holds some.
+        shapes: Shape of each parameter.
+        ranges: By parameter, in order, the ranges that make up the flattened tensor, the same for every kind: the first
+            element, the number of elements, and the place in `files` of the file that has them.
+        loss_scale: Factor of the loss and the updates since it changed; None where the role has none.
     """
 
     updates: int
     untrained: dict[str, Any]
-    kinds: tuple[str, ...]
-    parameters: dict[str, StoredParameter]
+    kinds: list[str]
+    files: list[str]
+    shapes: dict[str, list[int]]
+    ranges: dict[str, list[tuple[int, int, int]]]
     loss_scale: tuple[float, int] | None = None
 
     def write(self, path: Path) -> None:
-        """As JSON, each file's name once."""
-        files = sorted({part.file for stored in self.parameters.values() for part in stored.ranges})
-        number = {name: place for place, name in enumerate(files)}
-        parameters = {
-            name: {
-                "shape": stored.shape,
-                "ranges": [[part.start, part.length, number[part.file]] for part in stored.ranges],
-            }
-            for name, stored in self.parameters.items()
-        }
-        content = {"updates": self.updates, "untrained": self.untrained, "kinds": self.kinds, "files": files}
-        content |= {} if self.loss_scale is None else {"loss_scale": self.loss_scale}
-        path.write_text(json.dumps({**content, "parameters": parameters}) + "\n")
+        """Write it as JSON."""
+        path.write_text(json.dumps(asdict(self)) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> RoleIndex:
         """What `write` wrote."""
-        stored = json.loads(path.read_text())
-        files = stored["files"]
-        parameters = {
-            name: StoredParameter(
-                tuple(of["shape"]), tuple(Range(start, length, files[file]) for start, length, file in of["ranges"])
-            )
-            for name, of in stored["parameters"].items()
-        }
-        scale = stored.get("loss_scale")
-        loss_scale = None if scale is None else (scale[0], scale[1])
-        return cls(stored["updates"], stored["untrained"], tuple(stored["kinds"]), parameters, loss_scale)
+        return cls(**json.loads(path.read_text()))
 
 
 def index_name(role: str) -> str:
@@ -153,16 +109,16 @@ class Stored:
 
     def require(self, shapes: dict[str, torch.Size], kinds: Iterable[str]) -> None:
         """Refuse a state of another model or optimizer."""
-        stored, where = self._index.parameters, self._folder / index_name(self._role)
+        stored, where = self._index.shapes, self._folder / index_name(self._role)
         for parameter, shape in shapes.items():
             if parameter not in stored:
                 raise UserError(
                     f"{where} has no `{parameter}` of role `{self._role}`, which this run trains; continue with the"
                     " same `model`"
                 )
-            if stored[parameter].shape != tuple(shape):
+            if stored[parameter] != list(shape):
                 raise UserError(
-                    f"`{parameter}` of role `{self._role}` is {list(stored[parameter].shape)} in {where} and"
+                    f"`{parameter}` of role `{self._role}` is {stored[parameter]} in {where} and"
                     f" {list(shape)} in this run; continue with the same `model`"
                 )
         if more := stored.keys() - shapes.keys():
@@ -182,15 +138,16 @@ class Stored:
         Raises:
             OSError: One of them is not there or damaged; the error has its name.
         """
-        ranges, end = self._index.parameters[parameter].ranges, start + length
+        ranges, end = self._index.ranges[parameter], start + length
         found: list[Tensor] = []
-        place = max(0, bisect_right(ranges, start, key=lambda part: part.start) - 1)
-        for part in ranges[place:]:
-            if part.start >= end:
+        place = max(0, bisect_right(ranges, start, key=lambda part: part[0]) - 1)
+        for first, count, file in ranges[place:]:
+            if first >= end:
                 break
-            low, high = max(start, part.start), min(end, part.start + part.length)
+            low, high = max(start, first), min(end, first + count)
             if low < high:
-                found.append(self._part(part.file, f"{parameter}/{kind}", low - part.start, high - part.start))
+                name = self._index.files[file]
+                found.append(self._part(name, f"{parameter}/{kind}", low - first, high - first))
         whole = found[0] if len(found) == 1 else torch.cat([*found, torch.empty(0)])
         assert len(whole) == length, (parameter, kind, start, length)
         return whole

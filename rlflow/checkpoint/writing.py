@@ -13,17 +13,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlflow.checkpoint.kept_rows import write_kept
 from rlflow.checkpoint.manifest import NAME, Progress, lacks, monitored_value, write_manifest
-from rlflow.checkpoint.reading import Range, RoleIndex, Stored, StoredParameter, index_name
+from rlflow.checkpoint.reading import RoleIndex, Stored, index_name
 from rlflow.checkpoint.retention import Retention
-from rlflow.databuffer.kept import Kept
+from rlflow.checkpoint.stored_groups import write_groups
+from rlflow.databuffer.groups import Groups
 from rlflow.models.tensor_range import TensorRange
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import LEFT, Draft, Record, not_written, of_rank
 from rlflow.storage.tensors import StoredTensor, all_finite, write_tensors
 from rlflow.strategies.strategy import TrainingStrategy
 
+OF_RANK = "logged"  # in the names of files of what a rank alone has
 MODULE = "module-state"  # in the names of files of the module's tensors; no role is called so
 
 
@@ -97,8 +98,8 @@ def write_share(
     roles: Iterable[str],
     nodes: Mapping[int, str],
     rank: int,
-    kept: Mapping[str, Kept] | None = None,
-    logged: Mapping[str, Any] | None = None,
+    groups: Mapping[str, Groups] | None = None,
+    of_rank_alone: Mapping[str, Any] | None = None,
     module_tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Let `disk` write this rank's files of a checkpoint, and then the record of them; called by all ranks of the job.
@@ -110,23 +111,23 @@ def write_share(
         roles: All trained roles, those that live on other ranks too.
         nodes: The machine's name of every rank of the job.
         rank: This one.
-        kept: Rows of later steps by the name to write them under: a filter's surplus, and steps in progress.
-        logged: What this rank logged of steps in progress, and its random generators' states; JSON-able.
+        groups: Rows of later steps by the name to write them under.
+        of_rank_alone: What this rank alone has, such as its random generators' states; JSON-able.
         module_tensors: Those of the module's state that this rank writes, by name.
     """
     digests: dict[str, str] = {}
     failed: list[BaseException] = []
     try:  # small, and of objects that the run goes on to change
-        if logged:
-            name = f"{of_rank('logged', rank, len(nodes))}.json"
-            (draft.path / name).write_text(json.dumps(logged))
+        if of_rank_alone:
+            name = f"{of_rank(OF_RANK, rank, len(nodes))}.json"
+            (draft.path / name).write_text(json.dumps(of_rank_alone))
             digests[name] = ""
         if module_tensors:
             name = _file_of(MODULE, rank, len(nodes))
             save_file(dict(module_tensors), draft.path / name)
             digests[name] = ""
-        for kept_as, rows in (kept or {}).items():
-            digests |= dict.fromkeys(write_kept(draft.path, kept_as, rows, len(nodes)), "")
+        for name, carried in (groups or {}).items():
+            digests |= dict.fromkeys(write_groups(draft.path, name, carried, len(nodes)), "")
     except (OSError, SafetensorError) as error:
         failed.append(error)
     shares = [RoleShare(strategy, role, disk) for role in roles if strategy.holds(role)]
@@ -222,19 +223,20 @@ def complete(
 
 
 def index_of(role: str, records: Iterable[Record], world_size: int) -> RoleIndex:
-    """Of what ranks wrote of a role."""
+    """The index of what ranks wrote of a role."""
     shares = {record.rank: record.more[role] for record in records if role in record.more}
     (lead,) = (share for share in shares.values() if "shapes" in share)
-    parameters = {}
+    ranges = {}
     for name, shape in lead["shapes"].items():
-        of_ranks = {rank: share["ranges"][name] for rank, share in shares.items() if name in share["ranges"]}
-        ranges = [Range(start, length, _file_of(role, rank, world_size)) for rank, (start, length) in of_ranks.items()]
-        ranges.sort(key=lambda part: part.start)
-        ends = [0, *(part.start + part.length for part in ranges)]
-        assert [part.start for part in ranges] == ends[:-1], (role, name, ranges)  # each element once
-        assert ends[-1] == math.prod(shape), (role, name, shape, ranges)
-        parameters[name] = StoredParameter(tuple(shape), tuple(ranges))
-    return RoleIndex(lead["updates"], lead["untrained"], tuple(lead["kinds"]), parameters, lead["loss_scale"])
+        ranges[name] = sorted(
+            (*share["ranges"][name], place) for place, share in enumerate(shares.values()) if name in share["ranges"]
+        )
+        ends = [0, *(start + length for start, length, _ in ranges[name])]
+        assert [start for start, _, _ in ranges[name]] == ends[:-1], (role, name, ranges[name])  # each element once
+        assert ends[-1] == math.prod(shape), (role, name, shape, ranges[name])
+    files = [_file_of(role, rank, world_size) for rank in shares]
+    of_lead = {name: lead[name] for name in ("updates", "untrained", "kinds", "shapes", "loss_scale")}
+    return RoleIndex(files=files, ranges=ranges, **of_lead)
 
 
 def _remove_others(newest: Path, retention: Retention) -> None:
@@ -254,6 +256,6 @@ def read_module_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def read_logged(folder: Path, rank: int, world_size: int) -> list[Any]:
-    """What `write_share` was given to be logged, of as many ranks as wrote it, shared out among the ranks of now."""
-    return [json.loads(file.read_text()) for file in sorted(folder.glob("logged-*.json"))[rank::world_size]]
+def read_of_rank(folder: Path, rank: int, world_size: int) -> list[Any]:
+    """What each rank wrote that it alone had, of as many ranks as wrote it, shared out among the ranks of now."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob(f"{OF_RANK}-*.json"))[rank::world_size]]

@@ -23,32 +23,22 @@ NORMS = 32  # of the last updates that had a gradient, whose median is what a no
 FEWEST = 8  # of them; before, none is too large
 
 
-@dataclass(frozen=True)
-class BadUpdates:
-    """When an update is not made, and when the run ends.
+@dataclass
+class UpdateWatch:
+    """Decides which updates are not made, and when the run ends; alike on all ranks, for the norms are.
 
     Attributes:
-        folder: Of the run, where each rank writes its rows of the last one; None for nowhere.
-        rank: This one.
-        times: A gradient's norm that is more than so many times the median of the last is too large; None for any.
-        most: So many updates of a role that were not made in a row end the run.
+        folder: Folder of the run, where each rank writes its rows of the last update that was not made; None for
+            nowhere.
+        rank: This rank.
+        times: A gradient's norm of more than so many times the median of the last ones is too large; None for any.
+        most: So many updates of a role in a row that were not made end the run.
     """
 
     folder: Path | None = None
     rank: int = 0
     times: float | None = None
     most: int = 3
-
-
-@dataclass
-class UpdateWatch:
-    """Counts the updates of every role; alike on all ranks, for the norms are.
-
-    Attributes:
-        rules: When an update is not made.
-    """
-
-    rules: BadUpdates
     _skipped: Counter[str] = field(default_factory=Counter)  # in a row, by role
     _norms: dict[str, deque[float]] = field(default_factory=dict)
 
@@ -67,9 +57,9 @@ class UpdateWatch:
     def largest(self, role: str) -> float:
         """The largest norm of a gradient that is taken."""
         norms = self._norms.setdefault(role, deque(maxlen=NORMS))
-        if self.rules.times is None or len(norms) < FEWEST:
+        if self.times is None or len(norms) < FEWEST:
             return math.inf
-        return self.rules.times * statistics.median(norms)
+        return self.times * statistics.median(norms)
 
     def note(
         self,
@@ -126,7 +116,7 @@ class UpdateWatch:
     def _count(self, role: str, what: str, remedy: str, rows: Mapping[str, Any]) -> None:
         """One more update in a row was skipped, for this reason."""
         self._skipped[role] += 1
-        if self._skipped[role] < self.rules.most:
+        if self._skipped[role] < self.most:
             return
         raise UserError(
             f"{what} in {self._skipped[role]} updates in a row, which were skipped; what was saved before is still"
@@ -135,9 +125,9 @@ class UpdateWatch:
 
     def _kept(self, role: str, rows: Mapping[str, Any]) -> str:
         """Where the rows of the last update are, for the message."""
-        if self.rules.folder is None:
+        if self.folder is None:
             return ""
-        file = self.rules.folder / "logs" / f"bad-update-{role}-rank{self.rules.rank}.jsonl"
+        file = self.folder / "logs" / f"bad-update-{role}-rank{self.rank}.jsonl"
         try:
             file.write_text("".join(json.dumps(row) + "\n" for row in rows_of(rows)))
         except OSError:

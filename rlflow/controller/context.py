@@ -37,7 +37,7 @@ from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
 
-@dataclass(frozen=True)
+@dataclass
 class Running:
     """The node that runs.
 
@@ -52,6 +52,8 @@ class Running:
         calls: Of `generate` that it has made.
         returned: What environments gave for rows, as far as it has asked.
         dropped: `[B]` bool on the CPU, which of its rows were dropped; None where none was.
+        cut_off: `[B]` bool, which of the responses that it sampled are unfinished; None where none is cut off.
+        validates: Whether this is validation, and no node of the graph.
     """
 
     node: Node
@@ -64,6 +66,8 @@ class Running:
     calls: Calls = field(default_factory=Calls)
     returned: list[tuple[Written, Tensor]] = field(default_factory=list)
     dropped: Tensor | None = None
+    cut_off: Tensor | None = None
+    validates: bool = False
 
 
 class NodeContext:
@@ -107,20 +111,17 @@ class NodeContext:
         self.conversations: ConversationRunner | None = None
         if conversation_format is not None:
             self.conversations = ConversationRunner(conversation_format, decode, self._dtype, seed, transport)
-        self._measures = False
         self.memories = MemoryUpdates(transport)
         self.running: Running | None = None
-        self.under_way: Tensor | None = None  # [B] bool, which of the node's samples were cut off
 
     @contextmanager
-    def measuring(self, running: Running) -> Iterator[None]:
-        """Within it no node of the graph runs, but validation."""
-        before = self.running
-        self.running, self._measures = running, True
+    def within(self, running: Running) -> Iterator[None]:
+        """Within it this node runs."""
+        self.running = running
         try:
             yield
         finally:
-            self.running, self._measures = before, False
+            self.running = None
 
     def policy(self, name: str | None) -> str:
         return policy_of(self._outside_training("generate").node, name)
@@ -205,16 +206,16 @@ class NodeContext:
         return prompts
 
     def _cut_off(self, now: Running, found: Tensor) -> None:
-        if self.under_way is not None:
+        if now.cut_off is not None:
             raise UserError(
                 f"node `{now.node.id}` samples twice, and `trainer.partial_rollout` continues the responses of one"
                 " `generate`; sample once in it, or leave `trainer.partial_rollout` out"
             )
-        self.under_way = found
+        now.cut_off = found
 
     def score(self, reward: Reward, rollout: Written, name: str) -> tuple[Tensor, Parts]:
         now = self._outside_training("reward_function")
-        drops = reward.drops and now.node.makes_value and not self._measures
+        drops = reward.drops and now.node.makes_value and not now.validates
         if drops and not scores_rows(now.node):
             raise UserError(
                 f"node `{now.node.id}` scores responses ({now.node.place}), and {reward} drops samples that it fails"
@@ -226,7 +227,7 @@ class NodeContext:
         if drops:
             drop(scores.dropped, rollout, now.space, now.layout.ranks, self._transport)
             here = now.space.held(now.layout, self._transport.rank)
-            self.running = replace(now, dropped=now.space.dropped[here])  # for what the node logs from here on
+            now.dropped = now.space.dropped[here]  # for what the node logs from here on
         given = next((on_host(returns).tolist() for rows, returns in now.returned if rows is rollout), None)
         self._on_scores(now.metrics.step, rollout, scores if given is None else scores.plus("environment", given))
         totals = torch.tensor(scores.total, dtype=self._dtype)
@@ -294,8 +295,8 @@ class NodeContext:
         return whole.take(now.space.in_order(now.layout, list(numbers)))
 
     def dataset_rows(self, group: Tensor) -> Tensor:
-        self._outside_training("dataset_rows")
-        if self._measures:
+        now = self._outside_training("dataset_rows")
+        if now.validates:
             raise UserError(
                 "`dataset_rows` was called in validation, whose prompts are not those of the training rows; call it in"
                 " a node"
@@ -307,7 +308,7 @@ class NodeContext:
     def remember(self, memory: str, group: Tensor, x: Tensor) -> None:
         now = self._outside_training("a PromptMemory")
         _require_prompts(f"`{memory}`", group)
-        if self._measures:
+        if now.validates:
             raise UserError(f"`{memory}` was updated in validation, whose prompts are others; update it in a node")
         if not self._speaks(now):
             return

@@ -15,11 +15,10 @@ from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.nodes import Nodes
 from rlflow.controller.policies import Policies
 from rlflow.controller.run import Run
-from rlflow.controller.step_state import InStep
-from rlflow.controller.steps import Steps
+from rlflow.controller.step import Step, Steps
 from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, Sleep, SyncWeights, Task, Tell, TrainNode
 from rlflow.data.loader import Prefetch
-from rlflow.databuffer.kept import Kept
+from rlflow.databuffer.groups import Groups, ReadGroups
 from rlflow.errors import UserError
 from rlflow.loggers.trace import Trace
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_hold_rows, to_score, to_train
@@ -110,50 +109,51 @@ class Controller:
         self._callbacks.call(Callback.on_task_start, str(task), step)
         doing = f"step {step + 1}, {self._doing(task)}"
         with self._watching(task, step), memory_watched(doing, lambda: self._remedies(task), self._run.strategy):
+            now = self._steps[step]
             match task:
                 case Load():
-                    self._draws.load(task, self._steps[step])
+                    self._draws.load(task, now)
                 case SyncWeights():
-                    self.policies.sync(task.policy, step, self._metrics.of(step), task.changed)
+                    self.policies.sync(task.policy, step, now.metrics, task.changed)
                 case Sleep():
                     self.policies[task.policy].sleep()
                 case Tell():
-                    self._steps.tell(task, step)
+                    self._steps.tell(task, now)
                 case Exchange():
-                    self._steps.exchange(task, step)
+                    self._steps.exchange(task, now)
                 case RunNode():
-                    self._nodes.run(task, self._steps[step])
+                    self._nodes.run(task, now)
                 case TrainNode():
-                    self._nodes.train(task, self._steps[step])
+                    self._nodes.train(task, now)
                 case HoldBack():
-                    self._nodes.hold_back(task, self._steps[step])
+                    self._nodes.hold_back(task, now)
                 case Fill():
-                    self._fill(task, step)
+                    self._fill(task, now)
                 case Reduce():
-                    self._reduce(step)
+                    self._reduce(now)
 
     def close(self) -> None:
         """Let go of steps that are in progress: the run ends before they are trained."""
         self._steps.clear()
 
-    def kept(self, done: int) -> dict[str, Kept]:
+    def carried_over(self, done: int) -> dict[str, Groups]:
         """After `done` steps, what this rank has for later ones, by name.
 
-        Groups beyond a step's, those that are held back, and of each step that is generated and not trained what this
-        rank made for training.
+        Groups beyond a step's, unfinished ones, and of each step that is generated and not trained what this rank made
+        for training.
         """
-        return self._steps.kept(done) | self._draws.kept()
+        return self._steps.carried_over(done) | self._draws.carried_over()
 
-    def restore(self, done: int, draws: int, read: Callable[[str, Kept], Kept | None]) -> None:
+    def restore(self, done: int, draws: int, read: ReadGroups) -> None:
         """Go on after `done` steps; all ranks call it.
 
         Args:
             done: Steps that were trained.
             draws: How often prompts were drawn.
-            read: What `kept` gave by that name, told what it is made of, without rows; None where it gave nothing.
+            read: Reads what `carried_over` gave.
 
         Raises:
-            UserError: It was kept of another algorithm.
+            UserError: It is of another algorithm.
         """
         self._slot = done + self._run.plan.max_staleness
         self._draws.restore(draws, read)
@@ -164,13 +164,13 @@ class Controller:
         self._nodes.training.watch.restore(history.get("updates", {}))
         self.policies.restore_gaps(history.get("gaps", {}))
 
-    def replay(self, node_id: str, step: int, draw: int, put: Callable[[Layout, InStep], None]) -> InStep:
-        """Run one node as in `step`, on values that an earlier run kept; what it makes stays in the step.
+    def replay(self, node_id: str, step: int, draw: int, put: Callable[[Layout, Step], None]) -> Step:
+        """Run one node as in a step of an earlier run; the step, which has what the node makes.
 
         Args:
-            node_id: Of the node.
-            step: From 0.
-            draw: Of prompts, that it ran at.
+            node_id: Id of the node.
+            step: Number of the step, from 0.
+            draw: Number of the draw of prompts that it ran at.
             put: Gives the step what the node reads, in this layout.
         """
         node, run = self._run.graph.nodes[node_id], self._run
@@ -220,22 +220,21 @@ class Controller:
         if (name := time_metric(task)) is not None:  # once a step is reduced, nothing may begin to log of it again
             self._metrics.of(step).seconds(name, ended - started)
 
-    def _fill(self, task: Fill, step: int) -> None:
-        now = self._steps[step]
-        self._draws.fill(task, now, self.run)
+    def _fill(self, task: Fill, step: Step) -> None:
+        self._draws.fill(task, step, self.run)
         for repeated in task.tasks:
             if isinstance(repeated, RunNode):
-                self._nodes.note_age(repeated, now)
+                self._nodes.note_age(repeated, step)
 
-    def _reduce(self, step: int) -> None:
+    def _reduce(self, step: Step) -> None:
         clock, run = self._run.transport.clock, self._run
         clock.settle()
         self._steps.log_exchanges(step)
-        self._draws.log(self._steps[step])
+        self._draws.log(step)
         waited = self._trace.waited_s - self._waited_before
         worked = time.perf_counter() - self._slot_began - waited
-        run.context.memories.learn(run.module.memories(), [node.id for node in run.graph.order], step)
-        self._reduced = self._metrics.reduce(step, run.transport, worked, preemption.received())
+        run.context.memories.learn(run.module.memories(), [node.id for node in run.graph.order], step.number)
+        self._reduced = self._metrics.reduce(step.number, run.transport, worked, preemption.received())
         clock.settle()  # of this very collective, which belongs to no later step
         self._draws.learn(self._reduced)
         self.policies.check(self._reduced)

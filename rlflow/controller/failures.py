@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlflow.controller.step_state import InStep
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node
 from rlflow.databuffer.rows import RowSpace
@@ -36,17 +35,23 @@ def drop(places: Sequence[int], scored: Any, space: RowSpace, ranks: tuple[int, 
     space.drop(torch.cat([each.view(-1, path.depth) for each in of_ranks]))
 
 
-def left_out(space: RowSpace, node: Node, now: InStep, graph: Graph) -> Tensor | None:
+def left_out(space: RowSpace, node: Node, spaces: Mapping[str, RowSpace], graph: Graph) -> Tensor | None:
     """`[N]` bool, the rows of `space` that were dropped as far as a node follows from scores; None where none was.
 
     Rows of another branch that were made of what follows from the scores were made without those that were dropped.
+
+    Args:
+        space: The rows.
+        node: The node that sees them.
+        spaces: All rows of the step, by name.
+        graph: Graph of the module.
     """
     if not node.follows:
         return None
     out = space.dropped.clone()
     made_of = () if space.name == BATCH else graph.nodes[space.name].follows
     for name in node.follows:
-        scored = now.spaces.get(name)  # a replay has the rows alone that the node sees, marked already
+        scored = spaces.get(name)  # a replay has the rows alone that the node sees, marked already
         if scored is None or scored is space or not scored.dropped.any():
             continue
         of_another_branch = space.levels_shared_with(scored) < min(len(space.levels), len(scored.levels))

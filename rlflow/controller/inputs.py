@@ -1,7 +1,7 @@
 """What nodes read and made in a step, kept so that `rlflow replay` can run them again.
 
 step-00000007/advantages.json                          rows, what the node is, and why its inputs are kept
-step-00000007/advantages-00000-of-00002.safetensors    rank 0's rows, in the form of `rlflow.checkpoint.kept_rows`
+step-00000007/advantages-00000-of-00002.safetensors    rank 0's rows, in the form of `rlflow.checkpoint.stored_groups`
 step-00000007/advantages-00000-of-00002.written.json   SHA-256 of the files that rank 0 wrote, by name
 step-00000007/advantages.state.json, .safetensors      the module's own state before the call
 step-00000007/advantages.made.json, ...                what it returned, likewise; none where it raised
@@ -25,15 +25,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlflow.checkpoint import digest_of
-from rlflow.checkpoint.kept_rows import described, of_ranks, read_rows, write_rows
+from rlflow.checkpoint.stored_groups import described, of_ranks, read_rows, write_rows
 from rlflow.controller.failures import left_out
 from rlflow.controller.run import Run
-from rlflow.controller.step_state import InStep
+from rlflow.controller.step import Step
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import Node
-from rlflow.databuffer.kept import Kept, KeptValue
+from rlflow.databuffer.groups import Groups, GroupValue, no_rows
 from rlflow.databuffer.route import Partition
-from rlflow.databuffer.rows import NUMBERS, ROOT, RowSpace, ancestors, beside_parents
+from rlflow.databuffer.rows import RowSpace, ancestors, beside_parents
 from rlflow.databuffer.transport import of_a_collective
 from rlflow.errors import UserError, one_line, readable, shown
 from rlflow.state.tensors import with_tensors, without_tensors
@@ -55,23 +55,25 @@ EACH = "each "  # before the name of rows that a node reads as `Each`
 
 @dataclass(frozen=True)
 class NodeInputs:
-    """Writes what one rank's nodes read.
+    """Writes what one rank's nodes read, in the steps that are asked for and where a node raises.
 
     Attributes:
-        folder: Of the run's inputs; None to keep nothing.
-        steps: That are kept, from 1; of others, what a node read that raised.
-        nodes: That are kept, by id; empty for all.
+        run: The run on this rank.
+        folder: Folder of the run's inputs; None to write nothing.
+        steps: Steps that are asked for, from 1.
+        nodes: Ids of the nodes that are asked for; empty for all.
     """
 
+    run: Run
     folder: Path | None
     steps: Collection[int] = ()
     nodes: Collection[str] = ()
 
     @contextmanager
-    def around(self, node: Node, layout: Layout, now: InStep, run: Run, world_size: int) -> Iterator[NodeCall]:
+    def around(self, node: Node, layout: Layout, step: Step) -> Iterator[NodeCall]:
         """Around the call of a node, whose inputs are written before it if they are asked for, else if it raises."""
-        asked = now.step + 1 in self.steps and (not self.nodes or node.id in self.nodes)
-        call = NodeCall(self.folder, node, layout, now, run, world_size, asked)
+        asked = step.number + 1 in self.steps and (not self.nodes or node.id in self.nodes)
+        call = NodeCall(self.run, self.folder, node, layout, step, asked)
         if asked:
             call.write("")
         try:
@@ -80,42 +82,38 @@ class NodeInputs:
             if not asked and self.folder is not None and not of_a_collective(error):
                 with contextlib.suppress(Exception):  # the error that is here is the one to be reported
                     call.write(readable(shown(one_line(error))))
-                    step = now.step + 1
-                    error.add_note(
-                        f"what it read is kept: rlflow replay {self.folder.parent} --step {step} --node {node.id}"
-                    )
+                    again = f"rlflow replay {self.folder.parent} --step {step.number + 1} --node {node.id}"
+                    error.add_note(f"what it read is stored: {again}")
             raise
 
 
 @dataclass(frozen=True)
 class NodeCall:
-    """A node's call, on this rank."""
+    """A node's call in a step, on this rank; see `NodeInputs`."""
 
+    run: Run
     folder: Path | None
     node: Node
     layout: Layout
-    now: InStep
-    run: Run
-    world_size: int
+    step: Step
     asked: bool
 
     def write(self, failed: str) -> None:
         """Write what the node reads; `failed`: what it raised."""
-        graph, node, now, rank = self.run.graph, self.node, self.now, self.run.rank
-        spaces, values = {node.inside: self._laid(now.spaces[node.inside])}, {}
+        graph, node, step, rank = self.run.graph, self.node, self.step, self.run.rank
+        spaces, values = {node.inside: self._laid(step.spaces[node.inside])}, {}
         for name in node.reads:
-            reader = now.spaces[graph.seen_in(node, name)]
-            rows = now.buffer.get(name, self.layout, reader)
+            reader = step.spaces[graph.seen_in(node, name)]
+            rows = step.buffer.get(name, self.layout, reader)
             key = key_of(graph, node, name)
             if key not in spaces:
-                of = now.spaces[graph.space_of(name)]
+                of = step.spaces[graph.space_of(name)]
                 below = None if key == of.name else beside_parents(ancestors(reader.path, of.path), self._at(reader))
                 spaces[key] = self._laid(of, below)
-            values[name] = KeptValue(graph.type_of(name), key, self.layout, rows)
-        kept = Kept(rank, spaces, values)
-        written = self._write(node.id, kept, {"draw": now.draw})
+            values[name] = GroupValue(graph.type_of(name), key, self.layout, rows)
+        written = self._write(node.id, Groups(rank, spaces, values), {"draw": step.draw})
         if failed:
-            name = of_rank(f"{node.id}.{FAILED}", rank, self.world_size)
+            name = of_rank(f"{node.id}.{FAILED}", rank, self.run.transport.world_size)
             (self._folder / f"{name}.txt").write_text(failed)
         if rank == self.layout.ranks[0] or failed:
             rest, tensors = without_tensors(self.run.module.state_dict())
@@ -131,30 +129,29 @@ class NodeCall:
     def made(self, result: Any, space: RowSpace) -> None:
         """Write what the node returned, if its inputs were asked for."""
         if self.asked and self.node.makes_value:
-            value = KeptValue(self.node.returns, space.name, self.layout, result)
-            kept = Kept(self.run.rank, {space.name: self._laid(space)}, {self.node.id: value})
-            name = f"{self.node.id}.{MADE}"
-            self._sign(name, self._write(name, kept, {}))
+            value = GroupValue(self.node.returns, space.name, self.layout, result)
+            name, spaces = f"{self.node.id}.{MADE}", {space.name: self._laid(space)}
+            self._sign(name, self._write(name, Groups(self.run.rank, spaces, {self.node.id: value}), {}))
 
     @property
     def _folder(self) -> Path:
         assert self.folder is not None
-        return folder_of(self.folder, self.now.step)
+        return folder_of(self.folder, self.step.number)
 
-    def _write(self, name: str, kept: Kept, more: dict[str, Any]) -> list[str]:
+    def _write(self, name: str, groups: Groups, more: dict[str, Any]) -> list[str]:
         """The names of the files that no other rank writes."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        signature_of(self._folder, name, self.run.rank, self.world_size).unlink(missing_ok=True)
-        written = write_rows(self._folder, name, kept, self.world_size)
+        signature_of(self._folder, name, self.run.rank, self.run.transport.world_size).unlink(missing_ok=True)
+        written = write_rows(self._folder, name, groups, self.run.transport.world_size)
         draft = self._folder / f"{name}.json.{self.run.rank}"  # of several ranks that write the same, one counts
-        content = {**described(kept, self.world_size), **more}
+        content = {**described(groups, self.run.transport.world_size), **more}
         draft.write_text(json.dumps({"sha256": digest_of(content), **content}))
         os.replace(draft, self._folder / f"{name}.json")
         return written
 
     def _sign(self, name: str, written: Collection[str]) -> None:
         """Write the digests of files that are written and stay as they are."""
-        signature = signature_of(self._folder, name, self.run.rank, self.world_size)
+        signature = signature_of(self._folder, name, self.run.rank, self.run.transport.world_size)
         signature.write_text(json.dumps({file: sha256(self._folder / file) for file in written}))
 
     def _at(self, space: RowSpace) -> Partition:
@@ -163,7 +160,7 @@ class NodeCall:
     def _laid(self, space: RowSpace, partition: Partition | None = None) -> RowSpace:
         """The rows as they lie in the node's layout, and in no other; dropped are those that the node does not see."""
         at = self._at(space) if partition is None else partition
-        out = left_out(space, self.node, self.now, self.run.graph)
+        out = left_out(space, self.node, self.step.spaces, self.run.graph)
         return RowSpace.known(
             space.name,
             space.arrays if out is None else {**space.arrays, "dropped": out},
@@ -244,7 +241,7 @@ class StoredInputs:
             path = self.folder / name
             return with_tensors(json.loads(Path(f"{path}.json").read_text()), load_file(f"{path}.safetensors"))
 
-    def put(self, run: Run, layout: Layout, now: InStep, device: torch.device) -> None:
+    def put(self, run: Run, layout: Layout, step: Step) -> None:
         """Give a step of one process what the node reads, the rows of all ranks in the order of their paths."""
         graph, node = run.graph, run.graph.nodes[self.node]
         if missing := sorted({*self.described["values"]} ^ {*node.reads}):
@@ -252,46 +249,35 @@ class StoredInputs:
                 f"{self.folder} has what an earlier `{self.node}` read, and `{missing[0]}` is read by one of the two"
                 " alone; replay with the algorithm of the run"
             )
-        values = {name: KeptValue(graph.type_of(name), key_of(graph, node, name), layout, None) for name in node.reads}
-        kept = self._rows(self.node, self.described, values, run, layout, now.step, device)
-        now.spaces |= {key.removeprefix(EACH): space for key, space in kept.spaces.items()}
-        for name, value in kept.values.items():
-            now.buffer.put(name, value.rows, value.annotation, kept.spaces[value.space], layout)
+        values = {name: GroupValue(graph.type_of(name), key_of(graph, node, name), layout, None) for name in node.reads}
+        stored = self._rows(self.node, self.described, values, run, layout, step.number)
+        step.spaces |= {key.removeprefix(EACH): space for key, space in stored.spaces.items()}
+        for name, value in stored.values.items():
+            step.buffer.put(name, value.rows, value.annotation, stored.spaces[value.space], layout)
             if name in node.each:
-                now.buffer.issue(name, layout, now.spaces[node.inside])
+                step.buffer.issue(name, layout, step.spaces[node.inside])
 
-    def made(self, run: Run, layout: Layout, step: int, device: torch.device) -> tuple[Any, RowSpace] | None:
-        """What the node returned in the run, and its rows; None where that was not kept."""
+    def made(self, run: Run, layout: Layout, step: int) -> tuple[Any, RowSpace] | None:
+        """What the node returned in the run, and its rows; None where that was not stored."""
         name, node = f"{self.node}.{MADE}", run.graph.nodes[self.node]
         if not (self.folder / f"{name}.json").is_file():
             return None
         described, _ = _described(self.folder, name)
         key = next(iter(described["spaces"]))
-        values = {self.node: KeptValue(node.returns, key, layout, None)}
-        kept = self._rows(name, described, values, run, layout, step, device)
-        return kept.values[self.node].rows, kept.spaces[key]
+        values = {self.node: GroupValue(node.returns, key, layout, None)}
+        stored = self._rows(name, described, values, run, layout, step)
+        return stored.values[self.node].rows, stored.spaces[key]
 
     def _rows(
-        self,
-        name: str,
-        described: dict[str, Any],
-        values: dict[str, KeptValue],
-        run: Run,
-        layout: Layout,
-        step: int,
-        device: torch.device,
-    ) -> Kept:
-        spaces = {}
+        self, name: str, described: dict[str, Any], values: dict[str, GroupValue], run: Run, layout: Layout, step: int
+    ) -> Groups:
         with readable_as(self.folder, name):
-            for key in described["spaces"]:
-                levels = run.graph.levels(key.removeprefix(EACH))
-                none = torch.empty(len(levels) + len(NUMBERS), 0, dtype=torch.int64)
-                shards = [none] * layout.shards
-                spaces[key] = RowSpace.of_shards(levels[-1], layout, shards, above=levels[:-1] or ROOT)
-            read = read_rows(self.folder, name, described, Kept(layout.ranks[0], spaces, values), device)
+            spaces = {key: no_rows(run.graph.levels(key.removeprefix(EACH)), layout) for key in described["spaces"]}
+            like = Groups(layout.ranks[0], spaces, values)
+            read = read_rows(self.folder, name, described, like, run.strategy.root_device)
         seed, balance = run.settings.seed, run.settings.balancing
         in_step = {key: space.at(seed=seed, step=step, balance=balance) for key, space in read.spaces.items()}
-        return Kept(read.rank, in_step, read.values)
+        return Groups(read.rank, in_step, read.values)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +15,10 @@ from rlflow.controller.context import Running
 from rlflow.controller.draws import Draws
 from rlflow.controller.failures import each_without, left_out, without_dropped
 from rlflow.controller.generating import Calls
-from rlflow.controller.inputs import NodeCall, NodeInputs
+from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.policies import Policies
 from rlflow.controller.run import Run
-from rlflow.controller.step_state import InStep
-from rlflow.controller.steps import Steps
+from rlflow.controller.step import Step, Steps
 from rlflow.controller.training import Training
 from rlflow.dag.annotations import type_name
 from rlflow.dag.node import Node
@@ -73,121 +71,106 @@ class Nodes:
         self._inputs = inputs
         repeated = () if run.plan.fill is None else run.plan.fill.tasks
         self._repeated = {task.node_id for task in repeated if isinstance(task, RunNode)}
-        trained = [task for task in run.plan.every() if isinstance(task, TrainNode)]
-        self.training = Training(
-            run.module,
-            run.graph,
-            run.strategy,
-            run.transport,
-            run.settings.seed,
-            before_update=policies.before_update,
-            bad_updates=run.bad_updates,
-            gives_up=all(len(task.ranks) == run.transport.world_size for task in trained),
-        )
+        self.training = Training(run, policies.before_update)
 
-    def run(self, task: RunNode, now: InStep) -> None:
+    def run(self, task: RunNode, step: Step) -> None:
         """Call a node on this rank's rows, and keep what it makes."""
         node, layout = self._run.graph.nodes[task.node_id], task.layout
         self._callbacks.call(Callback.on_node_start, node.id)
-        values, read = self._read(node, layout, now)
-        with self._kept(node, layout, now) as kept:
-            result, calls = self._call(node, read, layout, values, now)
+        values, read = self._read(node, layout, step)
+        with self._inputs.around(node, layout, step) as stored:
+            result, calls = self._call(node, read, layout, values, step)
             space = read
             if node.makes_rows:
                 if node.generates:
                     result = self._returned(node, result, calls, read)
-                space = self._made(node, layout, now, result, read, calls)
+                space = self._made(node, layout, step, result, read, calls)
                 if node.id not in self._repeated:
-                    self.note_age(task, now)
+                    self.note_age(task, step)
             elif node.role is not None:
                 self._policies.scored(node.role)
-            now.buffer.put(node.id, result, node.returns, space, layout)
+            step.buffer.put(node.id, result, node.returns, space, layout)
             if node.kind == "compute" or node.kind == "filter":
                 require_finite(node, result, space, layout, self._transport)
-            kept.made(now.buffer.get(node.id, layout), space)
-        self._steps.free(task.frees, now)
+            stored.made(step.buffer.get(node.id, layout), space)
+        step.free(task.frees)
         self._callbacks.call(Callback.on_node_end, node.id)
 
-    def train(self, task: TrainNode, now: InStep) -> None:
+    def train(self, task: TrainNode, step: Step) -> None:
         """Train a role with this rank's rows, from the first step that does."""
         node = self._run.graph.nodes[task.node_id]
-        values, space = self._read(node, task.layout, now)
-        if self.training.begun(node, now.step):
-            dropped = self._dropped(node, task.layout, now)
-            self._context.running = Running(node, space, task.layout, now.draw, {}, now.metrics, dropped=dropped)
-            with self._kept(node, task.layout, now), within_node(node.id, node.place, self._transport.rank):
-                self.training.run(node, values, space, task.layout, now.metrics, dropped)
-            self._context.running = None
-        self._steps.free(task.frees, now)
+        values, space = self._read(node, task.layout, step)
+        if self.training.begun(node, step.number):
+            dropped = self._dropped(node, task.layout, step)
+            running = Running(node, space, task.layout, step.draw, {}, step.metrics, dropped=dropped)
+            with (
+                self._context.within(running),
+                self._inputs.around(node, task.layout, step),
+                within_node(node.id, node.place, self._transport.rank),
+            ):
+                self.training.run(node, values, step, task.layout, dropped)
+        step.free(task.frees)
 
-    def hold_back(self, task: HoldBack, now: InStep) -> None:
+    def hold_back(self, task: HoldBack, step: Step) -> None:
         """Leave the step the groups whose responses have all ended."""
-        partial, layout = self._draws.partial, self._run.value_layouts[task.node_id]
-        assert partial is not None
-        partial.hold_back(now, self._context.under_way)
+        self._draws.hold_back(task, step)
+        layout = self._run.value_layouts[task.node_id]
         if layout.publishes(self._transport.rank):
-            measure(task.node_id, now.buffer.get(task.node_id, layout), now.metrics, continued=True)
-        self._steps.free(task.frees, now)
+            measure(task.node_id, step.buffer.get(task.node_id, layout), step.metrics, continued=True)
+        step.free(task.frees)
 
-    def note_age(self, run: RunNode, now: InStep) -> None:
+    def note_age(self, run: RunNode, step: Step) -> None:
         """How many versions older than the trainer's the weights were that began the responses of the step."""
         node, staleness = self._run.graph.nodes[run.node_id], self._run.plan.max_staleness
         if not node.generates or not (staleness or self._draws.repeats) or self._transport.rank != run.layout.ranks[0]:
             return
-        versions = now.spaces[node.id].versions
-        newest = self._policies.versions_of(now.step + staleness, self._run.graph.changed_before(node))
+        versions = step.spaces[node.id].versions
+        newest = self._policies.versions_of(step.number + staleness, self._run.graph.changed_before(node))
         ages = newest[node.generates[0]] - versions
-        now.metrics.mean(f"{node.id}/staleness", ages.sum(), float(len(versions)))
-
-    def _kept(self, node: Node, layout: Layout, now: InStep) -> AbstractContextManager[NodeCall]:
-        return self._inputs.around(node, layout, now, self._run, self._transport.world_size)
+        step.metrics.mean(f"{node.id}/staleness", ages.sum(), float(len(versions)))
 
     def _call(
-        self, node: Node, space: RowSpace, layout: Layout, values: dict[str, Any], now: InStep
+        self, node: Node, space: RowSpace, layout: Layout, values: dict[str, Any], step: Step
     ) -> tuple[Any, Calls]:
         """What the node makes, and what it generated from."""
-        context, part = self._context, self._draws.part_of(node.id)
-        context.under_way = None
-        versions = self._policies.versions_of(now.step, self._run.graph.changed_before(node))
-        running = Running(
-            node, space, layout, now.draw, versions, now.metrics, part, dropped=self._dropped(node, layout, now)
-        )
-        context.running = running
-        after = dict.fromkeys(node.after, Trained())
-        with within_node(node.id, node.place, self._transport.rank):
-            result = getattr(self._run.module, node.id)(**values, **after)
-        context.running = None
-        if part is not None and context.under_way is not None and len(context.under_way) != len(result.lengths):
-            raise UserError(
-                f"`trainer.partial_rollout` continues what `generate` gave, and node `{node.id}` returned other rows"
-                f" ({node.place}); return all of them, and choose in a node of its own"
-            )
+        versions = self._policies.versions_of(step.number, self._run.graph.changed_before(node))
+        part, dropped = self._draws.part_of(node.id), self._dropped(node, layout, step)
+        running = Running(node, space, layout, step.draw, versions, step.metrics, part, dropped=dropped)
+        with self._context.within(running), within_node(node.id, node.place, self._transport.rank):
+            result = getattr(self._run.module, node.id)(**values, **dict.fromkeys(node.after, Trained()))
+        if part is not None:
+            step.cut_off = running.cut_off
+            if step.cut_off is not None and len(step.cut_off) != len(result.lengths):
+                raise UserError(
+                    f"`trainer.partial_rollout` continues what `generate` gave, and node `{node.id}` returned other"
+                    f" rows ({node.place}); return all of them, and choose in a node of its own"
+                )
         return result, running.calls
 
-    def _read(self, node: Node, layout: Layout, now: InStep) -> tuple[dict[str, Any], RowSpace]:
+    def _read(self, node: Node, layout: Layout, step: Step) -> tuple[dict[str, Any], RowSpace]:
         """The values that `node` reads, in its layout, and the row space that it runs in."""
-        graph, space = self._run.graph, now.spaces[node.inside]
-        values = {name: now.buffer.get(name, layout, now.spaces[graph.seen_in(node, name)]) for name in node.reads}
+        graph, space = self._run.graph, step.spaces[node.inside]
+        values = {name: step.buffer.get(name, layout, step.spaces[graph.seen_in(node, name)]) for name in node.reads}
         values = graph.seen(node, values)
         here = space.held(layout, self._transport.rank)
         for name in node.each:
-            below = now.spaces[graph.space_of(name)]
+            below = step.spaces[graph.space_of(name)]
             counts = space.counts_below(here, below)
             each: Each[Any] = Each(values[name], on_device(counts, self._transport.device))
-            out = left_out(below, node, now, graph)
+            out = left_out(below, node, step.spaces, graph)
             if out is not None:
                 each = each_without(each, graph.type_of(name), out[space.below(below, layout, self._transport.rank)])
             values[name] = each
-        if (dropped := self._dropped(node, layout, now)) is not None:
+        if (dropped := self._dropped(node, layout, step)) is not None:
             values = {
                 name: value if name in node.each else without_dropped(value, dropped) for name, value in values.items()
             }
         return values, space
 
-    def _dropped(self, node: Node, layout: Layout, now: InStep) -> Tensor | None:
+    def _dropped(self, node: Node, layout: Layout, step: Step) -> Tensor | None:
         """`[B]` bool on the CPU, which of the rows that a node sees here were dropped; None where none was."""
-        space = now.spaces[node.inside]
-        out = left_out(space, node, now, self._run.graph)
+        space = step.spaces[node.inside]
+        out = left_out(space, node, step.spaces, self._run.graph)
         return None if out is None else out[space.held(layout, self._transport.rank)]
 
     def _returned(self, node: Node, result: Any, calls: Calls, above: RowSpace) -> Rollout:
@@ -195,13 +178,13 @@ class Nodes:
             raise UserError(f"node `{node.id}` returned {type(result).__name__}; return what `generate` gives")
         return calls.returned(result, above.path.shape[1])
 
-    def _made(self, node: Node, layout: Layout, now: InStep, result: Any, above: RowSpace, calls: Calls) -> RowSpace:
+    def _made(self, node: Node, layout: Layout, step: Step, result: Any, above: RowSpace, calls: Calls) -> RowSpace:
         """The rows that a node made, below those that it saw, and the metrics of its responses."""
         made = new_rows(node, result, above, layout, self._transport.rank)
         numbers = {"lengths": made.lengths, "tokens": made.tokens, "versions": made.versions}
-        space = self._steps.gather(node.id, layout, now, made.path, **numbers)
-        if node.generates and self._draws.partial is None and layout.publishes(self._transport.rank):
-            measure(node.id, result, now.metrics, calls.tokens)
+        space = self._steps.gather(node.id, layout, step, made.path, **numbers)
+        if node.generates and not self._draws.cuts_off and layout.publishes(self._transport.rank):
+            measure(node.id, result, step.metrics, calls.tokens)
         return space
 
 

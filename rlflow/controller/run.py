@@ -9,10 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlflow.controller.bad_updates import BadUpdates
 from rlflow.controller.context import NodeContext
 from rlflow.controller.samples import Samples
-from rlflow.controller.step_state import Keeping
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import Node, engine_of
 from rlflow.dag.planner import Plan, sync_of
@@ -79,8 +77,8 @@ class Run(RunPlan):
         scores_validation: Whether validation generates responses and scores them.
         loss_node: Whose loss is measured on held-out rows: the lead's train node that reads `batch` alone; None where
             there is none, or the module has a `validation_step`.
-        max_tokens_per_draw: Tokens by which a response grows at most before it is cut off; None where none is.
-        bad_updates: When an update is not made.
+        replays: Whether nodes of an earlier run are run again: responses are generated whole, as that run left them,
+            and no update is left out.
         transport: To the other ranks. This and what follows is set by `rlflow.run.setup.join`, on a rank that has met
             the others.
         samples: Samples of steps in progress, which loggers will have.
@@ -104,8 +102,7 @@ class Run(RunPlan):
     generates: bool
     scores_validation: bool
     loss_node: Node | None
-    max_tokens_per_draw: int | None = None
-    bad_updates: BadUpdates = BadUpdates()  # noqa: RUF009 - frozen
+    replays: bool = False
     transport: Transport = field(init=False)
     samples: Samples = field(init=False)
     rank_engines: RankEngines = field(init=False)
@@ -126,11 +123,6 @@ class Run(RunPlan):
     def value_layouts(self) -> dict[str, Layout]:
         """Where each value is made."""
         return self.plan.layouts()
-
-    def keeping(self, spaces: Sequence[str], values: Sequence[str]) -> Keeping:
-        """How these rows and values are kept for later steps."""
-        seed, balance = self.settings.seed, self.settings.balancing
-        return Keeping(self.graph, self.plan, self.rank, spaces, values, seed=seed, balance=balance)
 
     @property
     def validating(self) -> RolloutEngine | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,19 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.controller.bad_updates import BadUpdates, UpdateWatch
-from rlflow.dag.graph import Graph
+from rlflow.controller.bad_updates import UpdateWatch
+from rlflow.controller.run import Run
+from rlflow.controller.step import Step
 from rlflow.dag.node import Node
-from rlflow.databuffer.rows import RowSpace
-from rlflow.databuffer.transport import Transport
+from rlflow.dag.tasks import TrainNode
 from rlflow.errors import UserError
 from rlflow.functional import loss_count, loss_sum, loss_weights
 from rlflow.metrics import StepMetrics
 from rlflow.models.handle import ModelHandle
-from rlflow.module import RLModule
 from rlflow.process import preemption
 from rlflow.rollout.sampling import sampling_seed
-from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.batch import Pairs
 from rlflow.values.columns import countable, take_rows
 from rlflow.values.cuts import PerSample
@@ -51,42 +50,30 @@ class Training:
     ranks and micro-batches, which is agreed before its first backward pass.
 
     Args:
-        module: Whose train nodes run.
-        graph: Of the module.
-        strategy: Runs backward and the optimizer.
-        transport: To the other ranks.
-        seed: Of the run; mini-batches are a function of (seed, step, row ids).
-        before_update: Told of a role whose weights are about to change.
-        bad_updates: When an update is not made.
-        gives_up: Whether a step is left before its first update if a rank was asked to end: where all ranks of the run
-            meet before each.
+        run: The run on this rank.
+        before_update: Called with a role whose weights are about to change.
 
     Attributes:
         tried: Updates of the last step by role, those among them that were skipped or had nothing to learn from.
         watch: What decides which updates are skipped.
     """
 
-    def __init__(
-        self,
-        module: RLModule,
-        graph: Graph,
-        strategy: TrainingStrategy,
-        transport: Transport,
-        seed: int,
-        before_update: Callable[[str], None],
-        bad_updates: BadUpdates,
-        gives_up: bool,
-    ) -> None:
-        self._module = module
-        self._graph = graph
-        self._strategy = strategy
-        self._transport = transport
-        self._seed = seed
+    def __init__(self, run: Run, before_update: Callable[[str], None]) -> None:
+        self._run = run
+        self._module = run.module
+        self._graph = run.graph
+        self._strategy = run.strategy
+        self._transport = run.transport
         self._before_update = before_update
-        self._gives_up = gives_up
+        # A step may be left before its first update where all ranks of the run meet before each.
+        trained = [task for task in run.plan.every() if isinstance(task, TrainNode)]
+        self._gives_up = all(len(task.ranks) == run.transport.world_size for task in trained)
         self._at_first_update: Callable[[], None] | None = None
         self.tried: Counter[str] = Counter()
-        self.watch = UpdateWatch(bad_updates)
+        settings = run.settings
+        self.watch = UpdateWatch(settings.folder, run.rank, settings.skip_spikes, settings.max_skipped)
+        if run.replays:
+            self.watch = UpdateWatch(most=sys.maxsize)
 
     def begin(self, at_first_update: Callable[[], None]) -> None:
         """A step begins.
@@ -104,39 +91,32 @@ class Training:
         return step >= handle.start_step
 
     def run(
-        self,
-        node: Node,
-        values: Mapping[str, Any],
-        space: RowSpace,
-        layout: Layout,
-        metrics: StepMetrics,
-        dropped: Tensor | None = None,
+        self, node: Node, values: Mapping[str, Any], step: Step, layout: Layout, dropped: Tensor | None = None
     ) -> None:
         """All epochs and mini-batches of one step.
 
         Args:
-            node: That trains.
+            node: The node that trains.
             values: This rank's rows in `layout`, by the node's inputs.
-            space: The rows.
-            layout: Where they lie.
-            metrics: Of the step.
+            step: The step.
+            layout: Where the rows lie.
             dropped: `[B]` bool on the CPU, this rank's rows that count in no loss; None where there is none.
 
         Raises:
             StepGivenUp: A rank was asked to end before the step's first update.
         """
-        step = metrics.step
         assert node.role is not None
+        seed, rank = self._run.settings.seed, self._transport.rank
         handle: ModelHandle = getattr(self._module, node.role)
         if handle.lora is not None and handle.lora.dropout > 0:
-            torch.manual_seed(sampling_seed(self._seed, step, node.id, (0,), self._transport.rank))
-        self._strategy.roles[node.role].step = step - handle.start_step
+            torch.manual_seed(sampling_seed(seed, step.number, node.id, (0,), rank))
+        self._strategy.roles[node.role].step = step.number - handle.start_step
         bring_over(each for name, value in values.items() for each in countable(value, self._graph.type_of(name)))
-        mini_batches = space.held_mini_batches(layout, self._transport.rank)
+        mini_batches = step.spaces[node.inside].held_mini_batches(layout, rank)
         self.tried[node.role] += handle.epochs * len(mini_batches)
         for epoch in range(handle.epochs):
-            for number in self._order(len(mini_batches), step, epoch):
-                self._update(node, handle, values, mini_batches[number], dropped, layout, metrics, epoch > 0)
+            for number in self._order(len(mini_batches), step.number, epoch):
+                self._update(node, handle, values, mini_batches[number], dropped, layout, step.metrics, epoch > 0)
         for average in self._graph.changed_by(node)[1:]:
             self._before_update(average)
             self._strategy.move_average(average)
@@ -144,7 +124,7 @@ class Training:
     def _order(self, count: int, step: int, epoch: int) -> list[int]:
         if epoch == 0:
             return list(range(count))
-        generator = torch.Generator().manual_seed(sampling_seed(self._seed, step, "epoch", (epoch,), 0))
+        generator = torch.Generator().manual_seed(sampling_seed(self._run.settings.seed, step, "epoch", (epoch,), 0))
         order: list[int] = torch.randperm(count, generator=generator).tolist()
         return order
 
@@ -202,7 +182,11 @@ class Training:
                 metrics.mean(f"{role}/routed_otherwise", routed.otherwise, float(routed.pairs))
             self._strategy.backward(role, share, last=part == most - 1)
         self._before_update(role)
-        self._log(role, loss_here, balance_here, layout, metrics)
+        if layout.publishes(self._transport.rank):  # the shares of all shards add up to one loss an update
+            once = 1.0 if self._transport.rank == layout.ranks[0] else 0.0
+            metrics.mean(f"{role}/loss", loss_here, once)
+            if balance_here is not None:
+                metrics.mean(f"{role}/router_aux_loss", balance_here, once)
         largest = self.watch.largest(role)
         norm = self._strategy.step(role, largest)
         self.watch.note(role, norm, largest, self._strategy.roles[role].loss_scale, metrics, mini)
@@ -216,16 +200,6 @@ class Training:
         every = torch.stack(self._transport.all_gather(here, layout.ranks))  # [ranks, 6]
         summed = every[:: layout.copies, :4].sum(dim=0).tolist()
         return (*summed, *every[:, 4:].amax(dim=0).tolist())
-
-    def _log(
-        self, role: str, loss_here: Tensor | float, balance_here: Tensor | None, layout: Layout, metrics: StepMetrics
-    ) -> None:
-        rank = self._transport.rank
-        if layout.publishes(rank):  # the shares of all shards add up to one loss an update
-            once = 1.0 if rank == layout.ranks[0] else 0.0
-            metrics.mean(f"{role}/loss", loss_here, once)
-            if balance_here is not None:
-                metrics.mean(f"{role}/router_aux_loss", balance_here, once)
 
 
 def _check_shape(node: Node, loss: Tensor, mask: Tensor) -> None:

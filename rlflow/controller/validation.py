@@ -2,87 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlflow.controller.context import NodeContext, Running
-from rlflow.controller.conversations import ConversationRunner, ConverseCall, measure_turns
+from rlflow.controller.context import Running
+from rlflow.controller.conversations import ConverseCall, measure_turns
+from rlflow.controller.run import Run
 from rlflow.controller.scoring import scored_alike
 from rlflow.dag.node import BATCH, Node
-from rlflow.data.loader import Loader
 from rlflow.databuffer.rows import RowSpace
-from rlflow.databuffer.transport import Transport
 from rlflow.functional import loss_count, loss_sum, loss_weights, pass_at_k
+from rlflow.memory.out_of_memory import memory_watched, to_generate, to_score
 from rlflow.metrics import Metrics, StepMetrics
 from rlflow.models.causal_lm import CausalLM
-from rlflow.module import RLModule, environments, handles
+from rlflow.module import RLModule, environments, handles, has_validation_step
+from rlflow.process.status import report
 from rlflow.rewards.reward import RewardInput
 from rlflow.rollout.conversation import Conversation
-from rlflow.rollout.engine import RolloutEngine, Sampling
+from rlflow.rollout.engine import Sampling
 from rlflow.rollout.sampling import sample
 from rlflow.values.batch import Batch
 from rlflow.values.columns import to_device
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
-from rlflow.values.rollout import Rollout
 
 FULL_REWARD = 1.0
 POLICY = "actor"  # how the policy that is validated is called within
 DRAW = 0  # the same seeds at every validation, so that a difference is the policy's
 
 
-def validate(
-    module: RLModule,
-    engine: RolloutEngine | None,
-    loader: Loader,
-    transport: Transport,
-    layout: Layout,
-    *,
-    samples: int,
-    temperature: float,
-    seed: int,
-    version: int,
-    stop_token_ids: tuple[int, ...],
-    decode: Callable[[Sequence[int]], str],
-    reward_input: Callable[[Rollout], RewardInput],
-    conversations: ConversationRunner | None = None,
-) -> dict[str, float]:
-    """`samples` responses to each prompt at the policy's `temperature`, and one at temperature 0.
+def measure(run: Run, version: int, done: int) -> dict[str, float]:
+    """Metrics of the held-out rows, equal on every rank: of sampled responses, and of the rows themselves.
 
-    Ranks outside `layout` only learn the result. Where the module has an environment, responses are conversations, and
-    what it gave is part of their reward. Of a game of several seats, rewards are those of the first: over all seats
+    Args:
+        run: The run on this rank.
+        version: Version of the policy's weights.
+        done: Steps that were trained before, which rewards are given.
+    """
+    report(run.rank, "validation")
+    strategy, metrics = run.strategy, dict[str, float]()
+    if run.scores_validation:
+        with memory_watched("validation, generating", partial(to_generate, strategy, run.validating), strategy):
+            metrics = score_responses(run, version, done)
+    if has_validation_step(run.module) or run.loss_node is not None:
+        with memory_watched("validation, scoring", partial(to_score, strategy), strategy):
+            metrics |= score_rows(run)
+    return metrics
+
+
+def score_responses(run: Run, version: int, done: int) -> dict[str, float]:
+    """`val_samples` responses to each held-out prompt at the policy's temperature, and one at temperature 0.
+
+    Ranks that do not generate only learn the result. Where the module has an environment, responses are conversations,
+    and what it gave is part of their reward. Of a game of several seats, rewards are those of the first: over all seats
     they cancel out where one wins what the other loses.
 
     Returns:
         `val/reward`, `val/length`, `val/truncated` and `val/accuracy`, the share of responses with a reward of at
         least 1; `val/errors`, the samples that the reward failed on, which count 0; the same under `val_greedy/`; with
         several samples `val/pass@k` for each power of two up to their number; of conversations `val/turns`,
-        `val/tool_calls` and `val/tool_errors`; and of games `val/reward_<seat>`. Equal on every rank.
+        `val/tool_calls` and `val/tool_errors`; and of games `val/reward_<seat>`.
     """
+    module, transport, layout, loader = run.module, run.transport, run.generating, run.validation
     environment = next(iter(environments(module).values()), None)
     all_metrics = Metrics()
     if transport.rank not in layout.ranks:
         return all_metrics.reduce(0, transport)
-    metrics = all_metrics.of(0)
+    metrics, engine, policy = all_metrics.of(0), run.validating, handles(module)[run.follows or ""]
     assert engine is not None
+    assert loader is not None
+    assert isinstance(policy, CausalLM)
     batch, ids = loader.all(layout.shard(transport.rank), layout.shards)
     path = RowPath(ids[:, None], (BATCH,))
-    for prefix, of_prefix, n in (("val", temperature, samples), ("val_greedy", 0.0, 1)):
-        sampling = Sampling(module.max_response_length, of_prefix, stop_token_ids)
+    for prefix, temperature, n in (("val", policy.temperature, run.settings.val_samples), ("val_greedy", 0.0, 1)):
+        sampling = Sampling(module.max_response_length, temperature, run.stop_token_ids)
         ended: list[Conversation] = []
         if environment is None:
             rollout = sample(
-                engine, batch, path, n, sampling, seed=seed, draw=DRAW, node=prefix, version=version, decode=decode
+                engine,
+                batch,
+                path,
+                n,
+                sampling,
+                seed=run.settings.seed,
+                draw=DRAW,
+                node=prefix,
+                version=version,
+                decode=run.decode,
             )
         else:
-            assert conversations is not None
+            assert run.context.conversations is not None
             call = ConverseCall(DRAW, prefix, POLICY, {POLICY: version}, layout, rows_of=loader.rows_of_all)
-            rollout, ended, _ = conversations.run({POLICY: engine}, environment, batch.rows, path, n, sampling, call)
+            rollout, ended, _ = run.context.conversations.run(
+                {POLICY: engine}, environment, batch.rows, path, n, sampling, call
+            )
         speaks = layout.publishes(transport.rank)
-        of_rank = reward_input(rollout) if speaks else RewardInput([], [])
+        of_rank = run.context.reward_input(rollout, done) if speaks else RewardInput([], [])
         scored = None if module.scorer is None else scored_alike(module.scorer, of_rank, layout.ranks, transport)
         if not speaks:
             continue
@@ -110,27 +128,11 @@ def validate(
 
 
 @torch.no_grad()
-def score_rows(
-    module: RLModule,
-    loss_node: Node | None,
-    context: NodeContext,
-    loader: Loader,
-    transport: Transport,
-    layout: Layout,
-    device: torch.device,
-) -> dict[str, float]:
-    """What the module's `validation_step` logs of all held-out rows, or their loss, equal on every rank.
-
-    Args:
-        module: The algorithm.
-        loss_node: The train node whose loss it is; None for `validation_step`.
-        context: That the module is attached to.
-        loader: Of the held-out rows.
-        transport: To the other ranks.
-        layout: Where rows are scored.
-        device: Of the models.
-    """
-    all_metrics = Metrics()
+def score_rows(run: Run) -> dict[str, float]:
+    """What the module's `validation_step` logs of all held-out rows, or their loss."""
+    module, transport, loader, lead = run.module, run.transport, run.validation, run.layouts[run.lead]
+    assert loader is not None
+    layout, all_metrics = Layout(lead.ranks, lead.shards), Metrics()
     if transport.rank not in layout.ranks:
         return all_metrics.reduce(0, transport)
     metrics = all_metrics.of(0)
@@ -139,13 +141,13 @@ def score_rows(
     name = RLModule.validation_step.__name__
     space = RowSpace.gather(name, transport, layout, path=ids[:, None], lengths=lengths, tokens=rows.tokens)
     node = Node(name, inputs=(), role=None, kind="compute", returns=Any, file="", line=0)
-    batch = to_device(rows, device)
-    logged = metrics if loss_node is None else Metrics().of(0)  # what a train node logs is of training
-    with context.measuring(Running(node, space, layout, draw=DRAW, versions={}, metrics=logged)):
-        if loss_node is None:
+    batch = to_device(rows, run.strategy.root_device)
+    logged = metrics if run.loss_node is None else Metrics().of(0)  # what a train node logs is of training
+    with run.context.within(Running(node, space, layout, DRAW, {}, logged, validates=True)):
+        if run.loss_node is None:
             module.validation_step(batch)
         else:
-            measure_loss(module, loss_node, batch, metrics, counts=layout.publishes(transport.rank))
+            measure_loss(module, run.loss_node, batch, metrics, counts=layout.publishes(transport.rank))
     return all_metrics.reduce(0, transport)
 
 

@@ -15,6 +15,7 @@ from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.policies import policies_of
 from rlflow.controller.run import Run
 from rlflow.controller.training import StepGivenUp
+from rlflow.controller.validation import measure
 from rlflow.data.loader import Prefetch
 from rlflow.errors import Preempted, UserError
 from rlflow.loggers.console import Console
@@ -33,10 +34,9 @@ from rlflow.run.resume import Resume
 from rlflow.run.saving import Saving
 from rlflow.run.schedules import check_made, counted
 from rlflow.run.setup import join, load_role, locked_folder, open_folder, set_up_engines
-from rlflow.run.standing import Standing
+from rlflow.run.state import RunState, Snapshot
 from rlflow.run.summary import closing_lines, compared
 from rlflow.run.tables import memory_table, size_table, trusted_code
-from rlflow.run.validation import measure
 
 
 def fit(
@@ -88,13 +88,16 @@ def _fit(
         metrics = Metrics()
         if run.context.conversations is not None:
             stack.callback(run.context.conversations.close)
-        saving = Saving(run, folder, metrics, callbacks, resume)
+        saving = Saving(run, folder, resume)
         try:
             controller = _build(run, saving, metrics, callbacks, trace, prompts, console, folder)
-            for line in resume.restore(controller, metrics, callbacks):
+            remembered = RunState(run, controller, metrics, callbacks)
+            for line in resume.restore(remembered):
                 console.say(line)
-            saving.begin()
-            summary = Fit(run, controller, saving, recording, callbacks, state, metrics, trace).train(resume)
+            remembered.begin()
+            summary = Fit(run, controller, remembered, saving, recording, callbacks, state, metrics, trace).train(
+                resume
+            )
         except BaseException as error:
             saving.abandon()
             callbacks.call(Callback.on_exception, error)
@@ -115,6 +118,7 @@ class Fit:
     Args:
         run: This rank.
         controller: Runs the steps.
+        remembered: Takes snapshots of the run.
         saving: Writes checkpoints and models.
         recording: Has what loggers and terminal are given.
         callbacks: Told of what happens.
@@ -127,6 +131,7 @@ class Fit:
         self,
         run: Run,
         controller: Controller,
+        remembered: RunState,
         saving: Saving,
         recording: Recording,
         callbacks: Callbacks,
@@ -137,6 +142,7 @@ class Fit:
         self._run = run
         self._settings = run.settings
         self._controller = controller
+        self._remembered = remembered
         self._saving = saving
         self._recording = recording
         self._callbacks = callbacks
@@ -151,7 +157,7 @@ class Fit:
         self._callbacks.call(Callback.on_fit_start)
         after = {}
         if resume.checkpoint is None:
-            after = self._saving.before = self._validate(0)
+            after = self._remembered.before = self._validate(0)
             startup.passed("validation")
         self._recording.begin(after)
         done = resume.done
@@ -170,18 +176,18 @@ class Fit:
                 after = self._validate(done)
                 metrics |= after
             self._recording.step(done, metrics, records=validates or done % settings.log_every_n_steps == 0)
-            self._saving.monitor(state.callback_metrics)
+            self._remembered.monitored = self._saving.monitored(state.callback_metrics, self._remembered.monitored)
             if self._saving.is_due(done, metrics["time/elapsed"], state.should_stop or done == steps):
-                self._save(self._saving.standing(done, self._controller))
+                self._save(self._remembered.take(done))
             if self._controller.asked and done < steps and not state.should_stop:
-                self._end(self._saving.standing(done, self._controller), self._controller.asked)
+                self._end(self._remembered.take(done), self._controller.asked)
         self._controller.close()
         self._saving.wait()
         saved = settings.saves_checkpoints and done > resume.done  # with the last checkpoint
         if not saved and not settings.fast_dev_run:
             self._saving.save_models()
         self._callbacks.call(Callback.on_fit_end)
-        summary = {"steps": done, **compared(self._saving.before, after)}
+        summary = {"steps": done, **compared(self._remembered.before, after)}
         if self._run.validation is not None:
             summary["problems"] = self._run.validation.size
         return summary
@@ -194,38 +200,38 @@ class Fit:
 
     def _step(self, done: int) -> dict[str, float]:
         """The metrics of the step after `done`; if it is given up, the run ends as it stood before."""
-        before = [self._saving.standing(done, self._controller)] if done and preemption.is_handled() else []
+        before = [self._remembered.take(done)] if done and preemption.is_handled() else []
         try:
             return self._controller.step(done, before.clear)
         except StepGivenUp as given_up:
             self._end(next(iter(before), None), given_up.number)
 
-    def _end(self, standing: Standing | None, asked: int) -> NoReturn:
+    def _end(self, snapshot: Snapshot | None, asked: int) -> NoReturn:
         """A rank was asked to end by a signal; all of them do, with what is not saved yet saved.
 
         Args:
-            standing: Of this rank, with weights and optimizers as they were then; None before the first step.
+            snapshot: Of this rank, with weights and optimizers as they were then; None before the first step.
             asked: The signal's number.
         """
         preemption.agree(asked)
         what = "nothing was saved; start it again"
-        if standing is not None and not self._settings.fast_dev_run:
-            if self._saving.saved != standing.done:
-                self._save(standing, with_models=False)
+        if snapshot is not None and not self._settings.fast_dev_run:
+            if self._saving.saved != snapshot.done:
+                self._save(snapshot, with_models=False)
             self._saving.wait()
             how = "the same command" if self._settings.ckpt_path == AUTO else "`--trainer.ckpt_path last`"
-            what = f"{from_here(self._saving.folder_of(standing.done))} is saved; continue with {how}"
+            what = f"{from_here(self._saving.folder_of(snapshot.done))} is saved; continue with {how}"
         ended = Preempted(asked, what, agreed=True)
         preemption.saved(str(ended))
         raise ended
 
-    def _save(self, standing: Standing, with_models: bool = True) -> None:
+    def _save(self, snapshot: Snapshot, with_models: bool = True) -> None:
         """Callbacks and validation have seen the steps that are done, and keep what they saw."""
-        done = standing.done
+        done = snapshot.done
         rank, doing, started = self._run.transport.rank, f"saving after step {done}", time.perf_counter()
         report(rank, doing)
         with memory_watched(doing, to_hold_rows, self._run.strategy):
-            self._saving.save(standing, self._controller, with_models)
+            self._saving.save(self._remembered.agreed(snapshot), with_models)
         self._trace.span("save checkpoint", SAVE, started, time.perf_counter(), step=done)
         report(rank, f"step {done}")
 
@@ -272,7 +278,8 @@ def _build(
     startup.passed("engine")
     startup.collect_again()
     policies = policies_of(run, callbacks)
-    inputs = NodeInputs(None if settings.fast_dev_run else folder.inputs, settings.keep_inputs, settings.keep_inputs_of)
+    stored_in = None if settings.fast_dev_run else folder.inputs
+    inputs = NodeInputs(run, stored_in, settings.keep_inputs, settings.keep_inputs_of)
     return Controller(run, policies, prompts, metrics, trace, callbacks, inputs)
 
 

@@ -203,7 +203,6 @@ def prepare(
         generates=samples or scores_validation,
         scores_validation=scores_validation,
         loss_node=loss_node,
-        max_tokens_per_draw=settings.partial_rollout,
     )
 
 

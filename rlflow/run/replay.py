@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +11,6 @@ from pathlib import Path
 from rlflow import checkpoint
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller import Controller
-from rlflow.controller.bad_updates import BadUpdates
 from rlflow.controller.inputs import NodeInputs, StoredInputs, difference, folder_of
 from rlflow.controller.policies import policies_of
 from rlflow.controller.run import Run
@@ -100,8 +98,7 @@ def replay(asked: Replay, run: Run, callbacks: Callbacks) -> list[Replayed]:
         print(line)
     logged = _logged(asked) if any(node.kind == "train" for node in nodes) else {}
     join(run, None)
-    run.max_tokens_per_draw = None  # a response is generated whole, as the run left it
-    run.bad_updates = BadUpdates(most=sys.maxsize)  # the run continued, or it has reported why not
+    run.replays = True
     with ExitStack() as stack:
         if run.context.conversations is not None:
             stack.callback(run.context.conversations.close)
@@ -202,7 +199,7 @@ def _controller(run: Run, callbacks: Callbacks, metrics: Metrics, stack: ExitSta
     trace = Trace(open_folder(run, stack.enter_context(locked_folder(run))).traces, run.rank)
     stack.callback(trace.close)
     prompts = stack.enter_context(Prefetch(run.train, None))
-    return Controller(run, policies_of(run, callbacks), prompts, metrics, trace, callbacks, NodeInputs(None))
+    return Controller(run, policies_of(run, callbacks), prompts, metrics, trace, callbacks, NodeInputs(run, None))
 
 
 def _run(
@@ -214,13 +211,13 @@ def _run(
     logged: dict[str, float],
 ) -> Replayed:
     step = asked.step - 1
-    node, device = run.graph.nodes[stored.node], run.strategy.root_device
+    node = run.graph.nodes[stored.node]
     run.module.load_state_dict(stored.state())
     if asked.debugs:
         import pdb  # a script that is called as one of its modules, such as `code.py`, is no hindrance elsewhere
 
         setattr(run.module, node.id, partial(pdb.Pdb().runcall, getattr(run.module, node.id)))
-    now = controller.replay(node.id, step, stored.draw, lambda layout, now: stored.put(run, layout, now, device))
+    now = controller.replay(node.id, step, stored.draw, lambda layout, now: stored.put(run, layout, now))
     rows = len(now.spaces[node.inside])
     if node.kind == "train":
         here, there = metrics.reduce(step, run.transport, 0.0), logged
@@ -228,7 +225,7 @@ def _run(
         both = {name: (here[name], there[name]) for name in names if name in here and name in there}
         return Replayed(node.id, rows, max((_apart(a, b) for a, b in both.values()), default=math.nan), both)
     layout = run.value_layouts[node.id]
-    made = stored.made(run, layout, step, device)
+    made = stored.made(run, layout, step)
     if made is None:
         return Replayed(node.id, rows, math.nan)
     value, space = made

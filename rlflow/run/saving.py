@@ -6,21 +6,15 @@ import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rlflow import checkpoint
-from rlflow.callbacks.hooks import Callbacks
-from rlflow.checkpoint import Progress
-from rlflow.controller import Controller
 from rlflow.controller.run import Run
-from rlflow.dag.tasks import Load
 from rlflow.errors import UserError, did_you_mean
-from rlflow.metrics import Metrics
 from rlflow.process import status
 from rlflow.run.agreement import attempt, gather
 from rlflow.run.folder import RunFolder
 from rlflow.run.resume import Resume
-from rlflow.run.standing import ModuleState, Standing
+from rlflow.run.state import Snapshot
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import Draft, Record, not_written
 from rlflow.storage.space import bytes_in, in_bytes, require_space
@@ -37,40 +31,27 @@ class Saving:
     Args:
         run: The run on this rank.
         folder: Of the run.
-        metrics: What was logged of steps in progress is saved with them.
-        callbacks: Their states are saved.
         resume: From where the run goes on.
 
     Attributes:
-        before: Validation before the first step of all.
         saved: After how many steps the last checkpoint in the run's folder was begun; None where there is none.
     """
 
-    def __init__(self, run: Run, folder: RunFolder, metrics: Metrics, callbacks: Callbacks, resume: Resume) -> None:
-        self._monitored = {} if resume.progress is None else resume.progress.monitored
+    def __init__(self, run: Run, folder: RunFolder, resume: Resume) -> None:
         self._saved_at = 0.0  # seconds of this run
         self._run = run
         self._settings = run.settings
-        self._module = run.module
         self._strategy = run.strategy
         self._transport = run.transport
         self._folder = folder
-        self._metrics = metrics
-        self._callbacks = callbacks
         self._done = resume.done
         self._roles = run.graph.trained_roles()
         self._disk = Disk(self._settings.async_save)
         self._pending = False  # whether something was begun that `wait` waits for
         self._nodes: dict[int, str] = {}  # of each rank
         self._sizes: dict[str, tuple[int, int]] = {}  # of each role's model and state
-        self._state = ModuleState(self._module, self._transport.rank, partial(gather, self._transport))
         self.saved = resume.done if resume.goes_on else None
         status.saved(0)
-        self.before: dict[str, float] = {} if resume.progress is None else resume.progress.before
-
-    def begin(self) -> None:
-        """The module is as the first step of this run finds it."""
-        self._state.begin()
 
     def is_due(self, done: int, elapsed: float, ends: bool) -> bool:
         """Whether a checkpoint is to be written; the same on all ranks.
@@ -89,79 +70,67 @@ class Saving:
             self._saved_at = elapsed
         return ends or by_steps or by_time
 
-    def monitor(self, metrics: Mapping[str, float]) -> None:
-        """Note the metric that decides which checkpoints stay.
+    def monitored(self, metrics: Mapping[str, float], before: dict[str, float]) -> dict[str, float]:
+        """The metric that decides which checkpoints stay, by its name; empty where none does.
 
         Args:
-            metrics: Of the last step and the last validation.
+            metrics: Metrics of the last step and the last validation.
+            before: What this gave before, or the checkpoint that the run continues has.
 
         Raises:
             UserError: The run does not log it.
         """
         name = self._settings.monitor
         if name is None:
-            return
+            return {}
         if name in metrics:
-            self._monitored = {name: metrics[name]}
-        elif name not in self._monitored and not (self._done and name.startswith(VALIDATION)):
+            return {name: metrics[name]}
+        if name not in before and not (self._done and name.startswith(VALIDATION)):
             raise UserError(
                 f"`trainer.monitor` is {name!r}, which this run does not log.{did_you_mean(name, metrics)} Logged:"
                 f" {', '.join(sorted(metrics))}"
             )
+        return before
 
-    def standing(self, done: int, controller: Controller) -> Standing:
-        """Where this rank stands after `done` steps; asks no other rank."""
-        return Standing.of(done, controller, self._run, self._metrics, self._callbacks, self._state)
-
-    def save(self, standing: Standing, controller: Controller, with_models: bool = True) -> None:
+    def save(self, snapshot: Snapshot, with_models: bool = True) -> None:
         """Write models and a checkpoint; called by all ranks.
 
         Args:
-            standing: Of this rank; weights and optimizers are as they were then.
-            controller: Of this rank.
+            snapshot: Of this rank, with what all ranks know; weights and optimizers are as they were then.
             with_models: Whether models are written too; a checkpoint has all that a run needs to go on.
 
         Raises:
             UserError: As `wait`.
         """
         self.wait()
-        done = standing.done
-        module, tensors = self._state.taken(standing.module, standing.tensors)
-        progress = Progress(
-            step=done,
-            version=controller.policies.version_after(self._run.follows, done),
-            seed=self._settings.seed,
-            data=self._run.train.scan.digest,
-            draws=standing.draws,
-            before=self.before,
-            module=module,
-            callbacks={key: dict(state) for key, state in standing.callbacks.items()},
-            chosen=self._chosen_rows(standing.chosen),
-            prompts_per_step=self._run.train.prompts_per_step,
-            history=self._history(standing.history),
-            config=None if self._run.config is None else dict(self._run.config),
-            monitored=self._monitored,
-        )
+        done, rank = snapshot.done, self._transport.rank
         draft = checkpoint.draft_of(self._folder.checkpoint, done)
         models = self._open(draft, with_models)
-        rank, kept, logged = self._transport.rank, standing.kept, standing.logged
-        beside = self._settings.async_save
-        if not beside:  # before the states, so that no rank waits for their writing while weights are gathered
+        while_running = self._settings.async_save
+        if not while_running:  # before the states, so that no rank waits for their writing while weights are gathered
             self._write_models(models, done)
         checkpoint.write_share(
-            draft, self._disk, self._strategy, self._run.stateful, self._nodes, rank, kept, logged, tensors
+            draft,
+            self._disk,
+            self._strategy,
+            self._run.stateful,
+            self._nodes,
+            rank,
+            snapshot.groups,
+            snapshot.of_rank,
+            snapshot.tensors,
         )
-        if beside:
+        if while_running:
             self._write_models(models, done, draft)
         self._complete_models(models, draft)
         checkpoint.leave(draft, self._disk, self._nodes, rank)
         if rank == 0:
             roles, timeout_s = self._run.stateful, self._timeout_s
-            checkpoint.complete(draft, self._disk, roles, progress, self._nodes, timeout_s, self._retention)
+            checkpoint.complete(draft, self._disk, roles, snapshot.progress, self._nodes, timeout_s, self._retention)
             self._disk.do(partial(status.saved, done))
         self.saved = done
         self._disk.start()
-        if not self._settings.async_save:
+        if not while_running:
             self.wait()
 
     def folder_of(self, done: int) -> Path:
@@ -319,18 +288,3 @@ class Saving:
     def _attempt(self, action: Callable[[], None]) -> None:
         """See `attempt`."""
         self._nodes = attempt(self._transport, self._folder.path, action)
-
-    def _history(self, here: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Of all ranks: each role's updates as the ranks that hold it know them."""
-        held = {role: of for role, of in here["updates"].items() if self._strategy.holds(role)}
-        updates = {role: of for of_rank in gather(self._transport, held) for role, of in of_rank.items()}
-        return {"updates": updates, "gaps": dict(here["gaps"])}
-
-    def _chosen_rows(self, here: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        """Of epochs, as the first rank that loads prompts has them; None where the module does not choose."""
-        if here is None:
-            return None
-        loads = next(task.ranks[0] for task in self._run.plan.every() if isinstance(task, Load))
-        of_ranks = gather(self._transport, here if self._transport.rank == loads else None)
-        rows: list[dict[str, Any]] = of_ranks[loads]
-        return rows

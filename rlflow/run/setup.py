@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from rlflow.controller.bad_updates import BadUpdates
 from rlflow.controller.context import NodeContext
 from rlflow.controller.probe import probing_group
 from rlflow.controller.run import Run
@@ -83,7 +82,6 @@ def join(run: Run, resolved_config: str | None) -> None:
         trainer_state=partial(_trainer_state, run),
     )
     run.module.attach(run.context)
-    run.bad_updates = BadUpdates(settings.folder, run.rank, settings.skip_spikes, settings.max_skipped)
 
 
 @contextmanager

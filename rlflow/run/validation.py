@@ -1,27 +1,22 @@
-"""Validation: by itself (`validate`), and as a part of training (`measure`)."""
+"""`rlflow validate`: a validation by itself."""
 
 from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.callbacks.hooks import Callbacks
-from rlflow.controller import validation
 from rlflow.controller.run import Run
+from rlflow.controller.validation import measure
 from rlflow.controller.weight_sync import weight_sync
 from rlflow.loggers.console import Console
-from rlflow.memory.out_of_memory import memory_watched, to_generate, to_score
-from rlflow.models.causal_lm import CausalLM
 from rlflow.module import handles, has_validation_step
 from rlflow.process import startup
-from rlflow.process.status import report
 from rlflow.run.folder import from_here
 from rlflow.run.setup import join, load_role, locked_folder, open_folder, set_up_engines
 from rlflow.run.tables import trusted_code
-from rlflow.values.layout import Layout
 
 
 def validate(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_config: str | None) -> dict[str, Any]:
@@ -71,45 +66,3 @@ def validate(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_con
         config = "config.yaml, " if folder.config.exists() else ""
         print(f"left in {from_here(folder.path)}/: validation.json, {config}logs/")
     return results
-
-
-def measure(run: Run, version: int, done: int) -> dict[str, float]:
-    """Metrics of the held-out rows: scores of responses that the policy samples, and what the module measures.
-
-    Args:
-        run: The run on this rank.
-        version: Version of the policy's weights.
-        done: Steps that were trained before, which rewards are given.
-    """
-    report(run.transport.rank, "validation")
-    module, strategy = run.module, run.strategy
-    loader = run.validation
-    assert loader is not None
-    metrics = {}
-    if run.scores_validation:
-        policy = handles(module)[run.follows or ""]
-        assert isinstance(policy, CausalLM)
-        with memory_watched("validation, generating", partial(to_generate, strategy, run.validating), strategy):
-            metrics = validation.validate(
-                module,
-                run.validating,
-                loader,
-                run.transport,
-                run.generating,
-                samples=run.settings.val_samples,
-                temperature=policy.temperature,
-                seed=run.settings.seed,
-                version=version,
-                stop_token_ids=run.stop_token_ids,
-                decode=run.decode,
-                reward_input=partial(run.context.reward_input, step=done),
-                conversations=run.context.conversations,
-            )
-    if has_validation_step(module) or run.loss_node is not None:
-        lead = run.layouts[run.lead]
-        layout = Layout(lead.ranks, lead.shards)
-        with memory_watched("validation, scoring", partial(to_score, strategy), strategy):
-            metrics |= validation.score_rows(
-                module, run.loss_node, run.context, loader, run.transport, layout, strategy.root_device
-            )
-    return metrics

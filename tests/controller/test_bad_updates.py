@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlflow import UserError
-from rlflow.controller.bad_updates import FEWEST, BadUpdates, UpdateWatch
+from rlflow.controller.bad_updates import FEWEST, UpdateWatch
 from rlflow.metrics import Metrics
 
 
@@ -20,7 +20,7 @@ def _update(watch: UpdateWatch, norm: float) -> bool:
 
 
 def test_updates_without_a_gradient_are_nothing_to_compare_the_first_with() -> None:
-    watch = UpdateWatch(BadUpdates(times=20.0))
+    watch = UpdateWatch(times=20.0)
     for _ in range(FEWEST):
         assert _update(watch, 0.0)
     assert _update(watch, 0.5)
@@ -31,6 +31,6 @@ def test_updates_without_a_gradient_are_nothing_to_compare_the_first_with() -> N
 
 def test_rows_that_cannot_be_written_leave_the_message_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("no folder, as a disk that is full gives none")
-    watch = UpdateWatch(BadUpdates(folder=tmp_path, most=1))
+    watch = UpdateWatch(folder=tmp_path, most=1)
     with pytest.raises(UserError, match=r"in 1 updates in a row, .*; its rows could not be written$"):
         _update(watch, math.nan)

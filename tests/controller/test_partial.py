@@ -349,9 +349,9 @@ def test_groups_that_have_ended_are_not_lost_either(policy: Path, tmp_path: Path
     result = fit(given(policy, tmp_path, SingleProcess, **settings))
     assert result.steps[0]["rollout/surplus"] > 0
     checkpoint = tmp_path / "checkpoint/step-00000001"
-    (checkpoint / "under-way.json").unlink()
+    (checkpoint / "unfinished.json").unlink()
     stored = json.loads((checkpoint / "state.json").read_text())
-    del stored["files"]["under-way.json"], stored["sha256"]
+    del stored["files"]["unfinished.json"], stored["sha256"]
     write_state(checkpoint, stored)
     rest = failing_fit(given(policy, tmp_path, SingleProcess, partial_rollout=None, ckpt_path="last"))
     assert "has groups that wait for the next step, which would be lost" in rest.error

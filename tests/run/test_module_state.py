@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlflow.errors import UserError
 from rlflow.module import RLModule
-from rlflow.run.standing import ModuleState
+from rlflow.run.state import ModuleState
 from rlflow.state.tensors import digest, with_tensors, without_tensors
 
 RANKS = 3

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.databuffer.kept import Kept, KeptValue
+from rlflow.databuffer.groups import Groups, GroupValue
 from rlflow.databuffer.rows import RowSpace
 from rlflow.values.columns import Parts
 from rlflow.values.cuts import Cut, Home, PerSample, PerToken
@@ -51,7 +51,7 @@ def value(ids: list[int]) -> Value:
     )
 
 
-def drawn(rank: int, number: int, prompts: int) -> Kept:
+def drawn(rank: int, number: int, prompts: int) -> Groups:
     """All of a draw: samples of prompts, made in whole groups, with a value made there and one made balanced."""
     groups = torch.arange(prompts) + number * prompts
     ids = torch.cat([groups * GROUP + index for index in range(GROUP)]).sort().values
@@ -63,10 +63,10 @@ def drawn(rank: int, number: int, prompts: int) -> Kept:
         shards.append(torch.stack([own // GROUP, own, lengths, lengths + 1, own * 0 + number]))
     space = RowSpace.of_shards("rollout", HOME, shards, step=number)
     values = {
-        name: KeptValue(Value, "rollout", layout, value(space.path[space.held(layout, rank), -1].tolist()))
+        name: GroupValue(Value, "rollout", layout, value(space.path[space.held(layout, rank), -1].tolist()))
         for name, layout in {"made": HOME, "scored": BALANCED}.items()
     }
-    return Kept(rank, {"rollout": space}, values)
+    return Groups(rank, {"rollout": space}, values)
 
 
 def same(found: Value, expected: Value) -> bool:
@@ -88,7 +88,7 @@ def test_what_is_kept_of_several_draws_lies_where_it_was_made(prompts: int, keep
     held: dict[str, list[int]] = {"made": [], "scored": []}
     for rank in RANKS:
         draws = [drawn(rank, number, prompts) for number in range(len(keeps))]
-        kept = Kept.joined([one.only(torch.tensor(groups)) for one, groups in zip(draws, chosen, strict=True)])
+        kept = Groups.joined([one.only(torch.tensor(groups)) for one, groups in zip(draws, chosen, strict=True)])
         space = kept.spaces["rollout"]
         assert kept.roots.tolist() == list(chain(*chosen))
         expected = [group * GROUP + index for group in chain(*chosen) for index in range(GROUP)]
@@ -103,21 +103,21 @@ def test_what_is_kept_of_several_draws_lies_where_it_was_made(prompts: int, keep
 
 def test_whole_groups_stay_whole_and_rows_of_each_draw_keep_their_version() -> None:
     parts = [drawn(0, number, 6).only(torch.tensor([1, 4, 6, 11])) for number in (0, 1)]
-    space = Kept.joined(parts).spaces["rollout"]
+    space = Groups.joined(parts).spaces["rollout"]
     assert [space.roots[rows].tolist() for rows in space.partition(HOME).shards] == [[1, 1, 6, 6], [], [4, 4, 11, 11]]
     assert space.versions.tolist() == [0] * 4 + [1] * 4
 
 
 def test_a_layout_that_made_nothing_is_dealt_anew() -> None:
     parts = [drawn(0, number, 6).only(torch.tensor([0, 1, 6])) for number in (0, 1)]
-    space = Kept.joined(parts).spaces["rollout"]
+    space = Groups.joined(parts).spaces["rollout"]
     assert [len(rows) for rows in space.partition(Layout((0, 1), 2)).shards] == [2, 4]
 
 
 def test_prompts_and_samples_are_chosen_alike() -> None:
     one = drawn(0, 0, 3)
     shards = [torch.tensor([[group], [0], [1], [-1]]) for group in range(3)]
-    both = Kept(0, {"batch": RowSpace.of_shards("batch", HOME, shards), **one.spaces}, one.values)
+    both = Groups(0, {"batch": RowSpace.of_shards("batch", HOME, shards), **one.spaces}, one.values)
     kept = both.only(torch.tensor([0, 2]))
     assert kept.spaces["batch"].roots.tolist() == [0, 2]
     assert kept.spaces["rollout"].roots.tolist() == [0, 0, 2, 2]

@@ -1,10 +1,10 @@
-"""Rows and values that a checkpoint keeps, as safetensors and JSON: surplus groups, cut-off responses, steps.
+"""Groups in files, as safetensors and JSON: a filter's surplus, unfinished responses, steps generated ahead.
 
     surplus.json                        the rows of each space, and where they and the values lie
     surplus-00000-of-00002.safetensors  rank 0's rows of tensors: `<value>/<column>`
     surplus-00000-of-00002.json         its texts and dataset rows, and the kind of device that held each tensor
 
-These are written alike: responses as `under-way` in place of `surplus`, a step as `step-00000007`.
+Unfinished responses are written so as `unfinished`, a step as `step-00000007`.
 
 Read by as many ranks as wrote it, everything is as it was; read by others, groups are dealt anew.
 """
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlflow.databuffer.balance import group_partition
-from rlflow.databuffer.kept import Kept, KeptValue
+from rlflow.databuffer.groups import Groups, GroupValue
 from rlflow.databuffer.route import Partition
 from rlflow.databuffer.rows import NUMBERS, RowSpace
 from rlflow.databuffer.wire import stacked, unstacked
@@ -35,37 +35,37 @@ from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
 
 SURPLUS = "surplus"
-UNDER_WAY = "under-way"  # responses that were cut off, with their groups
+UNFINISHED = "unfinished"  # groups with responses that were cut off
 LENGTHS = "lengths"  # of a ragged column, after its name
 NAMES = "names"  # of the parts of a column, likewise
 
 
-def flight_name(step: int) -> str:
-    """Under which a step is written that was generated and not trained."""
+def step_name(step: int) -> str:
+    """Name of a step's groups, which were generated and not trained."""
     return f"step-{step:08d}"
 
 
-def write_kept(folder: Path, name: str, kept: Kept, world_size: int) -> list[str]:
+def write_groups(folder: Path, name: str, groups: Groups, world_size: int) -> list[str]:
     """Write this rank's part of what is called `name`; called by all ranks that have one. The names of its files."""
-    written = write_rows(folder, name, kept, world_size)
-    if kept.rank == min(rank for space in kept.spaces.values() for rank in space.home[0].ranks):
-        (folder / f"{name}.json").write_text(json.dumps(described(kept, world_size)))
+    written = write_rows(folder, name, groups, world_size)
+    if groups.rank == min(rank for space in groups.spaces.values() for rank in space.home[0].ranks):
+        (folder / f"{name}.json").write_text(json.dumps(described(groups, world_size)))
         written.append(f"{name}.json")
     return written
 
 
-def described(kept: Kept, world_size: int) -> dict[str, Any]:
+def described(groups: Groups, world_size: int) -> dict[str, Any]:
     """What `<name>.json` says, the same on all ranks: the rows of each space, and where they and the values lie."""
-    spaces = {of: _space_to_json(space, kept.layouts(of)) for of, space in kept.spaces.items()}
-    values = {of: {"space": value.space, "layout": asdict(value.layout)} for of, value in kept.values.items()}
+    spaces = {of: _space_to_json(space, groups.layouts(of)) for of, space in groups.spaces.items()}
+    values = {of: {"space": value.space, "layout": asdict(value.layout)} for of, value in groups.values.items()}
     return {"ranks": world_size, "spaces": spaces, "values": values}
 
 
-def write_rows(folder: Path, name: str, kept: Kept, world_size: int) -> list[str]:
+def write_rows(folder: Path, name: str, groups: Groups, world_size: int) -> list[str]:
     """Write the rows of this rank, without what describes them; the names of the files."""
     tensors: dict[str, Tensor] = {}
     lists: dict[str, list[Any]] = {}
-    for value_name, value in kept.values.items():
+    for value_name, value in groups.values.items():
         for key, data in _columns(value_name, value):
             if isinstance(data, Tensor):
                 tensors[key] = data
@@ -75,15 +75,15 @@ def write_rows(folder: Path, name: str, kept: Kept, world_size: int) -> list[str
                 tensors |= {key: data.values, f"{key}/{LENGTHS}": data.lengths}
             elif not isinstance(data, Absent):
                 lists[key] = data
-    path = folder / of_rank(name, kept.rank, world_size)
+    path = folder / of_rank(name, groups.rank, world_size)
     save_file({key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()}, f"{path}.safetensors")
     devices = {key: tensor.device.type for key, tensor in tensors.items()}
     Path(f"{path}.json").write_text(json.dumps({"lists": lists, "devices": devices}))
     return [f"{path.name}.safetensors", f"{path.name}.json"]
 
 
-def read_kept(folder: Path, name: str, like: Kept, device: torch.device) -> Kept | None:
-    """What `write_kept` wrote under this name; None where it wrote nothing.
+def read_groups(folder: Path, name: str, like: Groups, device: torch.device) -> Groups | None:
+    """What `write_groups` wrote under this name; None where it wrote nothing.
 
     Args:
         folder: Of the checkpoint.
@@ -105,8 +105,8 @@ def read_kept(folder: Path, name: str, like: Kept, device: torch.device) -> Kept
     return read_rows(folder, name, stored, like, device)
 
 
-def read_rows(folder: Path, name: str, stored: dict[str, Any], like: Kept, device: torch.device) -> Kept:
-    """The rows of what `described` says, in the layouts of this run; see `read_kept`."""
+def read_rows(folder: Path, name: str, stored: dict[str, Any], like: Groups, device: torch.device) -> Groups:
+    """The rows of what `described` says, in the layouts of this run; see `read_groups`."""
     dealt = {name: _dealt(space) for name, space in stored["spaces"].items()}
     same = all(list(dealt[name]) == like.layouts(name) for name in like.spaces)
     spaces = {
@@ -132,7 +132,7 @@ def read_rows(folder: Path, name: str, stored: dict[str, Any], like: Kept, devic
             space = spaces[value.space]
             rows = with_path(rows, value.annotation, space.paths(space.held(value.layout, like.rank)), device)
         values[value_name] = replace(value, rows=rows)
-    return Kept(like.rank, spaces, values).trimmed()
+    return Groups(like.rank, spaces, values).trimmed()
 
 
 def of_ranks(stored: dict[str, Any], ranks: Collection[int]) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def of_ranks(stored: dict[str, Any], ranks: Collection[int]) -> dict[str, Any]:
     return {**stored, "spaces": spaces, "values": values}
 
 
-def _columns(name: str, value: KeptValue) -> Iterator[tuple[str, Any]]:
+def _columns(name: str, value: GroupValue) -> Iterator[tuple[str, Any]]:
     """The columns of this rank's rows under the names of their tensors."""
     for column in columns(value.annotation) if value.rows is not None else ():
         if column.cut is not Cut.PATH:  # the space has it
@@ -166,7 +166,7 @@ class _Written:
         self._folder, self._name, self._ranks, self._device = folder, name, ranks, device
         self._parts: dict[int, tuple[dict[str, Tensor], dict[str, Any]]] = {}
 
-    def rows(self, name: str, value: KeptValue, rank: int) -> Any:
+    def rows(self, name: str, value: GroupValue, rank: int) -> Any:
         """The rows that a rank wrote of a value."""
         tensors, said = self._part(rank)
 

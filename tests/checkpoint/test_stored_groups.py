@@ -9,43 +9,43 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlflow.checkpoint.kept_rows import SURPLUS, read_kept, write_kept
-from rlflow.databuffer.kept import Kept
+from rlflow.checkpoint.stored_groups import SURPLUS, read_groups, write_groups
+from rlflow.databuffer.groups import Groups
 from rlflow.databuffer.rows import NUMBERS, RowSpace
 from rlflow.errors import UserError
 from rlflow.values.absent import Absent
 from rlflow.values.layout import Layout
-from tests.databuffer.test_kept import BALANCED, HOME, RANKS, Value, drawn, same, value
+from tests.databuffer.test_groups import BALANCED, HOME, RANKS, Value, drawn, same, value
 
 CPU = torch.device("cpu")
 KEEPS = torch.tensor([1, 4, 6, 7, 11])
 
 
-def surplus(rank: int) -> Kept:
+def surplus(rank: int) -> Groups:
     """Of two draws of six prompts."""
-    return Kept.joined([drawn(rank, number, 6).only(KEEPS) for number in (0, 1)])
+    return Groups.joined([drawn(rank, number, 6).only(KEEPS) for number in (0, 1)])
 
 
-def empty(rank: int, home: Layout, balanced: Layout) -> Kept:
+def empty(rank: int, home: Layout, balanced: Layout) -> Groups:
     """What a run in these layouts keeps, without rows."""
     none = torch.empty(0, dtype=torch.int64)
     kept = surplus(rank)
     layouts = {"made": home, "scored": balanced}
     values = {name: replace(kept.values[name], layout=layout, rows=None) for name, layout in layouts.items()}
     space = RowSpace.of_shards("rollout", home, [none.view(2 + len(NUMBERS), 0)] * home.shards)
-    return Kept(rank, {"rollout": space}, values)
+    return Groups(rank, {"rollout": space}, values)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for rank in RANKS:
-        write_kept(tmp_path, SURPLUS, surplus(rank), len(RANKS))
+        write_groups(tmp_path, SURPLUS, surplus(rank), len(RANKS))
     return tmp_path
 
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_as_many_ranks_read_what_they_wrote(rank: int, folder: Path) -> None:
-    expected, found = surplus(rank), read_kept(folder, SURPLUS, empty(rank, HOME, BALANCED), CPU)
+    expected, found = surplus(rank), read_groups(folder, SURPLUS, empty(rank, HOME, BALANCED), CPU)
     assert found is not None
     for array in ("path", *NUMBERS):
         assert torch.equal(getattr(found.spaces["rollout"], array), getattr(expected.spaces["rollout"], array))
@@ -59,7 +59,7 @@ def test_other_ranks_get_whole_groups_and_every_row_once(folder: Path) -> None:
     home, balanced = Layout((0, 1), 2), Layout((0, 1), 2, "balanced")
     held: dict[str, list[int]] = {"made": [], "scored": []}
     for rank in (0, 1):
-        found = read_kept(folder, SURPLUS, empty(rank, home, balanced), CPU)
+        found = read_groups(folder, SURPLUS, empty(rank, home, balanced), CPU)
         assert found is not None
         space = found.spaces["rollout"]
         for name, layout in {"made": home, "scored": balanced}.items():
@@ -82,21 +82,21 @@ def test_a_surplus_of_other_values_is_refused(folder: Path) -> None:
     other = replace(like, values={"made": like.values["made"], "rewards": like.values["scored"]})
     told = r"has groups waiting for a later step, with the values made, scored; this run keeps made, rewards\."
     with pytest.raises(UserError, match=told):
-        read_kept(folder, SURPLUS, other, CPU)
+        read_groups(folder, SURPLUS, other, CPU)
     with pytest.raises(UserError, match=r"this run keeps none\. Continue with the same algorithm and `placement`"):
-        read_kept(folder, SURPLUS, Kept(0, {}, {}), CPU)
+        read_groups(folder, SURPLUS, Groups(0, {}, {}), CPU)
 
 
 def test_a_checkpoint_without_a_surplus_has_none(tmp_path: Path) -> None:
-    assert read_kept(tmp_path, SURPLUS, empty(0, HOME, BALANCED), CPU) is None
+    assert read_groups(tmp_path, SURPLUS, empty(0, HOME, BALANCED), CPU) is None
 
 
 def test_what_stayed_on_another_rank_stays_away(tmp_path: Path) -> None:
     for rank in RANKS:
         kept = surplus(rank)
         away = {name: replace(of, rows=replace(of.rows, texts=Absent("texts"))) for name, of in kept.values.items()}
-        write_kept(tmp_path, SURPLUS, replace(kept, values=away), len(RANKS))
-    found = read_kept(tmp_path, SURPLUS, empty(1, HOME, BALANCED), CPU)
+        write_groups(tmp_path, SURPLUS, replace(kept, values=away), len(RANKS))
+    found = read_groups(tmp_path, SURPLUS, empty(1, HOME, BALANCED), CPU)
     assert found is not None
     assert isinstance(found.values["made"].rows, Value)
     assert isinstance(found.values["made"].rows.texts, Absent)

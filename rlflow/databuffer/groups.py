@@ -1,28 +1,28 @@
-"""Groups that are kept for later: their rows and values, chosen and joined without asking other ranks."""
+"""Groups that outlast their step: their rows and values, chosen and joined without asking other ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.rows import NUMBERS, ROOT, RowSpace
 from rlflow.values.columns import join_rows, take_rows, trim
 from rlflow.values.layout import Layout
 
 
 @dataclass(frozen=True)
-class KeptValue:
-    """A value that is read after the filter, where it was made.
+class GroupValue:
+    """A value of groups, where it was made.
 
     Attributes:
-        annotation: Its type.
-        space: The name of its rows.
+        annotation: Type of the value.
+        space: Name of its rows.
         layout: Where it was made.
-        rows: Those of this rank; None where it made none.
+        rows: Rows of this rank; None where it made none.
     """
 
     annotation: Any
@@ -32,12 +32,18 @@ class KeptValue:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Whole groups, seen from one rank: row spaces by name, and values by name."""
+class Groups:
+    """Whole groups, seen from one rank: prompts with all rows below them, and values of these rows.
+
+    Attributes:
+        rank: This rank.
+        spaces: Row spaces by name; one that lies in the layouts of its values besides that in which it was made.
+        values: Values by name.
+    """
 
     rank: int
     spaces: Mapping[str, RowSpace]
-    values: Mapping[str, KeptValue]
+    values: Mapping[str, GroupValue]
 
     @property
     def roots(self) -> Tensor:
@@ -45,20 +51,20 @@ class Kept:
         ids: Tensor = next(iter(self.spaces.values())).roots.unique()
         return ids
 
-    def only(self, roots: Tensor) -> Kept:
-        """What is here of these prompts and of all rows below them."""
+    def only(self, roots: Tensor) -> Groups:
+        """The groups of these prompts, with all rows below them."""
         spaces = {name: space.of_roots(roots, self.layouts(name)) for name, space in self.spaces.items()}
         values = {}
         for name, value in self.values.items():
             before = self.spaces[value.space]
-            kept = torch.isin(before.roots, roots)  # [N]
-            here = kept[before.held(value.layout, self.rank)].nonzero()[:, 0]
+            chosen = torch.isin(before.roots, roots)  # [N]
+            here = chosen[before.held(value.layout, self.rank)].nonzero()[:, 0]
             rows = None if value.rows is None else take_rows(value.rows, value.annotation, here)
             values[name] = replace(value, rows=rows)
-        return Kept(self.rank, spaces, values).trimmed()
+        return Groups(self.rank, spaces, values).trimmed()
 
     @classmethod
-    def joined(cls, parts: Sequence[Kept]) -> Kept:
+    def joined(cls, parts: Sequence[Groups]) -> Groups:
         """The groups of all parts."""
         first = parts[0]
         spaces = {
@@ -76,7 +82,7 @@ class Kept:
         of_values = (value.layout for value in self.values.values() if value.space == space)
         return list(dict.fromkeys([self.spaces[space].home[0], *of_values]))
 
-    def trimmed(self) -> Kept:
+    def trimmed(self) -> Groups:
         """Values as wide as their longest row here: a function of their rows, however these came together."""
         values = dict(self.values)
         for name, value in self.values.items():
@@ -86,3 +92,13 @@ class Kept:
             if value.rows is not None:
                 values[name] = replace(value, rows=trim(value.rows, value.annotation, longest))
         return replace(self, values=values)
+
+
+# Reads groups that were stored under a name, into the form of empty ones; None where nothing was.
+ReadGroups = Callable[[str, Groups], Groups | None]
+
+
+def no_rows(levels: Sequence[str], layout: Layout) -> RowSpace:
+    """A space of rows of these levels, prompts first, without any."""
+    none = torch.empty(len(levels) + len(NUMBERS), 0, dtype=torch.int64)
+    return RowSpace.of_shards(levels[-1], layout, [none] * layout.shards, above=tuple(levels[:-1]) or ROOT)
