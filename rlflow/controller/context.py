@@ -315,7 +315,8 @@ class NodeContext:
         known = on_host(group) != NO_GROUP
         places = now.space.held(now.layout, self._transport.rank)[known]
         rows = [part.double() for part in (places, self._rows_of(on_host(group)[known]), x.detach().cpu()[known])]
-        self.memories.add(memory, now.metrics.step, now.node.id, now.draw, torch.stack(rows))
+        place = list(self._writers).index(now.node.id)
+        self.memories.add(memory, now.metrics.step, now.draw, place, torch.stack(rows))
 
     def _now(self) -> Running:
         assert self.running is not None, "no node is running"
@@ -342,35 +343,12 @@ def _require_prompts(asked: str, group: Tensor) -> None:
         )
 
 
-_NUMBERS = 6  # that are gathered of each row: draw, place of the node, call, its own place, prompt, the number itself
-
-
-@dataclass(frozen=True)
-class Remembered:
-    """What one call of a node gave a memory of this rank's rows.
-
-    Attributes:
-        memory: Its name.
-        node: The node's id.
-        draw: At which the node ran.
-        call: Which of the node's calls for this memory, from 0.
-        rows: `[3, B]` float64: the rows' places in the order of all, their prompts' places in the dataset, the numbers.
-    """
-
-    memory: str
-    node: str
-    draw: int
-    call: int
-    rows: Tensor
-
-    def keyed(self, place: int) -> Tensor:
-        """`[6, B]`: by what the rows are ordered, the node's place in the graph among it; then prompts and numbers."""
-        keys = self.rows.new_tensor([self.draw, place, self.call])[:, None].expand(3, self.rows.shape[1])
-        return torch.cat([keys, self.rows])
+KEYS = 4  # by which what is remembered is ordered: the draw, the node's place in the graph, its call, the row's place
+COLUMNS = KEYS + 2  # then the prompt's place in the dataset, and the number itself
 
 
 class MemoryUpdates:
-    """What this rank's nodes gave memories, by step.
+    """What this rank's nodes gave memories of prompts, by step, until all ranks learn it.
 
     Args:
         transport: To the other ranks.
@@ -378,47 +356,52 @@ class MemoryUpdates:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._given: dict[int, list[Remembered]] = {}
+        # By step, then by memory, draw and node: `[COLUMNS, B]` float64 of each call.
+        self._given: dict[int, dict[tuple[str, int, int], list[Tensor]]] = {}
 
-    def add(self, memory: str, step: int, node: str, draw: int, rows: Tensor) -> None:
-        """What a call of a node gave a memory; `rows` as in `Remembered`."""
-        of_step = self._given.setdefault(step, [])
-        call = sum((each.memory, each.node, each.draw) == (memory, node, draw) for each in of_step)
-        of_step.append(Remembered(memory, node, draw, call, rows))
+    def add(self, memory: str, step: int, draw: int, node: int, rows: Tensor) -> None:
+        """What a call of a node gave a memory.
 
-    def learn(self, memories: Mapping[str, PromptMemory], nodes: Sequence[str], step: int) -> None:
+        Args:
+            memory: Name of the memory.
+            step: Number of the step.
+            draw: Number of the draw of prompts that the node ran at.
+            node: The node's place in the graph.
+            rows: `[3, B]` float64: places of the rows in the order of all, places of their prompts in the dataset, and
+                the numbers.
+        """
+        calls = self._given.setdefault(step, {}).setdefault((memory, draw, node), [])
+        key = rows.new_tensor([draw, node, len(calls)])[:, None]
+        calls.append(torch.cat([key.expand(-1, rows.shape[1]), rows]))
+
+    def learn(self, memories: Mapping[str, PromptMemory], step: int) -> None:
         """Let memories learn what all ranks' nodes gave in a step; by all ranks.
 
         The order is that of draws, of nodes, of a node's calls, and of the rows' paths: alike on any number of ranks.
-
-        Args:
-            memories: By name.
-            nodes: All of the graph, in its order.
-            step: Whose nodes they were.
         """
-        here = self._given.pop(step, [])
+        here = self._given.pop(step, {})
         for name, memory in memories.items():
-            parts = [each.keyed(nodes.index(each.node)) for each in here if each.memory == name]
-            mine = torch.cat([torch.zeros(_NUMBERS, 0, dtype=torch.float64), *parts], dim=1)
+            given = [rows for (of, _, _), calls in here.items() if of == name for rows in calls]
+            mine = torch.cat([torch.zeros(COLUMNS, 0, dtype=torch.float64), *given], dim=1)
             ranks = self._transport.all_gather_ragged(mine.flatten())
-            rows = torch.cat([each.cpu().view(_NUMBERS, -1) for each in ranks], dim=1)
-            *keys, prompts, x = range(_NUMBERS)
-            for key in reversed(keys):
+            rows = torch.cat([each.cpu().view(COLUMNS, -1) for each in ranks], dim=1)
+            for key in reversed(range(KEYS)):
                 rows = rows[:, rows[key].argsort(stable=True)]
-            memory.learn(rows[prompts].long(), rows[x])
+            memory.learn(rows[KEYS].long(), rows[KEYS + 1])
 
     def of_later_steps(self, step: int) -> list[dict[str, Any]]:
         """What is to be learned of steps after `step`, JSON-able: these are in progress."""
         return [
-            {"step": later, **vars(each), "rows": each.rows.tolist()}
-            for later, of_step in self._given.items()
-            for each in of_step
+            {"step": later, "key": key, "calls": [rows.tolist() for rows in calls]}
+            for later, given in self._given.items()
+            for key, calls in given.items()
             if later > step
         ]
 
     def restore(self, later_steps: Sequence[Mapping[str, Any]]) -> None:
         """Take back what `of_later_steps` gave."""
         for stored in later_steps:
-            given = {name: x for name, x in stored.items() if name != "step"}
-            given["rows"] = torch.tensor(stored["rows"], dtype=torch.float64).view(3, -1)
-            self._given.setdefault(stored["step"], []).append(Remembered(**given))
+            calls = [torch.tensor(rows, dtype=torch.float64).view(COLUMNS, -1) for rows in stored["calls"]]
+            memory, draw, node = stored["key"]
+            of_step = self._given.setdefault(stored["step"], {})
+            of_step.setdefault((memory, draw, node), []).extend(calls)  # several ranks' where there are fewer now

@@ -233,7 +233,7 @@ class Controller:
         self._draws.log(step)
         waited = self._trace.waited_s - self._waited_before
         worked = time.perf_counter() - self._slot_began - waited
-        run.context.memories.learn(run.module.memories(), [node.id for node in run.graph.order], step.number)
+        run.context.memories.learn(run.module.memories(), step.number)
         self._reduced = self._metrics.reduce(step.number, run.transport, worked, preemption.received())
         clock.settle()  # of this very collective, which belongs to no later step
         self._draws.learn(self._reduced)

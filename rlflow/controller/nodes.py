@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -180,32 +179,14 @@ class Nodes:
 
     def _made(self, node: Node, layout: Layout, step: Step, result: Any, above: RowSpace, calls: Calls) -> RowSpace:
         """The rows that a node made, below those that it saw, and the metrics of its responses."""
-        made = new_rows(node, result, above, layout, self._transport.rank)
-        numbers = {"lengths": made.lengths, "tokens": made.tokens, "versions": made.versions}
-        space = self._steps.gather(node.id, layout, step, made.path, **numbers)
+        rows = new_rows(node, result, above, layout, self._transport.rank)
+        space = self._steps.gather(node.id, layout, step, **rows)
         if node.generates and not self._draws.cuts_off and layout.publishes(self._transport.rank):
             measure(node.id, result, step.metrics, calls.tokens)
         return space
 
 
-@dataclass(frozen=True)
-class NewRows:
-    """What other ranks must know of the rows that a node made on one; all on the CPU.
-
-    Attributes:
-        path: `[B, depth]`: that of the parent, then the number among its children.
-        lengths: `[B]`, response tokens.
-        tokens: `[B]`, what a model reads of each row.
-        versions: `[B]`, of the policy that generated it; -1 where none did.
-    """
-
-    path: Tensor
-    lengths: Tensor
-    tokens: Tensor
-    versions: Tensor
-
-
-def new_rows(node: Node, value: Any, above: RowSpace, layout: Layout, rank: int) -> NewRows:
+def new_rows(node: Node, value: Any, above: RowSpace, layout: Layout, rank: int) -> dict[str, Tensor]:
     """The rows of `value`, children of those above them that the fronts of their paths name, in their order.
 
     Args:
@@ -214,6 +195,11 @@ def new_rows(node: Node, value: Any, above: RowSpace, layout: Layout, rank: int)
         above: The rows that the node saw.
         layout: Where these lie.
         rank: This one.
+
+    Returns:
+        What other ranks must know of the rows, on the CPU: `path` `[B, depth]`, that of the parent and the number among
+        its children; and of each row, `[B]`, its response tokens (`lengths`), what a model reads of it (`tokens`), and
+        the version of the policy that generated it, -1 where none did (`versions`).
 
     Raises:
         UserError: The value has no paths, or a row descends from none of those that the node saw here.
@@ -245,7 +231,7 @@ def new_rows(node: Node, value: Any, above: RowSpace, layout: Layout, rank: int)
     own = RowPath(numbers, path.levels).below(depth, node.id).numbers
     lengths = on_cpu.get("lengths", torch.zeros_like(none))
     tokens = on_cpu.get("tokens", lengths + on_cpu.get("prompts", 0))
-    return NewRows(own, lengths, tokens, on_cpu.get("versions", none))
+    return {"path": own, "lengths": lengths, "tokens": tokens, "versions": on_cpu.get("versions", none)}
 
 
 def _counts(value: Any) -> dict[str, Tensor]:

@@ -32,8 +32,8 @@ from rlflow.run.folder import RunFolder, from_here
 from rlflow.run.recording import Recording
 from rlflow.run.resume import Resume
 from rlflow.run.saving import Saving
-from rlflow.run.schedules import check_made, counted
-from rlflow.run.setup import join, load_role, locked_folder, open_folder, set_up_engines
+from rlflow.run.schedules import check_made
+from rlflow.run.setup import join, load_roles, locked_folder, open_folder, set_up_engines
 from rlflow.run.state import RunState, Snapshot
 from rlflow.run.summary import closing_lines, compared
 from rlflow.run.tables import memory_table, size_table, trusted_code
@@ -261,16 +261,13 @@ def _build(
     folder: RunFolder,
 ) -> Controller:
     """Load models and engine, and give them to a controller; on the terminal, what the run comes to."""
-    module, settings = run.module, run.settings
+    settings = run.settings
     for line in (*trusted_code(run), *size_table(run), *memory_table(run)):
         console.say(line)
     startup.passed("ranks")
-    trained = run.graph.trained_roles()
+    load_roles(run)
     for role in run.paths:
-        per_step = run.data.prompts_per_step
-        updates = counted(module, run.graph, role, per_step, run.steps) if role in trained else None
-        load_role(run, role, updates)
-        if line := handles(module)[role].unknown:
+        if line := handles(run.module)[role].unknown:
             console.say(f"`{role}`: {line}")
     saving.require_space()
     startup.passed("models")

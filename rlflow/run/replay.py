@@ -21,8 +21,7 @@ from rlflow.loggers.jsonl import METRICS_FILE, read_metrics
 from rlflow.loggers.trace import Trace
 from rlflow.metrics import Metrics
 from rlflow.run.folder import RunFolder
-from rlflow.run.schedules import counted
-from rlflow.run.setup import join, load_role, locked_folder, open_folder, set_up_engines
+from rlflow.run.setup import join, load_roles, locked_folder, open_folder, set_up_engines
 
 
 @dataclass(frozen=True)
@@ -85,16 +84,18 @@ def replay(asked: Replay, run: Run, callbacks: Callbacks) -> list[Replayed]:
         UserError: Nothing was kept of that step or node, or it is damaged, or the node that is asked for needs a model
             and there are no weights.
     """
+    from transformers.utils import logging
+
     stored = _stored(run, asked)
     nodes = [run.graph.nodes[each.node] for each in stored]
     needs = any(_needs_weights(node) for node in nodes)
-    weights = _weights(asked) if needs else _Weights(False, None, ())
-    if not weights.found and asked.node is not None and _needs_weights(run.graph.nodes[asked.node]):
+    found, folder, lines = _weights(asked) if needs else (False, None, [])
+    if not found and asked.node is not None and _needs_weights(run.graph.nodes[asked.node]):
         raise UserError(
-            f"`--node` is {asked.node!r}, which needs a model: {'; '.join(weights.lines)}; bring a checkpoint back, or"
+            f"`--node` is {asked.node!r}, which needs a model: {'; '.join(lines)}; bring a checkpoint back, or"
             " give a node without one"
         )
-    for line in weights.lines:
+    for line in lines:
         print(line)
     logged = _logged(asked) if any(node.kind == "train" for node in nodes) else {}
     join(run, None)
@@ -102,8 +103,11 @@ def replay(asked: Replay, run: Run, callbacks: Callbacks) -> list[Replayed]:
     with ExitStack() as stack:
         if run.context.conversations is not None:
             stack.callback(run.context.conversations.close)
-        if needs and weights.found:
-            _load(run, weights)
+        if found:
+            logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+            load_roles(run)
+            if folder is not None:
+                checkpoint.restore(folder, run.strategy, run.stateful)
             if any(node.generates for node in nodes):
                 set_up_engines(run)
                 stack.callback(run.rank_engines.close)
@@ -111,7 +115,7 @@ def replay(asked: Replay, run: Run, callbacks: Callbacks) -> list[Replayed]:
         controller = _controller(run, callbacks, metrics, stack)
         results = []
         for each, node in zip(stored, nodes, strict=True):
-            if _needs_weights(node) and not weights.found:
+            if _needs_weights(node) and not found:
                 print(f"{node.id}: left out, for want of weights")
                 continue
             results.append(replace(_run(run, controller, metrics, each, asked, logged), raised=bool(each.failed)))
@@ -119,31 +123,23 @@ def replay(asked: Replay, run: Run, callbacks: Callbacks) -> list[Replayed]:
     return results
 
 
-@dataclass(frozen=True)
-class _Weights:
-    """From where roles have their weights: a checkpoint, None for the models of the config; and what is said of it."""
-
-    found: bool
-    folder: Path | None
-    lines: tuple[str, ...]
-
-
-def _weights(asked: Replay) -> _Weights:
+def _weights(asked: Replay) -> tuple[bool, Path | None, list[str]]:
+    """Whether there are weights from before the step; their checkpoint, None for the config's models; lines on both."""
     done = asked.step - 1
     if done == 0:
-        return _Weights(True, None, ("weights: the models that the run began with",))
-    steps = {int(folder.name.removeprefix("step-")): folder for folder in checkpoint.newest_first(asked.run)}
+        return True, None, ["weights: the models that the run began with"]
     passed: list[str] = []
-    for at, folder in steps.items():
+    for folder in checkpoint.newest_first(asked.run):
+        at = int(folder.name.removeprefix("step-"))
         if at > done:
             continue
         if (what := checkpoint.damage(folder)) is not None:
             passed.append(f"{folder} has {what}, so it is passed over")
             continue
         earlier = f", {done - at} steps before this one began: numbers that need a model will differ"
-        return _Weights(True, folder, (*passed, f"weights: {folder}{earlier if at < done else ''}"))
+        return True, folder, [*passed, f"weights: {folder}{earlier if at < done else ''}"]
     none = f"{asked.run} has no{' other' if passed else ''} checkpoint after {done} steps or fewer"
-    return _Weights(False, None, (*passed, none))
+    return False, None, [*passed, none]
 
 
 def _needs_weights(node: Node) -> bool:
@@ -179,20 +175,6 @@ def _stored(run: Run, asked: Replay) -> list[StoredInputs]:
             ranks = ", ".join(map(str, each.there))
             print(f"{each.node}: only the rows of rank {ranks} were kept, and {len(each.ranks)} ranks ran it")
     return found
-
-
-def _load(run: Run, weights: _Weights) -> None:
-    """The models of all roles, as they were."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    trained = run.graph.trained_roles()
-    for role in run.paths:
-        per_step = run.data.prompts_per_step
-        updates = counted(run.module, run.graph, role, per_step, run.steps) if role in trained else None
-        load_role(run, role, updates)
-    if weights.folder is not None:
-        checkpoint.restore(weights.folder, run.strategy, run.stateful)
 
 
 def _controller(run: Run, callbacks: Callbacks, metrics: Metrics, stack: ExitStack) -> Controller:

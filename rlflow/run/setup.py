@@ -26,6 +26,7 @@ from rlflow.rollout.assignment import RankEngines, engines_of_rank
 from rlflow.rollout.engine import EnginePlace
 from rlflow.run.agreement import agree, attempt, facts, model_files
 from rlflow.run.folder import FolderLock, RunFolder, require_own
+from rlflow.run.schedules import counted
 
 
 def join(run: Run, resolved_config: str | None) -> None:
@@ -143,6 +144,14 @@ def load_role(run: Run, role: str, updates: int | None = None) -> None:
         handle = handles(run.module)[role]
         with memory_watched(f"loading `{role}`", partial(to_load, strategy), strategy), about(handle):
             strategy.setup_role(role, handle, run.paths[role], updates)
+
+
+def load_roles(run: Run) -> None:
+    """Load the models of all roles on the ranks that hold them, with optimizers for those that are trained."""
+    trained, prompts = run.graph.trained_roles(), run.data.prompts_per_step
+    for role in run.paths:
+        updates = counted(run.module, run.graph, role, prompts, run.steps) if role in trained else None
+        load_role(run, role, updates)
 
 
 def set_up_engines(run: Run) -> None:
