@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.delays import delay
 from benchmarks.small_run import on_ranks
 from rlflow import Environment
-from rlflow.controller.conversations import ConversationRunner, ConverseCall
+from rlflow.context.conversations import ConversationRunner, ConverseCall
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.bridge import message
 from rlflow.environments.conversation_format import Bridges, ConversationFormat

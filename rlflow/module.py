@@ -7,16 +7,18 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from rlflow.context.node_context import AllRows, NodeContext
 from rlflow.dag.call import NodeConfig
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
-from rlflow.functional import Aggregation
+from rlflow.functional import Aggregation, merge_moments, quantiles, row_moments, standardize
+from rlflow.functional.whitening import broken_rows, not_finite
 from rlflow.models.arguments import check_fields, make_models
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
-from rlflow.over_rows import OverRows
 from rlflow.rewards.reward import Reward
 from rlflow.rewards.weighted_sum import RewardLike, as_reward
 from rlflow.rollout.engine import Sampling, check_asked
@@ -24,7 +26,6 @@ from rlflow.rollout.sampling import to_be_continued, without_truncated
 from rlflow.state.adaptive_coefficient import AdaptiveCoefficient
 from rlflow.state.prompt_memory import PromptMemory
 from rlflow.state.replay_buffer import ReplayBuffer
-from rlflow.step_context import StepContext
 from rlflow.values.batch import Batch
 from rlflow.values.cuts import PerSample
 from rlflow.values.protocols import Written
@@ -32,7 +33,7 @@ from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
 
-class RLModule(OverRows):
+class RLModule:
     """An algorithm: settings and models in `__init__`, its graph in methods marked `@node`.
 
     Models are handles (`CausalLM`, ...) that the constructor is given; an attribute's name is the role's name. What is
@@ -73,6 +74,7 @@ class RLModule(OverRows):
     given_models: Mapping[str, ModelHandle] = MappingProxyType({})
     run_models: Mapping[str, ModelHandle] = MappingProxyType({})
     run_settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    _context: NodeContext | None = None
 
     @property
     def ignores_sampler(self) -> bool:
@@ -156,7 +158,7 @@ class RLModule(OverRows):
     def _kept(self) -> dict[str, PromptMemory | ReplayBuffer]:
         return {name: value for name, value in vars(self).items() if isinstance(value, PromptMemory | ReplayBuffer)}
 
-    def attach(self, context: StepContext) -> None:
+    def attach(self, context: NodeContext) -> None:
         """Called by the controller before the first step."""
         self._context = context
         for name, memory in self.memories().items():
@@ -310,10 +312,107 @@ class RLModule(OverRows):
             )
         return parts
 
+    def log(self, name: str, x: Tensor, mask: Tensor | None = None) -> None:
+        """Log the mean of `x` over all rows of all ranks, or over the entries where `mask` is True.
+
+        Args:
+            name: The metric, such as `actor/kl`.
+            x: `[B]` or `[B, T]`; 0-dim for a number that is equal on all ranks.
+            mask: Of the same shape; needed for `[B, T]`, where padding must not count.
+        """
+        if x.dim() > 1 and mask is None:
+            raise UserError(
+                f"log({name!r}) was given {list(x.shape)} without a mask; padding would count. Pass `mask=`"
+            )
+        if mask is not None and mask.shape != x.shape:
+            raise UserError(
+                f"log({name!r}) was given {list(x.shape)} with a mask of {list(mask.shape)}; give both one shape"
+            )
+        self._running().log(name, x, mask)
+
+    def mean(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The mean over all rows of all ranks, 0-dim float64; over the entries where `mask` is True if given.
+
+        The same bits on any number of ranks, as of `whiten`: rows are summed by themselves, and then in their order.
+        """
+        mean: Tensor = self._moments(x, mask)[1]
+        return mean
+
+    def whiten(self, x: Tensor, mask: Tensor | None = None, unbiased: bool = True) -> Tensor:
+        """Shift and scale `x` to mean 0 and standard deviation 1 over all rows of all ranks; masked entries are 0.
+
+        Args:
+            x: `[B]` or `[B, T]`.
+            mask: Of the shape of `x`, the entries that count; None for all.
+            unbiased: `N - 1` in the variance's denominator instead of `N`.
+
+        Raises:
+            UserError: An entry that counts is infinite or NaN, on any rank: all raise it, with the row of the step.
+        """
+        counts = self._all_of(x, mask)
+        statistics = self._moments(x, counts)
+        if not statistics.isfinite().all():  # alike on all ranks
+            raise not_finite(self.all_rows(broken_rows(x, counts)).nonzero().flatten())
+        return standardize(x, counts, statistics, unbiased)
+
+    def quantile(self, x: Tensor, q: float | Sequence[float], mask: Tensor | None = None) -> Tensor:
+        """The number below which a share `q` of the entries of all rows of all ranks lies; as `torch.quantile` of all.
+
+        Exact, and the same on any number of ranks; what ranks exchange does not grow with the entries. It
+        chooses some tokens of a step, such as those of highest entropy, arXiv 2506.01939.
+
+        Args:
+            x: `[B]` or `[B, T]`.
+            q: From 0 to 1, or several.
+            mask: Of the shape of `x`, the entries that count; needed for `[B, T]`, where padding must not.
+
+        Returns:
+            0-dim float64, or `[Q]` for several; NaN where no entry counts.
+
+        Raises:
+            UserError: A `q` is not from 0 to 1, or an entry that counts is NaN; on all ranks alike.
+        """
+        context = self._running()
+        entries = x[self._all_of(x, mask).bool()]
+        return quantiles(entries, q, lambda counts: context.of_each_shard(counts).sum(dim=0)).to(x.device)
+
+    def all_rows(self, x: AllRows) -> AllRows:
+        """The entries `[N]` of all ranks' rows `[B]`, ordered by the rows' ids, the same on every rank.
+
+        Args:
+            x: `[B]`, a number a row; or `Ragged`, such as token ids.
+        """
+        if isinstance(x, Tensor) and x.dim() != 1:
+            raise UserError(f"all_rows takes one number a row, `[B]`, or Ragged; it was given {list(x.shape)}")
+        return self._running().all_rows(x)
+
+    def dataset_rows(self, group: Tensor) -> Tensor:
+        """Places in the dataset `[B]` int64, counted from 0, of prompts as `rollout.group` names them, `[B]`.
+
+        Raises:
+            UserError: It was called in a train node or in validation.
+        """
+        return self._running().dataset_rows(group)
+
+    def _moments(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Count, mean and sum of squared deviations `[3]` of the entries of all ranks."""
+        return merge_moments(self._running().all_rows(row_moments(x, self._all_of(x, mask))))
+
+    def _all_of(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The entries that count: those of the mask, of rows that were not dropped."""
+        counts = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+        kept = self._running().kept(x)
+        return counts if kept is None else counts.bool() & kept.view(-1, *[1] * (x.dim() - 1))
+
     def _scored(self, rollout: Written, name: str) -> tuple[Tensor, dict[str, Tensor]]:
         if self.scorer is None:
             raise UserError(f"{type(self).__name__} has no reward to score responses with; set `module.reward`")
         return self._running().score(self.scorer, rollout, name)
+
+    def _running(self) -> NodeContext:
+        if self._context is None:
+            raise UserError(f"{type(self).__name__}: nodes are run by `Trainer.fit`; there is no step in progress here")
+        return self._context
 
 
 def chooses_prompts(module: RLModule) -> bool:

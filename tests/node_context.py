@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlflow.controller.context import NodeContext
+from rlflow.context.node_context import NodeContext
 from rlflow.databuffer.transport import Transport
 
 

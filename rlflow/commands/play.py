@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlflow.commands.configuration import Configured, config_parser, configured
 from rlflow.commands.screen import Screen
-from rlflow.controller.conversations import ConversationRunner, ConverseCall
+from rlflow.context.conversations import ConversationRunner, ConverseCall
 from rlflow.dag.node import BATCH
 from rlflow.data.prompts import Encoder
 from rlflow.databuffer.transport import Transport

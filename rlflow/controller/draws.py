@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlflow.checkpoint.stored_groups import SURPLUS, UNFINISHED
-from rlflow.controller.failures import left_out
+from rlflow.context.dropped_rows import left_out
 from rlflow.controller.run import Run
 from rlflow.controller.step import Carried, Step, Steps
 from rlflow.dag.node import BATCH

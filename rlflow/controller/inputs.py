@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rlflow.checkpoint import digest_of
 from rlflow.checkpoint.stored_groups import described, of_ranks, read_rows, write_rows
-from rlflow.controller.failures import left_out
+from rlflow.context.dropped_rows import left_out
 from rlflow.controller.run import Run
 from rlflow.controller.step import Step
 from rlflow.dag.graph import Graph

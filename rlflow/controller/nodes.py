@@ -10,10 +10,10 @@ from torch import Tensor
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
-from rlflow.controller.context import Running
+from rlflow.context.dropped_rows import each_without, left_out, without_dropped
+from rlflow.context.generation import Calls
+from rlflow.context.node_context import Running
 from rlflow.controller.draws import Draws
-from rlflow.controller.failures import each_without, left_out, without_dropped
-from rlflow.controller.generating import Calls
 from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.policies import Policies
 from rlflow.controller.run import Run

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlflow.controller.context import NodeContext
+from rlflow.context.node_context import NodeContext
 from rlflow.controller.samples import Samples
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import Node, engine_of

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.controller.context import Running
-from rlflow.controller.conversations import ConverseCall, measure_turns
+from rlflow.context.conversations import ConverseCall, measure_turns
+from rlflow.context.node_context import Running
+from rlflow.context.scoring import scored_alike
 from rlflow.controller.run import Run
-from rlflow.controller.scoring import scored_alike
 from rlflow.dag.node import BATCH, Node
 from rlflow.databuffer.rows import RowSpace
 from rlflow.functional import loss_count, loss_sum, loss_weights, pass_at_k

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.early_stopping import EarlyStopping
-from rlflow.controller.generating import require_no_seats
+from rlflow.context.generation import require_no_seats
 from rlflow.controller.run import Run
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from rlflow.controller.context import NodeContext
+from rlflow.context.node_context import NodeContext
 from rlflow.controller.probe import probing_group
 from rlflow.controller.run import Run
 from rlflow.controller.samples import Samples

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlflow import Batch, CausalLM, RLModule, Rollout
-from rlflow.controller.context import Running
+from rlflow.context.node_context import Running
 from rlflow.dag.node import Node
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlflow import CausalLM, PerToken, RLModule, Rollout
-from rlflow.controller.context import Running
+from rlflow.context.node_context import Running
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.functional import aggregate

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlflow.controller.generating import Calls
+from rlflow.context.generation import Calls
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
 from rlflow.rollout.sampling import Earlier, sample, sampling_seed

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rlflow import Batch, CausalLM, PerSample, Rollout, UserError, node
 from rlflow.algorithms import GRPO
-from rlflow.controller.context import NodeContext, Running
+from rlflow.context.node_context import NodeContext, Running
 from rlflow.dag.graph import Graph
 from rlflow.data.prompts import PromptData
 from rlflow.databuffer.rows import RowSpace

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from rlflow.controller.conversations import ConversationRunner, ConverseCall, measure_conversations
-from rlflow.controller.failures import drop
-from rlflow.controller.generating import Calls, callers_of, parents_of, policy_of, require_beginning, require_own_rows
-from rlflow.controller.scoring import reward_input, scored_alike
+from rlflow.context.conversations import ConversationRunner, ConverseCall, measure_conversations
+from rlflow.context.dropped_rows import drop
+from rlflow.context.generation import Calls, callers_of, parents_of, policy_of, require_beginning, require_own_rows
+from rlflow.context.scoring import reward_input, scored_alike
 from rlflow.dag.failures import scores_rows
 from rlflow.dag.node import Node
 from rlflow.databuffer.rows import RowSpace
@@ -27,7 +27,6 @@ from rlflow.rewards.reward import Reward, RewardInput, Scores, TrainerState
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.sampling import Part, sample, under_way
 from rlflow.state.prompt_memory import PromptMemory
-from rlflow.step_context import AllRows
 from rlflow.values.columns import Parts, to_device
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.layout import Layout
@@ -35,6 +34,8 @@ from rlflow.values.path import NO_GROUP
 from rlflow.values.protocols import Written
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
+
+AllRows = TypeVar("AllRows", Tensor, Ragged)
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Running:
 
 
 class NodeContext:
-    """Implements `rlflow.step_context.StepContext` for the node that runs on this rank."""
+    """What the node that runs on this rank may ask for; all ranks of the node ask alike."""
 
     def __init__(
         self,
