@@ -8,8 +8,7 @@ from typing import Any
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
-from rlflow.controller.gap import LogprobGap
-from rlflow.controller.probe import Probe
+from rlflow.controller.gap import LogprobGap, Probe
 from rlflow.controller.run import Run
 from rlflow.controller.weight_sync import WeightSync, weight_sync
 from rlflow.dag.graph import Graph

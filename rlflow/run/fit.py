@@ -29,13 +29,12 @@ from rlflow.process import preemption, startup
 from rlflow.process.freed_memory import keep_freed_memory, return_freed_memory
 from rlflow.process.status import AT_FIRST, report
 from rlflow.run.folder import RunFolder, from_here
-from rlflow.run.recording import Recording
+from rlflow.run.recording import Recording, closing_lines, compared
 from rlflow.run.resume import Resume
 from rlflow.run.saving import Saving
 from rlflow.run.schedules import check_made
 from rlflow.run.setup import join, load_roles, locked_folder, open_folder, set_up_engines
 from rlflow.run.state import RunState, Snapshot
-from rlflow.run.summary import closing_lines, compared
 from rlflow.run.tables import memory_table, size_table, trusted_code
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from rlflow.context.node_context import NodeContext
-from rlflow.controller.probe import probing_group
+from rlflow.controller.gap import probing_group
 from rlflow.controller.run import Run
 from rlflow.controller.samples import Samples
 from rlflow.controller.weight_sync import sending_group

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlflow.run.folder import RunFolder
-from rlflow.run.summary import closing_lines
+from rlflow.run.recording import closing_lines
 
 
 def test_a_run_says_what_joins_its_traces(tmp_path: Path) -> None:
