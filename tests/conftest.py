@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from rlflow.models.tiny import write_tiny_model
 from rlflow.process.environment import PLACE
 from tests.leftovers import workers
 from tests.ranks import RankPool, return_freed_memory
@@ -95,3 +96,10 @@ def _no_workers_of_other_modules() -> Iterator[None]:
     for worker in workers():
         worker.kill()
         worker.wait()
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with its output layer tied to its embedding."""
+    folder = tmp_path_factory.mktemp("policy") / "policy"
+    return write_tiny_model(folder, seed=1, hidden_size=128, intermediate_size=96, layers=2, max_position=256)

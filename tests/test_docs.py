@@ -239,7 +239,7 @@ STANDS_FOR = {  # what a part of a name that is computed may be; `<role>` and th
     "task.node_id": ["<node>"],
     "node_id": ["rollout"],
     "node.id": ["rollout"],
-    "self.part": ["filter", "rollout"],
+    "self._part": ["filter", "rollout"],
     "k": ["<k>"],
     "seat": ["<seat>"],
 }
