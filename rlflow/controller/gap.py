@@ -6,18 +6,19 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from rlflow.controller.run import Run
 from rlflow.dag.tasks import SyncWeights
 from rlflow.databuffer.message import from_message, to_message
-from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.metrics import StepMetrics
 from rlflow.models.causal_lm import CausalLM
+from rlflow.module import handles
 from rlflow.rollout.engine import Completion, RolloutEngine, Sampling
 from rlflow.rollout.sampling import sampling_seed
 from rlflow.values.batch import TokenRows
@@ -203,37 +204,23 @@ class Probe:
     """After a sync the engine writes a few short responses, and the trainer says what it thinks of them.
 
     Args:
-        task: The sync; its ranks call `run` together.
-        handle: Of the policy, on the ranks that train it.
-        engine: Of this rank; None without.
-        transport: To the other ranks.
+        run: The run on this rank.
+        task: The sync of the policy; its ranks call `run` together.
         gap: Records how far the two are apart.
-        prompts: Token ids of the prompts to respond to, the same on every rank.
-        temperature: Of the run.
-        longest: The longest response of the run.
-        seed: Of the run.
     """
 
-    def __init__(
-        self,
-        task: SyncWeights,
-        handle: CausalLM,
-        engine: RolloutEngine | None,
-        transport: Transport,
-        gap: LogprobGap,
-        prompts: Sequence[Sequence[int]],
-        temperature: float,
-        longest: int,
-        seed: int,
-    ) -> None:
+    def __init__(self, run: Run, task: SyncWeights, gap: LogprobGap) -> None:
+        handle = handles(run.module)[task.policy]
+        assert isinstance(handle, CausalLM)
+        prompts = [row.tolist() for row in run.train.first().prompt_ids.rows()]  # the same on every rank
         self._task = task
         self._handle = handle
-        self._engine = engine
-        self._transport = transport
+        self._engine = run.rank_engines.by_policy.get(task.policy)
+        self._transport = run.transport
         self._gap = gap
-        self._prompts = [list(prompts[index % len(prompts)]) for index in range(PROBES)]
-        self._sampling = Sampling(min(TOKENS, longest), temperature)
-        self._seed = seed
+        self._prompts = [prompts[index % len(prompts)] for index in range(PROBES)]
+        self._sampling = Sampling(min(TOKENS, run.module.max_response_length), handle.temperature)
+        self._seed = run.settings.seed
 
     def run(self, version: int, metrics: StepMetrics) -> None:
         """Compare at `version`, which both have now."""

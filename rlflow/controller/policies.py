@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,26 +95,18 @@ class Policy:
 
 
 class Policies(Mapping[str, Policy]):
-    """All policies of a run, by name, in the same order on every rank.
+    """All policies of a run by name, as this rank knows them, in the same order on every rank.
 
     Args:
-        policies: Of this rank.
-        shared: Of each policy that takes turns in the engine of another, that other.
-        max_staleness: How many steps generation runs ahead of training.
-        callbacks: Told of syncs.
+        run: The run on this rank.
+        callbacks: Called when weights are sent.
     """
 
-    def __init__(
-        self,
-        policies: Sequence[Policy],
-        shared: Mapping[str, str],
-        max_staleness: int = 0,
-        callbacks: Callbacks | None = None,
-    ) -> None:
-        self._policies = {policy.name: policy for policy in policies}
-        self._shared = shared
-        self._max_staleness = max_staleness
+    def __init__(self, run: Run, callbacks: Callbacks) -> None:
+        self._run = run
         self._callbacks = callbacks
+        tasks = run.syncs().values() if run.generates else ()
+        self._policies = {task.policy: _policy(run, task) for task in tasks}
 
     def __getitem__(self, name: str) -> Policy:
         return self._policies[name]
@@ -152,13 +144,14 @@ class Policies(Mapping[str, Policy]):
     def _version(self, name: str, step: int, changed: int) -> int:
         policy = self[name]
         begun = step >= policy.start_step
-        return policy.version_after(max(0, step - self._max_staleness)) + (changed if begun else 0)
+        return policy.version_after(max(0, step - self._run.plan.max_staleness)) + (changed if begun else 0)
 
     def _bring(self, name: str, version: int, metrics: StepMetrics, of_step: bool = True) -> None:
         if not self[name].bring(version, metrics, self._callbacks, of_step):
             return
+        owner = self._run.engines.owner
         for other in self:
-            if other != name and self._owner(other) == self._owner(name):
+            if other != name and owner(other) == owner(name):
                 self[other].forget()  # its turn in the engine is over
 
     def scored(self, role: str) -> None:
@@ -195,15 +188,6 @@ class Policies(Mapping[str, Policy]):
             if policy.gap is not None:
                 policy.gap.check(reduced)
 
-    def _owner(self, name: str) -> str:
-        return self._shared.get(name, name)
-
-
-def policies_of(run: Run, callbacks: Callbacks) -> Policies:
-    """All policies as this rank knows them, each with the alarm for wrong weights where its weights change."""
-    built = [_policy(run, task) for task in run.syncs().values()] if run.generates else []
-    return Policies(built, run.engines.shared, run.plan.max_staleness, callbacks)
-
 
 def _policy(run: Run, task: SyncWeights) -> Policy:
     name, graph = task.policy, run.graph
@@ -220,7 +204,7 @@ def _policy(run: Run, task: SyncWeights) -> Policy:
     handle.watch = gap.observe
     changes = sum(name in graph.changed_by(node) for node in graph.order)
     start = handle.owner.start_step if isinstance(handle, Averaged) else handle.start_step
-    probe = _probe(run, task, handle, engine, gap) if _needs_probe(run, name) else None
+    probe = Probe(run, task, gap) if _needs_probe(run, name) else None
     return Policy(name, engine, sync, changes, start, gap, probe)
 
 
@@ -231,12 +215,6 @@ def _needs_probe(run: Run, name: str) -> bool:
     are they compared where its model does not score them before it changes.
     """
     return bool(run.plan.max_staleness) or run.plan.cuts_off or not scores_its_rows(name, run.graph)
-
-
-def _probe(run: Run, task: SyncWeights, handle: CausalLM, engine: RolloutEngine | None, gap: LogprobGap) -> Probe:
-    prompts = [row.tolist() for row in run.train.first().prompt_ids.rows()]
-    temperature, longest = handle.temperature, run.module.max_response_length
-    return Probe(task, handle, engine, run.transport, gap, prompts, temperature, longest, run.settings.seed)
 
 
 def scores_its_rows(policy: str, graph: Graph) -> bool:

@@ -12,7 +12,7 @@ from rlflow.callbacks.hooks import Callbacks
 from rlflow.checkpoint import AUTO
 from rlflow.controller import Controller
 from rlflow.controller.inputs import NodeInputs
-from rlflow.controller.policies import policies_of
+from rlflow.controller.policies import Policies
 from rlflow.controller.run import Run
 from rlflow.controller.training import StepGivenUp
 from rlflow.controller.validation import measure
@@ -273,7 +273,7 @@ def _build(
     set_up_engines(run)
     startup.passed("engine")
     startup.collect_again()
-    policies = policies_of(run, callbacks)
+    policies = Policies(run, callbacks)
     stored_in = None if settings.fast_dev_run else folder.inputs
     inputs = NodeInputs(run, stored_in, settings.keep_inputs, settings.keep_inputs_of)
     return Controller(run, policies, prompts, metrics, trace, callbacks, inputs)

@@ -12,7 +12,7 @@ from rlflow import checkpoint
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller import Controller
 from rlflow.controller.inputs import NodeInputs, StoredInputs, difference, folder_of
-from rlflow.controller.policies import policies_of
+from rlflow.controller.policies import Policies
 from rlflow.controller.run import Run
 from rlflow.dag.node import Node
 from rlflow.data.loader import Prefetch
@@ -181,7 +181,7 @@ def _controller(run: Run, callbacks: Callbacks, metrics: Metrics, stack: ExitSta
     trace = Trace(open_folder(run, stack.enter_context(locked_folder(run))).traces, run.rank)
     stack.callback(trace.close)
     prompts = stack.enter_context(Prefetch(run.train, None))
-    return Controller(run, policies_of(run, callbacks), prompts, metrics, trace, callbacks, NodeInputs(run, None))
+    return Controller(run, Policies(run, callbacks), prompts, metrics, trace, callbacks, NodeInputs(run, None))
 
 
 def _run(
