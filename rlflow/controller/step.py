@@ -23,6 +23,14 @@ from rlflow.values.layout import Layout
 class Step:
     """A step in progress on one rank.
 
+    In the middle of the second step of a GRPO run, after its rewards:
+
+        number     1
+        draw       1, or more where a filter has asked for more prompts
+        spaces     {"batch": 32 prompts, "rollout": 256 samples below them}
+        buffer     "batch", "rollout" and "rewards", where this rank made or reads them
+        metrics    "rollout/length", "reward/mean", "time/rollout", ... of this rank
+
     Attributes:
         number: Number of the step, from 0.
         buffer: Its values.
@@ -49,7 +57,12 @@ class Step:
 class Carried:
     """Rows and values that one step hands on to another, or to a checkpoint, as groups.
 
-    A filter's surplus, responses that are unfinished, and steps that are generated and not trained are all carried so.
+    A filter's surplus, responses that are unfinished, and steps that are generated and not trained are all carried so:
+
+        carried = Carried(run, spaces=["batch", "rollout"], values=["rollout", "rewards"])
+        drawn = carried.of(step)                    # all groups of this step
+        self.surplus = drawn.only(beyond)           # kept until the next one
+        carried.put(Groups.joined([self.surplus, carried.of(step)]), step)
 
     Args:
         run: The run on this rank.

@@ -35,6 +35,16 @@ class GroupValue:
 class Groups:
     """Whole groups, seen from one rank: prompts with all rows below them, and values of these rows.
 
+    All ranks know all rows; a value has the rows that this rank made. Two groups of two samples on two ranks, as rank 1
+    sees them, which generated those of the second prompt:
+
+        spaces["batch"].path      [[4], [7]]
+        spaces["rollout"].path    [[4, 0], [4, 1], [7, 0], [7, 1]]
+        spaces["rollout"].lengths [12, 3, 9, 12]
+        values["rollout"].rows    Rollout of the rows [7, 0] and [7, 1]
+
+        only(tensor([7]))         the second group: rank 0 keeps its space, and no row of its values
+
     Attributes:
         rank: This rank.
         spaces: Row spaces by name; one that lies in the layouts of its values besides that in which it was made.

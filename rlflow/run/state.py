@@ -35,6 +35,15 @@ from rlflow.state.tensors import digest, with_tensors, without_tensors
 class Snapshot:
     """What one rank remembers after some steps. Nothing of it changes, so it can be saved in the middle of the next.
 
+    Where it lies in a checkpoint:
+
+        progress   state.json, written by rank 0 with what all ranks know together
+        tensors    module-state-<rank>-of-<ranks>.safetensors, each tensor once
+        of_rank    logged-<rank>-of-<ranks>.json
+        groups     surplus*, unfinished*, step-<n>*
+
+    Weights and optimizers are no part of it; they are written from where they lie, see `rlflow.checkpoint.writing`.
+
     Attributes:
         progress: Where the run stands, as this rank knows it; see `RunState.agreed`.
         tensors: Tensors of the module's state, by the keys that lead to them.
