@@ -6,22 +6,33 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import starmap
 from typing import Any
 
 import torch
 
-from rlflow.databuffer.transport import Transport
+from rlflow.databuffer.transport import Transport, Watch
 from rlflow.environments.conversation_format import ConversationFormat
 from rlflow.environments.environment import Environment
-from rlflow.environments.environment_calls import EnvironmentCalls, SharedCalls
 from rlflow.environments.host import Coroutines, Host
-from rlflow.environments.session import EnvironmentSession, GameSession, Session
+from rlflow.environments.session import Session
 from rlflow.metrics import StepMetrics
-from rlflow.rollout.conversation import Conversation, Rules, add_group_rewards, converse, from_rollout, to_rollout
-from rlflow.rollout.conversation_loop import ConversationLoop, ConversationSteps, ConversationTimes, TurnQueue
+from rlflow.rollout.conversation import (
+    Conversation,
+    Rules,
+    add_group_rewards,
+    converse,
+    from_rollout,
+    play_game,
+    to_rollout,
+)
+from rlflow.rollout.conversation_loop import (
+    ConversationLoop,
+    ConversationSteps,
+    EnvironmentCalls,
+    SharedCalls,
+    TurnQueue,
+)
 from rlflow.rollout.engine import RolloutEngine, Sampling
-from rlflow.rollout.game_turns import play_game
 from rlflow.rollout.sampling import Children, Earlier, Part, require_continued
 from rlflow.values.columns import to_device
 from rlflow.values.layout import Layout
@@ -30,6 +41,32 @@ from rlflow.values.rollout import Ending, Rollout
 
 BEFORE = -1  # the turn whose seed is the environment's: it draws before the policy's first
 ROUND_S = 5.0  # after which ranks that share an engine are told that no environment has answered yet
+
+
+@dataclass(frozen=True)
+class ConversationTimes:
+    """Of the conversations that a rank had in a node.
+
+    Attributes:
+        waits: Waits of the first conversations, see `ConversationLoop`.
+        count: How many there were; one of several seats is one.
+        calls: Seconds of all calls of environments, waiting for their turn not counted.
+        idle: Seconds in which this rank waited for environments, and no turn was in progress.
+        whole: Seconds of all.
+    """
+
+    waits: Sequence[tuple[str, int, float, float]]
+    count: int
+    calls: float
+    idle: float
+    whole: float
+
+    def report(self, watch: Watch | None, **where: Any) -> None:
+        """Report the waits to whoever watches this rank, and where they were."""
+        if watch is None:
+            return
+        for of, number, start, end in self.waits:
+            watch.turn(of, number, start, end, **where)
 
 
 @dataclass(frozen=True)
@@ -123,13 +160,12 @@ class ConversationRunner:
             )
             for row in open_rows
         )
-        times, started = ConversationTimes(), time.perf_counter()
+        started = time.perf_counter()
         queues = self._queues(engines, environment, of_all, sampling, call)
+        loop = ConversationLoop[list[Conversation]](queues, calls, environment.lockstep)
         try:
-            games = ConversationLoop[list[Conversation]](queues, calls, environment.lockstep).run(
-                starmap(times.timed, enumerate(each)), at_once
-            )
-            results |= zip(open_rows, games, strict=True)
+            results |= zip(open_rows, loop.run(each, at_once), strict=True)
+            seconds = sum(calls.seconds)
             conversations = [view for row in sorted(results) for view in results[row]]
             seed = partial(self._seed_of, children, seat="", turn=BEFORE, draw=call.draw)
             groups = self._groups(environment, conversations, children, of_dataset, rules, seed)
@@ -140,7 +176,8 @@ class ConversationRunner:
         finally:
             calls.close()
         self._hosts.pause()
-        times.idle, times.whole = calls.waited, time.perf_counter() - started
+        whole = time.perf_counter() - started
+        times = ConversationTimes(loop.waits, len(open_rows), seconds, calls.waited, whole)
         version, cut_off = call.versions[call.policy], call.part is not None
         rollout = to_rollout(conversations, children.path, of_all, version, self._decode, self._dtype, cut_off)
         return rollout, conversations, times
@@ -160,7 +197,7 @@ class ConversationRunner:
         begun = {}
         for row, (place, of_row) in enumerate(rows[: len(there.path)]):
             definition, idle = environment.definition_of(of_row), environment.host()  # which never starts
-            session = EnvironmentSession(definition, idle, of_row, place=place)
+            session = Session(definition, idle, of_row, place=place)
             begun[row] = from_rollout(there, row, session, self._format.bridge(definition))
         return begun
 
@@ -230,7 +267,7 @@ class ConversationRunner:
         of_seats = {seat: replace(rules, policy=policy) for seat, policy in policies.items()}
         host = self._hosts.take(environment, key)
         views = yield from play_game(
-            GameSession(definition, host, row, key, place), bridge, prompt, row, seed_of, of_seats
+            Session(definition, host, row, seed=key, place=place), bridge, prompt, row, seed_of, of_seats
         )
         self._hosts.give_back(environment, host)
         return [view for seat, view in views.items() if policies[seat] == call.policy]
@@ -265,7 +302,7 @@ class ConversationRunner:
         seed: int,
     ) -> ConversationSteps[None]:
         host, (place, row) = self._hosts.take(environment, seed), of_dataset
-        session = EnvironmentSession(environment.definition_of(row), host, row, seed, place)
+        session = Session(environment.definition_of(row), host, row, seed=seed, place=place)
         yield from add_group_rewards(session, group, row, rules)
         self._hosts.give_back(environment, host)
 
@@ -399,7 +436,7 @@ def measure_conversations(
     ends = [each.ended for each in conversations]
     written = sum(sum(each.segments[::2]) for each in conversations)  # those that are left out of the loss, too
     metrics.mean(f"{node_id}/written", float(written), float(sum(len(each.tokens) for each in conversations)))
-    metrics.mean(f"{node_id}/environment_seconds", sum(times.calls), float(times.count))
+    metrics.mean(f"{node_id}/environment_seconds", times.calls, float(times.count))
     metrics.mean(f"{node_id}/environment_wait", times.idle, times.whole)
     metrics.mean(f"{node_id}/ended_done", float(ends.count(Ending.DONE)), count)
     metrics.mean(f"{node_id}/ended_turns", float(ends.count(Ending.TURNS)), count)
