@@ -6,6 +6,7 @@ Weights go in through vLLM's public `reload_weights` and are read back from the 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import groupby
@@ -29,9 +30,9 @@ from rlflow.rollout.engine import (
     WeightSyncError,
 )
 from rlflow.rollout.vllm.process import (
+    end_groups,
     import_vllm,
     installed,
-    live_engines,
     make_rewindable,
     model_classes_kept,
     process_state_kept,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+live_engines: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()  # of this process; they share vLLM's groups of ranks
 CPU_BLOCK = 32  # vLLM's 128 share nothing of a short prompt; see docs/benchmarks.md
 
 
@@ -244,7 +246,8 @@ class VLLMEngine(InProcessEngine):
                 logprobs_mode="processed_logprobs",  # after temperature
                 hf_overrides={"head_dtype": "float32"} if self._float32_head else {},
             )
-        live_engines.enter(self, makes_group)
+        self._group_of_vllm = makes_group or any(other._group_of_vllm for other in live_engines)
+        live_engines.add(self)
         self._sampling_params = vllm.SamplingParams
         # The engine runs in this process, so that its model itself is handed out.
         (self._model,) = self._llm.apply_model(lambda model: model)
@@ -275,7 +278,9 @@ class VLLMEngine(InProcessEngine):
         client._finalizer.detach()
         client.engine_core.model_executor.shutdown()
         del self._llm, self._model
-        live_engines.leave(self)
+        live_engines.discard(self)
+        if not live_engines:
+            end_groups(self._group_of_vllm)
 
     def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
         self._check(version, [turn.prompt for turn in new.values()], [turn.longest for turn in new.values()])
