@@ -279,8 +279,8 @@ class Session:
     def _make(self) -> None:
         """Import the environment's code, seed what it draws, and make the object."""
         made = self._definition
-        paths = [path for path in (made.path, *(tool.path for tool in made.tools.values())) if path]
-        self._host.begin(self._seed, paths)
+        functions = [tool.path for tool in made.tools.values() if not tool.method]
+        self._host.begin(self._seed, [made.path, *functions] if made.path else functions)
         if made.path:
             self._host.make(made.path, **made.arguments)
 
