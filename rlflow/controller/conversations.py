@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from rlflow.databuffer.transport import Transport, Watch
-from rlflow.environments.conversation_format import ConversationFormat
-from rlflow.environments.environment import Environment
+from rlflow.environments.bridge import Bridge, Message
+from rlflow.environments.environment import Definition, Environment
 from rlflow.environments.host import Coroutines, Host
 from rlflow.environments.session import Session
 from rlflow.metrics import StepMetrics
@@ -98,7 +98,9 @@ class ConversationRunner:
     """Runs the conversations of nodes, and of validation.
 
     Args:
-        conversation_format: How the model writes them.
+        bridge: The bridge of an environment, which writes and reads its turns.
+        messages: Messages of a row of the dataset, those of its prompt.
+        longest_prompt: Tokens of a conversation's first prompt, at most.
         decode: Token ids to text.
         dtype: Of log-probabilities and rewards.
         seed: Of the run.
@@ -107,13 +109,17 @@ class ConversationRunner:
 
     def __init__(
         self,
-        conversation_format: ConversationFormat,
+        bridge: Callable[[Definition], Bridge],
+        messages: Callable[[dict[str, Any]], Sequence[Message]],
+        longest_prompt: int,
         decode: Callable[[Sequence[int]], str],
         dtype: torch.dtype,
         seed: int,
         transport: Transport,
     ) -> None:
-        self._format = conversation_format
+        self._bridge = bridge
+        self._messages = messages
+        self._longest_prompt = longest_prompt
         self._decode = decode
         self._dtype = dtype
         self._seed = seed
@@ -198,7 +204,7 @@ class ConversationRunner:
         for row, (place, of_row) in enumerate(rows[: len(there.path)]):
             definition, idle = environment.definition_of(of_row), environment.host()  # which never starts
             session = Session(definition, idle, of_row, place=place)
-            begun[row] = from_rollout(there, row, session, self._format.bridge(definition))
+            begun[row] = from_rollout(there, row, session, self._bridge(definition))
         return begun
 
     def _conversation(
@@ -228,7 +234,7 @@ class ConversationRunner:
                 return seed_of(seat, turn, call.draw)
 
             return (yield from self._game(environment, of_dataset, seed_now, rules, call))
-        bridge, prompt = self._format.bridge(definition), self._format.messages(row)
+        bridge, prompt = self._bridge(definition), self._messages(row)
         draw = call.draw if begun is None else begun.draw
         key = seed_of("", BEFORE, draw)
         anew = begun is not None and begun.state is None and not self._hosts.waits(key)
@@ -262,7 +268,7 @@ class ConversationRunner:
     ) -> ConversationSteps[list[Conversation]]:
         (place, row), key = of_dataset, seed_of("", BEFORE)
         definition = environment.definition_of(row)
-        bridge, prompt = self._format.bridge(definition), self._format.messages(row)
+        bridge, prompt = self._bridge(definition), self._messages(row)
         policies = {seat: call.players.get(seat, (call.policy, 0.0))[0] for seat in definition.seats}
         of_seats = {seat: replace(rules, policy=policy) for seat, policy in policies.items()}
         host = self._hosts.take(environment, key)
@@ -315,7 +321,7 @@ class ConversationRunner:
         call: ConverseCall,
     ) -> dict[str, TurnQueue]:
         """The turns of each policy, at its own temperature."""
-        ends = {end: None for row in rows for end in self._format.bridge(environment.definition_of(row)).ends}
+        ends = {end: None for row in rows for end in self._bridge(environment.definition_of(row)).ends}
         of_turn = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
         temperatures = dict(call.players.values()) | {call.policy: sampling.temperature}
         return {
@@ -330,7 +336,7 @@ class ConversationRunner:
         return Rules(
             call.policy,
             environment.max_turns,
-            self._format.longest_prompt,
+            self._longest_prompt,
             longest,
             min(longest, environment.max_turn_length or longest),
             environment.on_failure,

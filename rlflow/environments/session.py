@@ -33,38 +33,10 @@ def naming_row(
 
     @wraps(method)
     def named(self: Session, /, *given: Given.args, **by_name: Given.kwargs) -> Result:
-        with self.of_row():
-            if isinstance(self._host, Worker):
-                return method(self, *given, **by_name)
-            with _watched(lambda: f"{self}, `{method.__name__}`; the row is {self.row}"):
-                return method(self, *given, **by_name)
+        with self.of_row(), self.watched(method.__name__):
+            return method(self, *given, **by_name)
 
     return named
-
-
-@contextmanager
-def _watched(where: Callable[[], str]) -> Iterator[None]:
-    """Warn, once, where what is within takes longer than `WARN_AFTER`, for nothing can end it.
-
-    Args:
-        where: The environment and its row, in words.
-    """
-    timer = threading.Timer(WARN_AFTER, _warn, [where])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _warn(where: Callable[[], str]) -> None:
-    log.warning(
-        "an environment has not answered for %g s (%s), and code in the rank's own process cannot be ended; set"
-        " `environment.seconds`, so that it is",
-        WARN_AFTER,
-        where(),
-    )
 
 
 class Session:
@@ -125,6 +97,28 @@ class Session:
             yield
         except UserError as error:
             raise UserError(f"{error} ({answering}the row is {self.row})") from error
+
+    @contextmanager
+    def watched(self, method: str) -> Iterator[None]:
+        """Warn, once, where a method takes longer than `WARN_AFTER` in this process, where nothing can end it."""
+        timer = threading.Timer(WARN_AFTER, self._warn, [method])
+        timer.daemon = True
+        if not isinstance(self._host, Worker):
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _warn(self, method: str) -> None:
+        log.warning(
+            "an environment has not answered for %g s (%s, `%s`; the row is %s), and code in the rank's own process"
+            " cannot be ended; set `environment.seconds`, so that it is",
+            WARN_AFTER,
+            self,
+            method,
+            self.row,
+        )
 
     @property
     def row(self) -> str:

@@ -263,8 +263,16 @@ def _unread(messages: Sequence[Message]) -> list[Message]:
 
 def _answer(session: Session, conversation: Conversation, rules: Rules) -> ConversationSteps[None]:
     """Let the environment answer the turn that was taken; where that ends the conversation, ask for its reward."""
-    reply = yield partial(_reply, session, conversation, _parse_turn(conversation))
-    _add_reply(conversation, Reply(**reply), rules)
+    given = yield partial(_reply, session, conversation, _parse_turn(conversation))
+    reply = Reply(**given)
+    conversation.rewards[-1] += reply.reward
+    conversation.calls += reply.calls
+    conversation.failed += reply.failed
+    if reply.done:
+        conversation.end(*_ending(reply, conversation.cut))
+        conversation.messages += _unread(reply.messages)
+    else:
+        _add_answer(conversation, reply.messages, rules)
     if conversation.ended is not None:
         reward = yield session.reward
         conversation.rewards[-1] += reward or 0.0
@@ -286,18 +294,6 @@ def _last_turn(conversation: Conversation) -> tuple[list[int], list[int]]:
     length = conversation.segments[-1]
     before = conversation.tokens[: len(conversation.tokens) - length]
     return conversation.tokens[len(before) :], conversation.prompt + before
-
-
-def _add_reply(conversation: Conversation, reply: Reply, rules: Rules) -> None:
-    """Add what the environment answered, or end."""
-    conversation.rewards[-1] += reply.reward
-    conversation.calls += reply.calls
-    conversation.failed += reply.failed
-    if reply.done:
-        conversation.end(*_ending(reply, conversation.cut))
-        conversation.messages += _unread(reply.messages)
-    else:
-        _add_answer(conversation, reply.messages, rules)
 
 
 def _ending(reply: Reply, cut: bool) -> tuple[Ending, str]:
