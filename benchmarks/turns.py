@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from rlflow import Environment
 from rlflow.context.conversations import ConversationRunner, ConverseCall
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.bridge import message
-from rlflow.environments.conversation_format import Bridges, ConversationFormat
+from rlflow.environments.conversation_format import bridge_of
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import EnginePlace, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
 from rlflow.rollout.engine import Turn
@@ -128,8 +129,15 @@ class Conversations:
 
     def __init__(self, folder: Path, engine: RolloutEngine, given: Mapping[str, Any]) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        conversation_format = ConversationFormat(Bridges(tokenizer), lambda row: [message("system", "count")], CONTEXT)
-        self._runner = ConversationRunner(conversation_format, tokenizer.decode, torch.float32, 0, Transport())
+        self._runner = ConversationRunner(
+            cache(partial(bridge_of, tokenizer=tokenizer)),
+            lambda row: [message("system", "count")],
+            CONTEXT,
+            tokenizer.decode,
+            torch.float32,
+            seed=0,
+            transport=Transport(),
+        )
         self._engine, self._given = engine, given
         self._weights: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._version = 0

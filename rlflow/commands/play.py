@@ -19,7 +19,6 @@ from rlflow.context.conversations import ConversationRunner, ConverseCall
 from rlflow.dag.node import BATCH
 from rlflow.data.prompts import Encoder
 from rlflow.databuffer.transport import Transport
-from rlflow.environments.conversation_format import Bridges, ConversationFormat
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, about, one_line
 from rlflow.loggers.transcript import text as written
@@ -76,11 +75,10 @@ class Play:
         model = model_path(module, policy, scratch)
         with about(handles(module)[policy]):
             tokenizer = load_tokenizer(model, handles(module)[policy].trust_remote_code)
-        bridges = Bridges(tokenizer, data.renderer, data.tool_calls)
         data = resolved(data, module, graph)
-        conversation_format = ConversationFormat(bridges, Encoder(data, tokenizer).messages, data.max_prompt_length)
+        encode = Encoder(data, tokenizer)
         row = self._row()
-        end = bridges.of(environment.definition_of(row)).end
+        end = encode.bridge(environment.definition_of(row)).end
         replies = by_hand() if self.replies is None else by_script(self.replies)
         player = Player(replies, tokenizer, end, lambda who, ids: self._show(tokenizer, who, ids))
         stops = stop_tokens(model, tokenizer, module.stop_token_ids)
@@ -89,7 +87,15 @@ class Play:
         def decode(ids: Sequence[int]) -> str:
             return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
-        runner = ConversationRunner(conversation_format, decode, torch.float32, seed=0, transport=Transport())
+        runner = ConversationRunner(
+            encode.bridge,
+            encode.messages,
+            data.max_prompt_length,
+            decode,
+            torch.float32,
+            seed=0,
+            transport=Transport(),
+        )
         call = ConverseCall(0, "play", policy, {policy: 0}, Layout((0,), 1))
         path = RowPath(torch.tensor([[self.row]]), (BATCH,))
         try:

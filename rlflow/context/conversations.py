@@ -6,22 +6,33 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import starmap
 from typing import Any
 
 import torch
 
-from rlflow.databuffer.transport import Transport
-from rlflow.environments.conversation_format import ConversationFormat
-from rlflow.environments.environment import Environment
-from rlflow.environments.environment_calls import EnvironmentCalls, SharedCalls
+from rlflow.databuffer.transport import Transport, Watch
+from rlflow.environments.bridge import Bridge, Message
+from rlflow.environments.environment import Definition, Environment
 from rlflow.environments.host import Coroutines, Host
-from rlflow.environments.session import EnvironmentSession, GameSession, Session
+from rlflow.environments.session import Session
 from rlflow.metrics import StepMetrics
-from rlflow.rollout.conversation import Conversation, Rules, add_group_rewards, converse, from_rollout, to_rollout
-from rlflow.rollout.conversation_loop import ConversationLoop, ConversationSteps, ConversationTimes, TurnQueue
+from rlflow.rollout.conversation import (
+    Conversation,
+    Rules,
+    add_group_rewards,
+    converse,
+    from_rollout,
+    play_game,
+    to_rollout,
+)
+from rlflow.rollout.conversation_loop import (
+    ConversationLoop,
+    ConversationSteps,
+    EnvironmentCalls,
+    SharedCalls,
+    TurnQueue,
+)
 from rlflow.rollout.engine import RolloutEngine, Sampling
-from rlflow.rollout.game_turns import play_game
 from rlflow.rollout.sampling import Children, Earlier, Part, require_continued
 from rlflow.values.columns import to_device
 from rlflow.values.layout import Layout
@@ -30,6 +41,32 @@ from rlflow.values.rollout import Ending, Rollout
 
 BEFORE = -1  # the turn whose seed is the environment's: it draws before the policy's first
 ROUND_S = 5.0  # after which ranks that share an engine are told that no environment has answered yet
+
+
+@dataclass(frozen=True)
+class ConversationTimes:
+    """Of the conversations that a rank had in a node.
+
+    Attributes:
+        waits: Waits of the first conversations, see `ConversationLoop`.
+        count: How many there were; one of several seats is one.
+        calls: Seconds of all calls of environments, waiting for their turn not counted.
+        idle: Seconds in which this rank waited for environments, and no turn was in progress.
+        whole: Seconds of all.
+    """
+
+    waits: Sequence[tuple[str, int, float, float]]
+    count: int
+    calls: float
+    idle: float
+    whole: float
+
+    def report(self, watch: Watch | None, **where: Any) -> None:
+        """Report the waits to whoever watches this rank, and where they were."""
+        if watch is None:
+            return
+        for of, number, start, end in self.waits:
+            watch.turn(of, number, start, end, **where)
 
 
 @dataclass(frozen=True)
@@ -61,7 +98,9 @@ class ConversationRunner:
     """Runs the conversations of nodes, and of validation.
 
     Args:
-        conversation_format: How the model writes them.
+        bridge: The bridge of an environment, which writes and reads its turns.
+        messages: Messages of a row of the dataset, those of its prompt.
+        longest_prompt: Tokens of a conversation's first prompt, at most.
         decode: Token ids to text.
         dtype: Of log-probabilities and rewards.
         seed: Of the run.
@@ -70,13 +109,17 @@ class ConversationRunner:
 
     def __init__(
         self,
-        conversation_format: ConversationFormat,
+        bridge: Callable[[Definition], Bridge],
+        messages: Callable[[dict[str, Any]], Sequence[Message]],
+        longest_prompt: int,
         decode: Callable[[Sequence[int]], str],
         dtype: torch.dtype,
         seed: int,
         transport: Transport,
     ) -> None:
-        self._format = conversation_format
+        self._bridge = bridge
+        self._messages = messages
+        self._longest_prompt = longest_prompt
         self._decode = decode
         self._dtype = dtype
         self._seed = seed
@@ -123,13 +166,12 @@ class ConversationRunner:
             )
             for row in open_rows
         )
-        times, started = ConversationTimes(), time.perf_counter()
+        started = time.perf_counter()
         queues = self._queues(engines, environment, of_all, sampling, call)
+        loop = ConversationLoop[list[Conversation]](queues, calls, environment.lockstep)
         try:
-            games = ConversationLoop[list[Conversation]](queues, calls, environment.lockstep).run(
-                starmap(times.timed, enumerate(each)), at_once
-            )
-            results |= zip(open_rows, games, strict=True)
+            results |= zip(open_rows, loop.run(each, at_once), strict=True)
+            seconds = sum(calls.seconds)
             conversations = [view for row in sorted(results) for view in results[row]]
             seed = partial(self._seed_of, children, seat="", turn=BEFORE, draw=call.draw)
             groups = self._groups(environment, conversations, children, of_dataset, rules, seed)
@@ -140,7 +182,8 @@ class ConversationRunner:
         finally:
             calls.close()
         self._hosts.pause()
-        times.idle, times.whole = calls.waited, time.perf_counter() - started
+        whole = time.perf_counter() - started
+        times = ConversationTimes(loop.waits, len(open_rows), seconds, calls.waited, whole)
         version, cut_off = call.versions[call.policy], call.part is not None
         rollout = to_rollout(conversations, children.path, of_all, version, self._decode, self._dtype, cut_off)
         return rollout, conversations, times
@@ -160,8 +203,8 @@ class ConversationRunner:
         begun = {}
         for row, (place, of_row) in enumerate(rows[: len(there.path)]):
             definition, idle = environment.definition_of(of_row), environment.host()  # which never starts
-            session = EnvironmentSession(definition, idle, of_row, place=place)
-            begun[row] = from_rollout(there, row, session, self._format.bridge(definition))
+            session = Session(definition, idle, of_row, place=place)
+            begun[row] = from_rollout(there, row, session, self._bridge(definition))
         return begun
 
     def _conversation(
@@ -191,7 +234,7 @@ class ConversationRunner:
                 return seed_of(seat, turn, call.draw)
 
             return (yield from self._game(environment, of_dataset, seed_now, rules, call))
-        bridge, prompt = self._format.bridge(definition), self._format.messages(row)
+        bridge, prompt = self._bridge(definition), self._messages(row)
         draw = call.draw if begun is None else begun.draw
         key = seed_of("", BEFORE, draw)
         anew = begun is not None and begun.state is None and not self._hosts.waits(key)
@@ -225,12 +268,12 @@ class ConversationRunner:
     ) -> ConversationSteps[list[Conversation]]:
         (place, row), key = of_dataset, seed_of("", BEFORE)
         definition = environment.definition_of(row)
-        bridge, prompt = self._format.bridge(definition), self._format.messages(row)
+        bridge, prompt = self._bridge(definition), self._messages(row)
         policies = {seat: call.players.get(seat, (call.policy, 0.0))[0] for seat in definition.seats}
         of_seats = {seat: replace(rules, policy=policy) for seat, policy in policies.items()}
         host = self._hosts.take(environment, key)
         views = yield from play_game(
-            GameSession(definition, host, row, key, place), bridge, prompt, row, seed_of, of_seats
+            Session(definition, host, row, seed=key, place=place), bridge, prompt, row, seed_of, of_seats
         )
         self._hosts.give_back(environment, host)
         return [view for seat, view in views.items() if policies[seat] == call.policy]
@@ -265,7 +308,7 @@ class ConversationRunner:
         seed: int,
     ) -> ConversationSteps[None]:
         host, (place, row) = self._hosts.take(environment, seed), of_dataset
-        session = EnvironmentSession(environment.definition_of(row), host, row, seed, place)
+        session = Session(environment.definition_of(row), host, row, seed=seed, place=place)
         yield from add_group_rewards(session, group, row, rules)
         self._hosts.give_back(environment, host)
 
@@ -278,7 +321,7 @@ class ConversationRunner:
         call: ConverseCall,
     ) -> dict[str, TurnQueue]:
         """The turns of each policy, at its own temperature."""
-        ends = {end: None for row in rows for end in self._format.bridge(environment.definition_of(row)).ends}
+        ends = {end: None for row in rows for end in self._bridge(environment.definition_of(row)).ends}
         of_turn = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
         temperatures = dict(call.players.values()) | {call.policy: sampling.temperature}
         return {
@@ -293,7 +336,7 @@ class ConversationRunner:
         return Rules(
             call.policy,
             environment.max_turns,
-            self._format.longest_prompt,
+            self._longest_prompt,
             longest,
             min(longest, environment.max_turn_length or longest),
             environment.on_failure,
@@ -399,7 +442,7 @@ def measure_conversations(
     ends = [each.ended for each in conversations]
     written = sum(sum(each.segments[::2]) for each in conversations)  # those that are left out of the loss, too
     metrics.mean(f"{node_id}/written", float(written), float(sum(len(each.tokens) for each in conversations)))
-    metrics.mean(f"{node_id}/environment_seconds", sum(times.calls), float(times.count))
+    metrics.mean(f"{node_id}/environment_seconds", times.calls, float(times.count))
     metrics.mean(f"{node_id}/environment_wait", times.idle, times.whole)
     metrics.mean(f"{node_id}/ended_done", float(ends.count(Ending.DONE)), count)
     metrics.mean(f"{node_id}/ended_turns", float(ends.count(Ending.TURNS)), count)

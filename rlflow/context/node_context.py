@@ -19,7 +19,6 @@ from rlflow.dag.failures import scores_rows
 from rlflow.dag.node import Node
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
-from rlflow.environments.conversation_format import ConversationFormat
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.metrics import StepMetrics
@@ -90,14 +89,14 @@ class NodeContext:
         rows_of: Callable[[Tensor], Tensor] = lambda ids: ids,
         writers: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
         longest_prompt: int | None = None,
-        conversation_format: ConversationFormat | None = None,
+        conversations: ConversationRunner | None = None,
         prompt_column: str | None = None,
         trainer_state: Callable[[int], TrainerState] = TrainerState,
     ) -> None:
         self._engines = engines
         self._transport = transport
         self._device = device
-        self._dtype = torch.float64 if dtype == torch.float64 else torch.float32  # of rewards and rollout logprobs
+        self._dtype = dtype  # of rewards and rollout logprobs
         self._seed = seed
         self._stop_token_ids = stop_token_ids
         self._decode = decode
@@ -109,9 +108,7 @@ class NodeContext:
         self._prompt_column = prompt_column
         self._trainer_state = trainer_state  # of a step
         self.longest_prompt = longest_prompt  # in tokens; None for any
-        self.conversations: ConversationRunner | None = None
-        if conversation_format is not None:
-            self.conversations = ConversationRunner(conversation_format, decode, self._dtype, seed, transport)
+        self.conversations = conversations
         self.memories = MemoryUpdates(transport)
         self.running: Running | None = None
 

@@ -18,7 +18,6 @@ from rlflow.dag.tasks import SyncWeights
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import PromptData
 from rlflow.databuffer.transport import Transport
-from rlflow.environments.conversation_format import Bridges
 from rlflow.models.causal_lm import Averaged
 from rlflow.module import RLModule, environments, handles
 from rlflow.rollout.assignment import Engines, RankEngines
@@ -68,7 +67,6 @@ class Run(RunPlan):
         policies: Model folder or hub name of each policy that generates, in the graph or to validate.
         configs: The transformers configuration of each of these.
         tokenizer: Tokenizer of the lead.
-        bridges: Write the turns of environments.
         stop_token_ids: What ends a response: the end tokens of the tokenizer, of the model's generation config and of
             the module.
         train: Loader of the training rows.
@@ -95,7 +93,6 @@ class Run(RunPlan):
     policies: dict[str, Path]
     configs: dict[str, PretrainedConfig]
     tokenizer: PreTrainedTokenizerBase
-    bridges: Bridges
     stop_token_ids: tuple[int, ...]
     train: Loader
     validation: Loader | None

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from rlflow.data.played import Played
 from rlflow.data.sources import DataLike, DataModule, Source, as_source, datasets_of, is_data_module
 from rlflow.data.template import Template, column_of
-from rlflow.environments.bridge import MARK, SpecialTokens, text_of
-from rlflow.environments.conversation_format import Bridges, traced
+from rlflow.environments.bridge import MARK, Bridge, SpecialTokens, text_of
+from rlflow.environments.conversation_format import bridge_of, traced
 from rlflow.environments.environment import Definition, Environment, defined
 from rlflow.errors import UserError, about, one_line, readable_line
 
@@ -178,6 +178,9 @@ class Encoder:
         environment: With which conversations of the dataset were held, or will be from its prompts; the policy reads of
             its tools. None without.
 
+    Attributes:
+        bridge: The bridge of an environment, which writes and reads its turns; made once.
+
     Raises:
         UserError: The tokenizer lacks the chat template or end-of-sequence token that `data` needs.
     """
@@ -199,9 +202,10 @@ class Encoder:
         self._begins = environment is not None and data.response is None
         self._definition_of = partial(_toolless, defined(None)) if environment is None else environment.definition_of
         self._special = SpecialTokens(tokenizer)
-        self._bridges = Bridges(tokenizer, data.renderer, data.tool_calls)
+        made = partial(bridge_of, tokenizer=tokenizer, renderer=data.renderer, tool_calls=data.tool_calls)
+        self.bridge: Callable[[Definition], Bridge] = cache(made)
         for definition in environment.definitions.values() if environment is not None and self._begins else ():
-            self._bridges.of(definition)
+            self.bridge(definition)
 
     def __call__(self, source: Source, rows: Sequence[int]) -> list[Example]:
         """The given rows of `source`, in that order.
@@ -217,7 +221,7 @@ class Encoder:
         if self._holds_conversations(values):
             if isinstance(source, Played):
                 for value in values:
-                    source.require_form(self._bridges.of(self._definition_of(value)).form)
+                    source.require_form(self.bridge(self._definition_of(value)).form)
             return [self._conversation(value, place) for value, place in zip(values, places, strict=True)]
         prompts = [self._prompt(value, place) for value, place in zip(values, places, strict=True)]
         prompt_ids = self._prompt_ids(prompts)
@@ -263,7 +267,7 @@ class Encoder:
             return 0
         self._definition_of(row).given(row)
         said = [{**each, "content": text_of(each["content"], "the prompt")} for each in self.messages(row)]
-        return len(self._bridges.of(self._definition_of(row)).begin(said))
+        return len(self.bridge(self._definition_of(row)).begin(said))
 
     def written(self, rows: Sequence[dict[str, Any]], template: str) -> list[list[int]]:
         """The token ids of prompts that a template writes from rows, in the chat template if the dataset's are.
@@ -362,13 +366,13 @@ class Encoder:
             raise UserError(f"{where} is {messages!r:.60}, and in other rows a list of messages; make them alike")
         if not self._data.chat_template:
             raise UserError(f"{where} is a list of messages; set `data.chat_template: true`")
-        bridge = self._bridges.of(self._definition_of(row))
+        bridge = self.bridge(self._definition_of(row))
         if _is_whole(messages):
             before, after = [], self._messages(messages, place)
         else:
             before, after = self._messages(column_of(row, self._prompt_column, place), place), messages
-        trace = traced([*before, *after], bridge, self._ids, where, given=len(before))
-        return Example(row, trace.prompt, trace.tokens, [], trace.written)
+        prompt, tokens, written = traced([*before, *after], bridge, self._ids, where, given=len(before))
+        return Example(row, prompt, tokens, [], written)
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]

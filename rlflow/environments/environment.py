@@ -383,13 +383,13 @@ class Tool:
         name: By which it calls.
         schema: JSON schema of a function, as chat templates take it.
         method: Whether it is a method of the environment; else a function of its own.
-        path: Path of a function, dotted, so that a worker can import it.
+        path: Dotted path of a function, by which a worker imports it; of a method its class and name, for messages.
     """
 
     name: str
     schema: Mapping[str, Any]
     method: bool
-    path: str = ""
+    path: str
 
     def missing_or_unknown(self, arguments: Mapping[str, Any]) -> str:
         """What is wrong with the names of arguments, in words for the policy; empty where nothing is."""
@@ -417,23 +417,20 @@ def tools_of(environment: type | None, functions: Sequence[str | Callable[..., A
     """
     _check_system(environment)
     tools: dict[str, Tool] = {}
-    paths: dict[str, str] = {}
     methods = inspect.getmembers(environment, inspect.isfunction) if environment is not None else []
     for name, method in methods:
         if not name.startswith("_") and name not in NOT_TOOLS:
-            paths[name] = method.__qualname__
-            tools[name] = Tool(name, _schema(method, paths[name]), method=True)
+            tools[name] = Tool(name, _schema(method, method.__qualname__), method=True, path=method.__qualname__)
     for given in functions:
         function = function_at(given, f"`tools` has {given!r}") if isinstance(given, str) else given
         if not callable(function):
             raise UserError(f"`tools` has {given!r}, which is {function!r:.60} and no function; name one")
         path, name = _path(function), function.__name__
         _check_system(function)
-        if paths.get(name) == path:
+        if name in tools and tools[name].path == path:
             raise UserError(f"`tools` has `{path}` twice; leave one of them out")
         if name in tools:
-            raise UserError(f"two tools have the name `{name}`, `{paths[name]}` and `{path}`; rename one of them")
-        paths[name] = path
+            raise UserError(f"two tools have the name `{name}`, `{tools[name].path}` and `{path}`; rename one of them")
         tools[name] = Tool(name, _schema(function, path), method=False, path=path)
     return tools
 

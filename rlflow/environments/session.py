@@ -1,4 +1,4 @@
-"""One conversation's environment, made from a row of the dataset: `Session` of one policy, `GameSession` of seats."""
+"""`Session`: the environment of one conversation or game, made from a row of the dataset."""
 
 from __future__ import annotations
 
@@ -24,204 +24,34 @@ WARN_AFTER = 60.0  # seconds
 log = line_log(__name__)
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
-Of = TypeVar("Of", bound="EnvironmentSession")
 
 
-def naming_row(method: Callable[Concatenate[Of, Given], Result]) -> Callable[Concatenate[Of, Given], Result]:
+def naming_row(
+    method: Callable[Concatenate[Session, Given], Result],
+) -> Callable[Concatenate[Session, Given], Result]:
     """Name the row of the dataset in what a method of a session refuses, and warn where it does not return."""
 
     @wraps(method)
-    def named(self: Of, /, *given: Given.args, **by_name: Given.kwargs) -> Result:
-        with self.of_row():
-            if isinstance(self._host, Worker):
-                return method(self, *given, **by_name)
-            with _watched(lambda: f"{self}, `{method.__name__}`; the row is {self.row}"):
-                return method(self, *given, **by_name)
+    def named(self: Session, /, *given: Given.args, **by_name: Given.kwargs) -> Result:
+        with self.of_row(), self.watched(method.__name__):
+            return method(self, *given, **by_name)
 
     return named
 
 
-@contextmanager
-def _watched(where: Callable[[], str]) -> Iterator[None]:
-    """Warn, once, where what is within takes longer than `WARN_AFTER`, for nothing can end it.
+class Session:
+    """The environment of one conversation, or of one game with all its seats.
 
-    Args:
-        where: The environment and its row, in words.
-    """
-    timer = threading.Timer(WARN_AFTER, _warn, [where])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _warn(where: Callable[[], str]) -> None:
-    log.warning(
-        "an environment has not answered for %g s (%s), and code in the rank's own process cannot be ended; set"
-        " `environment.seconds`, so that it is",
-        WARN_AFTER,
-        where(),
-    )
-
-
-class EnvironmentSession:
-    """The environment of one conversation or game; `Session` and `GameSession` say how its turns are answered.
+    A conversation calls `begin`, `answer` and `reward`; a game, whose environment has `seats`, calls `begin_game`,
+    `move` and `rewards`. The environment of a game names the seat that speaks next as `next_seat`, and what it reads as
+    `next_messages`. Its `step` gives `reward`, of the seat that spoke, or `rewards` by seat; `get_reward` gives them by
+    seat.
 
     Args:
         definition: Definition of the environment.
         host: Where its code runs; it keeps this environment alone until `close`.
         row: Of the dataset, which errors name, on ranks too that make no calls; None where the beginning is given it
             first.
-        seed: Seed of what its environment draws from the process-wide `random` and NumPy.
-        place: The row's number in the dataset, which errors name; None where it has none.
-    """
-
-    def __init__(
-        self,
-        definition: Definition,
-        host: Host,
-        row: Mapping[str, Any] | None = None,
-        seed: int = 0,
-        place: int | None = None,
-    ) -> None:
-        self._definition = definition
-        self._host = host
-        self._seed = seed
-        self._row = row or {}
-        self._place = place
-
-    @property
-    def seats(self) -> tuple[str, ...]:
-        """Of its environment; empty where there is one, without a name."""
-        return self._definition.seats
-
-    def __str__(self) -> str:
-        return f"`{self._definition.path}`" if self._definition.path else "of `tools`"
-
-    @contextmanager
-    def of_row(self, turn: int | None = None) -> Iterator[None]:
-        """Name the row of the dataset in what is refused; and the environment, where it is an answer to a turn."""
-        answering = "" if turn is None else f"answering turn {turn}, the environment is {self}, and "
-        try:
-            yield
-        except UserError as error:
-            raise UserError(f"{error} ({answering}the row is {self.row})") from error
-
-    @property
-    def row(self) -> str:
-        """The row of the dataset that it began with: its number, and so many characters as a line has room for."""
-        shown = repr(dict(self._row))
-        shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
-        return shown if self._place is None else f"{self._place}, {shown}"
-
-    @naming_row
-    def group_rewards(self, conversations: Sequence[Mapping[str, Any]]) -> list[float]:
-        """What each conversation from one row gets beside the others, from `get_group_rewards`, when all are over.
-
-        The environment is made anew, for those of the conversations may be gone.
-
-        Args:
-            conversations: Each with its `messages`, the `rewards` of its turns, its `row` and its `seat`.
-
-        Raises:
-            WorkerError: The environment failed, or gave something other than a finite number for each.
-        """
-        made, where = self._definition, f"`{self._definition.path}.get_group_rewards`"
-        self._row = conversations[0]["row"]
-        self._begin()
-        self._host.make(made.path, **made.arguments)
-        given = self._host.call("get_group_rewards", conversations=conversations)
-        if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != len(conversations):
-            raise HostError(
-                f"{where} gave {given!r:.60} for {len(conversations)} conversations; give a number for each"
-            )
-        return [self._number(value, where) for value in given]
-
-    def _made(self, prompt: Sequence[Message], row: Mapping[str, Any]) -> list[Message]:
-        """Make the environment for a row: the messages of the prompt, with what `reset` says."""
-        made, self._row = self._definition, row
-        messages = [{**each, "content": text_of(each["content"], "the prompt")} for each in prompt]
-        self._begin()
-        if made.path:
-            self._host.make(made.path, **made.arguments)
-        said = self._host.call("reset", **made.given(row)) if made.resets else None
-        if isinstance(said, str):
-            _append(messages, said)
-        else:
-            messages += checked(said, f"`{made.path}.reset`")
-        return messages
-
-    def _begin(self) -> None:
-        made = self._definition
-        paths = [path for path in (made.path, *(tool.path for tool in made.tools.values())) if path]
-        self._host.begin(self._seed, paths)
-
-    def _number(self, value: Any, where: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise HostError(f"{where} gave the reward {value!r:.60}; give a finite number")
-        return float(value)
-
-    def _messages(self, given: Any, where: str) -> list[Message]:
-        """What answers a turn, as messages."""
-        try:
-            return checked(given, where)
-        except UserError as error:
-            raise HostError(str(error)) from error
-
-
-def as_mapping(given: Any, names: Sequence[str]) -> Mapping[str, Any] | None:
-    """What a step gave, an object with some of these attributes among it, by name; None where it is neither."""
-    if isinstance(given, Mapping):
-        return given
-    found = {name: getattr(given, name) for name in names if hasattr(given, name)}
-    return found or None
-
-
-def written(each: Message) -> Message:
-    """A message that a tokenizer takes: half characters, which JSON may hold, are replaced."""
-    whole = {key: x.encode("utf-8", "replace").decode("utf-8") for key, x in each.items() if isinstance(x, str)}
-    return {**each, **whole}
-
-
-def _append(messages: list[Message], said: str) -> None:
-    """To the user's last message; as one of its own where there is none."""
-    last = next((place for place in reversed(range(len(messages))) if messages[place]["role"] == "user"), None)
-    if last is None:
-        messages.append(message("user", said))
-    else:
-        messages[last] = {**messages[last], "content": f"{messages[last]['content']}{said}"}
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What an environment says to a turn of the policy.
-
-    Attributes:
-        messages: What the policy reads next.
-        reward: Reward of this turn.
-        done: Whether the conversation is over.
-        calls: How many tools were called.
-        failed: How many of these calls gave no value: they could not be read, or the tool raised.
-        over: Where it is, why: the environment said so, the policy called no tool, or went on calling after its last.
-    """
-
-    messages: list[Message] = field(default_factory=list)
-    reward: float = 0.0
-    done: bool = False
-    calls: int = 0
-    failed: int = 0
-    over: Literal["environment", "answer", "limit"] = "environment"
-
-
-class Session(EnvironmentSession):
-    """Answers the turns of one policy.
-
-    Args:
-        definition: Definition of the environment.
-        host: Where its code runs; it keeps this environment alone until `close`.
-        row: Of the dataset, which errors name, on ranks too that make no calls; None where `begin` is given it first.
         max_tool_calls: Calls after these are refused, and a turn of them alone ends it; None for any number.
         seed: Seed of what its environment draws from the process-wide `random` and NumPy.
         place: The row's number in the dataset, which errors name; None where it has none.
@@ -238,14 +68,164 @@ class Session(EnvironmentSession):
         place: int | None = None,
         calls: int = 0,
     ) -> None:
-        super().__init__(definition, host, row, seed, place)
+        self._definition = definition
+        self._host = host
+        self._row = row or {}
         self._limit = max_tool_calls
+        self._seed = seed
+        self._place = place
         self._calls_made = calls if max_tool_calls is None else min(calls, max_tool_calls)
+
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """Of its environment; empty where there is one, without a name."""
+        return self._definition.seats
 
     @property
     def keeps_state(self) -> bool:
         """Whether `state` says all that it takes to continue."""
         return self._definition.keeps_state
+
+    def __str__(self) -> str:
+        return f"`{self._definition.path}`" if self._definition.path else "of `tools`"
+
+    @contextmanager
+    def of_row(self, turn: int | None = None) -> Iterator[None]:
+        """Name the row of the dataset in what is refused; and the environment, where it is an answer to a turn."""
+        answering = "" if turn is None else f"answering turn {turn}, the environment is {self}, and "
+        try:
+            yield
+        except UserError as error:
+            raise UserError(f"{error} ({answering}the row is {self.row})") from error
+
+    @contextmanager
+    def watched(self, method: str) -> Iterator[None]:
+        """Warn, once, where a method takes longer than `WARN_AFTER` in this process, where nothing can end it."""
+        timer = threading.Timer(WARN_AFTER, self._warn, [method])
+        timer.daemon = True
+        if not isinstance(self._host, Worker):
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _warn(self, method: str) -> None:
+        log.warning(
+            "an environment has not answered for %g s (%s, `%s`; the row is %s), and code in the rank's own process"
+            " cannot be ended; set `environment.seconds`, so that it is",
+            WARN_AFTER,
+            self,
+            method,
+            self.row,
+        )
+
+    @property
+    def row(self) -> str:
+        """The row of the dataset that it began with: its number, and so many characters as a line has room for."""
+        shown = repr(dict(self._row))
+        shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
+        return shown if self._place is None else f"{self._place}, {shown}"
+
+    @naming_row
+    def begin(self, prompt: Sequence[Message], row: Mapping[str, Any]) -> list[Message]:
+        """The messages of the first turn.
+
+        Args:
+            prompt: Those of the dataset's row.
+            row: All of its columns.
+
+        Raises:
+            WorkerError: The environment failed.
+            UserError: It does not take the row, or gave no messages.
+        """
+        messages, made = self._reset(prompt, row), self._definition
+        if made.answers_messages:
+            messages += checked(self._host.call("initial_observation"), f"`{made.path}.initial_observation`")
+        return [written(each) for each in messages]
+
+    @naming_row
+    def answer(self, parsed: ParsedTurn, turn: int) -> Reply:
+        """What the environment says to a turn of the policy.
+
+        Raises:
+            WorkerError: The environment failed, or gave what is no message or no finite reward.
+        """
+        reply = self._step(parsed, turn) if self._definition.answers_messages else self._call_tools(parsed.calls)
+        return replace(reply, messages=[written(each) for each in reply.messages])
+
+    @naming_row
+    def reward(self) -> float | None:
+        """Of the whole conversation, from `get_reward`, or else from what the environment keeps as its `reward`.
+
+        None where it has neither, and where it answers messages.
+
+        Raises:
+            WorkerError: The environment failed, or gave no finite number.
+        """
+        made = self._definition
+        if made.rewards:
+            return self._number(self._host.call("get_reward"), f"`{made.path}.get_reward`")
+        if made.answers_messages or not made.path or "reward" in made.tools:
+            return None
+        kept = self._host.read("reward")
+        return None if kept is None else self._number(kept, f"`{made.path}.reward`")
+
+    @naming_row
+    def begin_game(self, prompt: Sequence[Message], row: Mapping[str, Any]) -> tuple[list[Message], Move]:
+        """The messages with which each seat begins, and who speaks first.
+
+        Args:
+            prompt: Those of the dataset's row.
+            row: All of its columns.
+
+        Raises:
+            WorkerError: The environment failed.
+            UserError: It does not take the row, or gave no messages.
+        """
+        messages = [written(each) for each in self._reset(prompt, row)]
+        where = f"`{self._definition.path}.initial_observation`"
+        return messages, self._moved(self._host.call("initial_observation"), "", where)
+
+    @naming_row
+    def move(self, text: str, seat: str, turn: int) -> Move:
+        """What the game says to what a seat said in its turn of this number.
+
+        Raises:
+            WorkerError: The environment failed, or gave what is no message or no finite reward.
+            UserError: It gave no seat.
+        """
+        result = self._host.call("step", message=message("assistant", text))
+        return self._moved(result, seat, f"`{self._definition.path}.step` at turn {turn} of {seat}")
+
+    @naming_row
+    def rewards(self) -> dict[str, float]:
+        """Of the whole game by seat, from `get_reward`; none where the environment has no such method."""
+        if not self._definition.rewards:
+            return {}
+        return self._by_seat(self._host.call("get_reward"), f"`{self._definition.path}.get_reward`")
+
+    @naming_row
+    def group_rewards(self, conversations: Sequence[Mapping[str, Any]]) -> list[float]:
+        """What each conversation from one row gets beside the others, from `get_group_rewards`, when all are over.
+
+        The environment is made anew, for those of the conversations may be gone.
+
+        Args:
+            conversations: Each with its `messages`, the `rewards` of its turns, its `row` and its `seat`.
+
+        Raises:
+            WorkerError: The environment failed, or gave something other than a finite number for each.
+        """
+        where = f"`{self._definition.path}.get_group_rewards`"
+        self._row = conversations[0]["row"]
+        self._make()
+        given = self._host.call("get_group_rewards", conversations=conversations)
+        if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != len(conversations):
+            raise HostError(
+                f"{where} gave {given!r:.60} for {len(conversations)} conversations; give a number for each"
+            )
+        return [self._number(value, where) for value in given]
 
     @naming_row
     def state(self) -> dict[str, Any]:
@@ -272,57 +252,43 @@ class Session(EnvironmentSession):
         Raises:
             WorkerError: The environment failed.
         """
-        made = self._definition
-        self._begin()
-        if made.path:
-            self._host.make(made.path, **made.arguments)
+        self._make()
+        if self._definition.path:
             self._host.call("load_state_dict", state=state["environment"])
         if state["draws"] is not None:
             self._host.set_draws(state["draws"])
 
-    @naming_row
-    def begin(self, prompt: Sequence[Message], row: Mapping[str, Any]) -> list[Message]:
-        """The messages of the first turn.
+    def _reset(self, prompt: Sequence[Message], row: Mapping[str, Any]) -> list[Message]:
+        """Make the environment for a row: the messages of the prompt, with what `reset` says."""
+        made, self._row = self._definition, row
+        messages = [{**each, "content": text_of(each["content"], "the prompt")} for each in prompt]
+        self._make()
+        said = self._host.call("reset", **made.given(row)) if made.resets else None
+        if isinstance(said, str):
+            _append(messages, said)
+        else:
+            messages += checked(said, f"`{made.path}.reset`")
+        return messages
 
-        Args:
-            prompt: Those of the dataset's row.
-            row: All of its columns.
-
-        Raises:
-            WorkerError: The environment failed.
-            UserError: It does not take the row, or gave no messages.
-        """
-        messages, made = self._made(prompt, row), self._definition
-        if made.answers_messages:
-            messages += checked(self._host.call("initial_observation"), f"`{made.path}.initial_observation`")
-        return [written(each) for each in messages]
-
-    @naming_row
-    def answer(self, parsed: ParsedTurn, turn: int) -> Reply:
-        """What the environment says to a turn of the policy.
-
-        Raises:
-            WorkerError: The environment failed, or gave what is no message or no finite reward.
-        """
-        reply = self._step(parsed, turn) if self._definition.answers_messages else self._call_tools(parsed.calls)
-        return replace(reply, messages=[written(each) for each in reply.messages])
-
-    @naming_row
-    def reward(self) -> float | None:
-        """Of the whole conversation, from `get_reward`, or else from what the environment keeps as its `reward`.
-
-        None where it has neither, and where it answers messages.
-
-        Raises:
-            WorkerError: The environment failed, or gave no finite number.
-        """
+    def _make(self) -> None:
+        """Import the environment's code, seed what it draws, and make the object."""
         made = self._definition
-        if not made.rewards:
-            kept = (
-                None if made.answers_messages or not made.path or "reward" in made.tools else self._host.read("reward")
-            )
-            return None if kept is None else self._number(kept, f"`{made.path}.reward`")
-        return self._number(self._host.call("get_reward"), f"`{self._definition.path}.get_reward`")
+        functions = [tool.path for tool in made.tools.values() if not tool.method]
+        self._host.begin(self._seed, [made.path, *functions] if made.path else functions)
+        if made.path:
+            self._host.make(made.path, **made.arguments)
+
+    def _number(self, value: Any, where: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise HostError(f"{where} gave the reward {value!r:.60}; give a finite number")
+        return float(value)
+
+    def _messages(self, given: Any, where: str) -> list[Message]:
+        """What answers a turn, as messages."""
+        try:
+            return checked(given, where)
+        except UserError as error:
+            raise HostError(str(error)) from error
 
     def _step(self, parsed: ParsedTurn, turn: int) -> Reply:
         result = self._host.call("step", message=message("assistant", parsed.text))
@@ -362,11 +328,51 @@ class Session(EnvironmentSession):
             return str(error), False
         return said, True
 
+    def _moved(self, result: Any, spoke: str, where: str) -> Move:
+        names = ("next_seat", "next_messages", "reward", "rewards", "episode_done")
+        found = as_mapping(result, names)
+        if found is None:
+            raise HostError(f"{where} gave {result!r:.60}; give `next_seat` and `next_messages`, or `episode_done`")
+        rewards = self._by_seat(found.get("rewards") or {}, where)
+        if spoke and "reward" in found:
+            rewards[spoke] = rewards.get(spoke, 0.0) + self._number(found["reward"], where)
+        if found.get("episode_done", False):
+            return Move(rewards=rewards, done=True)
+        seat = found.get("next_seat")
+        if seat not in self._definition.seats:
+            raise UserError(
+                f"{where} gave the seat {seat!r:.60} as `next_seat`, and `seats` are"
+                f" {', '.join(self._definition.seats)}; name one of them"
+            )
+        return Move(seat, [written(each) for each in self._messages(found.get("next_messages"), where)], rewards)
 
-def _tool_message(call: ToolCall, content: str) -> Message:
-    """What a tool answers a call."""
-    named = {"tool_call_id": call.id} if call.id else {}
-    return message("tool", content, name=call.name, **named)
+    def _by_seat(self, given: Any, where: str) -> dict[str, float]:
+        if not isinstance(given, Mapping) or not set(given) <= set(self._definition.seats):
+            raise UserError(
+                f"{where} gave the rewards {given!r:.60}; give a number for each of {', '.join(self._definition.seats)}"
+            )
+        return {seat: self._number(value, where) for seat, value in given.items()}
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an environment says to a turn of the policy.
+
+    Attributes:
+        messages: What the policy reads next.
+        reward: Reward of this turn.
+        done: Whether the conversation is over.
+        calls: How many tools were called.
+        failed: How many of these calls gave no value: they could not be read, or the tool raised.
+        over: Where it is, why: the environment said so, the policy called no tool, or went on calling after its last.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    reward: float = 0.0
+    done: bool = False
+    calls: int = 0
+    failed: int = 0
+    over: Literal["environment", "answer", "limit"] = "environment"
 
 
 @dataclass(frozen=True)
@@ -386,69 +392,30 @@ class Move:
     done: bool = False
 
 
-class GameSession(EnvironmentSession):
-    """Answers the turns of all seats.
+def _tool_message(call: ToolCall, content: str) -> Message:
+    """What a tool answers a call."""
+    named = {"tool_call_id": call.id} if call.id else {}
+    return message("tool", content, name=call.name, **named)
 
-    Its environment has `seats`. `initial_observation` and `step` name the seat that speaks next as `next_seat`, and
-    what it reads as `next_messages`. `step` gives `reward`, of the seat that spoke, or `rewards` by seat; `get_reward`
-    gives them by seat.
-    """
 
-    @naming_row
-    def begin(self, prompt: Sequence[Message], row: Mapping[str, Any]) -> tuple[list[Message], Move]:
-        """The messages with which each seat begins, and who speaks first.
+def as_mapping(given: Any, names: Sequence[str]) -> Mapping[str, Any] | None:
+    """What a step gave, an object with some of these attributes among it, by name; None where it is neither."""
+    if isinstance(given, Mapping):
+        return given
+    found = {name: getattr(given, name) for name in names if hasattr(given, name)}
+    return found or None
 
-        Args:
-            prompt: Those of the dataset's row.
-            row: All of its columns.
 
-        Raises:
-            WorkerError: The environment failed.
-            UserError: It does not take the row, or gave no messages.
-        """
-        messages = [written(each) for each in self._made(prompt, row)]
-        where = f"`{self._definition.path}.initial_observation`"
-        return messages, self._moved(self._host.call("initial_observation"), "", where)
+def written(each: Message) -> Message:
+    """A message that a tokenizer takes: half characters, which JSON may hold, are replaced."""
+    whole = {key: x.encode("utf-8", "replace").decode("utf-8") for key, x in each.items() if isinstance(x, str)}
+    return {**each, **whole}
 
-    @naming_row
-    def move(self, text: str, seat: str, turn: int) -> Move:
-        """What the game says to what a seat said in its turn of this number.
 
-        Raises:
-            WorkerError: The environment failed, or gave what is no message or no finite reward.
-            UserError: It gave no seat.
-        """
-        result = self._host.call("step", message=message("assistant", text))
-        return self._moved(result, seat, f"`{self._definition.path}.step` at turn {turn} of {seat}")
-
-    @naming_row
-    def rewards(self) -> Mapping[str, float]:
-        """Of the whole game by seat, from `get_reward`; none where the environment has no such method."""
-        if not self._definition.rewards:
-            return {}
-        return self._by_seat(self._host.call("get_reward"), f"`{self._definition.path}.get_reward`")
-
-    def _moved(self, result: Any, spoke: str, where: str) -> Move:
-        names = ("next_seat", "next_messages", "reward", "rewards", "episode_done")
-        found = as_mapping(result, names)
-        if found is None:
-            raise HostError(f"{where} gave {result!r:.60}; give `next_seat` and `next_messages`, or `episode_done`")
-        rewards = dict(self._by_seat(found.get("rewards") or {}, where))
-        if spoke and "reward" in found:
-            rewards[spoke] = rewards.get(spoke, 0.0) + self._number(found["reward"], where)
-        if found.get("episode_done", False):
-            return Move(rewards=rewards, done=True)
-        seat = found.get("next_seat")
-        if seat not in self._definition.seats:
-            raise UserError(
-                f"{where} gave the seat {seat!r:.60} as `next_seat`, and `seats` are"
-                f" {', '.join(self._definition.seats)}; name one of them"
-            )
-        return Move(seat, [written(each) for each in self._messages(found.get("next_messages"), where)], rewards)
-
-    def _by_seat(self, given: Any, where: str) -> Mapping[str, float]:
-        if not isinstance(given, Mapping) or not set(given) <= set(self._definition.seats):
-            raise UserError(
-                f"{where} gave the rewards {given!r:.60}; give a number for each of {', '.join(self._definition.seats)}"
-            )
-        return {seat: self._number(value, where) for seat, value in given.items()}
+def _append(messages: list[Message], said: str) -> None:
+    """To the user's last message; as one of its own where there is none."""
+    last = next((place for place in reversed(range(len(messages))) if messages[place]["role"] == "user"), None)
+    if last is None:
+        messages.append(message("user", said))
+    else:
+        messages[last] = {**messages[last], "content": f"{messages[last]['content']}{said}"}

@@ -102,7 +102,7 @@ class TemplateBridge(Bridge):
         if self._tools is None:
             return None
         call = ToolCall(self._tools[0]["function"]["name"], {"text": "a b"})
-        written = self._written_call(call)
+        written = self._written_call(call).partition(self._text([self.end], special=True))[0]
         told = self._written([message("user", "?")])
         for form in TOOL_FORMS.values():
             if [(each.name, each.arguments) for each in form.calls(written, ())] == [(call.name, call.arguments)]:
@@ -116,13 +116,13 @@ class TemplateBridge(Bridge):
         )
 
     def _written_call(self, call: ToolCall) -> str:
-        """What the policy says in a turn that calls a tool, as the template writes it; empty where it writes none."""
+        """A turn that calls a tool with its end, as the template writes it; empty where it writes none."""
         asked = [message("user", "?")]
         try:
             before, text = self._written(asked, generate=True), self._written([*asked, _calling(call)])
         except UserError:
             return ""
-        return text.removeprefix(before).partition(self._text([self.end], special=True))[0]
+        return text.removeprefix(before)
 
     def _tells_of_tools(self) -> bool:
         messages = [message("user", "?")]
@@ -150,13 +150,8 @@ class TemplateBridge(Bridge):
         """The token that ends a turn which calls a tool, where the template writes such turns."""
         if self._tools is None:
             return []
-        asked = [message("user", "?")]
-        try:
-            before = self._written(asked, generate=True)
-            text = self._written([*asked, _calling(ToolCall(self._tools[0]["function"]["name"], {}))])
-        except UserError:
-            return []
-        ids = [each for each in self._ids(text.removeprefix(before)) if each in self._special.ids_of_all]
+        written = self._written_call(ToolCall(self._tools[0]["function"]["name"], {}))
+        ids = [each for each in self._ids(written) if each in self._special.ids_of_all]
         return [] if self._turn_end() in ids else ids[-1:]
 
     def _check_stable(self) -> None:

@@ -129,13 +129,24 @@ TOOL_FORMS = {
 
 def _from_json(text: str, arguments: str) -> ToolCall:
     """The call in an object of a name and `arguments`, as the family calls them."""
+    call, problem = _decoded(text, "this tool call is")
+    return ToolCall("", {}, problem) if problem else _from_object(call, arguments)
+
+
+def _decoded(text: str, what: str, more: bool = False) -> tuple[Any, str]:
+    """The value of a JSON text, and what is wrong with it, in words for the policy; empty where nothing is.
+
+    Args:
+        text: The text.
+        what: Its beginning of the words, such as `this tool call is`.
+        more: Whether more text may follow.
+    """
     try:
-        call = json.loads(text)
+        return _JSON.raw_decode(text)[0] if more else json.loads(text), ""
     except RecursionError:
-        return ToolCall("", {}, "this tool call is nested too deeply")
+        return None, "this tool call is nested too deeply"
     except ValueError as error:
-        return ToolCall("", {}, f"this tool call is not JSON: {error}")
-    return _from_object(call, arguments)
+        return None, f"{what} not JSON: {error}"
 
 
 def _from_object(call: Any, arguments: str) -> ToolCall:
@@ -149,13 +160,8 @@ def _from_object(call: Any, arguments: str) -> ToolCall:
 
 def _from_arguments(name: str, arguments: str) -> ToolCall:
     """The call of a tool with the object of its arguments, as JSON."""
-    try:
-        given = json.loads(arguments)
-    except RecursionError:
-        return ToolCall(name, {}, "this tool call is nested too deeply")
-    except ValueError as error:
-        return ToolCall(name, {}, f"the arguments of this call of {name} are not JSON: {error}")
-    return _from_object({"name": name, "arguments": given}, "arguments")
+    given, problem = _decoded(arguments, f"the arguments of this call of {name} are")
+    return ToolCall(name, {}, problem) if problem else _from_object({"name": name, "arguments": given}, "arguments")
 
 
 def _from_xml(text: str | None, schemas: Schemas) -> ToolCall:
@@ -187,12 +193,9 @@ def _kinds(schemas: Schemas, tool: str, parameter: str) -> set[str]:
 
 def _mistral_list(text: str) -> list[ToolCall]:
     """Calls as a list of objects."""
-    try:
-        found, _ = _JSON.raw_decode(text)
-    except RecursionError:
-        return [ToolCall("", {}, "this tool call is nested too deeply")]
-    except ValueError as error:
-        return [ToolCall("", {}, f"this tool call is not JSON: {error}")]
+    found, problem = _decoded(text, "this tool call is", more=True)
+    if problem:
+        return [ToolCall("", {}, problem)]
     calls = found if isinstance(found, list) else [found]
     return [_identified(_from_object(call, "arguments"), call) for call in calls]
 
@@ -203,10 +206,9 @@ def _mistral_named(text: str) -> ToolCall:
     if match is None:
         return ToolCall("", {}, "a tool call is [TOOL_CALLS]NAME[ARGS]{}")
     name, given, arguments = match.groups()
-    try:
-        found, _ = _JSON.raw_decode(arguments)
-    except (ValueError, RecursionError):
-        return ToolCall(name, {}, f"the arguments of this call of {name} are not JSON")
+    found, problem = _decoded(arguments, f"the arguments of this call of {name} are", more=True)
+    if problem:
+        return ToolCall(name, {}, problem)
     return _identified(_from_object({"name": name, "arguments": found}, "arguments"), {"id": given})
 
 

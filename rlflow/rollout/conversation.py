@@ -1,8 +1,11 @@
-"""A conversation of a policy with an environment: its record, its turns (`converse`), and its row of a `Rollout`."""
+"""A conversation of a policy with an environment: its record, its turns (`converse`), and its row of a `Rollout`.
+
+In a game of several seats (`play_game`) each seat has a conversation, its view. Nothing here knows ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -14,9 +17,9 @@ import torch
 from rlflow.environments.bridge import Bridge, Message, ParsedTurn, message
 from rlflow.environments.environment import OnFailure
 from rlflow.environments.host import HostError
-from rlflow.environments.session import EnvironmentSession, Reply, Session
+from rlflow.environments.session import Move, Reply, Session
 from rlflow.errors import UserError, shown
-from rlflow.rollout.conversation_loop import ConversationSteps, EnvironmentCall, PolicyTurn
+from rlflow.rollout.conversation_loop import ConversationSteps
 from rlflow.rollout.engine import Completion, Turn
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
@@ -54,7 +57,7 @@ class Conversation:
         begun_anew: Whether it was cut off and its environment is gone, so that it began once more.
     """
 
-    session: EnvironmentSession
+    session: Session
     bridge: Bridge
     prompt: list[int]
     messages: list[Message]
@@ -166,18 +169,34 @@ def converse(
     if begun is None:
         conversation = yield from _begin(session, bridge, prompt, row, rules)
     else:
-        conversation = yield from _continue(session, begun, rules)
-    while conversation.ended is None:
-        if not (yield from take_turn(conversation, seed_of, rules)):
-            yield from _cut_off(session, conversation, rules)
-            break
-        yield from _answer(session, conversation, rules)
+        conversation = begun
+    try:
+        if conversation.state is not None:
+            state, conversation.state = conversation.state, None
+            yield partial(session.restore, state)
+        while conversation.ended is None:
+            if not (yield from _take_turn(conversation, seed_of, rules)):
+                conversation.state = (yield session.state) if session.keeps_state else None
+                break
+            yield from _answer(session, conversation, rules)
+    except HostError as error:
+        _fail(conversation, error, rules)
     return conversation
 
 
-def new_conversation(
-    session: EnvironmentSession, bridge: Bridge, messages: Sequence[Message], rules: Rules
-) -> Conversation:
+def _begin(
+    session: Session, bridge: Bridge, prompt: Sequence[Message], row: dict[str, Any], rules: Rules
+) -> ConversationSteps[Conversation]:
+    try:
+        messages = yield partial(session.begin, prompt, row)
+    except HostError as error:
+        conversation = _new_conversation(session, bridge, prompt, rules)
+        _fail(conversation, error, rules)
+        return conversation
+    return _new_conversation(session, bridge, messages, rules)
+
+
+def _new_conversation(session: Session, bridge: Bridge, messages: Sequence[Message], rules: Rules) -> Conversation:
     """A conversation that begins with these messages.
 
     Raises:
@@ -193,7 +212,7 @@ def new_conversation(
     return conversation
 
 
-def take_turn(conversation: Conversation, seed_of: Callable[[int], int], rules: Rules) -> ConversationSteps[bool]:
+def _take_turn(conversation: Conversation, seed_of: Callable[[int], int], rules: Rules) -> ConversationSteps[bool]:
     """Let the policy take its turn, or the rest of one that is open; whether the turn has ended."""
     number, said = conversation.turns, 0
     if conversation.turn_open:
@@ -203,13 +222,13 @@ def take_turn(conversation: Conversation, seed_of: Callable[[int], int], rules: 
     if not may:
         return False
     read = conversation.prompt + conversation.tokens
-    completion: Completion = yield PolicyTurn(rules.policy, Turn(read, seed_of(number), may))
+    completion: Completion = yield rules.policy, Turn(read, seed_of(number), may)
     ends = completion.finished or len(completion.token_ids) == longest
     conversation.add_turn(completion, ends)
     return ends
 
 
-def parse_turn(conversation: Conversation) -> ParsedTurn:
+def _parse_turn(conversation: Conversation) -> ParsedTurn:
     """What the policy said in its last turn; it is added to the messages."""
     parsed = conversation.bridge.read(*_last_turn(conversation))
     calls = {"tool_calls": [asdict(call) for call in parsed.calls]} if parsed.calls else {}
@@ -217,7 +236,7 @@ def parse_turn(conversation: Conversation) -> ParsedTurn:
     return parsed
 
 
-def add_answer(conversation: Conversation, messages: Sequence[Message], rules: Rules) -> None:
+def _add_answer(conversation: Conversation, messages: Sequence[Message], rules: Rules) -> None:
     """Let the policy read these messages before its next turn; or end, where it has no such turn."""
     with conversation.session.of_row(turn=conversation.turns - 1):
         ids = conversation.bridge.after(messages, *_last_turn(conversation))
@@ -228,7 +247,7 @@ def add_answer(conversation: Conversation, messages: Sequence[Message], rules: R
     else:
         conversation.add_answer(ids, messages)
         return
-    conversation.messages += unread(messages)
+    conversation.messages += _unread(messages)
 
 
 def _no_room(conversation: Conversation, rules: Rules) -> str:
@@ -237,55 +256,25 @@ def _no_room(conversation: Conversation, rules: Rules) -> str:
     return f"what the environment said leaves the policy no room within `max_response_length`, {rules.longest} tokens"
 
 
-def unread(messages: Sequence[Message]) -> list[Message]:
+def _unread(messages: Sequence[Message]) -> list[Message]:
     """Messages that come after the last turn: no policy reads them, people do."""
     return [{**each, "unread": True} for each in messages]
 
 
-def _begin(
-    session: Session, bridge: Bridge, prompt: Sequence[Message], row: dict[str, Any], rules: Rules
-) -> ConversationSteps[Conversation]:
-    messages = yield EnvironmentCall(partial(session.begin, prompt, row))
-    failed = isinstance(messages, HostError)
-    conversation = new_conversation(session, bridge, prompt if failed else messages, rules)
-    if failed:
-        fail(conversation, messages, rules)
-    return conversation
-
-
-def _cut_off(session: Session, conversation: Conversation, rules: Rules) -> ConversationSteps[None]:
-    """Take the state of the environment, where it offers that."""
-    if session.keeps_state:
-        state = yield EnvironmentCall(session.state)
-        if isinstance(state, HostError):
-            fail(conversation, state, rules)
-        else:
-            conversation.state = state
-
-
-def _continue(session: Session, conversation: Conversation, rules: Rules) -> ConversationSteps[Conversation]:
-    """Bring the environment to where it was, unless it still is there."""
-    state, conversation.state = conversation.state, None
-    if state is not None:
-        restored = yield EnvironmentCall(partial(session.restore, state))
-        if isinstance(restored, HostError):
-            fail(conversation, restored, rules)
-    return conversation
-
-
 def _answer(session: Session, conversation: Conversation, rules: Rules) -> ConversationSteps[None]:
     """Let the environment answer the turn that was taken; where that ends the conversation, ask for its reward."""
-    reply = yield EnvironmentCall(partial(_reply, session, conversation, parse_turn(conversation)))
-    if isinstance(reply, HostError):
-        fail(conversation, reply, rules)
-        return
-    _add_reply(conversation, Reply(**reply), rules)
-    if conversation.ended is None:
-        return
-    reward = yield EnvironmentCall(session.reward)
-    if isinstance(reward, HostError):
-        fail(conversation, reward, rules)
+    given = yield partial(_reply, session, conversation, _parse_turn(conversation))
+    reply = Reply(**given)
+    conversation.rewards[-1] += reply.reward
+    conversation.calls += reply.calls
+    conversation.failed += reply.failed
+    if reply.done:
+        conversation.end(*_ending(reply, conversation.cut))
+        conversation.messages += _unread(reply.messages)
     else:
+        _add_answer(conversation, reply.messages, rules)
+    if conversation.ended is not None:
+        reward = yield session.reward
         conversation.rewards[-1] += reward or 0.0
 
 
@@ -307,18 +296,6 @@ def _last_turn(conversation: Conversation) -> tuple[list[int], list[int]]:
     return conversation.tokens[len(before) :], conversation.prompt + before
 
 
-def _add_reply(conversation: Conversation, reply: Reply, rules: Rules) -> None:
-    """Add what the environment answered, or end."""
-    conversation.rewards[-1] += reply.reward
-    conversation.calls += reply.calls
-    conversation.failed += reply.failed
-    if reply.done:
-        conversation.end(*_ending(reply, conversation.cut))
-        conversation.messages += unread(reply.messages)
-    else:
-        add_answer(conversation, reply.messages, rules)
-
-
 def _ending(reply: Reply, cut: bool) -> tuple[Ending, str]:
     """Why a conversation is over; a turn that was cut before it called a tool might have gone on to."""
     if reply.over == "limit":
@@ -330,7 +307,7 @@ def _ending(reply: Reply, cut: bool) -> tuple[Ending, str]:
     return Ending.DONE, "the policy called no tool"
 
 
-def fail(conversation: Conversation, error: HostError, rules: Rules) -> None:
+def _fail(conversation: Conversation, error: HostError, rules: Rules) -> None:
     """End a conversation whose environment failed.
 
     Raises:
@@ -342,12 +319,162 @@ def fail(conversation: Conversation, error: HostError, rules: Rules) -> None:
             f" `on_failure` to zero or mask (the row is {conversation.session.row})"
         ) from error
     if conversation.turn_open:
-        parse_turn(conversation)
+        _parse_turn(conversation)
         conversation.turn_open = False
     conversation.end(Ending.FAILED, f"the environment failed: {shown(str(error))}")
     conversation.rewards = [0.0] * conversation.turns
     if rules.on_failure == "mask":
         conversation.written = [False] * len(conversation.written)
+
+
+def play_game(
+    game: Session,
+    bridge: Bridge,
+    prompt: Sequence[Message],
+    row: dict[str, Any],
+    seed_of: Callable[[str, int], int],
+    rules: Mapping[str, Rules],
+) -> ConversationSteps[dict[str, Conversation]]:
+    """A game, from the messages of its prompt to its end: the conversation of each seat, by name.
+
+    One seat speaks at a time. What the others read meanwhile stands in their conversations before their next turn. A
+    seat that never had one has a turn without tokens, for its reward.
+
+    Args:
+        game: With its environment.
+        bridge: Writes the turns of all seats.
+        prompt: Prompt of the dataset's row.
+        row: All of its columns.
+        seed_of: The seed of each turn, given the seat and its number among those of this seat.
+        rules: How the conversation of each seat goes, and who speaks in it.
+
+    Raises:
+        UserError: As of `converse`; or a seat speaks or is rewarded that is none.
+    """
+    table = _Table(game, bridge, prompt, rules)
+    try:
+        first = yield partial(_begin_game, game, prompt, row)
+        table.prompt, move = first["prompt"], Move(**first["move"])
+        while not move.done:
+            speaking = table.reads(move)
+            if speaking.ended is not None:
+                break
+            yield from _take_turn(speaking, partial(seed_of, move.seat), rules[move.seat])
+            moved = yield partial(_move, game, _parse_turn(speaking).text, move.seat, speaking.turns - 1)
+            move = Move(**moved)
+            table.reward(move.rewards)
+        table.reward((yield game.rewards))
+    except HostError as error:
+        return table.failed(error)
+    return table.over()
+
+
+def _begin_game(game: Session, prompt: Sequence[Message], row: dict[str, Any]) -> dict[str, Any]:
+    messages, move = game.begin_game(prompt, row)
+    return {"prompt": messages, "move": asdict(move)}
+
+
+def _move(game: Session, text: str, seat: str, turn: int) -> dict[str, Any]:
+    return asdict(game.move(text, seat, turn))
+
+
+class _Table:
+    """The conversations of a game.
+
+    Attributes:
+        prompt: Messages with which each seat begins.
+    """
+
+    def __init__(self, game: Session, bridge: Bridge, prompt: Sequence[Message], rules: Mapping[str, Rules]) -> None:
+        self.prompt = prompt
+        self._game = game
+        self._bridge = bridge
+        self._rules = rules
+        self._seats: dict[str, Conversation] = {}
+        self._rewards = dict.fromkeys(rules, 0.0)  # not yet given to a turn
+
+    def reads(self, move: Move) -> Conversation:
+        """That of the seat that speaks next, with what it reads before; it is over where there is no room for it."""
+        if move.seat in self._seats:
+            conversation = self._seats[move.seat]
+            _add_answer(conversation, move.messages, self._rules[move.seat])
+            return conversation
+        if self._too_late(move):
+            conversation = self._seated(move.seat, ())
+            conversation.end(Ending.TOKENS, "what it reads before its first turn is longer than prompts may be")
+            conversation.messages += _unread(move.messages)
+            return conversation
+        return self._seated(move.seat, move.messages)
+
+    def _too_late(self, move: Move) -> bool:
+        """Whether what others sampled before this seat's first turn made its prompt too long."""
+        if not any(each.turns for each in self._seats.values()):
+            return False
+        with self._game.of_row():
+            prompt = self._bridge.begin([*self.prompt, *move.messages])
+        return len(prompt) > self._rules[move.seat].longest_prompt
+
+    def reward(self, rewards: Mapping[str, float]) -> None:
+        """Add these to the last turns of their seats."""
+        for seat, reward in rewards.items():
+            self._rewards[seat] += reward
+        for seat, conversation in self._seats.items():
+            if conversation.turns:
+                conversation.rewards[-1] += self._rewards[seat]
+                self._rewards[seat] = 0.0
+
+    def over(self) -> dict[str, Conversation]:
+        """All, each with its end: that of the seat that could not go on, if one could not."""
+        cut = next((each for each in self._seats.values() if each.ended is not None), None)
+        for seat in self._rules:
+            conversation = self._seats.get(seat) or self._seated(seat, ())
+            if not conversation.turns:
+                conversation.segments, conversation.rewards = [0], [self._rewards[seat]]
+            if conversation.ended is None and cut is None:
+                conversation.end(Ending.DONE, "the environment ended it")
+            elif conversation.ended is None and cut is not None and cut.ended is not None:
+                conversation.end(cut.ended, f"another seat ended it: {cut.why}")
+        return {seat: self._seats[seat] for seat in self._rules}
+
+    def failed(self, error: HostError) -> dict[str, Conversation]:
+        """All, each ended by a failure of the environment."""
+        for seat, rules in self._rules.items():
+            _fail(self._seats.get(seat) or self._seated(seat, ()), error, rules)
+        return {seat: self._seats[seat] for seat in self._rules}
+
+    def _seated(self, seat: str, messages: Sequence[Message]) -> Conversation:
+        conversation = _new_conversation(self._game, self._bridge, [*self.prompt, *messages], self._rules[seat])
+        conversation.seat = list(self._rules).index(seat)
+        self._seats[seat] = conversation
+        return conversation
+
+
+def add_group_rewards(
+    session: Session, group: Sequence[Conversation], row: dict[str, Any], rules: Rules
+) -> ConversationSteps[None]:
+    """Ask the environment for the rewards of a group, and add them to the last turns.
+
+    Args:
+        session: Session of the group's environment, on a host that no conversation uses.
+        group: Conversations from one row; none of them failed.
+        row: Row of the dataset.
+        rules: How they went.
+
+    Raises:
+        UserError: The environment failed, where that ends the run; or gave something other than numbers.
+    """
+    seats = session.seats or ("",)
+    given = [
+        {"messages": each.messages, "rewards": each.rewards, "row": row, "seat": seats[each.seat]} for each in group
+    ]
+    try:
+        rewards = yield partial(session.group_rewards, deepcopy(given))  # which an environment may change
+    except HostError as error:
+        for conversation in group:
+            _fail(conversation, error, rules)
+        return
+    for conversation, reward in zip(group, rewards, strict=True):
+        conversation.rewards[-1] += reward
 
 
 def to_rollout(
@@ -400,7 +527,7 @@ def to_rollout(
     )
 
 
-def from_rollout(rollout: Rollout, row: int, session: EnvironmentSession, bridge: Bridge) -> Conversation:
+def from_rollout(rollout: Rollout, row: int, session: Session, bridge: Bridge) -> Conversation:
     """The conversation of a row that may be cut off, to be continued or as it ended.
 
     Args:
@@ -462,29 +589,3 @@ def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor
     """`[B, T]`, right-padded with 0."""
     longest = max(map(len, rows), default=0)
     return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=dtype).view(len(rows), longest)
-
-
-def add_group_rewards(
-    session: EnvironmentSession, group: Sequence[Conversation], row: dict[str, Any], rules: Rules
-) -> ConversationSteps[None]:
-    """Ask the environment for the rewards of a group, and add them to the last turns.
-
-    Args:
-        session: Session of the group's environment, on a host that no conversation uses.
-        group: Conversations from one row; none of them failed.
-        row: Row of the dataset.
-        rules: How they went.
-
-    Raises:
-        UserError: The environment failed, where that ends the run; or gave something other than numbers.
-    """
-    seats = session.seats or ("",)
-    given = [
-        {"messages": each.messages, "rewards": each.rewards, "row": row, "seat": seats[each.seat]} for each in group
-    ]
-    rewards = yield EnvironmentCall(partial(session.group_rewards, deepcopy(given)))  # which an environment may change
-    for number, conversation in enumerate(group):
-        if isinstance(rewards, HostError):
-            fail(conversation, rewards, rules)
-        else:
-            conversation.rewards[-1] += rewards[number]

@@ -2,86 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import islice
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from rlflow.databuffer.transport import Watch
-from rlflow.environments.environment_calls import EnvironmentCalls
 from rlflow.environments.host import HostError
-from rlflow.errors import UserError
+from rlflow.errors import UserError, one_line
 from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, Turn
 from rlflow.worker import WorkerError
 
 T = TypeVar("T")
 
+# What a conversation waits for: a call of its environment, or a policy and the turn that its engine is asked for.
+Wait = Callable[[], Any] | tuple[str, Turn]
+# A conversation in progress yields what it waits for, and returns its result. It is sent what the call returned, or the
+# `Completion`; where the call failed, a `HostError` is raised in it.
+ConversationSteps = Generator[Wait, Any, T]
 
-@dataclass(frozen=True)
-class EnvironmentCall:
-    """A conversation waits for its environment: for what the call returns, or a `HostError`."""
-
-    call: Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class PolicyTurn:
-    """A conversation waits for a policy: for a `Completion`.
-
-    Attributes:
-        policy: Whose turn it is.
-        turn: What is asked of its engine.
-    """
-
-    policy: str
-    turn: Turn
-
-
-# A conversation in progress: it yields what it waits for, is sent that, and returns its result.
-ConversationSteps = Generator[EnvironmentCall | PolicyTurn, Any, T]
-
-
-@dataclass
-class TurnQueue:
-    """The turns of one policy, on their way through its engine.
-
-    Attributes:
-        engine: Holds the weights of `version`.
-        sampling: Sampling of the turns.
-        version: Version of the policy.
-    """
-
-    engine: RolloutEngine
-    sampling: Sampling
-    version: int
-    _new: dict[int, Turn] = field(default_factory=dict)
-    _running: int = 0
-
-    @property
-    def busy(self) -> bool:
-        """Whether turns are in progress."""
-        return bool(self._new or self._running)
-
-    def add(self, number: int, turn: Turn) -> None:
-        """A turn of the conversation of this number begins with the next step."""
-        self._new[number] = turn
-
-    def step(self) -> dict[int, Completion]:
-        """The turns that have ended, by number."""
-        new, self._new = self._new, {}
-        self._running += len(new)
-        ended = self.engine.step(new, self.sampling, self.version)
-        self._running -= len(ended)
-        return ended
-
-    def abort(self) -> None:
-        """Give up what is in progress."""
-        self._new = {}
-        if self._running:
-            self.engine.abort()
-            self._running = 0
+CONVERSATIONS, SPANS = 8, 64  # whose spans are noted, and how many of each: what a trace takes is bounded
 
 
 class ConversationLoop(Generic[T]):
@@ -96,15 +41,22 @@ class ConversationLoop(Generic[T]):
         calls: Calls of environments.
         lockstep: All conversations that are open take their turns together: no engine steps while a call is open, and
             no call is made while an engine steps.
+
+    Attributes:
+        waits: Waits of the first conversations: for `environment` or `policy`, the conversation's number, start and end
+            in seconds of `time.perf_counter`.
     """
 
     def __init__(self, queues: Mapping[str, TurnQueue], calls: EnvironmentCalls, lockstep: bool = False) -> None:
+        self.waits: list[tuple[str, int, float, float]] = []
         self._queues = queues
         self._calls = calls
         self._lockstep = lockstep
         self._open: dict[int, ConversationSteps[T]] = {}
         self._results: dict[int, T] = {}
         self._next: Iterator[tuple[int, ConversationSteps[T]]] = iter(())
+        self._since: dict[int, tuple[str, float]] = {}  # what the first conversations wait for now, and since when
+        self._spans = [SPANS] * CONVERSATIONS  # that may still be noted of each of these
 
     def run(self, conversations: Iterable[ConversationSteps[T]], at_once: int) -> list[T]:
         """The result of each conversation, in their order.
@@ -155,17 +107,28 @@ class ConversationLoop(Generic[T]):
             self._resume(number, ended[number])
 
     def _resume(self, number: int, value: Any) -> None:
+        self._note(number)
         try:
-            waits = self._open[number].send(value)
+            waits = advanced(self._open[number], value)
         except StopIteration as end:
             del self._open[number]
             self._results[number] = end.value
             self._begin()
+            return
+        if number < CONVERSATIONS:
+            self._since[number] = ("policy" if isinstance(waits, tuple) else "environment", time.perf_counter())
+        if isinstance(waits, tuple):
+            policy, turn = waits
+            self._queues[policy].add(number, turn)
         else:
-            if isinstance(waits, EnvironmentCall):
-                self._calls.submit(number, waits.call)
-            else:
-                self._queues[waits.policy].add(number, waits.turn)
+            self._calls.submit(number, waits)
+
+    def _note(self, number: int) -> None:
+        """A wait of a conversation is over."""
+        if number in self._since and self._spans[number]:
+            of, start = self._since.pop(number)
+            self._spans[number] -= 1
+            self.waits.append((of, number, start, time.perf_counter()))
 
 
 def run_alone(conversation: ConversationSteps[T], take_turn: Callable[[Turn], Completion]) -> T:
@@ -178,69 +141,208 @@ def run_alone(conversation: ConversationSteps[T], take_turn: Callable[[Turn], Co
     value: Any = None
     while True:
         try:
-            waits = conversation.send(value)
+            waits = advanced(conversation, value)
         except StopIteration as end:
             result: T = end.value
             return result
         try:
-            value = waits.call() if isinstance(waits, EnvironmentCall) else take_turn(waits.turn)
+            value = take_turn(waits[1]) if isinstance(waits, tuple) else waits()
         except WorkerError as error:
             value = HostError(str(error))
 
 
-CONVERSATIONS, SPANS = 8, 64  # whose spans are noted, and how many of each: what a trace takes is bounded
+def advanced(conversation: ConversationSteps[T], value: Any) -> Wait:
+    """What a conversation waits for next, given what it waited for: None at its beginning.
+
+    Raises:
+        StopIteration: It is over; with its result.
+    """
+    return conversation.throw(value) if isinstance(value, HostError) else conversation.send(value)
 
 
 @dataclass
-class ConversationTimes:
-    """Of the conversations that a rank has in a node.
+class TurnQueue:
+    """The turns of one policy, on their way through its engine.
 
     Attributes:
-        waits: Of the first conversations: for `environment` or `policy`, the conversation's number, start and end in
-            seconds of `time.perf_counter`.
-        count: How many there are; one of several seats is one.
-        calls: Seconds of each call of an environment, waiting for its turn not counted.
-        idle: Seconds in which this rank waited for environments, and no turn was in progress.
-        whole: Seconds of all.
+        engine: Holds the weights of `version`.
+        sampling: Sampling of the turns.
+        version: Version of the policy.
     """
 
-    waits: list[tuple[str, int, float, float]] = field(default_factory=list)
-    count: int = 0
-    calls: list[float] = field(default_factory=list)
-    idle: float = 0.0
-    whole: float = 0.0
+    engine: RolloutEngine
+    sampling: Sampling
+    version: int
+    _new: dict[int, Turn] = field(default_factory=dict)
+    _running: int = 0
 
-    def timed(self, number: int, steps: ConversationSteps[T]) -> ConversationSteps[T]:
-        """The same conversation, of which is noted when it waits."""
-        value: Any = None
-        noted = 0
-        self.count += 1
-        while True:
-            try:
-                waits = steps.send(value)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            begun = time.perf_counter()
-            if isinstance(waits, EnvironmentCall):
-                value = yield replace(waits, call=partial(self._called, waits.call))
-            else:
-                value = yield waits
-            if number < CONVERSATIONS and noted < SPANS:
-                noted += 1
-                of = "environment" if isinstance(waits, EnvironmentCall) else "policy"
-                self.waits.append((of, number, begun, time.perf_counter()))
+    @property
+    def busy(self) -> bool:
+        """Whether turns are in progress."""
+        return bool(self._new or self._running)
 
-    def report(self, watch: Watch | None, **where: Any) -> None:
-        """Report the waits to whoever watches this rank, and where they were."""
-        if watch is None:
-            return
-        for of, number, start, end in self.waits:
-            watch.turn(of, number, start, end, **where)
+    def add(self, number: int, turn: Turn) -> None:
+        """A turn of the conversation of this number begins with the next step."""
+        self._new[number] = turn
 
-    def _called(self, call: Callable[[], Any]) -> Any:
+    def step(self) -> dict[int, Completion]:
+        """The turns that have ended, by number."""
+        new, self._new = self._new, {}
+        self._running += len(new)
+        ended = self.engine.step(new, self.sampling, self.version)
+        self._running -= len(ended)
+        return ended
+
+    def abort(self) -> None:
+        """Give up what is in progress."""
+        self._new = {}
+        if self._running:
+            self.engine.abort()
+            self._running = 0
+
+
+LAST_SECONDS = 1.0  # that a call without a limit is waited for when nobody will read its answer
+Outcome = tuple[int, dict[str, Any]]  # of the call of this number: its value, or what went wrong
+
+
+@dataclass(frozen=True)
+class SharedCalls:
+    """How ranks that share an engine get the same answers of environments.
+
+    Attributes:
+        calls: Whether this rank makes the calls; one of them does.
+        broadcast: Brings that rank's bytes to all of them, a collective.
+        seconds: After which those that wait are told that there is nothing yet; less than a collective may take.
+    """
+
+    calls: bool
+    broadcast: Callable[[bytes], bytes]
+    seconds: float
+
+
+class EnvironmentCalls:
+    """Calls environments, several of them in threads; answers come as they are there.
+
+    Args:
+        at_once: Calls side by side.
+        sharing: Where several ranks share one engine; None where a rank speaks alone.
+        limited: Whether each call ends by a limit of its own.
+
+    Attributes:
+        open: Calls that were submitted and have no answer yet.
+        waited: Seconds in which nothing was done but to wait for calls.
+        seconds: Seconds of each call that this rank made, waiting for its turn not counted.
+    """
+
+    def __init__(self, at_once: int, sharing: SharedCalls | None = None, limited: bool = True) -> None:
+        self.open = 0
+        self.waited = 0.0
+        self.seconds: list[float] = []
+        self._limited = limited
+        self._at_once = at_once
+        self._threads: list[threading.Thread] = []
+        self._submitted: SimpleQueue[tuple[int, Callable[[], Any]] | None] = SimpleQueue()
+        self._done: SimpleQueue[Outcome] = SimpleQueue()
+        self._sharing = sharing
+
+    def submit(self, number: int, call: Callable[[], Any]) -> None:
+        """Make a call, if it is this rank that does.
+
+        Args:
+            number: That tells it from others that are open.
+            call: Returns what is JSON-able.
+        """
+        self.open += 1
+        if self._sharing is None or self._sharing.calls:
+            self._submitted.put((number, call))
+            if len(self._threads) < min(self.open, self._at_once):
+                # no thread that the end of the process waits for: a call may never return
+                self._threads.append(threading.Thread(target=self._work, name="environment", daemon=True))
+                self._threads[-1].start()
+
+    def answers(self, least: int) -> list[tuple[int, Any]]:
+        """What calls returned, by number; a `HostError` in place of what failed. Alike on ranks that share an engine.
+
+        Args:
+            least: As many are waited for.
+
+        Raises:
+            UserError: One did.
+            RuntimeError: One raised what is neither, an error of our own; with its traceback.
+        """
+        assert max(1, least) <= self.open, (least, self.open)
         begun = time.perf_counter()
-        try:
-            return call()
-        finally:
-            self.calls.append(time.perf_counter() - begun)
+        outcomes = self._shared(least, self._sharing) if self._sharing is not None else self._taken(least, None)
+        self.waited += time.perf_counter() - begun if least else 0.0
+        outcomes.sort(key=lambda outcome: outcome[0])  # what came together goes on in one order
+        self.open -= len(outcomes)
+        for _, outcome in outcomes:
+            if "problem" in outcome:
+                raise UserError(outcome["problem"])
+            if "broken" in outcome:
+                raise RuntimeError(f"a call of an environment broke on the rank that made it:\n{outcome['broken']}")
+        return [(number, HostError(x["failed"]) if "failed" in x else x["value"]) for number, x in outcomes]
+
+    def close(self) -> bool:
+        """End the threads, when the calls that run have ended; whether they have.
+
+        Each has its limit, or else is waited for no longer than `LAST_SECONDS`.
+        """
+        while not self._submitted.empty():
+            with suppress(Empty):
+                self._submitted.get_nowait()
+        for _ in self._threads:
+            self._submitted.put(None)
+        until = time.monotonic() + LAST_SECONDS
+        for thread in self._threads:
+            thread.join(None if self._limited else max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        """Make one call after another, in a thread."""
+        while (submitted := self._submitted.get()) is not None:
+            number, call = submitted
+            start = time.perf_counter()
+            outcome = _outcome(call)
+            self.seconds.append(time.perf_counter() - start)
+            self._done.put((number, outcome))
+
+    def _taken(self, least: int, seconds: float | None) -> list[Outcome]:
+        """All that are there; so many at least, unless that takes longer."""
+        taken: list[Outcome] = []
+        until = None if seconds is None else time.monotonic() + seconds
+        while len(taken) < least or not self._done.empty():
+            left = None if until is None else max(0.0, until - time.monotonic())
+            try:
+                taken.append(self._done.get(timeout=left))
+            except Empty:
+                break
+        return taken
+
+    def _shared(self, least: int, sharing: SharedCalls) -> list[Outcome]:
+        """The same on all ranks, in rounds of which some may bring nothing."""
+        shared: list[Outcome] = []
+        while True:
+            taken = self._taken(least - len(shared), sharing.seconds) if sharing.calls else []
+            shared += [
+                (number, outcome) for number, outcome in json.loads(sharing.broadcast(json.dumps(taken).encode()))
+            ]
+            if len(shared) >= least:
+                return shared
+
+
+def _outcome(call: Callable[[], Any]) -> dict[str, Any]:
+    """What a call came to. Nothing is raised here: other ranks may wait for the answer."""
+    try:
+        value = call()
+    except WorkerError as error:
+        return {"failed": str(error)}
+    except UserError as error:
+        return {"problem": str(error)}
+    except Exception:
+        return {"broken": traceback.format_exc()}  # what environments raise is a `WorkerError`
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        return {"failed": f"{type(error).__name__}: {one_line(error)}"}  # an environment's message holds it
+    return {"value": value}

@@ -76,7 +76,9 @@ class EngineSubprocess(RolloutEngine):
             raise UserError(f"`timeout_s` is {timeout_s}; an engine needs time to answer. Set more than 0 seconds.")
         self.tensor_parallel_size = size
         self._engine = engine
-        self._group = EngineGroup(index, size, address, timeout_s)
+        self._index = index
+        self._address = address
+        self._timeout_s = timeout_s
         self._process: EngineConnection | None = None
         self._sent: list[tuple[str, Tensor]] = []  # the last weights, where they are kept
         self._sent_version = NO_VERSION  # of them, once the engine has them all
@@ -98,18 +100,34 @@ class EngineSubprocess(RolloutEngine):
         self._start()
 
     def _start(self) -> None:
-        model_path, place = self._model_path, self._place
-        self._process = EngineConnection(place.rank, self._group, place.local_rank)
-        self._process.send((self._engine, self._group), "start")
-        of_engine = replace(place, rank=self._group.index, world_size=self._group.size)
+        place = self._place
+        self._process = EngineConnection(place.rank, self._environment(place.local_rank), self._timeout_s)
+        self._process.send(self._engine, "start")
+        of_engine = replace(place, rank=self._index, world_size=self.tensor_parallel_size)
         try:
-            self._call("setup", "set up its engine", model_path, of_engine)
+            self._call("setup", "set up its engine", self._model_path, of_engine)
             self._pieces = {}
             for piece in self._call("pieces", "say which weights it holds"):
                 self._pieces.setdefault(piece.name, []).append(piece)
         except BaseException:
             self._process.end(0.0)
             raise
+
+    def _environment(self, local_rank: int) -> dict[str, str]:
+        """This process's, but for the job that the rank is in: the engine's processes are a job of their own."""
+        of_job = ("TORCHELASTIC_", "PET_")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(of_job)}
+        host, _, port = self._address.rpartition(":")
+        return environment | {
+            "RANK": str(self._index),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.tensor_parallel_size),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),  # sums are in another order with other numbers of threads
+            "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
+            "PYTHONUNBUFFERED": "1",
+        }
 
     def check_context(self, prompt: int, response: int) -> None:
         self._call("check_context", "check its context", prompt, response)
@@ -152,7 +170,7 @@ class EngineSubprocess(RolloutEngine):
             log.warning("%s is gone; it is started again", self._running().name)
             self._running().end(0.0)
             self._start()
-        report = self._loaded(buckets, version, keeps=self._group.size == 1 and self._device.type == "cpu")
+        report = self._loaded(buckets, version, keeps=self.tensor_parallel_size == 1 and self._device.type == "cpu")
         self._sent_version = version
         return SyncReport(report.version, report.tensors, report.nbytes, time.perf_counter() - start)
 
@@ -209,8 +227,7 @@ class EngineSubprocess(RolloutEngine):
                 process.receive("close")
         if process is not None:
             process.end(END_S)
-        if self._group.index == 0:
-            _stores.pop(self._group.address, None)
+        _stores.pop(self._address, None)
 
     def _stream(self, process: EngineConnection, buckets: Iterable[list[tuple[str, Tensor]]], doing: str) -> Any:
         """Send every weight, the next copied while the engine loads the one before it; the answer to them all."""
@@ -257,14 +274,15 @@ class EngineSubprocess(RolloutEngine):
         return self._result(process.receive(doing), doing)
 
     def _result(self, answer: Any, doing: str) -> Any:
-        assert isinstance(answer, Done | Failed), answer
+        assert isinstance(answer, Answer), answer
         self.policy_version = answer.policy_version
-        if isinstance(answer, Done):
+        if answer.raised is None:
             return answer.result
-        if answer.kind is not None:
-            raise answer.kind(answer.text)
-        error = EngineProcessError(f"{self._running().name} could not {doing}: {answer.text}")
-        error.add_note(answer.trace)
+        kind, text, trace = answer.raised
+        if kind is not None:
+            raise kind(text)
+        error = EngineProcessError(f"{self._running().name} could not {doing}: {text}")
+        error.add_note(trace)
         raise error
 
     def _running(self) -> EngineConnection:
@@ -306,20 +324,25 @@ class EngineConnection:
 
     It is started as a command of its own, so that the user's script is not run again. What it prints goes where this
     process's output goes at that moment; the end of its errors is kept, in case it dies.
+
+    Args:
+        rank: Rank that has the engine, for messages.
+        environment: Environment of the process.
+        timeout_s: Bounds every wait.
     """
 
-    def __init__(self, rank: int, group: EngineGroup, local_rank: int) -> None:
+    def __init__(self, rank: int, environment: Mapping[str, str], timeout_s: float) -> None:
         self.name = f"rank {rank}: the process of its engine"
-        self._timeout_s = group.timeout_s
+        self._timeout_s = timeout_s
         here, there = socket.socketpair()
-        limit = struct.pack("ll", *divmod(round(group.timeout_s * 1e6), 10**6))
+        limit = struct.pack("ll", *divmod(round(timeout_s * 1e6), 10**6))
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # not to hang in the middle of a message either
             here.setsockopt(socket.SOL_SOCKET, option, limit)
         self._connection = Connection(here.detach())
-        call = f"from {__name__} import main; main({there.fileno()}, {os.getpid()})"
+        call = f"from {__name__} import main; main({there.fileno()}, {os.getpid()}, {timeout_s})"
         self._popen = subprocess.Popen(
             [sys.executable, "-P", "-c", call],
-            env=_environment(group, local_rank),
+            env=environment,
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             pass_fds=[there.fileno()],
@@ -397,41 +420,8 @@ class EngineConnection:
                     out.write(chunk)
 
 
-def _environment(group: EngineGroup, local_rank: int) -> dict[str, str]:
-    """This process's, but for the job that the rank is in: the engine's processes are a job of their own."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "PET_"))}
-    host, _, port = group.address.rpartition(":")
-    return environment | {
-        "RANK": str(group.index),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(group.size),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # sums are in another order with other numbers of threads
-        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
 POLL_S = 0.2
 TOLD_AS_THEY_ARE: tuple[type[Exception], ...] = (UserError, WeightSyncError)
-
-
-@dataclass(frozen=True)
-class EngineGroup:
-    """The processes that hold one engine together.
-
-    Attributes:
-        index: Index of this process among them.
-        size: Size of the group.
-        address: `host:port` of its store; unused where `size` is 1.
-        timeout_s: For each of its collectives.
-    """
-
-    index: int
-    size: int
-    address: str
-    timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -468,49 +458,36 @@ class Signal(Enum):
 
 
 @dataclass(frozen=True)
-class Done:
-    """The answer to a call.
+class Answer:
+    """The answer to a call of the engine.
 
     Attributes:
-        result: Result of the engine's method.
-        policy_version: That the engine now holds.
+        policy_version: Version that the engine now holds.
+        result: What the engine's method returned.
+        raised: What it raised instead: the error's class, if rank and engine know it alike, else None; its text, such
+            as `ZeroDivisionError: division by zero`; and its traceback. None where it returned.
     """
 
-    result: Any
     policy_version: int
+    result: Any = None
+    raised: tuple[type[Exception] | None, str, str] | None = None
 
 
-@dataclass(frozen=True)
-class Failed:
-    """A call raised.
-
-    Attributes:
-        kind: The error's class, if rank and engine know it alike; None for any other.
-        text: Text of the error.
-        trace: Where it was raised.
-        policy_version: That the engine now holds.
-    """
-
-    kind: type[Exception] | None
-    text: str
-    trace: str
-    policy_version: int
-
-
-def main(descriptor: int, parent: int) -> None:
+def main(descriptor: int, parent: int, timeout_s: float) -> None:
     """Serve the rank at the other end of the socket until it is gone.
 
     Args:
         descriptor: Descriptor of the socket.
         parent: Id of the rank's process.
+        timeout_s: For each collective of the engine's own group.
     """
     for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal; they are the rank's, with which this process ends
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_follow, args=(parent,), daemon=True, name="parent-watch").start()
     connection = Connection(descriptor)
     try:
-        engine, group = _first(connection)
-        _join(group)
+        engine = connection.recv()
+        _join(timeout_s)
         _serve(connection, engine)
     except (EOFError, ConnectionError):
         pass  # the rank is gone, or has closed the engine
@@ -523,19 +500,15 @@ def _follow(parent: int) -> None:
     os._exit(1)
 
 
-def _first(connection: Connection) -> tuple[RolloutEngine, EngineGroup]:
-    received: tuple[RolloutEngine, EngineGroup] = pickle.loads(connection.recv_bytes())
-    return received
-
-
-def _join(group: EngineGroup) -> None:
+def _join(timeout_s: float) -> None:
     """Form the engine's own group, of one process too: in a group vLLM takes the GPU that `LOCAL_RANK` names."""
-    limit = datetime.timedelta(seconds=group.timeout_s)
-    host, _, port = group.address.rpartition(":")
+    limit = datetime.timedelta(seconds=timeout_s)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
-    if group.size > 1:
-        store = dist.TCPStore(host, int(port), is_master=False, timeout=limit)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=group.index, world_size=group.size, timeout=limit)
+    if size > 1:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(host, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
 
 
 def _serve(connection: Connection, engine: RolloutEngine) -> None:
@@ -549,9 +522,9 @@ def _serve(connection: Connection, engine: RolloutEngine) -> None:
         except Exception as error:
             kind = type(error) if isinstance(error, TOLD_AS_THEY_ARE) else None
             text = str(error) if kind else f"{type(error).__name__}: {error}"
-            answer: Done | Failed = Failed(kind, text, traceback.format_exc(), engine.policy_version)
+            answer = Answer(engine.policy_version, raised=(kind, text, traceback.format_exc()))
         else:
-            answer = Done(result, engine.policy_version)
+            answer = Answer(engine.policy_version, result)
         connection.send(answer)
 
 

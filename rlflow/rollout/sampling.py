@@ -69,7 +69,7 @@ def sample(
     _require_short(prompt_ids, longest_prompt, node)
     counts = torch.full((len(parents),), n)
     if isinstance(rows, Rollout):
-        counts[~_goes_on(rows, longest)] = 1
+        counts[~on_host(under_way(rows, longest))] = 1
     children = Children.of(parents, counts, node, earlier)
     parent, path, seeds = children.parent, children.path, children.seeds(seed, draw)
     if isinstance(rows, Rollout):
@@ -144,12 +144,6 @@ def _together(limits: Tensor, at_once: bool) -> list[list[int]]:
         return [growing] if growing else []
     each = sorted({*limits.tolist()} - {0}, reverse=True)
     return [(limits == limit).nonzero()[:, 0].tolist() for limit in each]
-
-
-def _goes_on(rows: Rollout, longest: int | None) -> Tensor:
-    """`[B]` bool, which responses have not ended."""
-    left = ~on_host(rows.finished)
-    return left if longest is None else left & (on_host(rows.lengths) < longest)
 
 
 def _experts(completions: Mapping[int, Completion], rows: int) -> Ragged:
@@ -277,10 +271,10 @@ def require_continued(begun: RowPath, path: RowPath) -> None:
         )
 
 
-def under_way(rollout: Rollout, max_tokens: int) -> Tensor:
-    """`[B]` bool, which responses were cut off before they ended and may go on to `max_tokens`."""
-    cut_off: Tensor = ~rollout.finished & (rollout.lengths < max_tokens)
-    return cut_off
+def under_way(rollout: Rollout, longest: int | None) -> Tensor:
+    """`[B]` bool, which responses have not ended and may grow to `longest` tokens; to any number where that is None."""
+    left: Tensor = ~rollout.finished
+    return left if longest is None else left & (rollout.lengths < longest)
 
 
 @dataclass(frozen=True)
@@ -365,17 +359,16 @@ def sampling_seed(
 
 
 def without_truncated(rollout: Rollout) -> Rollout:
-    """The responses, of which those that were cut have no token in the loss mask but inherited ones, which were not."""
+    """The same responses; those that were cut keep only inherited tokens in the loss mask, which were not cut."""
     kept = rollout.finished[:, None] | rollout.inherited_mask
     return replace(rollout, loss_mask=rollout.loss_mask & kept)
 
 
 def to_be_continued(rollout: Rollout, longest: int) -> Rollout:
-    """The responses, of which those that may grow to `longest` tokens have their own back in the loss mask.
+    """The same responses; those that may grow to `longest` tokens have their own tokens back in the loss mask.
 
     They were cut to be continued, and not by that length.
     """
-    grows = ~rollout.finished & (rollout.lengths < longest)
     places = torch.arange(rollout.loss_mask.shape[1], device=rollout.loss_mask.device)
     own = (places < rollout.lengths[:, None]) & ~rollout.inherited_mask
-    return replace(rollout, loss_mask=rollout.loss_mask | (own & grows[:, None]))
+    return replace(rollout, loss_mask=rollout.loss_mask | (own & under_way(rollout, longest)[:, None]))

@@ -164,7 +164,7 @@ def check_environments(run: Run) -> None:
         if run.settings.partial_rollout is not None:
             require_no_seats(f"`module.{name}` is an environment", environment)
         for definition in environment.definitions.values():
-            run.bridges.of(definition)
+            run.train.encode.bridge(definition)
 
 
 def check_rows(run: Run) -> None:

@@ -16,7 +16,6 @@ from rlflow.dag.node import engine_of
 from rlflow.dag.planner import plan
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import PromptData
-from rlflow.environments.conversation_format import Bridges
 from rlflow.errors import UserError, about, setting
 from rlflow.models.architecture import check_architecture
 from rlflow.models.attention import check_sequence_parallel
@@ -196,7 +195,6 @@ def prepare(
         policies=_absolute(policies),
         configs=configs,
         tokenizer=tokenizer,
-        bridges=Bridges(tokenizer, data.renderer, data.tool_calls),
         stop_token_ids=stop_tokens(paths[lead], tokenizer, module.stop_token_ids),
         train=Loader(data.train, *read, ranks=ranks, environment=environment, reward=scorer),
         validation=validation,

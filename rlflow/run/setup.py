@@ -8,15 +8,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 import yaml
 
+from rlflow.context.conversations import ConversationRunner
 from rlflow.context.node_context import NodeContext
 from rlflow.controller.gap import probing_group
 from rlflow.controller.run import Run
 from rlflow.controller.samples import Samples
 from rlflow.controller.weight_sync import sending_group
 from rlflow.databuffer.transport import Transport
-from rlflow.environments.conversation_format import ConversationFormat
 from rlflow.errors import about
 from rlflow.loggers.secrets import without_secrets
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_load
@@ -64,19 +65,29 @@ def join(run: Run, resolved_config: str | None) -> None:
     run.rank_engines = RankEngines({}, {})
     if run.generates:
         run.rank_engines = engines_of_rank(run.engines, placed, transport, strategy.root_device.type == "cpu")
+    dtype = torch.float64 if strategy.dtype == torch.float64 else torch.float32  # of rewards and rollout logprobs
+    encode = run.train.encode
     run.context = NodeContext(
         engines=run.rank_engines.by_policy,
         transport=transport,
         device=strategy.root_device,
-        dtype=strategy.dtype,
+        dtype=dtype,
         seed=settings.seed,
         stop_token_ids=run.stop_token_ids,
         decode=run.decode,
-        encode=run.train.encode.tokens,
-        written=run.train.encode.written,
+        encode=encode.tokens,
+        written=encode.written,
         on_scores=samples.keep,
         rows_of=run.train.rows_of,
-        conversation_format=ConversationFormat(run.bridges, run.train.encode.messages, run.data.max_prompt_length),
+        conversations=ConversationRunner(
+            encode.bridge,
+            encode.messages,
+            run.data.max_prompt_length,
+            run.decode,
+            dtype,
+            settings.seed,
+            transport,
+        ),
         writers={node.id: node.generates for node in run.graph.order},
         longest_prompt=run.data.max_prompt_length,
         prompt_column=run.data.prompt,

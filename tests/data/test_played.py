@@ -14,7 +14,6 @@ from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer
 from rlflow.rollout.conversation import Conversation, Rules, converse
-from rlflow.rollout.conversation_loop import EnvironmentCall
 from rlflow.rollout.engine import Completion
 from tests.data.listed import Listed
 
@@ -38,8 +37,8 @@ def spoken(environment: Environment, row: dict[str, Any], texts: list[str]) -> C
     steps = converse(Session(definition, environment.host()), bridge, prompt, row, lambda turn: 0, rules)
     wish = next(steps)
     while True:
-        if isinstance(wish, EnvironmentCall):
-            answer: Any = wish.call()
+        if callable(wish):
+            answer: Any = wish()
         else:
             ids = [*TOKENIZER(left.pop(0), add_special_tokens=False)["input_ids"], bridge.end]
             answer = Completion(ids, [-1.0] * len(ids), finished=True)

@@ -8,9 +8,9 @@ import time
 
 from rlflow.environments.bridge import ParsedTurn
 from rlflow.environments.environment import Environment
-from rlflow.environments.environment_calls import EnvironmentCalls
 from rlflow.environments.host import Coroutines
 from rlflow.environments.session import Session
+from rlflow.rollout.conversation_loop import EnvironmentCalls
 
 
 class Dicing:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlflow import Environment
-from rlflow.environments.conversation_format import Bridges
+from rlflow.environments.conversation_format import bridge_of
 from rlflow.environments.environment import Definition
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer
@@ -30,11 +30,11 @@ def test_a_row_is_answered_by_the_environment_that_its_column_names() -> None:
 
 
 def test_the_policy_reads_of_the_tools_of_its_own_environment() -> None:
-    environment, bridges = several(), Bridges(tiny_tokenizer(2048))
+    environment, tokenizer = several(), tiny_tokenizer(2048)
 
     def prompt(definition: Definition) -> str:
-        ids = bridges.of(definition).begin([{"role": "user", "content": "go"}])
-        text = bridges.tokenizer.decode(ids)
+        ids = bridge_of(definition, tokenizer).begin([{"role": "user", "content": "go"}])
+        text = tokenizer.decode(ids)
         assert isinstance(text, str)
         return text
 

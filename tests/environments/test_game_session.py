@@ -7,15 +7,15 @@ import pytest
 from rlflow.environments.bridge import message
 from rlflow.environments.environment import defined
 from rlflow.environments.host import Host, InProcess
-from rlflow.environments.session import GameSession
+from rlflow.environments.session import Session
 from rlflow.errors import UserError
 
 PROMPT = [message("user", "Win.")]
 
 
 def test_a_game_says_who_speaks_and_what_it_reads(host: Host) -> None:
-    game = GameSession(defined("games.Stones"), host)
-    began, first = game.begin(PROMPT, {"stones": 5, "first": "opponent"})
+    game = Session(defined("games.Stones"), host)
+    began, first = game.begin_game(PROMPT, {"stones": 5, "first": "opponent"})
     assert began == [message("user", "Win. There are 5 stones.")]
     assert (first.seat, first.messages, first.rewards) == ("opponent", [message("user", "take")], {})
     second = game.move("2", "opponent", 0)
@@ -35,12 +35,12 @@ def test_a_game_says_who_speaks_and_what_it_reads(host: Host) -> None:
 )
 def test_a_seat_that_is_none_is_refused_in_one_line(path: str, line: str) -> None:
     with pytest.raises(UserError, match=line) as refused:
-        two_moves(GameSession(defined(path), InProcess()))
+        two_moves(Session(defined(path), InProcess()))
     assert "\n" not in str(refused.value)
 
 
-def two_moves(game: GameSession) -> None:
-    game.begin(PROMPT, {"stones": 5})
+def two_moves(game: Session) -> None:
+    game.begin_game(PROMPT, {"stones": 5})
     game.move("2", "player", 2)
 
 

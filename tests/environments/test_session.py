@@ -16,11 +16,11 @@ import pytest
 from rlflow import Environment
 from rlflow.environments.bridge import ParsedTurn, message
 from rlflow.environments.environment import defined
-from rlflow.environments.environment_calls import EnvironmentCalls
 from rlflow.environments.host import Coroutines, Host, HostError, InProcess
 from rlflow.environments.session import Session
 from rlflow.environments.tool_calls import TOOL_FORMS
 from rlflow.errors import UserError
+from rlflow.rollout.conversation_loop import EnvironmentCalls
 from rlflow.worker import Limits, Worker, WorkerError, WorkerTimeout
 
 PROMPT = [message("system", "Play."), message("user", "Guess my word.")]

@@ -12,14 +12,14 @@ from rlflow.configs.stones import Moves, Stones, game
 from rlflow.data import RandomRows
 from rlflow.environments.environment import defined
 from rlflow.environments.host import InProcess
-from rlflow.environments.session import GameSession
+from rlflow.environments.session import Session
 
 
 def test_who_leaves_a_multiple_of_four_wins_against_any_move() -> None:
     for stones in (5, 6, 7, 9):
         for reply in (1, 2, 3):
-            played = GameSession(defined(Stones), InProcess())
-            _, move = played.begin([], {"stones": stones, "first": "opponent"})
+            played = Session(defined(Stones), InProcess())
+            _, move = played.begin_game([], {"stones": stones, "first": "opponent"})
             while not move.done:
                 left = int(move.messages[0]["content"])
                 taken = left % 4 if move.seat == "opponent" else min(reply, left)
@@ -29,8 +29,8 @@ def test_who_leaves_a_multiple_of_four_wins_against_any_move() -> None:
 
 @pytest.mark.parametrize("said", ["4", "0", "two", "", "3"])
 def test_who_takes_what_cannot_be_taken_loses_and_the_other_wins_nothing(said: str) -> None:
-    played = GameSession(defined(Stones), InProcess())
-    played.begin([], {"stones": 2, "first": "player"})
+    played = Session(defined(Stones), InProcess())
+    played.begin_game([], {"stones": 2, "first": "player"})
     move = played.move(said, "player", 0)
     assert (move.done, move.rewards) == (True, {"player": -1.0})
 

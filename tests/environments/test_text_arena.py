@@ -11,19 +11,19 @@ import pytest
 
 from rlflow import Environment
 from rlflow.environments.host import Host, InProcess
-from rlflow.environments.session import GameSession, Move
+from rlflow.environments.session import Move, Session
 from rlflow.errors import UserError
 
 
-def game(host: Host | None = None, **arguments: Any) -> GameSession:
+def game(host: Host | None = None, **arguments: Any) -> Session:
     pytest.importorskip("textarena")
     environment = Environment("rlflow.environments.TextArena", arguments=arguments)
-    return GameSession(environment.definition_of({}), host or InProcess())
+    return Session(environment.definition_of({}), host or InProcess())
 
 
-def guessed(one: GameSession, seed: int) -> list[str]:
+def guessed(one: Session, seed: int) -> list[str]:
     """What the game of guessing answers to a search by halves, and its reward."""
-    _, move = one.begin([], {"seed": seed})
+    _, move = one.begin_game([], {"seed": seed})
     said, low, high = [text(move)], 1, 20
     while not move.done:
         middle = (low + high) // 2
@@ -55,7 +55,7 @@ def test_a_row_is_a_game_and_games_leave_random_numbers_alone() -> None:
     random.seed(5)
     np.random.seed(5)
     first, second = game(**arguments), game(**arguments)
-    beside = [first.begin([], {"seed": 1})[1]], [second.begin([], {"seed": 2})[1]]
+    beside = [first.begin_game([], {"seed": 1})[1]], [second.begin_game([], {"seed": 2})[1]]
     assert (random.random(), np.random.rand()) == numbers
     while not (beside[0][-1].done and beside[1][-1].done):
         for one, moves in ((first, beside[0]), (second, beside[1])):
@@ -65,14 +65,14 @@ def test_a_row_is_a_game_and_games_leave_random_numbers_alone() -> None:
     assert list(beside) == alone
 
 
-def played(one: GameSession, seed: int) -> list[Move]:
-    moves = [one.begin([], {"seed": seed})[1]]
+def played(one: Session, seed: int) -> list[Move]:
+    moves = [one.begin_game([], {"seed": seed})[1]]
     while not moves[-1].done:
         moves.append(next_move(one, moves))
     return moves
 
 
-def next_move(one: GameSession, moves: list[Move]) -> Move:
+def next_move(one: Session, moves: list[Move]) -> Move:
     """The first action that is offered, or the last, in turns."""
     offered = re.findall(r"'(\[\w+\])'", text(moves[-1]).rpartition("actions are")[2])
     return one.move(offered[-1] if len(moves) % 3 == 0 else offered[0], moves[-1].seat, 0)
@@ -82,7 +82,7 @@ def test_seats_take_turns_and_which_of_them_begins_follows_from_the_row() -> Non
     begins = []
     for seed in (0, 1):
         one = game(env_id="TicTacToe-v0", players=2)
-        _, move = one.begin([], {"seed": seed})
+        _, move = one.begin_game([], {"seed": seed})
         begins.append(move.seat)
         other = {"player": "opponent", "opponent": "player"}[move.seat]
         assert "You are Player 0" in text(move)
@@ -95,7 +95,7 @@ def test_seats_take_turns_and_which_of_them_begins_follows_from_the_row() -> Non
         moves = [one.move(cell, seat, 0) for cell, seat in (("1", begins[-1]), ("2", other), ("7", begins[-1]))]
         assert moves[-1].rewards == {begins[-1]: 1.0, other: -1.0}
     assert sorted(begins) == ["opponent", "player"]
-    of_rows = {game(env_id="TicTacToe-v0", players=2).begin([], {"id": at})[1].seat for at in range(8)}
+    of_rows = {game(env_id="TicTacToe-v0", players=2).begin_game([], {"id": at})[1].seat for at in range(8)}
     assert of_rows == {"player", "opponent"}
 
 

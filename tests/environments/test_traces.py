@@ -28,11 +28,11 @@ def ids(text: str) -> list[int]:
 
 
 def test_the_turns_of_the_policy_are_learned_with_the_token_that_ends_each() -> None:
-    trace = traced([ASKED, FIRST, ANSWER, SECOND], BRIDGE, ids, "a row")
+    prompt, tokens, written = traced([ASKED, FIRST, ANSWER, SECOND], BRIDGE, ids, "a row")
 
-    assert trace.prompt == ids("<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n")
-    assert trace.tokens == ids("3<|im_end|>\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n2<|im_end|>")
-    learned = [token for token, written in zip(trace.tokens, trace.written, strict=True) if written]
+    assert prompt == ids("<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n")
+    assert tokens == ids("3<|im_end|>\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n2<|im_end|>")
+    learned = [token for token, by_policy in zip(tokens, written, strict=True) if by_policy]
     assert learned == ids("3<|im_end|>2<|im_end|>")
 
 

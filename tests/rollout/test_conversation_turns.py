@@ -17,14 +17,13 @@ import torch
 
 from rlflow.environments.bridge import message
 from rlflow.environments.environment import defined
-from rlflow.environments.environment_calls import EnvironmentCalls, SharedCalls
 from rlflow.environments.host import Host, HostError, InProcess
 from rlflow.environments.session import Session
 from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.errors import UserError
 from rlflow.rollout import Completion, RolloutEngine, Sampling, TransformersEngine
 from rlflow.rollout.conversation import Conversation, Rules, converse, to_rollout
-from rlflow.rollout.conversation_loop import ConversationLoop, TurnQueue
+from rlflow.rollout.conversation_loop import ConversationLoop, EnvironmentCalls, SharedCalls, TurnQueue
 from rlflow.rollout.sampling import without_truncated
 from rlflow.values.path import RowPath
 from rlflow.values.rollout import Ending

@@ -12,7 +12,6 @@ import torch
 
 from rlflow.environments.bridge import message
 from rlflow.environments.environment import Definition, defined
-from rlflow.environments.environment_calls import EnvironmentCalls
 from rlflow.environments.host import Host, InProcess
 from rlflow.environments.session import Session
 from rlflow.environments.template_bridge import TemplateBridge
@@ -20,7 +19,7 @@ from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer, write_tiny_model
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
 from rlflow.rollout.conversation import Conversation, Rules, converse, from_rollout, to_rollout
-from rlflow.rollout.conversation_loop import ConversationLoop, TurnQueue
+from rlflow.rollout.conversation_loop import ConversationLoop, EnvironmentCalls, TurnQueue
 from rlflow.values.path import RowPath
 from rlflow.values.rollout import Ending
 from rlflow.worker import Limits, Worker

@@ -11,15 +11,13 @@ import torch
 
 from rlflow.environments.bridge import Message, message
 from rlflow.environments.environment import defined
-from rlflow.environments.environment_calls import EnvironmentCalls
 from rlflow.environments.host import InProcess
-from rlflow.environments.session import GameSession
+from rlflow.environments.session import Session
 from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
-from rlflow.rollout.conversation import Conversation, Rules, to_rollout
-from rlflow.rollout.conversation_loop import ConversationLoop, TurnQueue
-from rlflow.rollout.game_turns import play_game
+from rlflow.rollout.conversation import Conversation, Rules, play_game, to_rollout
+from rlflow.rollout.conversation_loop import ConversationLoop, EnvironmentCalls, TurnQueue
 from rlflow.rollout.sampling import Children, sampling_seed
 from rlflow.values.path import RowPath
 from rlflow.values.rollout import Ending
@@ -81,7 +79,7 @@ def played(
     queues = {name: TurnQueue(engine, sampling, 0) for name, engine in engines.items()}
     conversations = (
         play_game(
-            GameSession(definition, InProcess()),
+            Session(definition, InProcess()),
             bridge,
             prompt,
             {"question": f"{place}+1"},

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from rlflow.environments.environment_calls import SharedCalls
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import Completion, EnginePlace, Sampling, VLLMEngine, WeightSyncError
+from rlflow.rollout.conversation_loop import SharedCalls
 from tests.ranks import RankPool
 from tests.rollout.test_conversation_turns import BrokenEcho, SlowEcho, held
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, logprob_gap, perturb

@@ -1,4 +1,4 @@
-"""vLLM in the rank's own process, beside training.
+"""vLLM in the rank's own process, where training runs too.
 
 Weights go in through vLLM's public `reload_weights` and are read back from the layers that compute with them.
 """
@@ -6,8 +6,10 @@ Weights go in through vLLM's public `reload_weights` and are read back from the 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +31,9 @@ from rlflow.rollout.engine import (
     WeightSyncError,
 )
 from rlflow.rollout.vllm.process import (
+    end_groups,
     import_vllm,
     installed,
-    live_engines,
     make_rewindable,
     model_classes_kept,
     process_state_kept,
@@ -52,9 +54,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+live_engines: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()  # of this process; they share vLLM's groups of ranks
 CPU_BLOCK = 32  # vLLM's 128 share nothing of a short prompt; see docs/benchmarks.md
 
 
+@dataclass(eq=False)
 class VLLMEngine(InProcessEngine):
     """One engine for every `tensor_parallel_size` ranks, each rank of them driving its own part.
 
@@ -75,44 +79,39 @@ class VLLMEngine(InProcessEngine):
         allow_untested: Accept a version of vLLM that this version of rlflow was not tested with.
     """
 
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.5
+    kv_cache_gib: float = 1.0
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    enforce_eager: bool | None = None
+    allow_untested: bool = False
+
     _to_hold_more = "raise `max_model_len` where it is set, else `gpu_memory_utilization`, on the CPU `kv_cache_gib`"
     needs_all_ranks = True  # vLLM makes process groups that every rank must join
 
-    def __init__(
-        self,
-        tensor_parallel_size: int = 1,
-        gpu_memory_utilization: float = 0.5,
-        kv_cache_gib: float = 1.0,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int | None = None,
-        block_size: int | None = None,
-        enforce_eager: bool | None = None,
-        allow_untested: bool = False,
-    ) -> None:
-        if tensor_parallel_size < 1:
-            raise UserError(f"`tensor_parallel_size` is {tensor_parallel_size}; ranks share an engine. Set 1 or more.")
-        if not 0 < gpu_memory_utilization < 1:
-            raise UserError(f"`gpu_memory_utilization` is {gpu_memory_utilization}; set a share between 0 and 1.")
-        if max_num_batched_tokens is not None and max_num_batched_tokens < max_num_seqs:
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size < 1:
             raise UserError(
-                f"`max_num_batched_tokens` is {max_num_batched_tokens}, and as many as `max_num_seqs`, {max_num_seqs},"
-                " responses grow by a token at once; raise the one or lower the other"
+                f"`tensor_parallel_size` is {self.tensor_parallel_size}; ranks share an engine. Set 1 or more."
             )
-        if block_size is not None and block_size < 1:
-            raise UserError(f"`block_size` is {block_size}; a block of the cache has tokens. Set 32 or a multiple.")
-        self.tensor_parallel_size = tensor_parallel_size
-        self.gpu_memory_utilization = gpu_memory_utilization
-        self.kv_cache_gib = kv_cache_gib
-        self.max_model_len = max_model_len
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.block_size = block_size
-        self.enforce_eager = enforce_eager
-        self.allow_untested = allow_untested
+        if not 0 < self.gpu_memory_utilization < 1:
+            raise UserError(f"`gpu_memory_utilization` is {self.gpu_memory_utilization}; set a share between 0 and 1.")
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise UserError(
+                f"`max_num_batched_tokens` is {self.max_num_batched_tokens}, and as many as `max_num_seqs`,"
+                f" {self.max_num_seqs}, responses grow by a token at once; raise the one or lower the other"
+            )
+        if self.block_size is not None and self.block_size < 1:
+            raise UserError(
+                f"`block_size` is {self.block_size}; a block of the cache has tokens. Set 32 or a multiple."
+            )
         self._float32_head = False
         self._in_progress: set[int] = set()  # numbers of turns
         self._loads = 0  # how often weights were loaded
+        self._group_of_vllm = False  # whether vLLM made the process group that it is in
 
     def use_float32_head(self) -> None:
         self._float32_head = True
@@ -244,7 +243,8 @@ class VLLMEngine(InProcessEngine):
                 logprobs_mode="processed_logprobs",  # after temperature
                 hf_overrides={"head_dtype": "float32"} if self._float32_head else {},
             )
-        live_engines.enter(self, makes_group)
+        self._group_of_vllm = makes_group or any(other._group_of_vllm for other in live_engines)
+        live_engines.add(self)
         self._sampling_params = vllm.SamplingParams
         # The engine runs in this process, so that its model itself is handed out.
         (self._model,) = self._llm.apply_model(lambda model: model)
@@ -275,7 +275,9 @@ class VLLMEngine(InProcessEngine):
         client._finalizer.detach()
         client.engine_core.model_executor.shutdown()
         del self._llm, self._model
-        live_engines.leave(self)
+        live_engines.discard(self)
+        if not live_engines:
+            end_groups(self._group_of_vllm)
 
     def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
         self._check(version, [turn.prompt for turn in new.values()], [turn.longest for turn in new.values()])
@@ -342,7 +344,7 @@ class VLLMEngine(InProcessEngine):
 
 
 def _completion(request: Any) -> Completion:
-    """Of a vLLM `RequestOutput` that is final."""
+    """The response in a vLLM `RequestOutput` that is final."""
     output = request.outputs[0]
     return Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), output.finish_reason == "stop")
 
@@ -372,7 +374,7 @@ def unserved(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) 
 
 
 def _without_decoder(config: PretrainedConfig) -> str | None:
-    """vLLM serves code that lies beside a model by its decoder alone."""
+    """vLLM serves code in a model's folder by its decoder alone."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     if type(config) in MODEL_MAPPING or "AutoModel" in (getattr(config, "auto_map", None) or {}):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -17,37 +16,21 @@ import torch
 import torch.distributed as dist
 
 from rlflow.errors import UserError
-from rlflow.rollout.engine import InProcessEngine
 
 TESTED = ("0.32.0",)
 
 
-class LiveEngines:
-    """What vLLM's engines in this process have in common: its groups of ranks, which end with the last of them."""
+def end_groups(made_by_vllm: bool) -> None:
+    """End vLLM's groups of ranks, with the last of its engines in this process.
 
-    def __init__(self) -> None:
-        self._engines: list[weakref.ref[InProcessEngine]] = []  # one of a run that failed is closed by nobody
-        self._made_group = False
+    Args:
+        made_by_vllm: Whether vLLM made the process group that its engines joined; else training did, and it stays.
+    """
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
-    def enter(self, engine: InProcessEngine, makes_group: bool) -> None:
-        """An engine was built, and made the process group that engines join if training had made none."""
-        self._engines.append(weakref.ref(engine))
-        self._made_group |= makes_group
-
-    def leave(self, engine: InProcessEngine) -> None:
-        """An engine was closed."""
-        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
-
-        self._engines = [other for other in self._engines if other() is not None and other() is not engine]
-        if self._engines:
-            return
-        destroy_model_parallel()
-        if self._made_group:
-            destroy_distributed_environment()
-            self._made_group = False
-
-
-live_engines = LiveEngines()
+    destroy_model_parallel()
+    if made_by_vllm:
+        destroy_distributed_environment()
 
 
 def installed() -> tuple[str, bool]:
