@@ -159,7 +159,7 @@ class ModelHandle(ABC):
             path: A folder in Hugging Face form, or a Hugging Face name.
             dtype: Of the parameters.
             device: Where they are.
-            empty: Read no weights: parameters are on the device `meta` and take no memory; `Filling` reads them.
+            empty: Read no weights: parameters are on the device `meta` and take no memory; `fill` reads them.
 
         Raises:
             UserError: There is no such model, weights are missing, or adapters cannot be given to it.

@@ -51,7 +51,7 @@ class PackedModel(nn.Module):
         self.base_digest = ""  # `digest_of` it; set by who can see all of its weights
         self.held_as_trained = False  # frozen weights are held in the dtype of trained ones, to be moved in it
         self.unknown = ""  # a line about tensors of its files that it leaves out
-        self.files: WeightFiles | None = None  # of a model that was built empty, until `Filling` reads them
+        self.files: WeightFiles | None = None  # of a model that was built empty, until `fill` reads them
 
     @classmethod
     def load(
