@@ -53,7 +53,7 @@ def write_model(model: PackedModel, weights: dict[str, Tensor], folder: Path) ->
     folder.mkdir(parents=True)
     units = divided(model, {name: weight.to("meta") for name, weight in weights.items()}, 1)
     with Disk() as disk:
-        write_shard(folder / shard_name(0, 1), "actor", model, units, weights.items(), disk)
+        write_shard(folder / shard_name(0, 1), "actor", model, units, weights.items(), disk, "model")
         disk.do(partial(model.save_config, folder))
 
 

@@ -128,7 +128,7 @@ def build(way: str, folder: Path, workload: Workload, critic: bool) -> nn.Module
     if way == "ours":
         packed: ScoringModel | ScalarModel
         if critic:
-            packed = ScalarModel.load(folder / "model", workload.dtype, CPU, new_head=True)
+            packed = ScalarModel.load(folder / "model", workload.dtype, CPU)
         else:
             packed = ScoringModel.load(folder / "model", workload.dtype, CPU)
         assert packed.model.config._attn_implementation == PACKED_ATTENTION

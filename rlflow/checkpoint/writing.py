@@ -18,7 +18,7 @@ from rlflow.checkpoint.manifest import NAME, Progress, lacks, monitored_value, w
 from rlflow.checkpoint.reading import RoleIndex, Stored, index_name
 from rlflow.checkpoint.stored_groups import write_groups
 from rlflow.databuffer.groups import Groups
-from rlflow.models.tensor_range import TensorRange
+from rlflow.models.weight_files import TensorRange
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import LEFT, Draft, Record, not_written, of_rank
 from rlflow.storage.tensors import StoredTensor, all_finite, write_tensors

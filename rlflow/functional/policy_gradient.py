@@ -82,8 +82,8 @@ def policy_objective(
     """
     loss = surrogate[:, None].expand_as(entropy) if surrogate.dim() == 1 else surrogate
     if importance is not None:
-        loss = loss * importance.weights(old_logprobs, rollout_logprobs, mask)
-        log("actor/importance_dropped", importance.dropped(old_logprobs, rollout_logprobs, mask), mask)
+        loss = loss * importance_weights(old_logprobs, rollout_logprobs, mask, importance)
+        log("actor/importance_dropped", importance_dropped(old_logprobs, rollout_logprobs, mask, importance), mask)
     log("actor/entropy", entropy.detach(), mask)
     if entropy_coef != 0:
         loss = loss - entropy_coef * entropy
@@ -220,8 +220,8 @@ class Importance:
     Attributes:
         level: Over what the ratio is taken: each `token`, the whole `sequence`, or its `geometric` mean.
         mode: `truncate` cuts weights at `high`; `mask` drops tokens whose weight is not between `low` and `high`.
-        low: The smallest weight that `mask` keeps.
-        high: The largest weight.
+        low: The smallest weight that `mask` keeps; `truncate` has no lower end.
+        high: The largest weight; `inf` leaves all as they are.
     """
 
     level: ImportanceLevel = "token"
@@ -230,25 +230,21 @@ class Importance:
     high: float = 2.0
 
     def __post_init__(self) -> None:
-        _check_importance(self.level, self.mode, self.low, self.high)
-
-    def weights(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
-        """`importance_weights` with these settings, `[B, T]`."""
-        return importance_weights(old_logprobs, rollout_logprobs, mask, self.level, self.mode, self.low, self.high)
-
-    def dropped(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
-        """`importance_dropped` with these settings, `[B, T]`."""
-        return importance_dropped(old_logprobs, rollout_logprobs, mask, self.level, self.mode, self.low, self.high)
+        levels, modes = get_args(ImportanceLevel), get_args(ImportanceMode)
+        if self.level not in levels:
+            raise UserError(f"importance level {self.level!r} does not exist; choose one of {', '.join(levels)}")
+        if self.mode not in modes:
+            raise UserError(f"importance mode {self.mode!r} does not exist; choose one of {', '.join(modes)}")
+        if not self.low >= 0:
+            raise UserError(f"importance `low` is {self.low}, and weights are ratios of probabilities; give 0 or more")
+        if self.low > self.high:
+            raise UserError(
+                f"importance weights between `low` {self.low} and `high` {self.high} do not exist; lower `low`"
+            )
 
 
 def importance_weights(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
-    level: ImportanceLevel = "token",
-    mode: ImportanceMode = "truncate",
-    low: float = 0.5,
-    high: float = 2.0,
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, settings: Importance = Importance()
 ) -> Tensor:
     """Weights that a loss on sampled tokens is multiplied by; with `d_t = log old_t - log rollout_t`:
 
@@ -267,39 +263,26 @@ def importance_weights(
         old_logprobs: `[B, T]`, the trainer's at the start of the step.
         rollout_logprobs: `[B, T]`, the engine's when it sampled.
         mask: `[B, T]`, nonzero on sampled tokens.
-        level: Over what the ratio is taken.
-        mode: What happens to large weights.
-        low: The smallest weight that `mask` keeps; `truncate` has no lower end.
-        high: The largest weight; `inf` leaves all as they are.
+        settings: Over what the ratio is taken, and what happens to large weights.
 
     Returns:
         `[B, T]` at every level, 0 where the mask is 0.
-
-    Raises:
-        UserError: The level or mode does not exist, or `low` exceeds `high`.
     """
-    _check_importance(level, mode, low, high)
     d = log_ratio(old_logprobs.detach(), rollout_logprobs)
-    if level == "sequence":
+    if settings.level == "sequence":
         d = token_sum(d, mask).unsqueeze(1).expand_as(d)
-    elif level == "geometric":
+    elif settings.level == "geometric":
         d = token_mean(d, mask).unsqueeze(1).expand_as(d)
     weights = bounded(d).exp()
-    if mode == "truncate":
-        weights = weights.clamp(max=high)
+    if settings.mode == "truncate":
+        weights = weights.clamp(max=settings.high)
     else:
-        weights = torch.where((low <= weights) & (weights <= high), weights, 0.0)
+        weights = torch.where((settings.low <= weights) & (weights <= settings.high), weights, 0.0)
     return weights.where(mask.bool(), 0.0)
 
 
 def importance_dropped(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
-    level: ImportanceLevel = "token",
-    mode: ImportanceMode = "truncate",
-    low: float = 0.5,
-    high: float = 2.0,
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, settings: Importance = Importance()
 ) -> Tensor:
     """1 at tokens whose weight `importance_weights` cut or set to 0, else 0; the mean is the dropped fraction.
 
@@ -308,22 +291,12 @@ def importance_dropped(
     Returns:
         `[B, T]` in the dtype of `old_logprobs`, 0 where the mask is 0.
     """
-    every = importance_weights(old_logprobs, rollout_logprobs, mask, level, "truncate", low, torch.inf)
-    outside = every > high if mode == "truncate" else (every < low) | (every > high)
+    uncut = replace(settings, mode="truncate", high=torch.inf)
+    every = importance_weights(old_logprobs, rollout_logprobs, mask, uncut)
+    outside = every > settings.high
+    if settings.mode == "mask":
+        outside = outside | (every < settings.low)
     return (outside & mask.bool()).to(old_logprobs.dtype)
-
-
-def _check_importance(level: str, mode: str, low: float, high: float) -> None:
-    if level not in get_args(ImportanceLevel):
-        raise UserError(
-            f"importance level {level!r} does not exist; choose one of {', '.join(get_args(ImportanceLevel))}"
-        )
-    if mode not in get_args(ImportanceMode):
-        raise UserError(f"importance mode {mode!r} does not exist; choose one of {', '.join(get_args(ImportanceMode))}")
-    if not low >= 0:
-        raise UserError(f"importance `low` is {low}, and weights are ratios of probabilities; give 0 or more")
-    if low > high:
-        raise UserError(f"importance weights between `low` {low} and `high` {high} do not exist; lower `low`")
 
 
 @dataclass(frozen=True)

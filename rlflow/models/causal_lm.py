@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlflow.errors import UserError
-from rlflow.models.language_scores import LanguageScores
-from rlflow.models.lora import LoRA, adapters_off
-from rlflow.models.moe import MoE
-from rlflow.models.optimizer import Optimizer
+from rlflow.functional import Aggregation
+from rlflow.models.handle import ModelHandle
+from rlflow.models.logprobs import Softmax, logprobs_of_tokens, token_kl
+from rlflow.models.lora import adapters_off
+from rlflow.models.moe import MoE, Routed, Routing, load_balancing_loss, routers, watch_routers
 from rlflow.models.packed import PackedModel
-from rlflow.models.packing import ModelInput
+from rlflow.models.packing import ModelInput, Scorable, response_mask, whole
 from rlflow.models.scoring import ScoringModel
+from rlflow.values.batch import TokenRows
+from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.host_copy import rows_at
+from rlflow.values.ragged import Ragged
 
 HOTTEST = 1e4  # a temperature; logits over its inverse are numbers in float16 still
 
@@ -30,7 +37,8 @@ class Generator(Protocol):
     ) -> Any: ...
 
 
-class CausalLM(LanguageScores):
+@dataclass(eq=False, repr=False)
+class CausalLM(ModelHandle):
     """A language model of an algorithm: `CausalLM("Qwen/Qwen2.5-1.5B")`. Constructing it loads nothing.
 
     Every method that scores is a collective of the role's ranks: all of them call it, ranks without rows included.
@@ -49,40 +57,23 @@ class CausalLM(LanguageScores):
         trust_remote_code: Run the code that lies beside its weights (`auto_map`) to load it; read that code first.
     """
 
-    def __init__(
-        self,
-        model: str,
-        trainable: bool = True,
-        optimizer: Optimizer | None = None,
-        temperature: float = 1.0,
-        epochs: int = 1,
-        samples_per_update: int | None = None,
-        start_step: int = 0,
-        gradient_checkpointing: bool = False,
-        lora: LoRA | None = None,
-        moe: MoE | None = None,
-        trust_remote_code: bool = False,
-    ) -> None:
-        if not 1 / HOTTEST <= temperature <= HOTTEST:
+    loss_aggregation: Aggregation | None = field(default=None, init=False)  # that of the module
+    temperature: float = 1.0
+    moe: MoE | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 / HOTTEST <= self.temperature <= HOTTEST:
             raise UserError(
-                f"`temperature` is {temperature}; it divides the logits, so give a number from {1 / HOTTEST:g} to"
+                f"`temperature` is {self.temperature}; it divides the logits, so give a number from {1 / HOTTEST:g} to"
                 f" {HOTTEST:g}"
             )
-        super().__init__(
-            model,
-            trainable,
-            optimizer,
-            epochs,
-            samples_per_update,
-            start_step,
-            gradient_checkpointing,
-            lora,
-            trust_remote_code=trust_remote_code,
-        )
-        self._train_routers(moe)
-        self.temperature = temperature
+        super().__post_init__()
+        if self.moe is not None and not self.trainable:
+            raise UserError(f"`moe` is given for {self.model!r}, which is frozen; set `trainable` or leave it out")
+        self.watch: Callable[[Scorable, Tensor], None] = _ignore
         self._generator: Generator | None = None
         self._converser: Callable[..., Any] | None = None
+        self._routed: list[tuple[Routing, ModelInput]] = []  # training forwards that nobody asked of
 
     def generate(
         self,
@@ -165,6 +156,136 @@ class CausalLM(LanguageScores):
             )
         return self._converser(rows, environment, n, temperature, tuple(stop), players)
 
+    def score(self, rows: Scorable) -> tuple[PerToken, PerToken]:
+        """Log-probability of each response token, and entropy of the distribution that it was drawn from.
+
+        Args:
+            rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
+
+        Returns:
+            `[B, T]` each, in float32 (float64 where the model is), 0 where padded.
+        """
+        logprobs, entropy = self._scores(rows, self.temperature)
+        self.watch(rows, logprobs)
+        return logprobs, entropy
+
+    def logprobs(self, rows: Scorable) -> PerToken:
+        """The first of `score`."""
+        return self.score(rows)[0]
+
+    def entropy(self, rows: Scorable) -> PerToken:
+        """The second of `score`."""
+        return self.score(rows)[1]
+
+    def logprobs_of(self, rows: Scorable, ids: Tensor) -> Tensor:
+        """Log-probabilities of given tokens where each response token stands.
+
+        Args:
+            rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
+            ids: `[B, T, K]` int64, tokens of the vocabulary; what stands where responses are padded is not read.
+
+        Returns:
+            `[B, T, K]`, in float32 (float64 where the model is), 0 where padded.
+        """
+        if ids.dim() != 3 or ids.shape[:2] != rows.response_ids.shape:
+            raise UserError(
+                f"`logprobs_of` was given tokens {list(ids.shape)} for responses {list(rows.response_ids.shape)}; give"
+                " K tokens for each response token, [B, T, K]"
+            )
+        return self._of_tokens(rows, 0, ids)[0]
+
+    def topk(self, rows: Scorable, k: int) -> tuple[Tensor, Tensor]:
+        """The `k` likeliest tokens where each response token stands, the likeliest first.
+
+        Args:
+            rows: As of `logprobs_of`.
+            k: From 1 to the size of the vocabulary.
+
+        Returns:
+            `[B, T, k]` log-probabilities, with gradients within training, and `[B, T, k]` int64 tokens; 0 where padded.
+        """
+        if k < 1:
+            raise UserError(f"`topk` was asked for {k} tokens; ask for 1 or more")
+        logprobs, tokens = self._of_tokens(rows, k)
+        return logprobs, tokens
+
+    def hidden(self, rows: Scorable) -> PerSample:
+        """What the output layer reads at the last token of each row; at the prompt's last where there is no response.
+
+        Args:
+            rows: As of `logprobs_of`.
+
+        Returns:
+            `[B, H]` in float32 (float64 where the model is).
+        """
+        (states_there,) = self._scores(whole(rows), self.temperature, states)
+        return states_there[:, 0]
+
+    def kl(
+        self,
+        rows: Scorable,
+        other: CausalLM,
+        given: Ragged | None = None,
+        over: Literal["self", "other"] = "self",
+    ) -> PerToken:
+        """The Kullback-Leibler divergence from a frozen model, over the whole vocabulary, at each response token.
+
+        By default it is KL(self || other), the sum of p log(p / q) with p this model's distribution and q that of
+        `other`: what distillation calls reverse KL where this model is the student (MiniLLM, arXiv 2306.08543; GKD,
+        arXiv 2306.13649). The logits of each model are divided by its own temperature. In a train node, name `other`
+        in the mark's `uses`, and read `given` as a value of its own, `Ragged`.
+
+        Args:
+            rows: As of `logprobs_of`.
+            other: A frozen model of the same vocabulary on the same ranks; no gradient goes to it.
+            given: Other prompts, one a row, after which `other` reads the same responses; None for those of `rows`.
+            over: Whose distribution the sum is weighted by: `other` gives KL(other || self), forward KL.
+
+        Returns:
+            `[B, T]` in nats, in float32 (float64 where the model is), 0 where padded.
+
+        Raises:
+            UserError: `other` is trained, has another vocabulary, or `given` is of other rows.
+        """
+        self._check_kl(rows, other, given, over)
+
+        def divergence(own: Scorable, prompts: Ragged | None) -> tuple[Tensor, ...]:
+            frozen = FrozenLayer(other.plan.gathers)
+            with torch.no_grad():
+                read = TokenRows(own.prompt_ids if prompts is None else prompts, own.response_ids, own.lengths)
+                _, (hidden,) = other._forward_once(read, other.temperature, frozen)
+            return self._score_once(own, self.temperature, partial(frozen.divergence, over == "other"), beside=hidden)
+
+        kl, logprobs = self._by_micro_batch(rows, divergence, given)
+        self.watch(rows, logprobs)
+        return kl
+
+    def _check_kl(self, rows: Scorable, other: CausalLM, given: Ragged | None, over: str) -> None:
+        if other.trainable:
+            raise UserError(
+                f"`kl` to {other.model!r}, which is trained: no gradient would go to it; give a frozen model, as"
+                f" CausalLM({other.model!r}, trainable=False) or `averaged`"
+            )
+        if over not in ("self", "other"):
+            raise UserError(f"`over` of `kl` is {over!r}; it is 'self' or 'other'")
+        if given is not None and len(given) != len(rows.lengths):
+            raise UserError(f"`kl` was given {len(given)} other prompts for {len(rows.lengths)} rows; give one a row")
+
+    def _of_tokens(self, rows: Scorable, top: int, ids: Tensor | None = None) -> tuple[Tensor, ...]:
+        readout = partial(of_tokens, top)
+
+        def of_rows(own: Scorable, asked: Tensor | None) -> tuple[Tensor, ...]:
+            if asked is not None:
+                places = (
+                    response_mask(own).flatten().nonzero().flatten()
+                )  # counted on the host: no device is waited for
+                asked = rows_at(asked.flatten(0, 1), places)
+            return self._score_once(own, self.temperature, readout, beside=asked)
+
+        logprobs, *found = self._by_micro_batch(rows, of_rows, ids)
+        self.watch(rows, logprobs)
+        return tuple(found)
+
     def attach_generator(self, generator: Generator, converser: Callable[..., Any]) -> None:
         """Called before the first step, with what the module generates and converses with this model by."""
         self._generator = generator
@@ -232,8 +353,68 @@ class CausalLM(LanguageScores):
             )
         return Averaged(self, decay)
 
-    def _read(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool) -> ScoringModel:
-        return ScoringModel.load(path, dtype, device, self.gradient_checkpointing, empty, self.trust_remote_code)
+    @property
+    def kind(self) -> type[ScoringModel]:
+        """See `ModelHandle.kind`."""
+        return ScoringModel
+
+    @property
+    def replays_routing(self) -> bool:
+        """See `ModelHandle.replays_routing`."""
+        return self.trainable and self.moe is not None and self.moe.routing_replay
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """See `ModelHandle.training`."""
+        self._routed.clear()
+        with super().training():
+            yield
+
+    def take_routed(self) -> Routed:
+        """See `ModelHandle.take_routed`."""
+        if self.moe is None or not self._routed:
+            return Routed()
+        seen, self._routed = self._routed, []
+        loss = None
+        if self.moe.router_aux_loss_coef > 0:
+            of_passes = [
+                load_balancing_loss(routing.logits, routing.used, read.sequence_lengths()).sum()
+                * (read.useful_tokens > 0)  # not of the token that stands for no rows
+                for routing, read in seen
+            ]
+            loss = self.moe.router_aux_loss_coef * torch.stack(of_passes).sum()
+        replayed = [routing for routing, _ in seen if routing.chosen is not None]
+        otherwise = torch.stack([routing.otherwise() for routing in replayed]).sum() if replayed else 0
+        return Routed(loss, otherwise, sum(routing.used[..., 0].numel() for routing in replayed))
+
+    def _prepare(self, model: PackedModel) -> None:
+        if self.moe is None:
+            return
+        if self.moe.freeze_router:
+            for router in routers(model):
+                router.requires_grad_(False)
+        if self.moe.watches:
+            watch_routers(model.model)
+
+    def _forward_pass(
+        self, forward: nn.Module, read: ModelInput, *arguments: object, **more: object
+    ) -> tuple[Tensor, ...]:
+        if self.moe is None or not self.moe.watches:
+            return super()._forward_pass(forward, read, *arguments, **more)
+        if self._training and self.moe.routing_replay and read.experts is None and read.useful_tokens > 0:
+            raise UserError(
+                f"`moe.routing_replay` is set for {self.model!r}, and the rows that it is trained on have no `experts`;"
+                " train on a `Batch` or a `Rollout`, or leave the setting out"
+            )
+        routing = Routing(read.experts if self.moe.routing_replay else None)
+        values = super()._forward_pass(forward, read, *arguments, **more, routing=routing)
+        if self._training:
+            self._routed.append((routing, read))
+        return values
+
+
+def _ignore(rows: Scorable, logprobs: Tensor) -> None:
+    """Nobody watches."""
 
 
 class WithoutAdapters(CausalLM):
@@ -254,10 +435,11 @@ class WithoutAdapters(CausalLM):
         assert self.owner._forward is not None, "the owner is set up first"
         self.attach(self.owner._forward, self.owner.plan)
 
-    def _forward_pass(self, read: ModelInput, *arguments: object) -> tuple[Tensor, ...]:
-        assert self._forward is not None, "attach comes first"
-        with adapters_off(self._forward):
-            return super()._forward_pass(read, *arguments)
+    def _forward_pass(
+        self, forward: nn.Module, read: ModelInput, *arguments: object, **more: object
+    ) -> tuple[Tensor, ...]:
+        with adapters_off(forward):
+            return super()._forward_pass(forward, read, *arguments, **more)
 
 
 class Averaged(CausalLM):
@@ -278,3 +460,80 @@ class Averaged(CausalLM):
     def _prepare(self, model: PackedModel) -> None:
         super()._prepare(model)
         model.held_as_trained = True
+
+
+def of_tokens(
+    top: int, hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, beside: Tensor | None
+) -> tuple[Tensor, ...]:
+    """A readout: log-probabilities of the targets, of the tokens `beside` `[R, K]`, and of the likeliest ones.
+
+    Returns:
+        `[R]` of the targets, `[R, K + top]` of the others, and these tokens `[R, K + top]`.
+
+    Raises:
+        UserError: The vocabulary has fewer than `top` tokens.
+    """
+    ids = targets[:, None] if beside is None else torch.cat([targets[:, None], beside], 1)
+    if top > (size := len(weight)):
+        raise UserError(f"`topk` was asked for {top} tokens of a vocabulary of {size}; ask for fewer")
+    logprobs, _, tokens = logprobs_of_tokens(hidden, weight, ids, softmax, top)
+    return logprobs[:, 0], logprobs[:, 1:], tokens[:, 1:]
+
+
+def states(
+    hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, beside: Tensor | None
+) -> tuple[Tensor, ...]:
+    """A readout: `[R, H]`, what the layer reads, in float32 at least; its weight gets a gradient of 0."""
+    return (hidden.to(torch.promote_types(hidden.dtype, torch.float32)) + 0.0 * weight[0, 0],)
+
+
+class FrozenLayer:
+    """The output layer of a frozen model: a readout that keeps it, and one of another layer that compares the two.
+
+    Args:
+        gathers: Whether the layer's weight is whole only while its forward runs, so that it is copied.
+    """
+
+    def __init__(self, gathers: bool) -> None:
+        self._gathers = gathers
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, beside: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """`[R, H]`, the states that the layer reads, in the model's dtype."""
+        self._weight = weight.detach().clone() if self._gathers else weight.detach()
+        self._softmax = softmax
+        return (hidden,)
+
+    def divergence(
+        self,
+        over_this: bool,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        softmax: Softmax,
+        beside: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """The readout of the other layer, where `beside` `[R, H]` is what this one read.
+
+        Args:
+            over_this: Whether it is KL(this || other) and not KL(other || this).
+            hidden: See `rlflow.models.scoring.Readout`, also for the rest.
+            weight: Of the other layer.
+            targets: The response tokens.
+            softmax: That of the other layer.
+            beside: What `__call__` gave.
+
+        Returns:
+            `[R]` divergences, and `[R]` log-probabilities of the response tokens, without a gradient.
+
+        Raises:
+            UserError: The layers have other numbers of tokens.
+        """
+        assert beside is not None
+        if len(self._weight) != len(weight):
+            raise UserError(
+                f"`kl` compares models with output layers of {len(weight)} and {len(self._weight)} tokens, and a token"
+                " of one has to be a token of the other; give models of one vocabulary"
+            )
+        return token_kl(hidden, weight, targets, softmax, beside, self._weight, self._softmax, over_this)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from rlflow.models.packing import (
     ModelInput,
     Peers,
     Scorable,
+    no_rows,
     on_cpu,
     pack,
     packed_micro_batches,
@@ -32,18 +33,11 @@ from rlflow.models.packing import (
     token_counts,
 )
 from rlflow.values.batch import Pairs, TokenRows
-from rlflow.values.host_copy import on_device
+from rlflow.values.host_copy import on_device, rows_at
 from rlflow.values.ragged import Ragged
 
-# How a model is trained, and what stands there where nothing is said.
-OF_TRAINING = {
-    "epochs": 1,
-    "samples_per_update": None,
-    "start_step": 0,
-    "gradient_checkpointing": False,
-    "lora": None,
-    "moe": None,
-}
+# Settings of how a model is trained.
+OF_TRAINING = ("epochs", "samples_per_update", "start_step", "gradient_checkpointing", "lora", "moe")
 
 
 @dataclass(frozen=True)
@@ -101,6 +95,7 @@ class ForwardPlan:
         return pack(rows) if self.packing else pad(rows)
 
 
+@dataclass(eq=False, repr=False)
 class ModelHandle(ABC):
     """A model of an algorithm, which a subclass gives methods that score rows. Constructing it loads nothing.
 
@@ -122,51 +117,40 @@ class ModelHandle(ABC):
         default_optimizer: Of a trainable model that is given none.
     """
 
+    model: str
+    trainable: bool = True
+    optimizer: Optimizer | None = None
+    epochs: int = 1
+    samples_per_update: int | None = None
+    start_step: int = 0
+    gradient_checkpointing: bool = False
+    lora: LoRA | None = None
+    loss_aggregation: Aggregation | None = None
+    trust_remote_code: bool = False
+
     default_optimizer: ClassVar[Optimizer] = Optimizer()
 
-    def __init__(
-        self,
-        model: str,
-        trainable: bool = True,
-        optimizer: Optimizer | None = None,
-        epochs: int = 1,
-        samples_per_update: int | None = None,
-        start_step: int = 0,
-        gradient_checkpointing: bool = False,
-        lora: LoRA | None = None,
-        loss_aggregation: Aggregation | None = None,
-        trust_remote_code: bool = False,
-    ) -> None:
-        if epochs < 1:
-            raise UserError(f"`epochs` is {epochs}; give 1 or more")
-        if samples_per_update is not None and samples_per_update < 1:
-            raise UserError(f"`samples_per_update` is {samples_per_update}; give 1 or more, or null for all rows")
-        if start_step < 0:
-            raise UserError(f"`start_step` is {start_step}; give the first step that trains, 0 or more")
-        if loss_aggregation not in (None, *get_args(Aggregation)):
-            raise UserError(
-                f"`loss_aggregation` is {loss_aggregation!r}; give one of {', '.join(get_args(Aggregation))}"
-            )
-        if optimizer is not None and not trainable:
-            raise UserError(f"`optimizer` is given for {model!r}, which is frozen; set `trainable` or leave it out")
-        if lora is not None and not trainable:
-            raise UserError(f"`lora` is given for {model!r}, which is frozen; set `trainable` or leave it out")
-        self.model = model
-        self.trainable = trainable
-        self.optimizer = optimizer or (self.default_optimizer if trainable else None)
-        self.epochs = epochs
-        self.samples_per_update = samples_per_update
-        self.start_step = start_step
-        self.gradient_checkpointing = gradient_checkpointing
-        self.lora = lora
-        self.loss_aggregation = loss_aggregation
-        self.trust_remote_code = trust_remote_code
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise UserError(f"`epochs` is {self.epochs}; give 1 or more")
+        if self.samples_per_update is not None and self.samples_per_update < 1:
+            raise UserError(f"`samples_per_update` is {self.samples_per_update}; give 1 or more, or null for all rows")
+        if self.start_step < 0:
+            raise UserError(f"`start_step` is {self.start_step}; give the first step that trains, 0 or more")
+        known = get_args(Aggregation)
+        if self.loss_aggregation not in (None, *known):
+            raise UserError(f"`loss_aggregation` is {self.loss_aggregation!r}; give one of {', '.join(known)}")
+        for name, given in (("optimizer", self.optimizer), ("lora", self.lora)):
+            if given is not None and not self.trainable:
+                raise UserError(
+                    f"`{name}` is given for {self.model!r}, which is frozen; set `trainable` or leave it out"
+                )
+        if self.trainable and self.optimizer is None:
+            self.optimizer = self.default_optimizer
         self.plan = ForwardPlan()
-        self.forwarded_tokens = 0
-        self.useful_tokens = 0
+        self.unknown = ""  # see `PackedModel.unknown`
         self._forward: nn.Module | None = None
         self._training = False
-        self.unknown = ""  # see `PackedModel.unknown`
 
     def load(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool = False) -> PackedModel:
         """Build the model, with its adapters. A strategy calls it, and attaches what it makes of the result.
@@ -175,21 +159,34 @@ class ModelHandle(ABC):
             path: A folder in Hugging Face form, or a Hugging Face name.
             dtype: Of the parameters.
             device: Where they are.
-            empty: Read no weights: parameters are on the device `meta` and take no memory; `Filling` reads them.
+            empty: Read no weights: parameters are on the device `meta` and take no memory; `fill` reads them.
 
         Raises:
             UserError: There is no such model, weights are missing, or adapters cannot be given to it.
         """
-        model = self._read(path, dtype, device, empty).requires_grad_(self.trainable)
+        model = self.kind.load(
+            path, dtype, device, self.gradient_checkpointing, empty, trust_remote_code=self.trust_remote_code
+        )
+        if model.new_head and not self.trainable:
+            raise UserError(
+                f"the model {str(path)!r} has no output layer `{model.head}` to score with, as a causal language model"
+                " has none, and it is frozen; give a reward model with one label, or train one"
+            )
+        model.requires_grad_(self.trainable)
         if self.lora is not None:
             model.add_adapters(self.lora, self.model)
         self._prepare(model)
         self.unknown = model.unknown
         return model
 
+    @property
     @abstractmethod
+    def kind(self) -> type[PackedModel]:
+        """What it is loaded as."""
+
     def score_nothing(self) -> Tensor:
         """A forward pass over no rows: a number, 0-dim, that depends on every trained weight by a gradient of 0."""
+        return self._scores(no_rows())[0].sum()
 
     def attach(self, forward: nn.Module, plan: ForwardPlan) -> None:
         """Score with `forward` from now on.
@@ -212,7 +209,8 @@ class ModelHandle(ABC):
         Raises:
             UserError: Settings of training are given, and the model is not trained.
         """
-        given = [name for name, default in OF_TRAINING.items() if getattr(self, name, default) != default]
+        defaults = {field.name: field.default for field in fields(self)}
+        given = [name for name in OF_TRAINING if name in defaults and getattr(self, name) != defaults[name]]
         if self.optimizer not in (None, self.default_optimizer):
             given.insert(0, "optimizer")
         if given:
@@ -250,9 +248,6 @@ class ModelHandle(ABC):
     def _prepare(self, model: PackedModel) -> None:  # noqa: B027 - most have no such settings
         """Change a model that was loaded as the handle's settings have it."""
 
-    @abstractmethod
-    def _read(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool) -> PackedModel: ...
-
     def _scores(self, rows: Scorable, *arguments: object) -> tuple[Tensor, ...]:
         """What the model says of each response token of `rows`, `[B, T]` each, 0 where padded.
 
@@ -260,29 +255,27 @@ class ModelHandle(ABC):
             rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
             arguments: More of the model's forward.
         """
-        return self._by_micro_batch(
-            rows, lambda part: self._score_once(rows if part is None else take(rows, part), *arguments)
-        )
+        return self._by_micro_batch(rows, lambda own, _: self._score_once(own, *arguments))
 
     def _by_micro_batch(
         self,
         rows: Scorable,
-        score: Callable[[Tensor | None], tuple[Tensor, ...]],
-        prompts: Sequence[Ragged] = (),
+        score: Callable[[Scorable, Any], tuple[Tensor, ...]],
+        beside: Tensor | Ragged | None = None,
     ) -> tuple[Tensor, ...]:
         """What `score` gives of the rows, `[B, ...]` each: in one pass within `training`, else by micro-batch.
 
         Args:
-            rows: That are scored.
-            score: Makes one forward pass of the rows at an index; at None, of all.
-            prompts: See `ForwardPlan.split`.
+            rows: What is scored.
+            score: Makes one forward pass of some rows, with what lies beside them.
+            beside: More that is read of each row: `[B, ...]`, or other prompts, see `ForwardPlan.split`.
         """
         if self._training:
-            return score(None)
-        on_cpu(rows)  # all at once, not by micro-batch
+            return score(rows, beside)
+        on_cpu(rows)  # all of them together, not by micro-batch
         with torch.no_grad():
-            parts = self.plan.micro_batches(rows, prompts)
-            scores = [score(part) for part in parts]
+            parts = self.plan.micro_batches(rows, [beside] if isinstance(beside, Ragged) else [])
+            scores = [score(take(rows, part), _at(beside, part)) for part in parts]
         order = on_device(torch.cat(parts).argsort(), rows.response_ids.device)
         return tuple(torch.cat(values)[order] for values in zip(*scores, strict=True))
 
@@ -308,13 +301,19 @@ class ModelHandle(ABC):
         line = self.plan.model_input(rows)
         parts = (line if beside is None else replace(line, beside=beside)).divide(peers.size)
         read = parts[peers.rank].to(device)
-        values = peers.gather(self._forward_pass(read, *arguments), [len(part.scored) for part in parts])
-        self.forwarded_tokens += read.input_ids.numel()
-        self.useful_tokens += read.useful_tokens
-        return read, values
+        values = self._forward_pass(self._forward, read, *arguments)
+        return read, peers.gather(values, [len(part.scored) for part in parts])
 
-    def _forward_pass(self, read: ModelInput, *arguments: object) -> tuple[Tensor, ...]:
-        assert self._forward is not None, "attach comes first"
+    def _forward_pass(
+        self, forward: nn.Module, read: ModelInput, *arguments: object, **more: object
+    ) -> tuple[Tensor, ...]:
         beside = () if read.beside is None else (read.beside,)
-        values: tuple[Tensor, ...] = self._forward(*read.arguments(), *arguments, *beside)
+        values: tuple[Tensor, ...] = forward(*read.arguments(), *arguments, *beside, **more)
         return values
+
+
+def _at(beside: Tensor | Ragged | None, index: Tensor) -> Tensor | Ragged | None:
+    """What lies beside the rows at `index`."""
+    if beside is None:
+        return None
+    return beside.take(index) if isinstance(beside, Ragged) else rows_at(beside, index)

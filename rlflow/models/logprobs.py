@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of tokens, straight from hidden states, in chunks.
+"""Log-probabilities, entropy and divergence of tokens, straight from hidden states, in chunks.
 
 With a vocabulary of 150 thousand the logits of one micro-batch take more memory than all else together. Here they
 exist for one chunk of tokens at a time, in the backward pass as in the forward, which costs computing them twice.
@@ -7,10 +7,10 @@ exist for one chunk of tokens at a time, in the backward pass as in the forward,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # Logits held at once: 256 MiB in float32, of which two to three copies live at the peak.
 CHUNK_ELEMENTS = 2**26
@@ -25,28 +25,39 @@ LOGIT_SETTINGS = {
 
 
 @dataclass(frozen=True)
-class LogitShape:
-    """What a model makes of the products of its output layer: z to `cap * tanh(scale * z / cap)`.
+class Softmax:
+    """How an output layer's products z become a distribution: `softmax(cap * tanh(scale * z / cap) / temperature)`.
 
     Attributes:
+        temperature: Divides the logits; above 0.
         scale: Factor on the products.
         cap: No logit is larger; None for `scale * z`.
+        wide: Take the products in float32 at least, of numbers of less (MiniMax-M1, arXiv 2506.13585, section 3.2;
+            ScaleRL, arXiv 2510.13786); the weight is then held once more, in it, meanwhile.
     """
 
+    temperature: float = 1.0
     scale: float = 1.0
     cap: float | None = None
+    wide: bool = False
 
     @classmethod
-    def of(cls, config: Any) -> LogitShape:
+    def of(cls, config: Any) -> Softmax:
         """That of a transformers configuration whose type of model is known, see `unknown_logit_settings`."""
         text = config.get_text_config()
         known = {name: getattr(text, name, None) for name, types in LOGIT_SETTINGS.items() if text.model_type in types}
         scale = (known.get("logit_scale") or 1.0) / (known.get("logits_scaling") or 1.0)
-        return cls(scale, known.get("final_logit_softcapping"))
+        return cls(scale=scale, cap=known.get("final_logit_softcapping"))
 
-    def logits(self, products: Tensor) -> Tensor:
-        """Overwrites `products`."""
-        logits = products if self.scale == 1.0 else products.mul_(self.scale)
+    def products_in(self, hidden: Tensor) -> torch.dtype:
+        """In which products are taken."""
+        return torch.promote_types(hidden.dtype, torch.float32) if self.wide else hidden.dtype
+
+    def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """`[n, V]` in `dtype`, of hidden states `[n, H]`; the weight is in `products_in` already."""
+        logits = (hidden.to(weight.dtype) @ weight.T).to(dtype)
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def derivative(self, logits: Tensor) -> Tensor | float:
@@ -55,8 +66,9 @@ class LogitShape:
             return self.scale
         return logits.div(self.cap).square_().neg_().add_(1).mul_(self.scale)
 
-
-PLAIN = LogitShape()
+    def logprobs(self, logits: Tensor) -> Tensor:
+        """`[n, V]`, of the logits divided by the temperature, not the logprobs divided by it; overwrites `logits`."""
+        return logits.div_(self.temperature).log_softmax(1)
 
 
 def unknown_logit_settings(config: Any) -> list[str]:
@@ -69,91 +81,29 @@ def unknown_logit_settings(config: Any) -> list[str]:
     return [f"{name} {value}" for name in unknown if (value := getattr(text, name, None)) not in (None, 1.0)]
 
 
-class Readout(Protocol):
-    """What an output layer computes of hidden states, within its own forward; see `rlflow.models.language_scores`."""
-
-    def __call__(
-        self, layer: TokenHead, hidden: Tensor, targets: Tensor, temperature: float, beside: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """Values of each hidden state, `[N, ...]`; the arguments are those of `TokenHead.forward`."""
-
-
-class TokenHead(nn.Module):
-    """A model's output layer that returns log-probabilities and entropy in place of logits.
-
-    It holds the layer's own weight, tied or not, and does its work within its own forward: there ZeRO-3 gathers it.
-
-    Args:
-        weight: `[V, H]`, the weight of the layer that it replaces.
-        shape: What the model makes of its products.
-
-    Attributes:
-        wide: Whether products are computed in float32 at least, of numbers of less (MiniMax-M1, arXiv 2506.13585,
-            section 3.2; ScaleRL, arXiv 2510.13786).
-    """
-
-    wide = False
-
-    def __init__(self, weight: nn.Parameter, shape: LogitShape = PLAIN) -> None:
-        super().__init__()
-        self.weight = weight
-        self.shape = shape
-
-    def forward(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        temperature: float,
-        readout: Readout | None = None,
-        beside: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        """`[N, H]` hidden states and `[N]` targets to `[N]` log-probabilities and `[N]` entropies, or to a readout's.
-
-        Args:
-            hidden: `[N, H]`.
-            targets: `[N]` int64.
-            temperature: Divides the logits.
-            readout: What to compute instead of the two.
-            beside: `[N, ...]`, what the readout compares with, if anything.
-        """
-        if readout is not None:
-            return readout(self, hidden, targets, temperature, beside)
-        return token_logprobs(hidden, self.weight, targets, temperature, shape=self.shape, wide=self.wide)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[..., H]` hidden states to the products `[..., V]` of the layer that this replaces."""
-        return nn.functional.linear(hidden, self.weight)
-
-
 def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    temperature: float = 1.0,
+    softmax: Softmax = Softmax(),
     chunk_elements: int = CHUNK_ELEMENTS,
-    shape: LogitShape = PLAIN,
-    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target under `softmax(logits / temperature)`, and that distribution's entropy.
+    """Log-probability of each target, and the entropy of the distribution that it is drawn from.
 
-    The logits are `hidden @ weight.T`, scaled and capped as `shape` has it. Both results are differentiable by `hidden`
-    and `weight`. The softmax is taken in float32, in float64 where `hidden` is.
+    The distribution is `softmax` of the products `hidden @ weight.T`, taken in float32, in float64 where `hidden` is.
+    Both results are differentiable by `hidden` and `weight`.
 
     Args:
         hidden: `[N, H]`.
         weight: `[V, H]`.
         targets: `[N]` int64.
-        temperature: Divides the logits; above 0.
+        softmax: What the model makes of the products.
         chunk_elements: Most logits held at once; at least one token's are.
-        shape: What the model makes of the products.
-        wide: Take the products in the softmax's dtype too; `weight` is then held once more, in it, meanwhile.
 
     Returns:
         `[N]` log-probabilities and `[N]` entropies in nats.
     """
-    logprobs, entropy, _ = logprobs_of_tokens(
-        hidden, weight, targets[:, None], temperature, 0, chunk_elements, shape, wide
-    )
+    logprobs, entropy, _ = logprobs_of_tokens(hidden, weight, targets[:, None], softmax, 0, chunk_elements)
     return logprobs[:, 0], entropy
 
 
@@ -161,11 +111,9 @@ def logprobs_of_tokens(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
-    temperature: float = 1.0,
+    softmax: Softmax = Softmax(),
     top: int = 0,
     chunk_elements: int = CHUNK_ELEMENTS,
-    shape: LogitShape = PLAIN,
-    wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `token_logprobs`, of several tokens at each place: given ones, and the likeliest.
 
@@ -173,17 +121,15 @@ def logprobs_of_tokens(
         hidden: `[N, H]`.
         weight: `[V, H]`.
         ids: `[N, K]` int64.
-        temperature: See `token_logprobs`, also for the rest.
+        softmax: What the model makes of the products.
         top: How many of the likeliest tokens are added, likeliest first.
-        chunk_elements: Most logits held at once.
-        shape: What the model makes of the products.
-        wide: Take the products in the softmax's dtype too.
+        chunk_elements: Most logits held at once; at least one token's are.
 
     Returns:
         `[N, K + top]` log-probabilities, `[N]` entropies, and `[N, K + top]` the tokens, of which `ids` are the first.
     """
     apply: Any = _TokenLogprobs.apply
-    result: tuple[Tensor, Tensor, Tensor] = apply(hidden, weight, ids, temperature, top, chunk_elements, shape, wide)
+    result: tuple[Tensor, Tensor, Tensor] = apply(hidden, weight, ids, softmax, top, chunk_elements)
     return result
 
 
@@ -194,15 +140,12 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         ids: Tensor,
-        temperature: float,
+        softmax: Softmax,
         top: int,
         chunk_elements: int,
-        shape: LogitShape,
-        wide: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        products_in = dtype if wide else hidden.dtype
-        given, weight = weight, weight.to(products_in)
+        given, weight = weight, weight.to(softmax.products_in(hidden))
         number, known = ids.shape
         tokens = ids.new_empty(number, known + top)
         tokens[:, :known] = ids
@@ -211,14 +154,13 @@ class _TokenLogprobs(torch.autograd.Function):
         rows = max(1, chunk_elements // weight.shape[0])
         for i in range(0, number, rows):
             chunk = slice(i, i + rows)
-            products = (hidden[chunk].to(products_in) @ weight.T).to(dtype)
-            everything = log_softmax(shape.logits(products), temperature)  # [n, V]
+            everything = softmax.logprobs(softmax.logits(hidden[chunk], weight, dtype))  # [n, V]
             if top:
                 tokens[chunk, known:] = everything.topk(top, dim=1).indices
             logprobs[chunk] = everything.gather(1, tokens[chunk])
             entropy[chunk] = -everything.exp().mul_(everything).sum(1)
-            del products, everything  # before the next chunk's are made
-        ctx.rows, ctx.temperature, ctx.shape, ctx.products_in = rows, temperature, shape, products_in
+            del everything  # before the next chunk's are made
+        ctx.rows, ctx.softmax = rows, softmax
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(tokens)
         ctx.save_for_backward(hidden, given, tokens, entropy)
@@ -227,18 +169,19 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, given, tokens, entropy = ctx.saved_tensors
-        weight = given.to(ctx.products_in)
+        softmax, dtype = ctx.softmax, entropy.dtype
+        weight = given.to(softmax.products_in(hidden))
         grad_logprobs = entropy.new_zeros(tokens.shape) if grads[0] is None else grads[0]
         grad_entropy = grads[1]
         grad_hidden = torch.empty_like(hidden)
         # A sum over chunks, so kept wider than bfloat16.
-        grad_weight = torch.zeros_like(given, dtype=entropy.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.zeros_like(given, dtype=dtype) if ctx.needs_input_grad[1] else None
         for i in range(0, len(tokens), ctx.rows):
             chunk = slice(i, i + ctx.rows)
-            read = hidden[chunk].to(ctx.products_in)
-            logits = ctx.shape.logits((read @ weight.T).to(entropy.dtype))
-            derivative = ctx.shape.derivative(logits)
-            everything = log_softmax(logits, ctx.temperature)
+            read = hidden[chunk].to(weight.dtype)
+            logits = softmax.logits(read, weight, dtype)
+            derivative = softmax.derivative(logits)
+            everything = softmax.logprobs(logits)
             del logits
             grad = _logits_gradient(
                 everything,
@@ -247,17 +190,12 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_logprobs[chunk],
                 None if grad_entropy is None else grad_entropy[chunk, None],
             )
-            grad = grad.div_(ctx.temperature).mul_(derivative).to(ctx.products_in)
+            grad = grad.div_(softmax.temperature).mul_(derivative).to(weight.dtype)
             grad_hidden[chunk] = grad @ weight
             if grad_weight is not None:
                 add_product(grad_weight, grad.T, read)
             del grad, everything, derivative  # before the next chunk's logits are made
-        return grad_hidden, None if grad_weight is None else grad_weight.to(given.dtype), *[None] * 6
-
-
-def log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """`[n, V]`, of the logits divided by the temperature, not the logprobs divided by it; overwrites `logits`."""
-    return logits.div_(temperature).log_softmax(1)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(given.dtype), *[None] * 4
 
 
 def _logits_gradient(
@@ -273,6 +211,109 @@ def _logits_gradient(
     if grad_entropy is not None:
         factor = everything.add_(entropy).mul_(grad_entropy).add_(factor)
     return probs.mul_(factor).neg_().scatter_add_(1, tokens, grad_logprobs)
+
+
+def token_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    softmax: Softmax,
+    other_hidden: Tensor,
+    other_weight: Tensor,
+    other_softmax: Softmax,
+    over_other: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """KL(p || q) at each token, with p from `hidden` and q from `other_hidden`; or KL(q || p).
+
+    Like log-probabilities, it is computed from hidden states: the logits of both models exist for one chunk of tokens
+    at a time, in the backward pass as in the forward.
+
+    With z the logits of p divided by its temperature T, and l = log p - log q: d KL(p || q) / dz = p (l - KL), and
+    d KL(q || p) / dz = p - q. Only p gets a gradient. The softmax is taken in float32, in float64 where `hidden` is.
+
+    Args:
+        hidden: `[N, H]`.
+        weight: `[V, H]`.
+        targets: `[N]` int64.
+        softmax: Of p.
+        other_hidden: `[N, H']`.
+        other_weight: `[V, H']`.
+        other_softmax: Of q.
+        over_other: Take KL(q || p).
+        chunk_elements: Most logits held at once, of both together; at least one token's are.
+
+    Returns:
+        `[N]` in nats, and `[N]` log-probabilities of the targets under p, without a gradient.
+    """
+    apply: Any = _TokenKL.apply
+    result: tuple[Tensor, Tensor] = apply(
+        hidden, weight, targets, softmax, other_hidden, other_weight, other_softmax, over_other, chunk_elements
+    )
+    return result
+
+
+class _TokenKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        softmax: Softmax,
+        other_hidden: Tensor,
+        other_weight: Tensor,
+        other_softmax: Softmax,
+        over_other: bool,
+        chunk_elements: int,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        own, other = weight.to(softmax.products_in(hidden)), other_weight.to(other_softmax.products_in(other_hidden))
+        kl = hidden.new_empty(targets.shape, dtype=dtype)
+        logprobs = torch.empty_like(kl)
+        ctx.rows = max(1, chunk_elements // (2 * len(weight)))
+        for i in range(0, len(targets), ctx.rows):
+            chunk = slice(i, i + ctx.rows)
+            log_p = softmax.logprobs(softmax.logits(hidden[chunk], own, dtype))  # [n, V]
+            logprobs[chunk] = log_p.gather(1, targets[chunk, None])[:, 0]
+            log_q = other_softmax.logprobs(other_softmax.logits(other_hidden[chunk], other, dtype))
+            if over_other:
+                kl[chunk] = log_p.sub_(log_q).neg_().mul_(log_q.exp_()).sum(1)
+            else:
+                kl[chunk] = log_q.sub_(log_p).neg_().mul_(log_p.exp_()).sum(1)
+            del log_p, log_q  # before the next chunk's are made
+        ctx.softmax, ctx.other_softmax, ctx.over_other = softmax, other_softmax, over_other
+        ctx.mark_non_differentiable(logprobs)
+        ctx.save_for_backward(hidden, weight, other_hidden, other_weight, kl)
+        return kl, logprobs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, other_hidden, other_weight, kl = ctx.saved_tensors
+        softmax, other_softmax, dtype = ctx.softmax, ctx.other_softmax, kl.dtype
+        own, other = weight.to(softmax.products_in(hidden)), other_weight.to(other_softmax.products_in(other_hidden))
+        grad_hidden = torch.empty_like(hidden)
+        # A sum over chunks, so kept wider than bfloat16.
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
+        for i in range(0, len(kl), ctx.rows):
+            chunk = slice(i, i + ctx.rows)
+            read = hidden[chunk].to(own.dtype)
+            logits = softmax.logits(read, own, dtype)
+            derivative = softmax.derivative(logits)
+            log_p = softmax.logprobs(logits)
+            del logits
+            log_q = other_softmax.logprobs(other_softmax.logits(other_hidden[chunk], other, dtype))
+            if ctx.over_other:
+                grad = log_p.exp_().sub_(log_q.exp_())
+            else:
+                grad = log_q.sub_(log_p).neg_().sub_(kl[chunk, None]).mul_(log_p.exp_())
+            del log_q, log_p
+            grad = grad.mul_(grads[0][chunk, None]).div_(softmax.temperature).mul_(derivative).to(own.dtype)
+            grad_hidden[chunk] = grad @ own
+            if grad_weight is not None:
+                add_product(grad_weight, grad.T, read)
+            del grad, derivative  # before the next chunk's logits are made
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 7
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from rlflow.models.attention import PACKED_ATTENTION, Attention, register_packed
 from rlflow.models.lora import LoRA, Weight, adapter_of, add_adapters, is_adapter, plain_name, save_adapter
 from rlflow.models.moe import ROUTING, Routing
 from rlflow.models.packing import ALONE, Peers, pack
+from rlflow.models.pretrained import read
 from rlflow.models.remote_code import save_code
 from rlflow.models.weight_files import WeightFiles
 from rlflow.values.batch import TokenRows
@@ -33,7 +34,8 @@ class PackedModel(nn.Module):
         model: The transformers model; its attention and how its linear layers compute on the CPU are replaced.
     """
 
-    head: str | None = None  # name of an output layer that adapters leave to be trained as a whole
+    auto_class = "AutoModelForCausalLM"  # transformers' class that reads it
+    head: str | None = None  # name of an output layer of one label, which adapters leave to be trained as a whole
     new_head = False  # the files have none, and it starts with zeros
 
     def __init__(self, model: Any) -> None:
@@ -44,13 +46,52 @@ class PackedModel(nn.Module):
         self.model = model
         self.dtype: torch.dtype = model.dtype  # that it computes in, whatever its parameters are held in
         self.divided: Attention | None = None  # attends over a line that ranks divide among them
-        self.routing: Routing | None = None  # of the forward pass that is made
         self.lora: LoRA | None = None
         self.base = ""  # what adapters belong to
         self.base_digest = ""  # `digest_of` it; set by who can see all of its weights
         self.held_as_trained = False  # frozen weights are held in the dtype of trained ones, to be moved in it
         self.unknown = ""  # a line about tensors of its files that it leaves out
-        self.files: WeightFiles | None = None  # of a model that was built empty, until `Filling` reads them
+        self.files: WeightFiles | None = None  # of a model that was built empty, until `fill` reads them
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        gradient_checkpointing: bool = False,
+        empty: bool = False,
+        trust_remote_code: bool = False,
+    ) -> Self:
+        """Read a model; `check` says whether it is scored rightly. It is in evaluation mode, without dropout.
+
+        Args:
+            path: Folder or Hugging Face name.
+            dtype: Of the parameters.
+            device: Where they are.
+            gradient_checkpointing: Keep each layer's input only, and compute the rest again in the backward pass.
+            empty: See `ModelHandle.load`.
+            trust_remote_code: See `ModelHandle`.
+
+        Raises:
+            UserError: There is no such model.
+        """
+        import transformers
+
+        kind, scalar = getattr(transformers, cls.auto_class), cls.head is not None
+        may_lack = (f"{cls.head}.weight", f"{cls.head}.bias") if scalar else ()
+        settings = {"num_labels": 1} if scalar else {}
+        with torch.random.fork_rng(devices=[], enabled=scalar):  # transformers draws an output layer that is missing
+            found, files, lacks, unknown = read(kind, path, dtype, empty, trust_remote_code, may_lack, **settings)
+        if not empty:
+            found.to(device)
+        if gradient_checkpointing:
+            found.gradient_checkpointing_enable({"use_reentrant": False})
+        model = cls(found)
+        model.files, model.new_head, model.unknown = files, lacks, unknown
+        if lacks and not empty:
+            model.output_layer.zero()
+        return model
 
     def use_float32_head(self) -> None:
         """Compute what the output layer gives in float32 at least; layers of one label always do."""
@@ -64,14 +105,6 @@ class PackedModel(nn.Module):
         """
         self.lora, self.base = lora, base
         add_adapters(self.model, lora, self.head)
-
-    def divide(self, attention: Attention) -> None:
-        """Read parts of lines from now on.
-
-        Args:
-            attention: Called as `packed_attention` is, with this rank's part of the line.
-        """
-        self.divided = attention
 
     @torch.no_grad()
     def check(self, forward: nn.Module, device: torch.device, peers: Peers = ALONE) -> None:
@@ -218,7 +251,13 @@ class PackedModel(nn.Module):
         """The layers below the output layer."""
 
     def hidden(
-        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int, scored: Tensor
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int,
+        scored: Tensor,
+        routing: Routing | None = None,
     ) -> Tensor:
         """`[R, H]`, the last layer's states at the scored positions of a `ModelInput`."""
         states: Tensor = self.decoder(
@@ -230,7 +269,7 @@ class PackedModel(nn.Module):
             max_length_q=max_seqlen,
             max_length_k=max_seqlen,
             divided=self.divided,
-            **({} if self.routing is None else {ROUTING: self.routing}),
+            **({} if routing is None else {ROUTING: routing}),
         ).last_hidden_state
         return states.flatten(0, 1)[scored]
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from rlflow.errors import UserError
 from rlflow.models.remote_code import code_beside, register_decoder
-from rlflow.models.tensor_range import TensorRange
-from rlflow.models.weight_files import WeightFiles, not_finite
+from rlflow.models.weight_files import TensorRange, WeightFiles, not_finite
 from rlflow.storage.tensors import is_finite
 
 OUTPUT_LAYERS = ("lm_head", "score")  # that a model of the other kind leaves in its files
@@ -34,7 +33,7 @@ def read(
         kind: The class that reads it, `AutoModelForCausalLM` say.
         path: Folder or Hugging Face name.
         dtype: Of the parameters.
-        empty: Leave parameters without memory, on the device `meta`, for `Filling`; buffers are on the CPU.
+        empty: Leave parameters without memory, on the device `meta`, for `fill`; buffers are on the CPU.
         trust_remote_code: Whether code that lies beside the weights may run.
         may_lack: Weights that may be missing; they are random numbers then.
         settings: More of its configuration.

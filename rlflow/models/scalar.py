@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ from rlflow.errors import UserError
 from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
-from rlflow.models.packing import ALONE, Peers, Scorable, no_rows, whole
-from rlflow.models.pretrained import read
+from rlflow.models.packing import ALONE, Peers, Scorable, whole
 from rlflow.values.cuts import PerSample, PerToken
 
 
@@ -46,14 +44,10 @@ class ValueModel(ModelHandle):
         (values,) = self._scores(whole(rows))
         return values[:, 0]
 
-    def score_nothing(self) -> Tensor:
-        """See `ModelHandle.score_nothing`."""
-        return self._scores(no_rows())[0].sum()
-
-    def _read(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool) -> ScalarModel:
-        return ScalarModel.load(
-            path, dtype, device, self.gradient_checkpointing, self.trainable, empty, self.trust_remote_code
-        )
+    @property
+    def kind(self) -> type[ScalarModel]:
+        """See `ModelHandle.kind`."""
+        return ScalarModel
 
 
 class RewardModel(ModelHandle):
@@ -75,14 +69,10 @@ class RewardModel(ModelHandle):
         (scores,) = self._scores(whole(rows))
         return scores[:, 0]
 
-    def score_nothing(self) -> Tensor:
-        """See `ModelHandle.score_nothing`."""
-        return self._scores(no_rows())[0].sum()
-
-    def _read(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool) -> ScalarModel:
-        return ScalarModel.load(
-            path, dtype, device, self.gradient_checkpointing, self.trainable, empty, self.trust_remote_code
-        )
+    @property
+    def kind(self) -> type[ScalarModel]:
+        """See `ModelHandle.kind`."""
+        return ScalarModel
 
 
 HEAD = "score"  # transformers' name of the output layer of decoders
@@ -93,63 +83,20 @@ class ScalarModel(PackedModel):
 
     Args:
         classifier: The transformers model, with one label.
+
+    Raises:
+        UserError: It has no output layer of a decoder.
     """
 
+    auto_class = "AutoModelForSequenceClassification"
     head = HEAD
 
     def __init__(self, classifier: Any) -> None:
-        head = getattr(classifier, HEAD)
-        setattr(classifier, HEAD, ScalarHead(head.weight, head.bias))
-        super().__init__(classifier)
-
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        gradient_checkpointing: bool = False,
-        new_head: bool = False,
-        empty: bool = False,
-        trust_remote_code: bool = False,
-    ) -> ScalarModel:
-        """Read a model; `check` says whether it is scored rightly. It is in evaluation mode, without dropout.
-
-        Args:
-            path: Folder or Hugging Face name.
-            dtype: Of the parameters.
-            device: Where they are.
-            gradient_checkpointing: Keep each layer's input only, and compute the rest again in the backward pass.
-            new_head: Give a causal language model an output layer of zeros; without it such a model is refused.
-            empty: See `ModelHandle.load`.
-            trust_remote_code: See `ModelHandle`.
-
-        Raises:
-            UserError: There is no such model, or it has no output layer.
-        """
-        from transformers import AutoModelForSequenceClassification
-
-        weights = (f"{HEAD}.weight", f"{HEAD}.bias")
-        with torch.random.fork_rng(devices=[]):  # transformers draws what is missing
-            kind: Any = AutoModelForSequenceClassification
-            found = read(kind, path, dtype, empty, trust_remote_code, weights, num_labels=1)
-        classifier, files, missing, unknown = found
-        if not isinstance(getattr(classifier, HEAD, None), nn.Linear):
+        head = getattr(classifier, HEAD, None)
+        if not isinstance(head, nn.Linear):
             raise UserError(f"{type(classifier).__name__} has no output layer `{HEAD}`; use a decoder's model")
-        if missing and not new_head:
-            raise UserError(
-                f"the model {str(path)!r} has no output layer `{HEAD}` to score with, as a causal language model has"
-                " none, and it is frozen; give a reward model with one label, or train one"
-            )
-        if not empty:
-            classifier.to(device)
-        if gradient_checkpointing:
-            classifier.gradient_checkpointing_enable({"use_reentrant": False})
-        model = cls(classifier)
-        model.files, model.new_head, model.unknown = files, missing, unknown
-        if missing and not empty:
-            model.output_layer.zero()
-        return model
+        setattr(classifier, HEAD, ScalarHead(head))
+        super().__init__(classifier)
 
     @property
     def decoder(self) -> Any:
@@ -198,14 +145,13 @@ class ScalarHead(nn.Module):
     It holds the layer's own weights and does its work within its own forward: there ZeRO-3 gathers them.
 
     Args:
-        weight: `[1, H]`, of the layer that it replaces.
-        bias: `[1]`, if that has one.
+        layer: What it replaces, with a weight `[1, H]`.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+    def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self.weight = weight
-        self.bias = bias
+        self.weight = layer.weight
+        self.bias = layer.bias
         self.random = False  # compute with seeded random numbers in place of the weight
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -1,17 +1,18 @@
-"""A Hugging Face causal language model that scores tokens, and its weights as files have them."""
+"""A Hugging Face causal language model that scores tokens, its output layer, and its weights as files have them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlflow.models.logprobs import LogitShape, Readout, TokenHead
+from rlflow.models.logprobs import Softmax, token_logprobs
+from rlflow.models.moe import Routing
 from rlflow.models.packed import PackedModel
-from rlflow.models.pretrained import read
 
 
 class ScoringModel(PackedModel):
@@ -24,42 +25,8 @@ class ScoringModel(PackedModel):
     def __init__(self, causal_lm: Any) -> None:
         head = causal_lm.get_output_embeddings()
         assert head.bias is None  # see `check_architecture`
-        causal_lm.set_output_embeddings(TokenHead(head.weight, LogitShape.of(causal_lm.config)))
+        causal_lm.set_output_embeddings(TokenHead(head.weight, Softmax.of(causal_lm.config)))
         super().__init__(causal_lm)
-
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        gradient_checkpointing: bool = False,
-        empty: bool = False,
-        trust_remote_code: bool = False,
-    ) -> ScoringModel:
-        """Read a model; `check` says whether it is scored rightly. It is in evaluation mode, without dropout.
-
-        Args:
-            path: Folder or Hugging Face name.
-            dtype: Of the parameters.
-            device: Where they are.
-            gradient_checkpointing: Keep each layer's input only, and compute the rest again in the backward pass.
-            empty: See `ModelHandle.load`.
-            trust_remote_code: See `ModelHandle`.
-
-        Raises:
-            UserError: There is no such model.
-        """
-        from transformers import AutoModelForCausalLM
-
-        causal_lm, files, _, unknown = read(AutoModelForCausalLM, path, dtype, empty, trust_remote_code)
-        if not empty:
-            causal_lm.to(device)
-        if gradient_checkpointing:
-            causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-        model = cls(causal_lm)
-        model.files, model.unknown = files, unknown
-        return model
 
     @property
     def decoder(self) -> Any:
@@ -73,7 +40,7 @@ class ScoringModel(PackedModel):
 
     def use_float32_head(self) -> None:
         """See `PackedModel.use_float32_head`."""
-        self.output_layer.wide = True
+        self.output_layer.softmax = replace(self.output_layer.softmax, wide=True)
 
     def own_scores(self, forward: nn.Module, tokens: Tensor, prompt: int) -> Tensor:
         """Log-probabilities of the tokens after the prompt; see `PackedModel.own_scores`."""
@@ -92,11 +59,60 @@ class ScoringModel(PackedModel):
         temperature: float = 1.0,
         readout: Readout | None = None,
         beside: Tensor | None = None,
+        routing: Routing | None = None,
     ) -> tuple[Tensor, ...]:
         """`[R]` log-probabilities and `[R]` entropies of the scored tokens of a `ModelInput`, or a readout's."""
-        hidden = self.hidden(input_ids, position_ids, cu_seqlens, max_seqlen, scored)
+        hidden = self.hidden(input_ids, position_ids, cu_seqlens, max_seqlen, scored, routing)
         scores: tuple[Tensor, ...] = self.output_layer(hidden, targets, temperature, readout, beside)
         return scores
+
+
+# What an output layer computes of hidden states within its own forward, where ZeRO-3 and FSDP gather its weight: values
+# `[N, ...]` of the states `[N, H]`, the layer's weight `[V, H]`, the targets `[N]`, the layer's softmax, and what lies
+# beside each target, `[N, ...]` or None.
+Readout = Callable[[Tensor, Tensor, Tensor, Softmax, Tensor | None], tuple[Tensor, ...]]
+
+
+class TokenHead(nn.Module):
+    """A model's output layer that returns log-probabilities and entropy in place of logits.
+
+    It holds the layer's own weight, tied or not, and does its work within its own forward: there ZeRO-3 gathers it.
+
+    Args:
+        weight: `[V, H]`, the weight of the layer that it replaces.
+        softmax: What the model makes of its products; the temperature is that of each forward.
+    """
+
+    def __init__(self, weight: nn.Parameter, softmax: Softmax) -> None:
+        super().__init__()
+        self.weight = weight
+        self.softmax = softmax
+
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float,
+        readout: Readout | None = None,
+        beside: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """`[N, H]` hidden states and `[N]` targets to `[N]` log-probabilities and `[N]` entropies, or to a readout's.
+
+        Args:
+            hidden: `[N, H]`.
+            targets: `[N]` int64.
+            temperature: Divides the logits.
+            readout: What to compute instead of the two.
+            beside: `[N, ...]`, what the readout compares with, if anything.
+        """
+        softmax = replace(self.softmax, temperature=temperature)
+        if readout is not None:
+            return readout(hidden, self.weight, targets, softmax, beside)
+        return token_logprobs(hidden, self.weight, targets, softmax)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., H]` hidden states to the products `[..., V]` of the layer that this replaces."""
+        return nn.functional.linear(hidden, self.weight)
 
 
 def stored_weights(

@@ -1,20 +1,111 @@
-"""Which rank writes which tensors of a model's files in Hugging Face form."""
+"""Each rank's part of a model's files in Hugging Face form: what it reads of them, and which tensors it writes."""
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from rlflow.models.lora import first_values, is_adapter, plain_name
 from rlflow.models.packed import PackedModel
-from rlflow.models.weight_files import INDEX, shard_name
+from rlflow.models.weight_files import INDEX, TensorRange, WeightFiles, shard_name
 from rlflow.storage.disk import Disk
 from rlflow.storage.tensors import StoredTensor, all_finite, write_tensors
+
+
+@torch.no_grad()
+def fill(
+    model: PackedModel,
+    part_of: Callable[[nn.Parameter], TensorRange],
+    full_shape: Callable[[nn.Parameter], torch.Size],
+    device: torch.device,
+) -> None:
+    """Read what this rank holds of each parameter of a model that was built without memory.
+
+    Nothing is sent between ranks. A parameter that transformers converts, such as a layer's experts from a tensor each,
+    is made whole on the CPU, one at a time; of all others a rank reads its range.
+
+    Args:
+        model: Built by `ModelHandle.load` as empty, whose parameters have memory since then; it hands over its files.
+        part_of: What this rank holds of a parameter.
+        full_shape: The shape of a whole parameter.
+        device: Of buffers.
+
+    Raises:
+        UserError: A file is broken.
+    """
+    files, model.files = model.files, None
+    assert files is not None, "not built empty"
+    inner = model.model
+    of_name = {plain_name(name): each for name, each in inner.named_parameters(remove_duplicate=False)}
+    read, converted = _sources(inner, files, of_name)
+    filled: set[nn.Parameter] = set()
+    for first, conversion in converted.items():
+        for name, made in conversion.convert(first, model=inner, config=inner.config).items():
+            _cut(made[0] if isinstance(made, list) else made, part_of(of_name[name]))
+            filled.add(of_name[name])
+            del made
+    for name, parameter in of_name.items():
+        if name in read and parameter not in filled:
+            files.read(read[name], part_of(parameter))
+            filled.add(parameter)
+    for name, parameter in inner.named_parameters():
+        if is_adapter(name):
+            _cut(first_values(name, full_shape(parameter)), part_of(parameter))
+        elif parameter not in filled:
+            assert model.new_head, name  # anything else that is missing was refused
+            part_of(parameter).values.zero_()
+    for name, buffer in list(model.named_buffers()):
+        owner, _, key = name.rpartition(".")
+        source = read.get(model.hf_name(name))
+        value = buffer if source is None else files.whole(source, of_buffer=True).to(buffer.dtype)
+        model.get_submodule(owner)._buffers[key] = value.to(device)
+
+
+def _sources(
+    model: Any, files: WeightFiles, parameters: Mapping[str, nn.Parameter]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Where each parameter or buffer comes from: a tensor of the files by name, or transformers' conversion of several.
+
+    As `convert_and_load_state_dict_in_model` of transformers does it, which loads models whole.
+    """
+    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+    known = dict.fromkeys(map(plain_name, model.state_dict()), True)
+    converters = [each for each in model._weight_conversions if isinstance(each, WeightConverter)]
+    renamings = [each for each in model._weight_conversions if not isinstance(each, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    read: dict[str, str] = {}
+    converted: dict[str, Any] = {}
+    for key in sorted(files.names, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        if name not in known and key in known:
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, known)
+        if name not in known:
+            continue
+        if pattern is None:
+            read[name] = key
+        else:
+            conversion = converted.setdefault(name, deepcopy(by_pattern[pattern]))
+            conversion.add_tensor(name, key, pattern, partial(_whole, files, key, parameters[name].dtype))
+    return read, converted
+
+
+def _whole(files: WeightFiles, name: str, dtype: torch.dtype) -> Tensor:
+    return files.whole(name).to(dtype)
+
+
+def _cut(whole: Tensor, part: TensorRange) -> None:
+    """Write a part's range of a whole tensor into it."""
+    part.values.copy_(whole.reshape(-1)[part.start : part.start + part.values.numel()])
 
 
 @dataclass(frozen=True)
@@ -71,9 +162,9 @@ def write_shard(
     units: Sequence[Unit],
     weights: Iterable[tuple[str, Tensor]],
     disk: Disk,
-    what: str | None = None,
-) -> tuple[Path, ...]:
-    """Let a disk write one file, while all weights pass by.
+    what: str,
+) -> None:
+    """Let a disk write one file, while all weights pass by; nothing where it would be empty.
 
     Args:
         path: The file.
@@ -83,21 +174,17 @@ def write_shard(
         weights: Whole ones by name, of all files, in the order of `divided`; taken to the end, for gathering them is a
             collective. Each holds until the next.
         disk: Writes.
-        what: The model is called where a weight is infinite or NaN; None for the folder's name.
-
-    Returns:
-        The file; nothing where it would be empty.
+        what: The model is called where a weight is infinite or NaN.
     """
     if not units:
         deque(weights, maxlen=0)
-        return ()
+        return
     stream = disk.stream(partial(_write, path, what, role, units))
     try:
         for entry, tensor in _in_file(model, units, weights):
             stream.put(disk.copy(f"{path}/{entry.key}", tensor))
     finally:
         stream.close()
-    return (path,)
 
 
 def write_shard_later(
@@ -107,29 +194,26 @@ def write_shard_later(
     units: Sequence[Unit],
     weights: Iterable[tuple[str, Tensor]],
     disk: Disk,
-    what: str | None = None,
-) -> tuple[Path, ...]:
-    """As `write_shard`, of weights that can be had when the disk asks for them; they are not copied.
+    what: str,
+) -> None:
+    """As `write_shard`, of weights that can be had when the disk asks for them, in its thread; they are not copied.
 
     Args:
         path: The file.
         role: Whose weights they are.
         model: Theirs.
         units: Of this file.
-        weights: Whole ones by name, in the order of `divided`; asked for in the disk's thread.
+        weights: Whole ones of these units by name, in the order of `divided`.
         disk: Writes.
         what: As `write_shard`.
     """
-    if not units:
-        return ()
-    disk.do(lambda: _write(path, what, role, units, (tensor for _, tensor in _in_file(model, units, weights))))
-    return (path,)
+    if units:
+        disk.do(lambda: _write(path, what, role, units, (tensor for _, tensor in _in_file(model, units, weights))))
 
 
-def _write(path: Path, what: str | None, role: str, units: Sequence[Unit], tensors: Iterable[Tensor]) -> None:
+def _write(path: Path, what: str, role: str, units: Sequence[Unit], tensors: Iterable[Tensor]) -> None:
     entries = [entry for unit in units for entry in unit.entries]
-    finite = all_finite(what or path.parent.stem, role, entries, tensors)
-    write_tensors(path, entries, finite, {"format": "pt"})
+    write_tensors(path, entries, all_finite(what, role, entries, tensors), {"format": "pt"})
 
 
 def _in_file(

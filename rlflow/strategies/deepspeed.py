@@ -17,7 +17,7 @@ from rlflow.errors import UserError, importable, require
 from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
-from rlflow.models.tensor_range import TensorRange
+from rlflow.models.weight_files import TensorRange
 from rlflow.strategies.distributed import DistributedStrategy, RoleGroups, replace_parameters
 from rlflow.strategies.role import FIRST, Role
 from rlflow.strategies.strategy import WEIGHT

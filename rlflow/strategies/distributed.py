@@ -90,7 +90,7 @@ class DistributedStrategy(TrainingStrategy):
         layout = self.layout(name)
         if layout.copies > 1:
             check_sequence_parallel(role.model.model.config, layout.copies, name, self.packing)
-            role.model.divide(divided_attention(self._groups.of(layout).peers))
+            role.model.divided = divided_attention(self._groups.of(layout).peers)
         return role.model
 
 

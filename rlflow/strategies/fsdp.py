@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from rlflow.errors import UserError
 from rlflow.models.handle import ModelHandle
 from rlflow.models.packed import PackedModel
-from rlflow.models.tensor_range import TensorRange
+from rlflow.models.weight_files import TensorRange
 from rlflow.strategies.distributed import DistributedStrategy, replace_parameters
 from rlflow.values.layout import Layout
 

@@ -17,13 +17,11 @@ from torch import Tensor
 
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import Averaged, WithoutAdapters
-from rlflow.models.filling import WeightFilling
 from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.lora import Weight, digest_of
 from rlflow.models.packed import PackedModel
-from rlflow.models.shards import Unit, divided, write_index, write_shard, write_shard_later
-from rlflow.models.tensor_range import TensorRange
-from rlflow.models.weight_files import shard_name
+from rlflow.models.shards import Unit, divided, fill, write_index, write_shard, write_shard_later
+from rlflow.models.weight_files import TensorRange, shard_name
 from rlflow.storage.disk import Disk
 from rlflow.storage.tensors import StoredTensor, all_finite
 from rlflow.strategies.role import Average, LossScale, Role, begun, is_taken, move
@@ -197,9 +195,8 @@ class TrainingStrategy:
             )
         model = handle.load(path, self.dtype, self.root_device, empty=self.divides_weights)
         if self.divides_weights:
-            filling = WeightFilling(model)
             self._materialize(name, model)
-            filling.fill(self._part_of, self.root_device)
+            fill(model, self._part_of, self._full_shape, self.root_device)
         trained = [weight.parameter for weight in model.trained()]
         optimizer = settings.kind(trained, **settings.keywords) if settings is not None else None
         if self.float32_head:
@@ -296,7 +293,7 @@ class TrainingStrategy:
         Raises:
             UserError: By the disk: a weight is infinite or NaN.
         """
-        model, ranks = self.roles[name].model, self.layout(name).ranks
+        model, ranks, what = self.roles[name].model, self.layout(name).ranks, what or folder.stem
         weights = model.saved()
         if model.lora is not None:
             adapters: dict[str, Tensor] = {}
@@ -304,7 +301,7 @@ class TrainingStrategy:
                 if self.leads(name):
                     adapters |= {key: weight.to("cpu", copy=True) for key, weight in bucket}
             if self.leads(name):
-                disk.do(partial(_save_adapter, model, name, folder, adapters, what or folder.stem))
+                disk.do(partial(_save_adapter, model, name, folder, adapters, what))
             return ()
         empty = {weight.name: self._empty_whole(weight.parameter) for weight in weights}
         units = divided(model, empty, len(ranks))
@@ -312,14 +309,14 @@ class TrainingStrategy:
         path, own = folder / shard_name(number, shards), [unit for unit in units if unit.shard == number]
         if state is None or empty.keys() != {weight.name for weight in model.trained()}:
             passing = chain.from_iterable(self._full(weights, SAVE_BUCKET_BYTES))
-            written = write_shard(path, name, model, own, passing, disk, what)
+            write_shard(path, name, model, own, passing, disk, what)
         else:
-            written = write_shard_later(path, name, model, own, _read(state, own, empty), disk, what)
+            write_shard_later(path, name, model, own, _read(state, own, empty), disk, what)
         if self.leads(name):
             disk.do(partial(model.save_config, folder))
             if shards > 1:
                 disk.do(partial(write_index, folder, units, shards))
-        return written
+        return (path,) if own else ()
 
     def model_bytes(self, name: str) -> int:
         """Bytes that `save` writes."""

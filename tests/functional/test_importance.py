@@ -27,45 +27,45 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
 def test_known_weights(known: dict[str, Any], answer: str, arguments: dict[str, Any]) -> None:
     old = torch.tensor([[known["importance_weights"]["old_logprob"]]])
     rollout = torch.tensor([[known["importance_weights"]["rollout_logprob"]]])
-    weights = importance_weights(old, rollout, torch.ones(1, 1), **arguments)
+    weights = importance_weights(old, rollout, torch.ones(1, 1), Importance(**arguments))
     assert_close(weights.item(), known["importance_weights"][answer], rtol=0, atol=1e-6)
 
 
 def test_weights_of_tokens() -> None:
     expected = torch.tensor([[math.exp(0.2), math.exp(-0.1), math.exp(0.5)], [math.e, 0.0, 0.0]])
-    assert_close(importance_weights(OLD, ROLLOUT, MASK, "token", high=9.0), expected)
+    assert_close(importance_weights(OLD, ROLLOUT, MASK, Importance("token", high=9.0)), expected)
 
 
 def test_weights_of_sequences_take_the_sum_of_log_ratios() -> None:
     expected = torch.tensor([[math.exp(0.6)] * 3, [math.e, 0.0, 0.0]])
-    assert_close(importance_weights(OLD, ROLLOUT, MASK, "sequence", high=9.0), expected)
+    assert_close(importance_weights(OLD, ROLLOUT, MASK, Importance("sequence", high=9.0)), expected)
 
 
 def test_geometric_weights_take_the_mean_of_log_ratios() -> None:
     expected = torch.tensor([[math.exp(0.2)] * 3, [math.e, 0.0, 0.0]])
-    assert_close(importance_weights(OLD, ROLLOUT, MASK, "geometric", high=9.0), expected)
+    assert_close(importance_weights(OLD, ROLLOUT, MASK, Importance("geometric", high=9.0)), expected)
 
 
 def test_truncation_has_no_lower_end() -> None:
-    weights = importance_weights(torch.tensor([[-3.0]]), torch.tensor([[-1.0]]), torch.ones(1, 1), low=0.5)
+    weights = importance_weights(torch.tensor([[-3.0]]), torch.tensor([[-1.0]]), torch.ones(1, 1), Importance(low=0.5))
     assert_close(weights.item(), math.exp(-2.0))
 
 
 def test_masking_drops_small_weights_too_and_keeps_its_ends() -> None:
     log_ratios = torch.tensor([[2.0, 0.5, 0.4, 2.1, 1.0]], dtype=torch.float64).log()
-    weights = importance_weights(log_ratios, torch.zeros(1, 5), torch.ones(1, 5), mode="mask", low=0.5, high=2.0)
+    weights = importance_weights(log_ratios, torch.zeros(1, 5), torch.ones(1, 5), Importance(mode="mask"))
     assert_close(weights, torch.tensor([[2.0, 0.5, 0.0, 0.0, 1.0]], dtype=torch.float64))
 
 
 def test_a_sequence_whose_ratio_overflows_is_truncated_or_dropped() -> None:
     old, rollout, mask = torch.full((1, 4), -1.0), torch.full((1, 4), -30.0), torch.ones(1, 4)
-    assert importance_weights(old, rollout, mask, "sequence").tolist() == [[2.0] * 4]
-    assert importance_weights(old, rollout, mask, "sequence", "mask").tolist() == [[0.0] * 4]
+    assert importance_weights(old, rollout, mask, Importance("sequence")).tolist() == [[2.0] * 4]
+    assert importance_weights(old, rollout, mask, Importance("sequence", "mask")).tolist() == [[0.0] * 4]
 
 
 def test_weights_are_detached() -> None:
     old = torch.zeros(1, 2, requires_grad=True)
-    assert not importance_weights(old, torch.zeros(1, 2), torch.ones(1, 2), "geometric").requires_grad
+    assert not importance_weights(old, torch.zeros(1, 2), torch.ones(1, 2), Importance("geometric")).requires_grad
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_weights_are_detached() -> None:
 )
 def test_settings_that_cannot_work_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        importance_weights(OLD, ROLLOUT, MASK, **arguments)
+        Importance(**arguments)
 
 
 def test_the_dropped_are_those_that_weights_cut() -> None:
@@ -86,26 +86,13 @@ def test_the_dropped_are_those_that_weights_cut() -> None:
     old, rollout = torch.tensor([[0.0, 0.0, -1.0, 2.0]]), torch.tensor([[-1.0, 0.0, 0.0, 0.0]])
     mask = torch.tensor([[True, True, True, False]])
     assert importance_dropped(old, rollout, mask).tolist() == [[1, 0, 0, 0]]
-    assert importance_dropped(old, rollout, mask, mode="mask").tolist() == [[1, 0, 1, 0]]
+    assert importance_dropped(old, rollout, mask, Importance(mode="mask")).tolist() == [[1, 0, 1, 0]]
 
 
 def test_the_dropped_fraction_of_noise_grows_with_the_length_of_sequences() -> None:
     # P(|N(0, sigma^2 T)| > ln 2) at sigma 0.02 and T = 1024: sigma sqrt(T) = 0.64, so P(|N| > 1.083) = 0.279
     d = torch.randn(4000, 1024, generator=torch.Generator().manual_seed(0)) * 0.02
-    dropped = importance_dropped(d, torch.zeros_like(d), torch.ones_like(d), level="sequence", mode="mask")
+    dropped = importance_dropped(d, torch.zeros_like(d), torch.ones_like(d), Importance("sequence", "mask"))
     assert dropped[:, 0].mean().item() == pytest.approx(0.279, abs=0.02)
-    for level in ("token", "geometric"):
-        assert importance_dropped(d, torch.zeros_like(d), torch.ones_like(d), level=level, mode="mask").sum() == 0
-
-
-def test_the_settings_compute_what_the_functions_do() -> None:
-    old, rollout, mask = torch.tensor([[0.3, -2.0]]), torch.tensor([[-1.0, 0.0]]), torch.ones(1, 2)
-    settings = Importance("geometric", "mask", 0.9, 1.5)
-    given = old, rollout, mask, "geometric", "mask", 0.9, 1.5
-    torch.testing.assert_close(settings.weights(old, rollout, mask), importance_weights(*given))
-    torch.testing.assert_close(settings.dropped(old, rollout, mask), importance_dropped(*given))
-
-
-def test_settings_that_do_not_exist_are_refused_before_anything_runs() -> None:
-    with pytest.raises(UserError, match="importance mode 'clip' does not exist"):
-        Importance(mode="clip")  # type: ignore[arg-type]
+    for settings in (Importance("token", "mask"), Importance("geometric", "mask")):
+        assert importance_dropped(d, torch.zeros_like(d), torch.ones_like(d), settings).sum() == 0

@@ -7,7 +7,7 @@ import transformers
 
 from rlflow.errors import UserError
 from rlflow.models.architecture import check_architecture
-from rlflow.models.logprobs import LogitShape
+from rlflow.models.logprobs import Softmax
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -61,13 +61,13 @@ def test_logits_that_are_shaped_are_no_hindrance_where_none_are_made() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "shape"),
+    ("name", "settings", "softmax"),
     [
-        ("Granite", {"logits_scaling": 4.0}, LogitShape(0.25)),
-        ("Cohere2", {"logit_scale": 0.5}, LogitShape(0.5)),
-        ("Gemma2", {"final_logit_softcapping": 2.0}, LogitShape(1.0, 2.0)),
-        ("HyperCLOVAX", {"logits_scaling": 4.0}, LogitShape()),  # it would multiply, and is refused
+        ("Granite", {"logits_scaling": 4.0}, Softmax(scale=0.25)),
+        ("Cohere2", {"logit_scale": 0.5}, Softmax(scale=0.5)),
+        ("Gemma2", {"final_logit_softcapping": 2.0}, Softmax(cap=2.0)),
+        ("HyperCLOVAX", {"logits_scaling": 4.0}, Softmax()),  # it would multiply, and is refused
     ],
 )
-def test_a_setting_shapes_logits_where_its_meaning_is_known(name: str, settings: Any, shape: LogitShape) -> None:
-    assert LogitShape.of(getattr(transformers, f"{name}Config")(**SMALL, **settings)) == shape
+def test_a_setting_shapes_logits_where_its_meaning_is_known(name: str, settings: Any, softmax: Softmax) -> None:
+    assert Softmax.of(getattr(transformers, f"{name}Config")(**SMALL, **settings)) == softmax

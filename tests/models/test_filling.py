@@ -14,14 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
-from rlflow.models.filling import WeightFilling
 from rlflow.models.handle import ModelHandle
 from rlflow.models.lora import LoRA
 from rlflow.models.packed import PackedModel
 from rlflow.models.scalar import ValueModel
-from rlflow.models.tensor_range import TensorRange
+from rlflow.models.shards import fill
 from rlflow.models.tiny import write_tiny_model
-from rlflow.models.weight_files import CHUNK_BYTES, WeightFiles
+from rlflow.models.weight_files import CHUNK_BYTES, TensorRange, WeightFiles
 from tests.families.models import ALL, write_family
 from tests.models.test_scoring import write
 
@@ -38,7 +37,6 @@ def filled(handle: ModelHandle, folder: Path, dtype: torch.dtype, ranks: int) ->
     for rank in range(ranks):
         model = handle.load(folder, dtype, CPU, empty=True)
         assert all(parameter.is_meta for parameter in model.parameters())
-        filling = WeightFilling(model)
         if rank == 0:
             order = [_nothing(each) for each in model.parameters()]
         made = dict(zip(model.parameters(), order, strict=True))
@@ -51,7 +49,7 @@ def filled(handle: ModelHandle, folder: Path, dtype: torch.dtype, ranks: int) ->
             start = min(rank * size, parameter.numel())
             return TensorRange(start, parameter.detach().view(-1)[start : start + size])
 
-        filling.fill(part_of, CPU)
+        fill(model, part_of, lambda parameter: parameter.shape, CPU)
     return model
 
 

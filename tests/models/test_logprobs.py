@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlflow.models.logprobs import LogitShape, token_logprobs
+from rlflow.models.logprobs import Softmax, token_logprobs
 
 TOKENS, WIDTH, VOCABULARY = 7, 5, 11
 
@@ -35,7 +35,7 @@ def test_temperature_divides_the_logits(known: dict[str, dict[str, float]]) -> N
     # One hidden unit of 1, so that the weight's column is the logits.
     weight = torch.tensor(known["logprob_temperature"]["logits"])[:, None]
     temperature = known["logprob_temperature"]["temperature"]
-    logprobs, _ = token_logprobs(torch.ones(1, 1), weight, torch.tensor([0]), temperature)
+    logprobs, _ = token_logprobs(torch.ones(1, 1), weight, torch.tensor([0]), Softmax(temperature))
     assert logprobs.item() == pytest.approx(known["logprob_temperature"]["logprob_of_0"], abs=1e-6)
 
 
@@ -49,7 +49,7 @@ def test_entropy_is_in_nats(known: dict[str, dict[str, float]]) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_chunks_change_neither_values_nor_gradients(chunk_elements: int, temperature: float) -> None:
     hidden, weight, targets = inputs()
-    found = token_logprobs(hidden, weight, targets, temperature, chunk_elements)
+    found = token_logprobs(hidden, weight, targets, Softmax(temperature), chunk_elements)
     expected = in_full(hidden, weight, targets, temperature)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     first, second = torch.randn(2, TOKENS, dtype=torch.float64)
@@ -63,17 +63,20 @@ def test_chunks_change_neither_values_nor_gradients(chunk_elements: int, tempera
 @pytest.mark.parametrize("chunk_elements", [1, 10**6])
 def test_gradients_are_those_of_finite_differences(chunk_elements: int) -> None:
     hidden, weight, targets = inputs()
-    assert torch.autograd.gradcheck(lambda h, w: token_logprobs(h, w, targets, 0.7, chunk_elements), (hidden, weight))
+    softmax = Softmax(temperature=0.7)
+    assert torch.autograd.gradcheck(
+        lambda h, w: token_logprobs(h, w, targets, softmax, chunk_elements), (hidden, weight)
+    )
 
 
-@pytest.mark.parametrize("shape", [LogitShape(scale=3.0), LogitShape(cap=0.8), LogitShape(0.5, 0.8)])
+@pytest.mark.parametrize("softmax", [Softmax(0.7, scale=3.0), Softmax(0.7, cap=0.8), Softmax(0.7, 0.5, 0.8)])
 @pytest.mark.parametrize("chunk_elements", [3 * VOCABULARY, 10**6])
-def test_logits_are_scaled_and_then_capped(shape: LogitShape, chunk_elements: int) -> None:
+def test_logits_are_scaled_and_then_capped(softmax: Softmax, chunk_elements: int) -> None:
     hidden, weight, targets = inputs()
-    found = token_logprobs(hidden, weight, targets, 0.7, chunk_elements, shape)
-    logits = shape.scale * (hidden @ weight.T)
-    if shape.cap is not None:
-        logits = shape.cap * torch.tanh(logits / shape.cap)  # Gemma 2's report, 2408.00118, section 2
+    found = token_logprobs(hidden, weight, targets, softmax, chunk_elements)
+    logits = softmax.scale * (hidden @ weight.T)
+    if softmax.cap is not None:
+        logits = softmax.cap * torch.tanh(logits / softmax.cap)  # Gemma 2's report, 2408.00118, section 2
     distribution = torch.distributions.Categorical(logits=logits / 0.7)
     expected = distribution.log_prob(targets), distribution.entropy()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -95,7 +98,7 @@ def test_either_result_can_be_trained_alone(wanted: int) -> None:
 
 def test_bfloat16_states_give_float32_scores_of_the_same_logits() -> None:
     hidden, weight, targets = inputs(torch.bfloat16)
-    logprobs, entropy = token_logprobs(hidden, weight, targets, 1.0, VOCABULARY)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, chunk_elements=VOCABULARY)
     distribution = torch.distributions.Categorical(logits=(hidden @ weight.T).float())
     assert logprobs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(logprobs, distribution.log_prob(targets), rtol=0, atol=1e-6)
@@ -107,7 +110,7 @@ def test_the_gradient_of_a_bfloat16_weight_is_summed_wider_than_bfloat16() -> No
     # 512 * (1 - 1/2) = 256. A sum kept in bfloat16 stops at 128, where adding 1/2 no longer changes it.
     hidden = torch.ones(512, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    logprobs, _ = token_logprobs(hidden, weight, torch.zeros(512, dtype=torch.int64), 1.0, 2)
+    logprobs, _ = token_logprobs(hidden, weight, torch.zeros(512, dtype=torch.int64), chunk_elements=2)
     logprobs.sum().backward()
     assert weight.grad is not None
     assert weight.grad.dtype == torch.bfloat16
@@ -141,7 +144,7 @@ class _Largest(TorchDispatchMode):
 def test_all_logits_are_never_held_at_once() -> None:
     hidden, weight = torch.randn(64, 2, requires_grad=True), torch.randn(100, 2, requires_grad=True)
     with _Largest() as largest:
-        logprobs, entropy = token_logprobs(hidden, weight, torch.zeros(64, dtype=torch.int64), 1.0, 400)
+        logprobs, entropy = token_logprobs(hidden, weight, torch.zeros(64, dtype=torch.int64), chunk_elements=400)
         (logprobs.sum() + entropy.sum()).backward()
     assert largest.elements == 400  # four tokens' logits, where all 64 tokens' would be 6,400
 
@@ -152,7 +155,7 @@ def test_a_wide_head_computes_in_float32_what_it_is_given_in_less(dtype: torch.d
     hidden, weight, targets = inputs(dtype)
     wide, narrow = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     expected = in_full(wide, narrow, targets, 1.0)
-    found = token_logprobs(hidden, weight, targets, chunk_elements=3 * VOCABULARY, wide=True)
+    found = token_logprobs(hidden, weight, targets, Softmax(wide=True), 3 * VOCABULARY)
     plain = token_logprobs(hidden, weight, targets, chunk_elements=3 * VOCABULARY)
     for ours, theirs, without in zip(found, expected, plain, strict=True):
         assert ours.dtype == torch.float32

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ForwardPlan
-from rlflow.models.language_scores import Softmax, token_kl
-from rlflow.models.logprobs import CHUNK_ELEMENTS, LogitShape, logprobs_of_tokens
+from rlflow.models.logprobs import CHUNK_ELEMENTS, Softmax, logprobs_of_tokens, token_kl
 from rlflow.models.lora import LoRA
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packing import take
@@ -229,7 +228,7 @@ def test_gradients_of_kl_are_those_of_finite_differences(over_other: bool, chunk
     generator = torch.Generator().manual_seed(0)
     hidden, other = (torch.randn(4, n, dtype=torch.float64, generator=generator) for n in (3, 5))
     weight, frozen = (torch.randn(6, n, dtype=torch.float64, generator=generator) for n in (3, 5))
-    own, theirs = Softmax(0.7, LogitShape(0.5, 0.8)), Softmax(1.2, LogitShape(2.0))
+    own, theirs = Softmax(0.7, 0.5, 0.8), Softmax(1.2, 2.0)
     targets = torch.zeros(4, dtype=torch.int64)
 
     def kl(h: Tensor, w: Tensor) -> Tensor:

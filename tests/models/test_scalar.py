@@ -16,13 +16,13 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "GPTNeoX"])
 def test_other_plain_architectures_score_as_their_own_forward(tmp_path: Path, name: str) -> None:
-    model = ScalarModel.load(write(tmp_path, name), torch.float32, CPU, new_head=True)
+    model = ScalarModel.load(write(tmp_path, name), torch.float32, CPU)
     model.check(model, CPU)  # raises where they differ
 
 
 def test_a_model_that_would_be_scored_wrongly_is_refused_though_its_output_layer_is_new(tmp_path: Path) -> None:
     folder = write(tmp_path, "Bloom")  # attention of its own, with a mask over the whole line
-    model = ScalarModel.load(folder, torch.float32, CPU, new_head=True)
+    model = ScalarModel.load(folder, torch.float32, CPU)
     with pytest.raises(UserError, match=r"Bloom.*differ by"):
         model.check(model, CPU)
 
@@ -45,5 +45,5 @@ def test_a_classifier_of_several_labels_is_refused(tiny: Path, tmp_path: Path) -
 
 def test_loading_leaves_the_process_s_random_numbers_alone(tiny: Path) -> None:
     before = torch.get_rng_state()
-    ScalarModel.load(tiny, torch.float32, CPU, new_head=True)
+    ScalarModel.load(tiny, torch.float32, CPU)
     assert torch.equal(torch.get_rng_state(), before)

@@ -115,7 +115,7 @@ def test_a_model_that_scores_divided_lines_otherwise_is_refused(tiny: Path) -> N
         return packed_attention(module, query, key, value, mask, scaling=others["scaling"])  # sees all sequences
 
     model = ScoringModel.load(tiny, torch.float32, CPU)
-    model.divide(across)
+    model.divided = across
     with pytest.raises(UserError, match="forwards of whole sequences and of divided ones differ by"):
         model.check(model, CPU, Peers())
 

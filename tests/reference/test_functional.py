@@ -99,7 +99,7 @@ def test_cpgd_up_to_the_constant_in_which_they_differ() -> None:
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_importance_weights(level: Any, mode: Any) -> None:
-    found = functional.importance_weights(NEW, OLD, MASK, level, mode, 0.8, 1.3)
+    found = functional.importance_weights(NEW, OLD, MASK, functional.Importance(level, mode, 0.8, 1.3))
     pairs = zip(rows(NEW), rows(OLD), strict=True)
     assert_equal_rows(found, [surrogates.importance(n, o, level, mode, 0.8, 1.3) for n, o in pairs])
 

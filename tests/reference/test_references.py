@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from rlflow.functional import (
+    Importance,
     aggregate,
     group_normalized_advantages,
     importance_weights,
@@ -119,7 +120,7 @@ def functional_gradient(
     if samples[0].old_logprobs is not None:
         old = padded([s.old_logprobs for s in samples], 0.0)
         rollout = padded([s.rollout_logprobs for s in samples], 0.0)
-        weights = importance_weights(old, rollout, mask, high=objective.importance_high)
+        weights = importance_weights(old, rollout, mask, Importance(high=objective.importance_high))
     loss = weights * ppo_clip_loss(
         logprobs, old, advantages[:, None], objective.clip_low, objective.clip_high, objective.dual_clip
     )
