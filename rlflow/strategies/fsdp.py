@@ -69,15 +69,12 @@ class FSDPStrategy(DistributedStrategy):
                     f" give a divisor of {ranks}, or null to divide its weights over all of them"
                 )
 
-    def form_groups(self, layouts: Mapping[str, Layout]) -> None:
-        """See `TrainingStrategy.form_groups`."""
-        super().form_groups(layouts)
-        for layout in layouts.values():
-            self._groups.form_copies(layout, self.divided_over(layout))
-
     def divided_over(self, layout: Layout) -> int:
         """See `TrainingStrategy.divided_over`."""
         return len(layout.ranks) if self.within is None else min(self.within, len(layout.ranks))
+
+    def _gathers_within(self, layout: Layout) -> int:
+        return self.divided_over(layout)
 
     def backward(self, name: str, loss: Tensor, last: bool) -> None:
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
@@ -128,13 +125,13 @@ class FSDPStrategy(DistributedStrategy):
 
     def _mesh(self, name: str) -> DeviceMesh:
         """The role's ranks: those of a row divide each parameter, those of a column have the same part."""
-        layout, device = self.layout(name), self.root_device.type
-        width = self.divided_over(layout)
-        if width == len(layout.ranks):
-            return DeviceMesh.from_group(self._groups.of(layout).all, device, mesh_dim_names=("shard",))
-        rows = torch.tensor(layout.ranks).view(-1, width)
-        groups = self._groups.copies(layout, width)
-        return DeviceMesh.from_group(list(groups), device, rows, mesh_dim_names=("replicate", "shard"))
+        groups, device = self._groups_of(name), self.root_device.type
+        if groups.within is None or groups.across is None:
+            return DeviceMesh.from_group(groups.all, device, mesh_dim_names=("shard",))
+        layout = self.layout(name)
+        rows = torch.tensor(layout.ranks).view(-1, self.divided_over(layout))
+        both = [groups.across, groups.within]
+        return DeviceMesh.from_group(both, device, rows, mesh_dim_names=("replicate", "shard"))
 
 
 def _units(model: PackedModel) -> Iterator[nn.Module]:
