@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from types import SimpleNamespace
@@ -16,14 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlflow.errors import UserError, importable, require
-from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.tensor_range import TensorRange
 from rlflow.strategies.distributed import DistributedStrategy, RoleGroups, consecutive, replace_parameters
 from rlflow.strategies.role import FIRST, Role
 from rlflow.strategies.strategy import WEIGHT
-from rlflow.values.layout import Layout
 
 BUCKET_ELEMENTS = 50_000_000  # 200 MB in float32: enough for a network, and no burden where a layer is larger
 PERSISTENT_ELEMENTS = 10_000  # ZeRO-3 keeps smaller parameters whole on every rank: norms and biases
@@ -57,6 +55,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     stage: Literal[0, 1, 2, 3]
     can_offload = True
+    within_setting = "partition_within"
 
     def __init__(
         self,
@@ -93,7 +92,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         for name, least in {"live_elements": 1, "partition_within": 2}.items():
             if (value := of_divided[name]) is not None and value < least:
                 raise UserError(f"`{name}` is {value}; give {least} or more, or null.")
-        self._configure_ranks(precision, token_budget, packing, float32_head, timeout_s)
+        self._configure_ranks(precision, token_budget, packing, float32_head, timeout_s, partition_within)
         self.stage = stage
         self.divides_weights = stage == 3
         self.offload_optimizer = offload_optimizer
@@ -106,22 +105,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         # device is chosen, which DeepSpeed then takes for all.
         self._engines: dict[str, Any] = {}
 
-    def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
-        """See `TrainingStrategy.check_roles`.
-
-        Raises:
-            UserError: An optimizer steps whole matrices, or `partition_within` does not divide a role's ranks.
-        """
-        super().check_roles(handles, layouts)
-        within = self.partition_within
-        for name in handles.keys() & layouts.keys():
-            ranks = len(layouts[name].ranks)
-            if within is not None and ranks > within and ranks % within:
-                raise UserError(
-                    f"`partition_within` is {within}, and `{name}` lives on {ranks} ranks, which cannot be taken"
-                    f" {within} at a time; give a number that divides its ranks of each node, or null"
-                )
-
     def backward(self, name: str, loss: Tensor, last: bool) -> None:
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
         engine, role = self._engine(name), self.roles[name]
@@ -130,9 +113,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over the role's ranks; this sums. Copies of a shard each add a part of its gradient.
         engine.backward(loss * len(self.layout(name).ranks), scale_wrt_gas=False)
-
-    def _gathers_within(self, layout: Layout) -> int:
-        return self.partition_within or len(layout.ranks)
 
     def _before_joining(self) -> None:
         if self.root_device.type == "cuda" and self.root_device.index != self.local_rank:
@@ -146,10 +126,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         """See `TrainingStrategy._materialize`: DeepSpeed divides one parameter after another."""
         import deepspeed
 
-        join(self.root_device, self.dtype, self.processes.process_group_backend)
         self._refuse_across_nodes(name)
-        groups = mpu(self._groups_of(name))
-        turn_to(groups)
+        groups = self._join(name)
         settings = {"data_parallel_group": groups.all, "mpu": groups, "zero_param_parallel_group": groups.within}
         divider = deepspeed.zero.Init(config_dict_or_path=self._config(name, model, None), **settings)
 
@@ -170,9 +148,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             return model
         import deepspeed
 
-        join(self.root_device, self.dtype, self.processes.process_group_backend)
-        groups = mpu(self._groups_of(name))
-        turn_to(groups)
+        groups = self._join(name)
         engine: torch.nn.Module
         engine, *_ = deepspeed.initialize(
             config=self._config(name, role.model, role.handle.optimizer),
@@ -184,6 +160,13 @@ class DeepSpeedStrategy(DistributedStrategy):
         engine.register_forward_pre_hook(lambda *_: turn_to(groups))
         self._engines[name] = engine
         return engine
+
+    def _join(self, name: str) -> SimpleNamespace:
+        """Bring DeepSpeed into the process group; the role's groups, among which it speaks now."""
+        join(self.root_device, self.dtype, self.processes.process_group_backend)
+        groups = mpu(self._groups_of(name))
+        turn_to(groups)
+        return groups
 
     def _config(self, name: str, model: PackedModel, optimizer: Optimizer | None) -> dict[str, Any]:
         """DeepSpeed's configuration of a role; what it would do on its own (clip at 1.0, print, time) is off."""

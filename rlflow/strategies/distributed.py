@@ -33,6 +33,7 @@ class DistributedStrategy(TrainingStrategy):
 
     precisions = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
     otherwise = "for fp64 use `strategy: single`"
+    within_setting: str  # of how many consecutive ranks of a role gather weights among them
     processes: ManyProcesses
 
     def _configure_ranks(
@@ -42,6 +43,7 @@ class DistributedStrategy(TrainingStrategy):
         packing: bool,
         float32_head: bool,
         timeout_s: float,
+        within: int | None,
     ) -> None:
         if not 1 <= timeout_s <= LONGEST_S:
             raise UserError(f"`timeout_s` is {timeout_s}; give a number of seconds from 1 to {LONGEST_S:g}.")
@@ -50,15 +52,25 @@ class DistributedStrategy(TrainingStrategy):
 
         processes = ManyProcesses(self.timeout, self._before_joining)
         self._configure(processes, precision, token_budget, packing, float32_head)
+        self._within = within
         self._groups: dict[Layout, RoleGroups | None] = {}
 
     def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
-        """See `TrainingStrategy.check_roles`."""
+        """See `TrainingStrategy.check_roles`.
+
+        Raises:
+            UserError: An optimizer steps whole matrices, or a role's ranks are no multiple of those that gather.
+        """
         for name in handles.keys() & layouts.keys():
-            optimizer = handles[name].optimizer
+            optimizer, ranks, within = handles[name].optimizer, layouts[name].ranks, self._gathers_within(layouts[name])
             if self.stage and optimizer is not None:
                 with about(optimizer):
                     optimizer.check_divides()
+            if len(ranks) % within:
+                raise UserError(
+                    f"`{self.within_setting}` is {within}, and `{name}` lives on {len(ranks)} ranks, which are no"
+                    f" multiple of it; give a divisor of {len(ranks)}, or null"
+                )
 
     def form_groups(self, layouts: Mapping[str, Layout]) -> None:
         """See `TrainingStrategy.form_groups`."""
@@ -74,7 +86,7 @@ class DistributedStrategy(TrainingStrategy):
 
     def _gathers_within(self, layout: Layout) -> int:
         """How many consecutive ranks of a role gather weights among them."""
-        return len(layout.ranks)
+        return len(layout.ranks) if self._within is None else min(self._within, len(layout.ranks))
 
     def _groups_of(self, name: str) -> RoleGroups:
         """The groups of a role of this rank. Those that `form_groups` was not asked for are of all ranks, which ask."""

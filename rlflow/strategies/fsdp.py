@@ -40,6 +40,7 @@ class FSDPStrategy(DistributedStrategy):
     stage: Literal[3] = 3
     divides_weights = True
     holds_masters = True
+    within_setting = "within"
 
     def __init__(
         self,
@@ -52,29 +53,18 @@ class FSDPStrategy(DistributedStrategy):
     ) -> None:
         if within is not None and within < 1:
             raise UserError(f"`within` is {within}; give 1 or more ranks, or null for all ranks of a role.")
-        self._configure_ranks(precision, token_budget, packing, float32_head, timeout_s)
-        self.within = within
+        self._configure_ranks(precision, token_budget, packing, float32_head, timeout_s, within)
 
     def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
         """See `TrainingStrategy.check_roles`."""
         super().check_roles(handles, layouts)
         most = max((len(layouts[name].ranks) for name in handles.keys() & layouts.keys()), default=0)
-        if self.within is not None and self.within > most:
-            raise UserError(f"`within` is {self.within}, and roles live on {most} ranks; give {most} or less")
-        for name in handles.keys() & layouts.keys():
-            ranks, within = len(layouts[name].ranks), self.divided_over(layouts[name])
-            if ranks % within:
-                raise UserError(
-                    f"`within` is {within}, and `{name}` lives on {ranks} ranks, which are no multiple of it;"
-                    f" give a divisor of {ranks}, or null to divide its weights over all of them"
-                )
+        if self._within is not None and self._within > most:
+            raise UserError(f"`within` is {self._within}, and roles live on {most} ranks; give {most} or less")
 
     def divided_over(self, layout: Layout) -> int:
         """See `TrainingStrategy.divided_over`."""
-        return len(layout.ranks) if self.within is None else min(self.within, len(layout.ranks))
-
-    def _gathers_within(self, layout: Layout) -> int:
-        return self.divided_over(layout)
+        return self._gathers_within(layout)
 
     def backward(self, name: str, loss: Tensor, last: bool) -> None:
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
