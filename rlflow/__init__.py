@@ -7,9 +7,16 @@ parts of a value, for nodes that need no more.
 
 from __future__ import annotations
 
-import rlflow.process.minimum_python  # noqa: F401
+import sys
 
-# isort: split
+if sys.version_info < (3, 11):  # noqa: UP036  (an older Python could not even read the files that are imported next)
+    print(
+        "rlflow: error: this is Python {}.{}, and rlflow needs 3.11 or newer; install it, and rlflow into an"
+        " environment of it".format(*sys.version_info[:2]),
+        file=sys.stderr,
+    )
+    raise SystemExit(2)
+
 import ast
 from importlib import import_module
 from pathlib import Path

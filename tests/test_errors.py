@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from collections.abc import Callable
@@ -68,8 +69,8 @@ def test_a_library_that_cannot_be_imported_is_told_with_the_reason(
 
 
 def test_an_older_python_is_told_in_one_line() -> None:
-    # The interpreter at hand stands for an older one; the file is read as it is.
-    file = str(PACKAGE / "process" / "minimum_python.py")
+    # The interpreter at hand stands for an older one; the package's first file is read as it is.
+    file = str(PACKAGE / "__init__.py")
     code = f"import sys; sys.version_info = (3, 10, 2); exec(open({file!r}).read())"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.returncode == 2
@@ -77,10 +78,11 @@ def test_an_older_python_is_told_in_one_line() -> None:
     assert ran.stderr.count("\n") == 1
 
 
-def test_the_python_is_looked_at_before_anything_else_is_imported() -> None:
-    lines = (PACKAGE / "__init__.py").read_text().splitlines()
-    imports = [line for line in lines if line.startswith(("import rlflow", "from rlflow"))]
-    assert imports[0].startswith("import rlflow.process.minimum_python")
+def test_the_python_is_looked_at_before_anything_but_sys_is_imported() -> None:
+    statements = ast.parse((PACKAGE / "__init__.py").read_text()).body
+    looks = next(i for i, statement in enumerate(statements) if isinstance(statement, ast.If))
+    imported = [ast.unparse(each) for each in statements[:looks] if isinstance(each, ast.Import | ast.ImportFrom)]
+    assert imported == ["from __future__ import annotations", "import sys"]
 
 
 class Mute(Exception):

@@ -17,7 +17,7 @@ from rlflow.environments.host import Host, HostError
 from rlflow.environments.tool_calls import ToolCall
 from rlflow.errors import UserError, one_line
 from rlflow.loggers.log_lines import line_log
-from rlflow.worker import Worker, WorkerDied, WorkerError, WorkerTimeout
+from rlflow.worker import Worker, WorkerDied, WorkerError
 
 WARN_AFTER = 60.0  # seconds
 
@@ -322,7 +322,7 @@ class Session:
             return problem, False
         try:
             said = self._host.text(call.name if tool.method else tool.path, tool.method, call.arguments)
-        except (WorkerDied, WorkerTimeout):
+        except WorkerDied:
             raise  # the environment is gone with it
         except WorkerError as error:
             return str(error), False

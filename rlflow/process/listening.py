@@ -11,17 +11,9 @@ def listening(address: str, port: int) -> socket.socket | None:
 
     Args:
         address: A host's name or number.
-        port: To listen on; 0 for a free one.
+        port: Port to listen on; 0 for a free one.
     """
     with contextlib.suppress(OSError):
-        family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        served = socket.socket(family, kind, protocol)
-        served.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            served.bind(place)
-            served.listen(2048)
-        except OSError:
-            served.close()
-            raise
-        return served
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((str(place[0]), int(place[1])), family=family, backlog=2048)
     return None

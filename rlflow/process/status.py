@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rlflow.errors import UserError
 
-TEXT = 512  # bytes of a rank's number and what it is doing
+TEXT = 512  # bytes of what a rank is doing
 SLOTS = 1024  # ranks of a machine
 BEAT_S = 0.5
 SILENT_S = 5.0  # without a heartbeat
@@ -41,6 +41,7 @@ class Status(ctypes.Structure):
     """A rank and what it is doing, in memory that processes share.
 
     Attributes:
+        rank: Number of the rank.
         process: Number of the process; 0 before it has begun.
         beat: When its interpreter last ran, of `time.monotonic`.
         limit_s: How long another rank waits for it, its strategy's `timeout_s`; 0 where none waits.
@@ -48,8 +49,10 @@ class Status(ctypes.Structure):
         code: What its exit code is to be, once it has ended.
         waits: How many collectives it waits in.
         saved: After how many steps there is a checkpoint; 0 for none.
+        text: What the rank does; empty at first.
     """
 
+    rank: int
     process: int
     beat: float
     limit_s: float
@@ -59,6 +62,7 @@ class Status(ctypes.Structure):
     saved: int
     text: bytes
     _fields_ = (
+        ("rank", ctypes.c_int64),
         ("process", ctypes.c_int64),
         ("beat", ctypes.c_double),
         ("limit_s", ctypes.c_double),
@@ -71,12 +75,7 @@ class Status(ctypes.Structure):
 
     def write(self, rank: int, doing: str) -> None:
         """Replace the rank's number and what it is doing."""
-        self.text = f"{rank}\n{' '.join(doing.split())}".encode()[:TEXT]
-
-    @property
-    def rank(self) -> str:
-        """Number of the rank, as text."""
-        return self._words()[0] or "0"
+        self.rank, self.text = rank, " ".join(doing.split()).encode()[:TEXT]
 
     @property
     def named(self) -> str:
@@ -86,7 +85,7 @@ class Status(ctypes.Structure):
     @property
     def doing(self) -> str:
         """What the rank does, such as `step 1, run rewards: ranks 0-1`."""
-        return self._words()[2] or AT_FIRST
+        return self.text.decode(errors="replace") or AT_FIRST
 
     @property
     def ended(self) -> bool:
@@ -121,9 +120,6 @@ class Status(ctypes.Structure):
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}{where}"
         return f"exited with code {code}{where}" + ("" if self.ended else ", before the run came to its end")
-
-    def _words(self) -> tuple[str, str, str]:
-        return self.text.decode(errors="replace").partition("\n")
 
 
 class Board:
@@ -247,12 +243,12 @@ def report(rank: int, doing: str) -> None:
 
 def begin() -> None:
     """This process begins a command, and has not come to its end."""
-    report(int(mine().rank), AT_FIRST)
+    report(mine().rank, AT_FIRST)
 
 
 def is_first() -> bool:
     """Whether this process is rank 0, as far as it knows: before ranks have met, the first of its machine."""
-    return mine().rank == "0" and os.environ.get("LOCAL_RANK", "0") == "0"
+    return mine().rank == 0 and os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def end(code: int = 0) -> None:
@@ -260,7 +256,7 @@ def end(code: int = 0) -> None:
     status = mine()
     if os.getpid() == _owner:
         status.code = code
-        status.write(int(status.rank), ENDED)
+        status.write(status.rank, ENDED)
 
 
 def saved(steps: int) -> None:

@@ -5,23 +5,23 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlflow.errors import UserError, importable, require
-from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.weight_files import TensorRange
-from rlflow.strategies.distributed import DistributedStrategy, RoleGroups, replace_parameters
+from rlflow.strategies.distributed import DistributedStrategy, RoleGroups, consecutive, replace_parameters
 from rlflow.strategies.role import FIRST, Role
 from rlflow.strategies.strategy import WEIGHT
-from rlflow.values.layout import Layout
 
 BUCKET_ELEMENTS = 50_000_000  # 200 MB in float32: enough for a network, and no burden where a layer is larger
 PERSISTENT_ELEMENTS = 10_000  # ZeRO-3 keeps smaller parameters whole on every rank: norms and biases
@@ -55,6 +55,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     stage: Literal[0, 1, 2, 3]
     can_offload = True
+    within_setting = "partition_within"
 
     def __init__(
         self,
@@ -104,35 +105,14 @@ class DeepSpeedStrategy(DistributedStrategy):
         # device is chosen, which DeepSpeed then takes for all.
         self._engines: dict[str, Any] = {}
 
-    def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
-        """See `TrainingStrategy.check_roles`.
-
-        Raises:
-            UserError: An optimizer steps whole matrices, or `partition_within` does not divide a role's ranks.
-        """
-        super().check_roles(handles, layouts)
-        within = self.partition_within
-        for name in handles.keys() & layouts.keys():
-            ranks = len(layouts[name].ranks)
-            if within is not None and ranks > within and ranks % within:
-                raise UserError(
-                    f"`partition_within` is {within}, and `{name}` lives on {ranks} ranks, which cannot be taken"
-                    f" {within} at a time; give a number that divides its ranks of each node, or null"
-                )
-
     def backward(self, name: str, loss: Tensor, last: bool) -> None:
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
-        engine = self._engine(name)
-        self._say_scale(name)
+        engine, role = self._engine(name), self.roles[name]
+        if role.loss_scale is not None:  # else DeepSpeed scales by one of its own
+            engine.optimizer.loss_scaler.cur_scale = role.scaled_by
         engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over the role's ranks; this sums. Copies of a shard each add a part of its gradient.
         engine.backward(loss * len(self.layout(name).ranks), scale_wrt_gas=False)
-
-    def _say_scale(self, name: str) -> None:
-        """Give DeepSpeed, which would have one of its own, by what it scales a loss and divides gradients."""
-        role = self.roles[name]
-        if role.loss_scale is not None:
-            self._engine(name).optimizer.loss_scaler.cur_scale = role.scaled_by
 
     def _before_joining(self) -> None:
         if self.root_device.type == "cuda" and self.root_device.index != self.local_rank:
@@ -146,10 +126,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         """See `TrainingStrategy._materialize`: DeepSpeed divides one parameter after another."""
         import deepspeed
 
-        join(self.root_device, self.dtype, self.processes.process_group_backend)
         self._refuse_across_nodes(name)
-        groups = self._groups.of(self.layout(name))
-        turn_to(groups)
+        groups = self._join(name)
         settings = {"data_parallel_group": groups.all, "mpu": groups, "zero_param_parallel_group": groups.within}
         divider = deepspeed.zero.Init(config_dict_or_path=self._config(name, model, None), **settings)
 
@@ -170,9 +148,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             return model
         import deepspeed
 
-        join(self.root_device, self.dtype, self.processes.process_group_backend)
-        groups = self._groups.of(self.layout(name))
-        turn_to(groups)
+        groups = self._join(name)
         engine: torch.nn.Module
         engine, *_ = deepspeed.initialize(
             config=self._config(name, role.model, role.handle.optimizer),
@@ -184,6 +160,13 @@ class DeepSpeedStrategy(DistributedStrategy):
         engine.register_forward_pre_hook(lambda *_: turn_to(groups))
         self._engines[name] = engine
         return engine
+
+    def _join(self, name: str) -> SimpleNamespace:
+        """Bring DeepSpeed into the process group; the role's groups, among which it speaks now."""
+        join(self.root_device, self.dtype, self.processes.process_group_backend)
+        groups = mpu(self._groups_of(name))
+        turn_to(groups)
+        return groups
 
     def _config(self, name: str, model: PackedModel, optimizer: Optimizer | None) -> dict[str, Any]:
         """DeepSpeed's configuration of a role; what it would do on its own (clip at 1.0, print, time) is off."""
@@ -207,7 +190,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
         if self.offload_parameters:
             zero["offload_param"] = {"device": "cpu", "pin_memory": on_gpu}
-        if self.partition_within is not None and len(self.layout(name).ranks) > self.partition_within:
+        if self._groups_of(name).within is not None:
             zero["zero_hpz_partition_size"] = self.partition_within
         return {
             "train_micro_batch_size_per_gpu": 1,  # asked for, used for nothing
@@ -275,11 +258,11 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self.stage in (0, 3):
             super()._renew_average(name)
         elif average.parts:
-            group = self._groups.of(self.layout(name)).all
+            group = self._groups_of(name).all
             for key, part in average.parts.items():  # each rank has some of the numbers, and 0 is added to them
                 whole = torch.zeros_like(average.weights[key]).view(-1)
                 whole[part.start : part.start + len(part.values)] = part.values.to(whole)
-                torch.distributed.all_reduce(whole, group=group)
+                dist.all_reduce(whole, group=group)
                 average.weights[key].copy_(whole.view_as(average.weights[key]))
         if self.stage == 3:  # what was kept whole, and second copies within nodes, are of the weights before
             self._engine(name).optimizer.partition_all_parameters()
@@ -345,20 +328,19 @@ class DeepSpeedStrategy(DistributedStrategy):
                 yield from zip(weights, masters, strict=True)
 
     def _refuse_across_nodes(self, name: str) -> None:
-        within, layout = self.partition_within, self.layout(name)
-        per_node = self.processes.num_processes
-        nodes = [{rank // per_node for rank in part} for part in self._groups.divided_within(layout)]
-        if any(len(node) > 1 for node in nodes):
+        within, ranks, per_node = self.partition_within, self.layout(name).ranks, self.processes.num_processes
+        parts = consecutive(ranks, within) if within is not None and within < len(ranks) else []
+        if any(len({rank // per_node for rank in part}) > 1 for part in parts):
             raise UserError(
-                f"`partition_within` is {within}, and `{name}` lives on {len(layout.ranks)} ranks, {per_node}"
-                f" to a node, which cannot be taken {within} at a time within nodes; give a number that divides its"
-                " ranks of each node, or null"
+                f"`partition_within` is {within}, and `{name}` lives on {len(ranks)} ranks, {per_node} to a node, which"
+                f" cannot be taken {within} at a time within nodes; give a number that divides its ranks of each node,"
+                " or null"
             )
 
 
 def _own_part(parameter: Any, padded: Tensor) -> TensorRange:
     """This rank's part of a tensor as ZeRO-3 divides it, without the padding that makes all equally long."""
-    start = padded.numel() * torch.distributed.get_rank(parameter.ds_process_group)
+    start = padded.numel() * dist.get_rank(parameter.ds_process_group)
     length = min(padded.numel(), max(0, parameter.ds_numel - start))
     return TensorRange(min(start, parameter.ds_numel), padded.detach()[:length])
 
@@ -394,8 +376,22 @@ def join(device: torch.device, dtype: torch.dtype, backend: str | None) -> None:
     _keep_within_role()
 
 
-def turn_to(groups: RoleGroups) -> None:
-    """Make DeepSpeed speak to the ranks of one role: it has single places for them, whatever the engine."""
+def mpu(groups: RoleGroups) -> SimpleNamespace:
+    """A role's groups as DeepSpeed asks for them: all ranks divide the states of ZeRO, and no layer is divided."""
+    return SimpleNamespace(
+        all=groups.all,
+        within=groups.within,
+        get_data_parallel_group=lambda: groups.all,
+        get_data_parallel_world_size=groups.all.size,
+        get_data_parallel_rank=groups.all.rank,
+        get_model_parallel_group=lambda: groups.alone,
+        get_model_parallel_world_size=groups.alone.size,
+        get_model_parallel_rank=groups.alone.rank,
+    )
+
+
+def turn_to(groups: SimpleNamespace) -> None:
+    """Make DeepSpeed speak to the ranks of one role, see `mpu`: it has single places for them, whatever the engine."""
     from deepspeed.utils import groups as current
 
     current.mpu = groups
@@ -422,7 +418,7 @@ def _keep_within_role() -> None:
         # Ranks count the weights of all their roles, so only the differences are alike.
         digest = hash(tuple(number - numbers[0] for number in numbers))
         ends = torch.tensor([digest, -digest])
-        torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX, groups.mpu.all)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, groups.mpu.all)
         if int(ends[0]) != -int(ends[1]):
             raise RuntimeError("the ranks of a role read its weights in different orders")
 

@@ -40,6 +40,7 @@ class FSDPStrategy(DistributedStrategy):
     stage: Literal[3] = 3
     divides_weights = True
     holds_masters = True
+    within_setting = "within"
 
     def __init__(
         self,
@@ -52,32 +53,18 @@ class FSDPStrategy(DistributedStrategy):
     ) -> None:
         if within is not None and within < 1:
             raise UserError(f"`within` is {within}; give 1 or more ranks, or null for all ranks of a role.")
-        self._configure_ranks(precision, token_budget, packing, float32_head, timeout_s)
-        self.within = within
+        self._configure_ranks(precision, token_budget, packing, float32_head, timeout_s, within)
 
     def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
         """See `TrainingStrategy.check_roles`."""
         super().check_roles(handles, layouts)
         most = max((len(layouts[name].ranks) for name in handles.keys() & layouts.keys()), default=0)
-        if self.within is not None and self.within > most:
-            raise UserError(f"`within` is {self.within}, and roles live on {most} ranks; give {most} or less")
-        for name in handles.keys() & layouts.keys():
-            ranks, within = len(layouts[name].ranks), self.divided_over(layouts[name])
-            if ranks % within:
-                raise UserError(
-                    f"`within` is {within}, and `{name}` lives on {ranks} ranks, which are no multiple of it;"
-                    f" give a divisor of {ranks}, or null to divide its weights over all of them"
-                )
-
-    def form_groups(self, layouts: Mapping[str, Layout]) -> None:
-        """See `TrainingStrategy.form_groups`."""
-        super().form_groups(layouts)
-        for layout in layouts.values():
-            self._groups.form_copies(layout, self.divided_over(layout))
+        if self._within is not None and self._within > most:
+            raise UserError(f"`within` is {self._within}, and roles live on {most} ranks; give {most} or less")
 
     def divided_over(self, layout: Layout) -> int:
         """See `TrainingStrategy.divided_over`."""
-        return len(layout.ranks) if self.within is None else min(self.within, len(layout.ranks))
+        return self._gathers_within(layout)
 
     def backward(self, name: str, loss: Tensor, last: bool) -> None:
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
@@ -128,13 +115,13 @@ class FSDPStrategy(DistributedStrategy):
 
     def _mesh(self, name: str) -> DeviceMesh:
         """The role's ranks: those of a row divide each parameter, those of a column have the same part."""
-        layout, device = self.layout(name), self.root_device.type
-        width = self.divided_over(layout)
-        if width == len(layout.ranks):
-            return DeviceMesh.from_group(self._groups.of(layout).all, device, mesh_dim_names=("shard",))
-        rows = torch.tensor(layout.ranks).view(-1, width)
-        groups = self._groups.copies(layout, width)
-        return DeviceMesh.from_group(list(groups), device, rows, mesh_dim_names=("replicate", "shard"))
+        groups, device = self._groups_of(name), self.root_device.type
+        if groups.within is None or groups.across is None:
+            return DeviceMesh.from_group(groups.all, device, mesh_dim_names=("shard",))
+        layout = self.layout(name)
+        rows = torch.tensor(layout.ranks).view(-1, self.divided_over(layout))
+        both = [groups.across, groups.within]
+        return DeviceMesh.from_group(both, device, rows, mesh_dim_names=("replicate", "shard"))
 
 
 def _units(model: PackedModel) -> Iterator[nn.Module]:

@@ -25,7 +25,6 @@ from rlflow.strategies.launcher import RankLauncher
 POLL_S = 0.05
 CALL = "rlflow/call"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-INTERFACES = {"GLOO_SOCKET_IFNAME": "lo"}  # of Linux's loopback
 
 
 class OneProcess(SingleDeviceStrategy):
@@ -128,8 +127,7 @@ def join_group(backend: str, rank: int, world_size: int, address: str, port: int
     store = _agent_store(address, port, rank, world_size, timeout)
     if store is None:
         if address in LOOPBACK and os.path.exists("/sys/class/net/lo"):
-            for name, interface in INTERFACES.items():
-                os.environ.setdefault(name, interface)
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         served = listening(address, port) if rank == 0 else None
         descriptor = None if served is None else served.detach()  # the store closes it
         store = TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=descriptor)

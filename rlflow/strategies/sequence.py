@@ -87,30 +87,23 @@ def _gather(group: ProcessGroup, values: tuple[Tensor, ...], counts: list[int]) 
     for dtype in dict.fromkeys(value.dtype for value in values):
         places = [place for place, value in enumerate(values) if value.dtype == dtype]
         flat = [values[place].flatten(1) if values[place].dim() > 1 else values[place][:, None] for place in places]
-        apply: Any = _Gather.apply
-        whole: Tensor = apply(torch.cat(flat, 1).T, counts, group)
+        whole = _gather_lines(torch.cat(flat, 1).T, counts, group)
         widths = [part.shape[1] for part in flat]
         for place, part in zip(places, whole.split(widths), strict=True):
             found[place] = part.T.reshape(-1, *values[place].shape[1:])
     return tuple(found[place] for place in range(len(values)))
 
 
-class _Gather(torch.autograd.Function):
+def _gather_lines(part: Tensor, counts: list[int], group: ProcessGroup) -> Tensor:
     """`[K, r]` of each peer to `[K, R]` on all; its own part of the gradient back to each.
 
     The peers compute the same loss from the same numbers, so each has the whole gradient at hand: nothing is summed.
     """
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, counts: list[int], group: ProcessGroup) -> Tensor:
-        ctx.start, ctx.length = sum(counts[: dist.get_rank(group)]), part.shape[1]
-        if max(counts) == 0:
-            return part.clone()
-        mine = torch.nn.functional.pad(part, (0, max(counts) - part.shape[1])).contiguous()
-        gathered = [torch.empty_like(mine) for _ in counts]
-        dist.all_gather(gathered, mine, group)
-        return torch.cat([values[:, :count] for values, count in zip(gathered, counts, strict=True)], 1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].narrow(1, ctx.start, ctx.length), None, None
+    if max(counts) == 0:
+        return part
+    sent = torch.nn.functional.pad(part.detach(), (0, max(counts) - part.shape[1])).contiguous()
+    gathered = [torch.empty_like(sent) for _ in counts]
+    dist.all_gather(gathered, sent, group)
+    parts = [values[:, :count] for values, count in zip(gathered, counts, strict=True)]
+    parts[dist.get_rank(group)] = part
+    return torch.cat(parts, 1)

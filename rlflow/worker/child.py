@@ -1,16 +1,12 @@
 """What a worker's process runs. It is started by its path and imports the standard library alone.
 
-Requests and answers are lines of JSON on two pipes of their own, so that what the code prints is not in their way:
+Requests and answers are lines of JSON. They take standard input and output, in whose place the code has none and the
+pipe of its errors, so that what it prints is not in their way:
 
-    {"import": "my_env"}                                         {"value": null}
-    {"seed": 17}                                                 {"value": null}    of `random` and NumPy
-    {"draws": null}                                              {"value": ...}     their states, null as just seeded
-    {"set_draws": ...}                                           {"value": null}
+    {"function": "my_rewards.brevity", "args": ["...", {}]}      {"value": ...}     of this file too: `__main__.seed`
     {"make": "my_env.WordGame", "given": {}}                     {"value": null}    an object is kept
     {"call": "guess", "given": {"word": "house"}}                {"value": ...}     a method of the object kept
     {"read": "reward"}                                           {"value": ...}     an attribute of it, null for none
-    {"function": "my_rewards.brevity", "args": ["...", {}]}      {"value": ...}
-    {"batch": "my_rewards.all", "given": {...}, "state": ...}    {"value": ...}     see `batch_call`
     {"call": "guess", "given": {...}, "text": true}              {"value": "..."}   as text, before it is JSON
     what raises                                                  {"raised": "ValueError", "text": "...", "where": "..."}
 
@@ -48,10 +44,10 @@ def main(settings: dict[str, Any]) -> None:
         limits[resource.RLIMIT_AS] = settings["memory_bytes"]
     for kind, most in limits.items():
         resource.setrlimit(kind, (most, most))
-    for pipe in (settings["requests"], settings["answers"]):
-        os.set_inheritable(pipe, False)
-    requests = os.fdopen(settings["requests"], encoding="utf-8")
-    answers = os.fdopen(settings["answers"], "w", encoding="utf-8")
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
     kept = None
     with asyncio.Runner() as runner:
         for line in requests:
@@ -72,31 +68,45 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _answer(request: dict[str, Any], kept: Any) -> Any:
-    args, given = request.get("args", ()), request.get("given", {})
-    if "import" in request:
-        importlib.import_module(request["import"])
-        return None
-    if "seed" in request:
-        random.seed(request["seed"])
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(request["seed"] % 2**32)
-        SEEDED[:] = _draws()
-        return None
-    if "draws" in request:
-        states = _draws()
-        return None if states == SEEDED else states
-    if "set_draws" in request:
-        _set_draws(*request["set_draws"])
-        return None
-    if "make" in request:
-        return _named(request["make"])(*args, **given)
-    if "function" in request:
-        return _named(request["function"])(*args, **given)
-    if "batch" in request:
-        return batch_call(_named(request["batch"]), given, request["state"], request["logs"])
     if "read" in request:
         return getattr(kept, request["read"], None)
-    return getattr(kept, request["call"])(*args, **given)
+    if "call" in request:
+        function = getattr(kept, request["call"])
+    else:
+        function = _named(request.get("make") or request["function"])
+    return function(*request.get("args", ()), **request.get("given", {}))
+
+
+def load(module: str) -> None:
+    """Import a module."""
+    importlib.import_module(module)
+
+
+def seed(number: int) -> None:
+    """Seed `random`, and NumPy where it is imported."""
+    random.seed(number)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(number % 2**32)
+    SEEDED[:] = _states()
+
+
+def draws() -> list[Any] | None:
+    """The states of random numbers as JSON; None where nothing was drawn since they were seeded."""
+    states = _states()
+    return None if states == SEEDED else states
+
+
+def set_draws(of_random: list[Any], of_numpy: list[Any] | None) -> None:
+    """Let what is drawn follow from states that `draws` gave."""
+    version, numbers, gauss = of_random
+    random.setstate((version, tuple(numbers), gauss))
+    if of_numpy is not None:
+        importlib.import_module("numpy").random.set_state(tuple(of_numpy))
+
+
+def batch_at(path: str, given: dict[str, Any], state: dict[str, Any] | None, logs: list[str]) -> list[Any]:
+    """See `batch_call`, of the function at `path`."""
+    return batch_call(_named(path), given, state, logs)
 
 
 def batch_call(
@@ -129,7 +139,7 @@ def batch_call(
     return [value, columns, metrics]
 
 
-def _draws() -> list[Any]:
+def _states() -> list[Any]:
     """The states of `random`, and of NumPy's legacy generator where it is imported, as JSON."""
     version, numbers, gauss = random.getstate()
     of_numpy = None
@@ -137,13 +147,6 @@ def _draws() -> list[Any]:
         kind, array, *rest = numpy.random.get_state()
         of_numpy = [kind, array.tolist(), *rest]
     return [[version, list(numbers), gauss], of_numpy]
-
-
-def _set_draws(of_random: list[Any], of_numpy: list[Any] | None) -> None:
-    version, numbers, gauss = of_random
-    random.setstate((version, tuple(numbers), gauss))
-    if of_numpy is not None:
-        importlib.import_module("numpy").random.set_state(tuple(of_numpy))
 
 
 def _named(path: str) -> Any:

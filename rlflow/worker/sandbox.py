@@ -7,16 +7,13 @@ import math
 import os
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO
-from uuid import uuid4
 
 from rlflow.errors import UserError
-from rlflow.worker.killing import ended, kill_all, marked
+from rlflow.worker.output import Output
 from rlflow.worker.worker import MB, Limits
 
 ISOLATE = Path(__file__).with_name("isolate.py")
@@ -95,85 +92,55 @@ def why_not() -> str:
 
 
 def _run(program: str, given: str, limits: Limits, keep_kb: int) -> Ran:
-    mark = uuid4().hex
     memory = {} if limits.memory_mb is None else {"RLIMIT_AS": limits.memory_mb * MB}
-    seconds = math.ceil(limits.seconds) + 1
     settings = {
         "parent": os.getpid(),
         "readable": sorted({"/usr", "/lib", "/lib64", "/bin", sys.prefix, sys.base_prefix, *_shared_libraries()}),
         "disk_bytes": DISK_MB * MB,
         "limits": {
-            "RLIMIT_CPU": seconds,
+            "RLIMIT_CPU": math.ceil(limits.seconds) + 1,
             "RLIMIT_FSIZE": limits.file_mb * MB,
             "RLIMIT_NPROC": PROCESSES,
             **memory,
         },
     }
-    text = os.memfd_create("program")  # of any length, as no argument is
-    os.write(text, program.encode("utf-8", "replace"))
-    os.lseek(text, 0, os.SEEK_SET)
+    text, read = _in_memory(program), _in_memory(given)
     boot = f"import os; exec(compile(os.fdopen({text}, encoding='utf-8').read(), 'program', 'exec'))"
     began = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-I", str(ISOLATE), json.dumps(settings), sys.executable, "-I", "-u", "-c", boot],
-        stdin=subprocess.PIPE,
+        stdin=read,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         pass_fds=(text,),
         start_new_session=True,
-        env={**marked(mark), "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},  # no secrets of this process
+        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},  # no secrets of this process
     )
     os.close(text)
-    assert process.stdin is not None
+    os.close(read)
     assert process.stdout is not None
     assert process.stderr is not None
-    output, errors = _Kept(keep_kb << 10), _Kept(0)
-    threads = [
-        threading.Thread(target=_write, args=(process.stdin, given.encode("utf-8", "replace")), daemon=True),
-        threading.Thread(target=_read, args=(process.stdout, output), daemon=True),
-        threading.Thread(target=_read, args=(process.stderr, errors), daemon=True),
-    ]
-    for thread in threads:
-        thread.start()
-    timed_out = not ended(process, limits.seconds)
-    took = time.monotonic() - began
-    kill_all(process.pid, mark)
-    code = process.wait()
-    for thread in threads:
-        thread.join()
-    code = 128 + 9 if timed_out else code
-    return Ran(_text(output.first), _text(output.last), _text(errors.last), code, timed_out, took)
-
-
-class _Kept:
-    """The beginning and the end of what was read."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.first, self.last = bytearray(), bytearray()
-
-    def add(self, part: bytes) -> None:
-        self.first += part[: self._most - len(self.first)]
-        self.last += part
-        del self.last[:-LAST]
-
-
-def _text(part: bytearray) -> str:
-    return part.decode(errors="replace")
-
-
-def _write(pipe: IO[bytes], given: bytes) -> None:
+    output, errors = Output(process.stdout, first=keep_kb << 10, last=LAST), Output(process.stderr, last=LAST)
+    timed_out = False
     try:
-        with pipe:
-            pipe.write(given)
-    except OSError:  # it has ended, or does not read
-        pass
+        code = process.wait(limits.seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()  # and with it all that the program has started: its first process dies with this one
+        process.wait()
+        timed_out, code = True, 128 + 9
+    took = time.monotonic() - began
+    output.join()
+    errors.join()
+    return Ran(output.first_text, output.last_text, errors.last_text, code, timed_out, took)
 
 
-def _read(pipe: IO[bytes], kept: _Kept) -> None:
-    with pipe:
-        while part := os.read(pipe.fileno(), 1 << 16):
-            kept.add(part)
+def _in_memory(text: str) -> int:
+    """A file that holds a text of any length, as no argument may have, to be read from its beginning."""
+    file = os.memfd_create("rlflow-text")
+    with os.fdopen(os.dup(file), "wb") as written:
+        written.write(text.encode("utf-8", "replace"))
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
 
 
 def _shared_libraries() -> list[str]:

@@ -8,25 +8,27 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
-from typing import IO, Any
+from typing import Any
 from uuid import uuid4
 
+import psutil
+
 from rlflow.errors import UserError
-from rlflow.worker.killing import ended, kill_all, marked
+from rlflow.worker.output import Output
 
 CHILD = Path(__file__).with_name("child.py")
 MB = 1 << 20
 PIPE_BYTES = 4096  # that can be written at once where a pipe is writable
+MARK = "RLFLOW_WORKER"  # in the environment of a worker, and of all that it starts
+KILL_ROUNDS = 1000
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,12 @@ class WorkerRaised(WorkerError):
     """The code raised. The worker goes on."""
 
 
-class WorkerTimeout(WorkerError):
-    """The call took longer than it may. Its worker is dead."""
-
-
 class WorkerDied(WorkerError):
     """The process ended within a call: it left, was killed, or gave what is no answer."""
+
+
+class WorkerTimeout(WorkerDied):
+    """The call took longer than it may, so its process was killed."""
 
 
 class Worker:
@@ -88,33 +90,31 @@ class Worker:
         self.starts = 0
         self._mark = uuid4().hex
         self._process: subprocess.Popen[bytes] | None = None
-        self._printed = bytearray()
+        self._output: Output | None = None
 
     @property
     def printed(self) -> str:
-        return bytes(self._printed).decode(errors="replace")
+        return "" if self._output is None else self._output.last_text
 
     @property
     def runs(self) -> bool:
         """Whether there is a process that takes a call, with what it keeps."""
-        return self._process is not None and not ended(self._process)
+        return self._process is not None and not _ended(self._process)
 
     def begin(self, seed: int, paths: Sequence[str]) -> None:
         """Import the modules of these paths; then seed `random`, and NumPy where one of them has imported it."""
-        if not self.runs:
-            self.close()
-            self._start()
+        self._start()
         for path in paths:
             self._import(path)
-        self._ask({"seed": seed}, "seed", self.limits.start_seconds)
+        self._of_child("seed", seed)
 
     def draws(self) -> Any:
         """The states of `random` and NumPy as JSON; None where nothing was drawn since `begin`."""
-        return self._ask({"draws": None}, "draws", self.limits.start_seconds)
+        return self._of_child("draws")
 
     def set_draws(self, states: Any) -> None:
         """Let what is drawn follow from states that `draws` gave."""
-        self._ask({"set_draws": states}, "draws", self.limits.start_seconds)
+        self._of_child("set_draws", *states)
 
     def make(self, path: str, /, **given: Any) -> None:
         """Keep an object in the worker, in place of the one before: what the class or function at `path` returns."""
@@ -145,7 +145,7 @@ class Worker:
             WorkerError: It gave no value, for one of the reasons that its subclasses say.
         """
         self._import(path)
-        value = self._ask({"batch": path, "given": given, "state": state, "logs": logs}, path)
+        value = self._ask({"function": "__main__.batch_at", "args": [path, given, state, logs]}, path)
         assert isinstance(value, list)
         return value
 
@@ -166,29 +166,26 @@ class Worker:
         process, self._process = self._process, None
         if process is None:
             return
-        kill_all(process.pid, self._mark)
+        _kill_all(process.pid, self._mark)
         process.wait()
-        for pipe in (self._requests, self._answers):
-            os.close(pipe)
-        self._reader.join()
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()
+        process.stdout.close()
+        assert self._output is not None
+        self._output.join()  # it ends when all processes that can print are gone
 
     def _import(self, path: str) -> None:
         """Import the module of `path`, so that no call waits for it."""
-        if not self.runs:
-            self.close()
-            self._start()
+        self._start()
         module = path.rpartition(".")[0]
         if module not in self._imported:
-            self._ask({"import": module}, module, self.limits.start_seconds)
+            self._ask({"function": "__main__.load", "args": [module]}, module, self.limits.start_seconds)
             self._imported.add(module)
+
+    def _of_child(self, function: str, *args: Any) -> Any:
+        """What a function of `child.py` returns."""
+        return self._ask({"function": f"__main__.{function}", "args": args}, function, self.limits.start_seconds)
 
     def _ask(self, request: dict[str, Any], asked: str, seconds: float | None = None) -> Any:
         if not self.runs:
@@ -216,38 +213,30 @@ class Worker:
         return answer["value"]
 
     def _start(self) -> None:
-        to_child, self._requests = os.pipe()
-        self._answers, from_child = os.pipe()
-        os.set_blocking(self._requests, False)
+        """Start a process, unless there is one that takes a call."""
+        if self.runs:
+            return
+        self.close()
         settings = {
             "parent": os.getpid(),
             "path": [str(Path(entry).absolute()) for entry in sys.path],
-            "requests": to_child,
-            "answers": from_child,
             "file_bytes": self.limits.file_mb * MB,
             "memory_bytes": None if self.limits.memory_mb is None else self.limits.memory_mb * MB,
         }
-        command = [sys.executable, "-I", "-u", str(CHILD), json.dumps(settings)]
-        self._process = _lasting_thread().submit(self._spawned, command, (to_child, from_child)).result()
-        for pipe in (to_child, from_child):
-            os.close(pipe)
+        process = _in_lasting_thread(
+            [sys.executable, "-I", "-u", str(CHILD), json.dumps(settings)],
+            # beside the marks of the workers that this process runs in
+            {**os.environ, MARK: " ".join([*os.environ.get(MARK, "").split(), self._mark])},
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._process, self._requests, self._answers = process, process.stdin.fileno(), process.stdout.fileno()
+        os.set_blocking(self._requests, False)
         self.starts += 1
-        self._printed.clear()
         self._imported: set[str] = set()
         self._rest = b""
-        self._reader = threading.Thread(target=self._read_output, args=(self._process.stdout,), daemon=True)
-        self._reader.start()
-
-    def _spawned(self, command: list[str], pipes: tuple[int, ...]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=pipes,
-            start_new_session=True,
-            env={**os.environ, **marked(self._mark)},
-        )
+        self._output = Output(process.stderr, last=self.limits.output_kb << 10)
 
     def _send(self, line: bytes, until: float) -> None:
         rest = memoryview(line)
@@ -270,19 +259,11 @@ class Worker:
         line, _, self._rest = b"".join(parts).partition(b"\n")
         return line
 
-    def _read_output(self, pipe: IO[bytes]) -> None:
-        """Until all processes that can print are gone."""
-        most = self.limits.output_kb << 10
-        with pipe:
-            while part := os.read(pipe.fileno(), 1 << 16):
-                self._printed += part
-                del self._printed[:-most]
-
     def _ending(self) -> str:
         """What became of the process, which is gone or closed its pipes."""
         process = self._process
         assert process is not None
-        left = ended(process, 1.0)
+        left = _ended(process, 1.0)
         self.close()
         last = self.printed.strip().rpartition("\n")[2]
         said = f"; its last line was {last!r:.200}" if last else ""
@@ -346,7 +327,78 @@ class WorkerPool:
         return WorkerPool, self._made
 
 
+def _in_lasting_thread(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a worker from a thread that lasts as long as this process: it dies with the thread that started it.
+
+    See `PR_SET_PDEATHSIG` of prctl(2).
+    """
+
+    def start() -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            command, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env=environment
+        )
+
+    return _lasting_thread().submit(start).result()
+
+
 @cache
 def _lasting_thread() -> ThreadPoolExecutor:
-    """One that lasts as long as this process: a worker that dies with its parent dies with its thread, prctl(2)."""
     return ThreadPoolExecutor(1, thread_name_prefix="starts-workers")
+
+
+def _ended(process: subprocess.Popen[bytes], seconds: float = 0.0) -> bool:
+    """Whether a process ends in this time. It stays a zombie, so that no other process gets its id; see wait(2)."""
+    until, pause = time.monotonic() + seconds, 0.0005
+    while True:
+        try:
+            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                return True
+        except ChildProcessError:  # somebody waited for it
+            return True
+        if (left := until - time.monotonic()) <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, 0.05)
+
+
+def _kill_all(leader: int, mark: str) -> None:
+    """Kill a worker, its session, and whatever else has its mark, until nothing is left that can be killed.
+
+    Args:
+        leader: Its process, which nobody has waited for yet, see `_ended`.
+        mark: Mark of all that it started.
+    """
+    known: set[psutil.Process] = set()
+    for _ in range(KILL_ROUNDS):
+        belongs = {process: process in known or _belongs(process, leader, mark) for process in psutil.process_iter()}
+        known = {process for process, does in belongs.items() if does and _lives(process)}
+        if not known and None not in belongs.values():
+            return
+        for stop_first in (signal.SIGSTOP, signal.SIGKILL):  # what is stopped starts nothing more
+            for process in known:
+                with suppress(psutil.Error):
+                    process.send_signal(stop_first)
+        time.sleep(0.001)
+
+
+def _belongs(process: psutil.Process, leader: int, mark: str) -> bool | None:
+    """Whether a process is the worker, of its session, or has its mark; None while a program starts in it.
+
+    Then it has no arguments or environment yet, and its mark cannot be read; see `begin_new_exec` of Linux.
+    """
+    try:
+        if leader in (process.pid, os.getsid(process.pid)):
+            return True
+        if not process.environ() and not process.cmdline():
+            return None if process.exe() else False  # a thread of the kernel has no program either, nor what ends
+        return mark in process.environ().get(MARK, "").split()
+    except (psutil.Error, OSError):  # it is gone, or another user's
+        return False
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False

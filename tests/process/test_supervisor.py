@@ -173,7 +173,7 @@ def _runs(pid: int) -> bool:
 def test_a_status_longer_than_its_place_is_cut() -> None:
     board = Board.make()
     board[1].write(1, "x" * 5000)
-    assert (board[1].rank, board[1].doing) == ("1", "x" * 510)
+    assert (board[1].rank, board[1].doing) == (1, "x" * 512)
     assert board[0].doing == board[2].doing == AT_FIRST
     board[1].write(1, ENDED)
     assert Board(board.path)[1].ended

@@ -93,6 +93,13 @@ def multiply() -> None:
         pass
 
 
+def run_a_program_without_end() -> None:
+    """In a sandbox; 123457 seconds, by which its processes are known."""
+    from rlflow.worker import Limits, Sandbox
+
+    Sandbox(Limits(seconds=123457)).run("while True: pass")
+
+
 def what_is_no_json() -> Any:
     return {1, 2}
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from rlflow.worker import Limits, Sandbox
+from rlflow.worker import Limits, Sandbox, Worker, WorkerTimeout
 from rlflow.worker.isolate import CANNOT
-from rlflow.worker.killing import MARK
 from rlflow.worker.sandbox import ISOLATE, why_not
 
 if os.environ.get("RLFLOW_HAS_NAMESPACES") == "1":
@@ -124,10 +126,24 @@ def test_output_beyond_the_limit_is_dropped(sandbox: Sandbox) -> None:
     assert (ran.code, ran.output, ran.last) == (0, "a" * (4 << 10), "a" * ((4 << 10) - 1) + "\n")
 
 
-def test_what_runs_in_a_worker_has_the_worker_s_mark_too(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MARK, "worker")
-    worker, own = sandbox.run(f"import os; print(os.environ[{MARK!r}])").output.split()
-    assert (worker, len(own)) == ("worker", 32)
+def test_a_program_ends_with_the_worker_that_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+    with contextlib.closing(Worker(Limits(seconds=3, memory_mb=None))) as worker, pytest.raises(WorkerTimeout):
+        worker.function("harm.run_a_program_without_end")
+    until = time.monotonic() + 10
+    while (left := _without_end()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert left == []
+
+
+def _without_end() -> list[int]:
+    """The processes of `harm.run_a_program_without_end`: the one that waits, by its settings, and the one that runs."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "123458" in " ".join(process.cmdline()) or process.rlimit(psutil.RLIMIT_CPU)[0] == 123458:
+                found.append(process.pid)
+    return found
 
 
 def test_nothing_runs_where_the_parent_was_gone_before() -> None:

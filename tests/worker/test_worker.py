@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -26,7 +27,7 @@ def harm_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    with Worker(SHORT) as worker:
+    with closing(Worker(SHORT)) as worker:
         yield worker
 
 
@@ -89,14 +90,14 @@ def test_output_is_read_whatever_its_length_and_its_end_is_kept(worker: Worker) 
 
 
 def test_long_arguments_and_values_pass() -> None:
-    with Worker(Limits()) as worker:
+    with closing(Worker(Limits())) as worker:
         assert len(worker.function("harm.add", "a" * (1 << 20), "b" * (1 << 20))) == 2 << 20
 
 
 @pytest.mark.parametrize(("function", "processes"), [("start_others", 2), ("start_a_large_one", 1)])
 def test_nothing_that_it_started_is_left(function: str, processes: int, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    with Worker(Limits(seconds=6)) as worker, pytest.raises(WorkerTimeout):
+    with closing(Worker(Limits(seconds=6))) as worker, pytest.raises(WorkerTimeout):
         worker.function(f"harm.{function}", str(pids))
     started = [int(line) for line in pids.read_text().split()]
     assert len(started) == processes
@@ -117,7 +118,7 @@ def test_the_id_of_a_process_that_died_is_its_own_until_all_is_killed(worker: Wo
 
 def test_processes_that_multiply_are_killed() -> None:
     before = {process.pid for process in psutil.process_iter()}
-    with Worker(Limits(seconds=0.5)) as worker:
+    with closing(Worker(Limits(seconds=0.5))) as worker:
         worker.function("harm.add", 1, 2)
         with pytest.raises(WorkerTimeout):
             worker.function("harm.multiply")
