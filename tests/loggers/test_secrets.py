@@ -64,12 +64,9 @@ def test_a_key_that_only_resembles_one_is_shown(key: str) -> None:
     assert without_secrets({key: 4096}) == {key: 4096}
 
 
-@pytest.mark.parametrize("key", ["openai_key", "OPENAI_KEY", "wandbKey", "key"])
-@pytest.mark.parametrize("value", ["0123456789abcdef0123456789abcdef", "sk-proj-aBcDeFgHiJkLmNoP1234"])
-def test_under_a_key_of_any_name_what_looks_drawn_at_random_is_hidden(key: str, value: str) -> None:
-    assert without_secrets({key: value}) == {key: "***"}
-    assert without_secrets({key: "solution_of_problem_2"}) == {key: "solution_of_problem_2"}
-    assert without_secrets({"revision": value}) == {"revision": value}
+@pytest.mark.parametrize("key", ["openai_key", "revision", "answer"])
+def test_under_any_other_key_nothing_is_hidden_whatever_it_looks_like(key: str) -> None:
+    assert without_secrets({key: "sk-proj-aBcDeFgHiJkLmNoP1234"}) == {key: "sk-proj-aBcDeFgHiJkLmNoP1234"}
 
 
 def test_a_section_of_secrets_keeps_its_keys() -> None:
@@ -98,10 +95,7 @@ def test_a_text_is_shown_as_it_is() -> None:
     [
         (["fit", "--reward.api_key=a;b c", "--seed", "1"], ["fit", "--reward.api_key=***", "--seed", "1"]),
         (["--my.hf_token", "x y", "--seed", "1"], ["--my.hf_token", "***", "--seed", "1"]),
-        (["--reward={api_key: abc}"], ["--reward=***"]),
-        (["--stores+", "name: a, password: b"], ["--stores+", "name: a, password: b"]),  # a mistake in YAML
-        (["--stores+", "[{password: b}]"], ["--stores+", "***"]),
-        (["--reward", "{seconds: 3}"], ["--reward", "{seconds: 3}"]),
+        (["--reward", "{api_key: abc}"], ["--reward", "{api_key: abc}"]),  # a text, which is not searched
         (["password=abc"], ["password=***"]),
     ],
 )
@@ -116,14 +110,9 @@ def test_a_command_in_a_list_is_shown_without_secrets() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("token", "<think>"),
-        ("user_token", "<|im_end|>"),
-        ("token", "[MASK]"),
         ("think_token", "abc"),
         ("password_file", "/run/password"),
         ("secret_name", "abc"),
-        ("auth", "none"),
-        ("webhook", "off"),
         ("tokens", {"a": 1, "b": [2.0, None]}),
     ],
 )
