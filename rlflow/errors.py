@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -238,6 +239,18 @@ def one_line(error: BaseException) -> str:
     except Exception as failure:
         return f"its text cannot be made (`{type(error).__name__}.__str__` raised {type(failure).__name__})"
     return " ".join(shortened(text).split()) or type(error).__name__
+
+
+def line_log(name: str) -> logging.Logger:
+    """A module's log, for what a model, a dataset or a reward wrote: each message is one readable line."""
+    log = logging.getLogger(name)
+    log.addFilter(_in_one_line)
+    return log
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+    record.msg, record.args = readable_line(shown(record.getMessage())), None
+    return True
 
 
 def no_file(path: str, wanted: str, *endings: str) -> str:

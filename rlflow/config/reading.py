@@ -112,7 +112,7 @@ class _Loader(yaml.SafeLoader):
     A key that stands twice in a mapping is an error.
     """
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:

@@ -23,11 +23,11 @@ from rlflow.environments.conversation_format import ConversationFormat
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.metrics import StepMetrics
+from rlflow.module import AllRows
 from rlflow.rewards.reward import Reward, RewardInput, Scores, TrainerState
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.sampling import Part, sample, under_way
 from rlflow.state.prompt_memory import PromptMemory
-from rlflow.step_context import AllRows
 from rlflow.values.columns import Parts, to_device
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.layout import Layout
@@ -67,7 +67,7 @@ class Running:
 
 
 class NodeContext:
-    """Implements `rlflow.step_context.StepContext` for the node that runs on this rank."""
+    """Implements `rlflow.module.StepContext` for the node that runs on this rank."""
 
     def __init__(
         self,

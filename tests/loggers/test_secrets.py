@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from rlflow.loggers.log_lines import line_log
 from rlflow.loggers.secrets import arguments_without_secrets, without_secrets
 
 
@@ -122,8 +121,3 @@ def test_what_is_no_secret_though_its_key_is_of_one_is_shown(key: str, value: An
 
 def test_of_tokens_that_are_not_all_numbers_each_is_hidden() -> None:
     assert without_secrets({"tokens": {"a": 1, "b": "c"}}) == {"tokens": {"a": "***", "b": "***"}}
-
-
-def test_a_warning_that_quotes_a_reward_is_one_line_that_only_reads(caplog: pytest.LogCaptureFixture) -> None:
-    line_log("rlflow.of_a_test").warning("it said %s", "\x1b[31mred\nrlflow: error: forged")
-    assert caplog.messages == ["it said \\x1b[31mred\\nrlflow: error: forged"]
