@@ -7,118 +7,29 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from importlib import import_module
 from typing import NoReturn
 
 from rlflow.errors import Preempted, UserError, one_line, readable, shown
 from rlflow.process import environment, preemption, startup, status, terminal
-from rlflow.process.status import refusing_exits
 from rlflow.process.supervisor import leave, supervise
 
-# Heavy imports wait until a command is chosen, so that `rlflow --help` answers at once.
-
-
-def fit(arguments: Sequence[str]) -> None:
-    """Train a model as a config says."""
-    from rlflow.commands.fit import read_fit
-
-    startup.passed("imports")
-    with refusing_exits():
-        configured = read_fit(arguments)
-        startup.passed("config")
-        configured.fit()
-
-
-def validate(arguments: Sequence[str]) -> None:
-    """Measure a config's model on its held-out prompts."""
-    from rlflow.commands.fit import read_validate
-
-    with refusing_exits():
-        configured = read_validate(arguments)
-        configured.validate()
-
-
-def graph(arguments: Sequence[str]) -> None:
-    """Print an algorithm's graph and a rank's plan, draw it, or compare two algorithms."""
-    from rlflow.commands.graph import read_graph
-
-    read_graph(arguments).show()
-
-
-def report(arguments: Sequence[str]) -> None:
-    """Show where the time of a run's steps went, rank by rank."""
-    from rlflow.commands.report import read_report
-
-    read_report(arguments).show()
-
-
-def trace(arguments: Sequence[str]) -> None:
-    """Join the traces of a run's ranks into one file."""
-    from rlflow.commands.trace import read_trace
-
-    read_trace(arguments).write()
-
-
-def samples(arguments: Sequence[str]) -> None:
-    """Read the samples of a run: prompts and responses, conversations turn by turn."""
-    from rlflow.commands.samples import read_shown
-
-    read_shown(arguments).show()
-
-
-def play(arguments: Sequence[str]) -> None:
-    """Play the environment of a config in the terminal, as its policy would read it."""
-    from rlflow.commands.play import read_play
-
-    read_play(arguments).run()
-
-
-def export(arguments: Sequence[str]) -> None:
-    """Write the model of a run that trained adapters, merged or as an adapter."""
-    from rlflow.commands.export import read_export
-
-    read_export(arguments).run()
-
-
-def simulate(arguments: Sequence[str]) -> None:
-    """Predict a config's time, bytes and memory on machines that are not here."""
-    if "--paper" in arguments:
-        from rlflow.simulate.paper import show_paper
-
-        show_paper(arguments)
-        return
-    from rlflow.commands.simulate import read_simulate
-
-    read_simulate(arguments).show()
-
-
-def replay(arguments: Sequence[str]) -> None:
-    """Run nodes of a run's step once more, in one process, with a debugger if asked."""
-    from rlflow.commands.replay import read_replay
-
-    read_replay(arguments).run()
-
-
-def doctor(arguments: Sequence[str]) -> None:
-    """Show what is installed and works here, what is missing, and how to mend it."""
-    from rlflow.commands.doctor import read_doctor
-
-    read_doctor(arguments).show()
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
-    "fit": fit,
-    "validate": validate,
-    "graph": graph,
-    "report": report,
-    "trace": trace,
-    "samples": samples,
-    "play": play,
-    "export": export,
-    "simulate": simulate,
-    "replay": replay,
-    "doctor": doctor,
+# By the name of a command what it does. `rlflow.commands.<name>`, which runs it, is imported when it is chosen, so that
+# `rlflow --help` answers at once.
+COMMANDS = {
+    "fit": "Train a model as a config says.",
+    "validate": "Measure a config's model on its held-out prompts.",
+    "graph": "Print an algorithm's graph and a rank's plan, and draw it.",
+    "report": "Show where the time of a run's steps went, rank by rank.",
+    "trace": "Join the traces of a run's ranks into one file.",
+    "samples": "Read the samples of a run: prompts and responses, conversations turn by turn.",
+    "play": "Play the environment of a config in the terminal, as its policy would read it.",
+    "export": "Write the model of a run that trained adapters, merged or as an adapter.",
+    "simulate": "Predict a config's time, bytes and memory on machines that are not here.",
+    "replay": "Run nodes of a run's step once more, in one process, with a debugger if asked.",
+    "doctor": "Show what is installed and works here, what is missing, and how to mend it.",
 }
 RUNS = ("fit", "validate")
 INTERRUPTED_CODE = 130  # as a shell has it of programs that SIGINT ended
@@ -151,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         epilog="`rlflow COMMAND --help` lists what a command takes.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, function in COMMANDS.items():
-        commands.add_parser(name, help=function.__doc__, add_help=False)
+    for name, purpose in COMMANDS.items():
+        commands.add_parser(name, help=purpose, add_help=False)
     is_run = False
     try:
         sys.path.insert(0, _here())  # a user's own `my_algorithm.py` lies beside the config
@@ -164,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             supervise()
         status.begin()
         with preemption.handled(of_process) if chosen.command == "fit" else nullcontext():
-            COMMANDS[chosen.command](rest)
+            import_module(f"rlflow.commands.{chosen.command}").main(rest)
         sys.stdout.flush()
         status.end()
         if is_run:

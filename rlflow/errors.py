@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 SETTING = re.compile(r"(?<!column )`([a-z_][\w.]*)`")  # in a message; a dataset's column is none
@@ -236,3 +239,34 @@ def one_line(error: BaseException) -> str:
     except Exception as failure:
         return f"its text cannot be made (`{type(error).__name__}.__str__` raised {type(failure).__name__})"
     return " ".join(shortened(text).split()) or type(error).__name__
+
+
+def line_log(name: str) -> logging.Logger:
+    """A module's log, for what a model, a dataset or a reward wrote: each message is one readable line."""
+    log = logging.getLogger(name)
+    log.addFilter(_in_one_line)
+    return log
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+    record.msg, record.args = readable_line(shown(record.getMessage())), None
+    return True
+
+
+def no_file(path: str, wanted: str, *endings: str) -> str:
+    """How an error continues after a path at which no file lies: what does, and what to give.
+
+    Args:
+        path: As the user wrote it.
+        wanted: What to give.
+        endings: Of such a file's name; one in the folder that the path may name is mentioned.
+    """
+    if not path:
+        return f", which names nothing; give {wanted}"
+    if os.path.isdir(path):
+        inside = sorted(os.listdir(path)) if os.access(path, os.R_OK) else []
+        near = next((f", such as {Path(path, name)}" for name in inside if name.endswith(endings)), "")
+        return f", which is a folder; give {wanted}{near}"
+    if os.path.exists(path):
+        return f", which is a device or a pipe; give {wanted}"
+    return f", and there is no such file in {Path.cwd()}; check the path"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,15 +15,16 @@ from torch import Tensor
 from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.transport import Transport
 
-Kind = Literal["mean", "sum", "largest", "worked"]
+Kind = Literal["mean", "sum", "largest", "seconds", "worked"]
 _Entries = Mapping[tuple[Kind, str], tuple[float, float]]  # value and count of each; a count of 0: there is none
+_EMPTY = {"mean": (0.0, 0.0), "sum": (0.0, 1.0), "largest": (-math.inf, 1.0), "seconds": (0.0, 1.0)}
 
 
 @dataclass
-class _Mean:
-    """A sum and a count in float64: what came from the CPU, and what stays on its device until the host needs it."""
+class _Entry:
+    """A value and a count in float64: what came from the CPU, and what stays on its device until the host needs it."""
 
-    here: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    here: list[float]
     there: list[Tensor | None] = field(default_factory=lambda: [None, None])  # 0-dim each
 
     def add(self, *entry: Tensor | float) -> None:
@@ -44,22 +44,18 @@ class StepMetrics:
 
     Attributes:
         step: From 0.
+        logged: By kind and name.
     """
 
     step: int
-    means: defaultdict[str, _Mean] = field(default_factory=lambda: defaultdict(_Mean))
-    sums: dict[str, float] = field(default_factory=dict)
-    sums_there: dict[str, Tensor] = field(default_factory=dict)  # 0-dim float64, left on its device
-    peaks: dict[str, float] = field(default_factory=dict)
-    peaks_there: dict[str, Tensor] = field(default_factory=dict)  # 0-dim float64, left on its device
-    times: dict[str, float] = field(default_factory=dict)  # seconds
+    logged: dict[tuple[Kind, str], _Entry] = field(default_factory=dict)
 
     def mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Add `total` over `count` entries, 0-dim; the metric is the global total over the global count.
 
         The two may be on different devices.
         """
-        self.means[name].add(total, count)
+        self._entry("mean", name).add(total, count)
 
     def number(self, name: str, value: float) -> None:
         """Add a number that every rank knows alike."""
@@ -67,50 +63,43 @@ class StepMetrics:
 
     def sum(self, name: str, value: Tensor | float) -> None:
         """Add to the total over ranks and calls, as fits bytes and tokens; a tensor is 0-dim."""
-        if isinstance(value, Tensor) and value.device.type != "cpu":
-            value, before = value.detach().double(), self.sums_there.get(name)
-            self.sums_there[name] = value if before is None else before + value
-        else:
-            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+        self._entry("sum", name).add(value)
 
     def largest(self, name: str, value: Tensor | float) -> None:
         """Keep the largest over ranks and calls, as fits peaks; a tensor is 0-dim."""
+        entry = self._entry("largest", name)
         if isinstance(value, Tensor):
-            value, before = value.detach().double(), self.peaks_there.get(name)
-            self.peaks_there[name] = value if before is None else torch.maximum(value, before)
+            value, before = value.detach().double(), entry.there[0]
+            entry.there[0] = value if before is None else torch.maximum(value, before)
         else:
-            self.peaks[name] = max(value, self.peaks.get(name, -math.inf))
+            entry.here[0] = max(value, entry.here[0])
 
     def seconds(self, name: str, value: float) -> None:
         """Add to this rank's total; the metric is the largest total of a rank, as fits times."""
-        self.times[name] = self.times.get(name, 0.0) + value
+        self._entry("seconds", name).add(value)
+
+    def of_kind(self, kind: Kind) -> dict[str, list[float]]:
+        """Value and count on the host of each metric of a kind, by name."""
+        return {name: entry.here for (each, name), entry in self.logged.items() if each == kind}
 
     def bring_over(self) -> None:
         """Bring what was left on a device to the host, all in one transfer."""
-        left = [(mean.here, i, value) for mean in self.means.values() for i, value in enumerate(mean.there)]
-        waiting = [(into, i, value) for into, i, value in left if value is not None]
-        there = [value for *_, value in waiting] + [*self.peaks_there.values()] + [*self.sums_there.values()]
-        numbers = iter(_numbers(there))
-        for into, i, _ in waiting:
-            into[i] += next(numbers)
-        for name in self.peaks_there:
-            self.peaks[name] = max(next(numbers), self.peaks.get(name, -math.inf))
-        for name in self.sums_there:
-            self.sums[name] = self.sums.get(name, 0.0) + next(numbers)
-        for mean in self.means.values():
-            mean.there = [None, None]
-        self.peaks_there.clear()
-        self.sums_there.clear()
+        places = [(kind, entry, i) for (kind, _), entry in self.logged.items() for i in (0, 1)]
+        waiting = [(kind, entry, i, value) for kind, entry, i in places if (value := entry.there[i]) is not None]
+        numbers = torch.stack([value for *_, value in waiting]).tolist() if waiting else []
+        for (kind, entry, i, _), number in zip(waiting, numbers, strict=True):
+            entry.here[i] = max(number, entry.here[i]) if kind == "largest" else entry.here[i] + number
+            entry.there[i] = None
 
     def entries(self, worked: float | None) -> dict[tuple[Kind, str], tuple[float, float]]:
-        """Value and count of each metric, in which a count of 0 says that there is none."""
-        assert not self.peaks_there
-        assert not self.sums_there
+        """Value and count of each metric as ranks reduce them, in which a count of 0 says that there is none."""
         entries: dict[tuple[Kind, str], tuple[float, float]] = {}
-        entries |= {("mean", name): (mean.here[0], mean.here[1]) for name, mean in self.means.items()}
-        entries |= {("sum", name): (value, 1.0) for name, value in self.sums.items()}
-        entries |= {("largest", name): (value, 1.0) for name, value in (self.peaks | self.times).items()}
+        for (kind, name), entry in self.logged.items():
+            entries["largest" if kind == "seconds" else kind, name] = (entry.here[0], entry.here[1])
         return entries if worked is None else entries | {("worked", ""): (worked, 1.0)}
+
+    def _entry(self, kind: Kind, name: str) -> _Entry:
+        return self.logged.setdefault((kind, name), _Entry([*_EMPTY[kind]]))
 
 
 class Metrics:
@@ -136,9 +125,9 @@ class Metrics:
         for later, logged in self._steps.items():
             if later > step:
                 logged.bring_over()
-                means = {name: mean.here for name, mean in logged.means.items()}
-                rest = {"sums": logged.sums, "largest": logged.peaks, "seconds": logged.times}
-                later_steps.append({"step": later, "means": means, **rest})
+                kinds: dict[str, Kind] = {"sums": "sum", "largest": "largest", "seconds": "seconds"}
+                rest = {key: {name: x for name, (x, _) in logged.of_kind(kind).items()} for key, kind in kinds.items()}
+                later_steps.append({"step": later, "means": logged.of_kind("mean"), **rest})
         return later_steps
 
     def log_again(self, later_steps: Sequence[Mapping[str, Any]]) -> None:
@@ -233,11 +222,6 @@ class Metrics:
         messages = {from_message(each) for each in transport.all_gather_ragged(to_message(json.dumps(news).encode()))}
         names = {(kind, name) for message in messages for kind, name in json.loads(message)}
         self._known = sorted(names.union(self._known))
-
-
-def _numbers(values: Sequence[Tensor]) -> list[float]:
-    """0-dim tensors of one device as numbers, in one transfer."""
-    return torch.stack(list(values)).tolist() if values else []
 
 
 def straggler(worked: Sequence[float]) -> dict[str, float]:

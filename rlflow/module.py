@@ -42,6 +42,9 @@ class RLModule:
     A node's name is the value that it makes; its parameters are the values that it reads; `batch` is the rows of the
     dataset. The first dimension of every tensor is the rows of this rank, and nothing here needs to know of ranks.
 
+    `log`, `mean`, `whiten`, `quantile`, `all_rows` and `dataset_rows` go over the rows of all ranks, which call them
+    alike. Rows that a reward failed on, and whose `on_error` is `drop`, do not count.
+
     Attributes:
         reward: What scores responses; `reward_function` calls it. A `Reward`, a function, its dotted path, or a list or
             dict of these, see `rlflow.rewards.as_reward`, which makes it a `Reward`. None where nothing is scored.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -56,7 +56,7 @@ class Trainer(RunningTrainer):
 
     strategy: TrainingStrategy | str | None = None
     rollout: RolloutEngine | str | None = None
-    engines: Mapping[str, RolloutEngine | Share | str] = field(default_factory=dict)
+    engines: Mapping[str, Share | RolloutEngine | str] | None = None
     logger: LoggerLike | str | Sequence[LoggerLike | str] | None = None  # type: ignore[assignment]  # afterwards the first
     callbacks: Callback | str | Sequence[Callback | str] = ()
 
@@ -66,7 +66,8 @@ class Trainer(RunningTrainer):
         super().__post_init__()
         self.strategy = made(self.strategy, "strategy", TrainingStrategy)
         engine: RolloutEngine = made(self.rollout or "transformers", "rollout", RolloutEngine)
-        others = {name: made(each, f"engines.{name}", RolloutEngine, Share) for name, each in self.engines.items()}
+        engines = (self.engines or {}).items()
+        others = {name: made(each, f"engines.{name}", RolloutEngine, Share) for name, each in engines}
         self.rollout, self.engines, self.engine_settings = engine, others, EngineSettings(engine, others)
         given = [self.logger] if isinstance(self.logger, str | LoggerLike) else self.logger or ()
         self.loggers = [made(each, "logger", *get_args(LoggerLike)) for each in given]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.commands.fit import read_fit
-from rlflow.commands.graph import read_graph
+from rlflow.commands.graph import main
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -39,7 +39,7 @@ def test_a_config_is_read_as_one_for_its_ranks(config: Path) -> None:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
 def test_the_last_rank_of_a_config_has_a_plan_that_trains(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     last = RANKS.get(config.stem, 1) - 1
-    read_graph(["--config", str(config), "--rank", str(last)]).show()
+    main(["--config", str(config), "--rank", str(last)])
     planned = capsys.readouterr().out
     assert f"plan of rank {last}" in planned
     assert "  train     " in planned

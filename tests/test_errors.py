@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import rlflow
-from rlflow.errors import UserError, one_line
+from rlflow.errors import UserError, line_log, one_line
 from rlflow.loggers import TensorBoardLogger, WandbLogger
 from rlflow.models.lora import require_peft
 from rlflow.rewards import MathVerify, ReasoningGymScore
@@ -92,3 +92,8 @@ class Mute(Exception):
 
 def test_an_error_whose_text_cannot_be_made_is_named_by_its_type() -> None:
     assert one_line(Mute("lost")) == "its text cannot be made (`Mute.__str__` raised AttributeError)"
+
+
+def test_a_warning_that_quotes_a_reward_is_one_line_that_only_reads(caplog: pytest.LogCaptureFixture) -> None:
+    line_log("rlflow.of_a_test").warning("it said %s", "\x1b[31mred\nrlflow: error: forged")
+    assert caplog.messages == ["it said \\x1b[31mred\\nrlflow: error: forged"]

@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import chdir
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 
 import yaml
 from docstring_parser import parse
 from jsonargparse import Namespace
 
-from rlflow.callbacks.callback import Callback
-from rlflow.commands.parser import OneLineParser, keys_of
+from rlflow.commands.parser import OneLineParser, add_parameters, keys_of
 from rlflow.config.arguments import Argument, Group, arguments_of
-from rlflow.config.building import built, made
+from rlflow.config.building import built, instance
 from rlflow.config.checking import mistakes_of, unreal_numbers
-from rlflow.config.errors import ConfigError, WrittenKeys
-from rlflow.config.layers import CONFIG, Layer, layers
+from rlflow.config.keys import WrittenKeys
 from rlflow.config.merging import merged
+from rlflow.config.reading import CONFIG, layers
 from rlflow.dag.call import NodeConfig
 from rlflow.data.prompts import PromptData
-from rlflow.loggers.lightning import LoggerLike
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
-from rlflow.rollout.assignment import Share
-from rlflow.rollout.engine import RolloutEngine
-from rlflow.settings import Placed
-from rlflow.strategies.strategy import TrainingStrategy
+from rlflow.process.status import refusing_exits
 from rlflow.trainer import Trainer
 
 if TYPE_CHECKING:  # the simulator is imported where it is asked for
     from rlflow.simulate.foretold import Foretold
 
 MODELS, NODES = "models", "nodes"
-# Of Trainer, sections of their own in a config.
-TOP_LEVEL = {"strategy", "rollout", "engines", "placement", "logger", "callbacks", "seed"}
+# Of Trainer, keys of their own in a config.
+TOP_LEVEL = ("seed", "strategy", "rollout", "engines", "placement", "logger", "callbacks")
 
 
 @dataclass(frozen=True)
@@ -49,7 +44,6 @@ class Configured:
     trainer: Trainer
     config: Mapping[str, Any]
     keys: WrittenKeys
-    options: Namespace
     foretold: Foretold | None = None
 
     def fit(self) -> None:
@@ -60,10 +54,27 @@ class Configured:
             if self.foretold is not None and before is not None:
                 self.foretold.after(before)
 
-    def validate(self) -> None:
-        """Measure the model as it is; a `UserError` names keys of the config."""
-        with self.keys.in_errors(self.config):
-            self.trainer.validate(self.module, self.data)
+
+Result = TypeVar("Result")
+
+
+def call_configured(command: Callable[Concatenate[Configured, ...], Result], arguments: Sequence[str]) -> Result:
+    """Call the function of a command that takes a config with the config and options of a command line.
+
+    Args:
+        command: Named as the command; it takes the config first, see `add_parameters` for the others.
+        arguments: The command line after the command's name.
+
+    Raises:
+        UserError: Something is wrong with them; or the command raised it, and it names keys of the config.
+    """
+    parser = config_parser(command.__name__, parse(command.__doc__ or "").short_description or "")
+    add_parameters(parser, command, skip=1)
+    with refusing_exits():
+        found, options = configured(parser, arguments)
+    given = {name: options[name] for name in [*inspect.signature(command).parameters][1:]}
+    with found.keys.in_errors(found.config):
+        return command(found, **given)
 
 
 def config_parser(command: str, description: str) -> OneLineParser:
@@ -72,59 +83,60 @@ def config_parser(command: str, description: str) -> OneLineParser:
     parser.add_argument(
         f"--{CONFIG}", action="config", help="a YAML file; a later one wins, dotted options win over all"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of everything random")
     parser.add_argument("--module", type=RLModule, required=True, help="the algorithm")
     parser.add_argument(f"--{MODELS}", type=dict[str, ModelHandle], default={}, help="by role, beside the algorithm's")
     nodes = dict[str, NodeConfig | str | None]
     parser.add_argument(
         f"--{NODES}", type=nodes, default={}, help="added or replaced, by the path of a function; or null"
     )
-    _add_arguments(parser, PromptData, "data", ())
-    _add_arguments(parser, Trainer, "trainer", TOP_LEVEL)
-    parser.add_argument("--strategy", type=TrainingStrategy | None, default=None, help="how training is spread")
-    parser.add_argument("--rollout", type=RolloutEngine | None, default=None, help="the engine that generates")
-    parser.add_argument(
-        "--engines", type=dict[str, Share | RolloutEngine], default={}, help="by policy, where it is not `rollout`"
-    )
-    parser.add_argument("--placement", type=dict[str, Placed] | None, default=None, help="by role: its ranks")
-    parser.add_argument("--logger", type=list[LoggerLike], default=[], help="beside the run's own files")
-    parser.add_argument("--callbacks", type=list[Callback], default=[], help="called at steps, nodes and validations")
+    _add_arguments(parser, PromptData, "data.", arguments_of(PromptData))
+    _add_arguments(parser, Trainer, "", {name: arguments_of(Trainer)[name] for name in TOP_LEVEL})
+    _add_arguments(parser, Trainer, "trainer.", _of_section())
     return parser
 
 
-def _add_arguments(parser: OneLineParser, cls: type, section: str, skip: Collection[str]) -> None:
-    """Add a constructor's arguments; jsonargparse would import what its module imports for type checkers alone."""
+def _of_section() -> dict[str, Argument]:
+    """The arguments of `Trainer` that stand in a config's `trainer`."""
+    return {name: each for name, each in arguments_of(Trainer).items() if name not in TOP_LEVEL}
+
+
+def _add_arguments(parser: OneLineParser, cls: type, start: str, arguments: Mapping[str, Argument]) -> None:
+    """Add a constructor's arguments; jsonargparse would import what its module imports for type checkers alone.
+
+    Args:
+        parser: Of a command.
+        cls: Whose docstrings describe the arguments.
+        start: Of each key, such as `trainer.`.
+        arguments: Some of the constructor's.
+    """
     described = {
         each.arg_name: each.description for base in cls.__mro__[::-1] for each in parse(base.__doc__ or "").params
     }
-    group = parser.add_argument_group(f"`{section}`: {cls.__name__}")
-    for name, each in arguments_of(cls).items():
-        if name not in skip:
-            given: dict[str, Any] = {"required": True} if each.required else {"default": each.default}
-            group.add_argument(f"--{section}.{name}", type=each.hint, help=described.get(name), **given)
+    group = parser.add_argument_group(f"`{start.rstrip('.')}`: {cls.__name__}" if start else cls.__name__)
+    for name, each in arguments.items():
+        given: dict[str, Any] = {"required": True} if each.required else {"default": each.default}
+        group.add_argument(f"--{start}{name}", type=each.hint, help=described.get(name), **given)
 
 
-def configured(
-    parser: OneLineParser, arguments: Sequence[str], alone: Mapping[str, Any] = MappingProxyType({})
-) -> Configured:
-    """The objects of a command line.
+def configured(parser: OneLineParser, arguments: Sequence[str]) -> tuple[Configured, Namespace]:
+    """The objects of a command line, and its options with all defaults.
 
     Args:
         parser: Of `config_parser`, with the command's own options.
         arguments: Configs and options.
-        alone: The command's own options that may stand without a value, and the value that this means.
 
     Raises:
         UserError: Something is wrong with them.
     """
     with chdir("."):  # back at the end, wherever a module of the user's went when it was imported
-        return _configured(parser, arguments, alone)
+        return _configured(parser, arguments)
 
 
-def _configured(parser: OneLineParser, arguments: Sequence[str], alone: Mapping[str, Any]) -> Configured:
+def _configured(parser: OneLineParser, arguments: Sequence[str]) -> tuple[Configured, Namespace]:
     asked = [argument for argument in arguments if _asks(argument)]
     if asked and not all(_prints_config(argument) for argument in asked):
         parser.parse_args(list(arguments))  # prints help and ends
+    alone = {action.dest: action.const for action in parser._actions if action.nargs in (0, "?")}
     given = layers([argument for argument in arguments if argument not in asked], alone)
     _replace_nodes(given)
     shape = _shape(parser)
@@ -140,24 +152,24 @@ def _configured(parser: OneLineParser, arguments: Sequence[str], alone: Mapping[
             name: built(parsed[name], shape.arguments[name].hint, (name,), keys.key)
             for name in ("module", MODELS, NODES, "trainer", *TOP_LEVEL)
         }
-        data = made(PromptData, parsed.data, ("data",), ("data",), keys.key)
+        data = instance(PromptData, parsed.data, ("data",), ("data",), keys.key)
         trainer = Trainer(**parts["trainer"], **{name: parts[name] for name in TOP_LEVEL})
     for mistake in unreal_numbers(config):
-        raise ConfigError(replace(mistake, keys=keys.of(mistake.keys)))
+        raise mistake.error(keys.of(mistake.keys))
     trainer.resolved_config = resolved
     module = parts["module"]
     if parts[MODELS]:
         module.config_models = parts[MODELS]
     if parts[NODES]:
         module.config_nodes = parts[NODES]
-    return Configured(module, data, trainer, config, keys, parsed)
+    return Configured(module, data, trainer, config, keys), parsed
 
 
-def _replace_nodes(given: Sequence[Layer]) -> None:
+def _replace_nodes(given: Sequence[dict[str, Any]]) -> None:
     """Of a node that a later config writes with another `call` leave nothing but its place."""
     earlier: dict[str, list[dict[str, Any]]] = {}
     for layer in given:
-        nodes = layer.tree.get(NODES)
+        nodes = layer.get(NODES)
         if not isinstance(nodes, dict):
             continue
         for name, node in nodes.items():
@@ -173,20 +185,19 @@ def _parsed(parser: OneLineParser, tree: Mapping[str, Any], shape: Group, keys: 
     found = list(mistakes_of(tree, shape))
     for mistake in found:  # before jsonargparse, which takes a text for YAML or for a file
         if mistake.of_type:
-            raise ConfigError(replace(mistake, keys=keys.of(mistake.keys)))
+            raise mistake.error(keys.of(mistake.keys))
     try:
         parsed: Namespace = parser.parse_object(copy.deepcopy(dict(tree)))
     except Exception as error:  # jsonargparse lets some errors of its own through
         for mistake in found:
-            raise ConfigError(replace(mistake, keys=keys.of(mistake.keys))) from error
+            raise mistake.error(keys.of(mistake.keys)) from error
         raise
     return parsed
 
 
 def _shape(parser: OneLineParser) -> Group:
     """The keys that a command's configs and options may have, by section."""
-    trainer = {name: each for name, each in arguments_of(Trainer).items() if name not in TOP_LEVEL}
-    groups = {"data": Group(arguments_of(PromptData)), "trainer": Group(trainer)}
+    groups = {"data": Group(arguments_of(PromptData)), "trainer": Group(_of_section())}
     return Group(keys_of(parser) | {name: Argument(group) for name, group in groups.items()})
 
 

@@ -97,3 +97,8 @@ def _shown(title: str, findings: Iterable[Finding]) -> list[Finding]:
         sys.stdout.flush()
         found.append(finding)
     return found
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run `rlflow doctor`."""
+    read_doctor(arguments).show()

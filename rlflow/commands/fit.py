@@ -1,4 +1,4 @@
-"""`rlflow fit` and `rlflow validate`: what they run."""
+"""`rlflow fit`: train a model as a config says."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlflow.commands.configuration import Configured, config_parser, configured
+from rlflow.process import startup
+from rlflow.process.status import refusing_exits
 
 HERE = "this machine"
 
@@ -23,8 +25,8 @@ def read_fit(arguments: Sequence[str]) -> Configured:
         metavar="HARDWARE",
         help="print what a step will take, and at the end how far that was off; on this machine, or as in `simulate`",
     )
-    found = configured(parser, arguments, {"predict": HERE})
-    hardware = found.options.predict
+    found, options = configured(parser, arguments)
+    hardware = options.predict
     if hardware is None or not _is_first():
         return found
     from rlflow.commands.simulate import foretold
@@ -32,10 +34,13 @@ def read_fit(arguments: Sequence[str]) -> Configured:
     return replace(found, foretold=foretold(found, None if hardware == HERE else hardware))
 
 
-def read_validate(arguments: Sequence[str]) -> Configured:
-    """The objects that `rlflow validate` runs."""
-    parser = config_parser("validate", "Measure a config's model on its held-out prompts.")
-    return configured(parser, arguments)
+def main(arguments: Sequence[str]) -> None:
+    """Run `rlflow fit`."""
+    startup.passed("imports")
+    with refusing_exits():
+        found = read_fit(arguments)
+        startup.passed("config")
+        found.fit()
 
 
 def _is_first() -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from rlflow.commands.configuration import Configured, config_parser, configured
+from rlflow.commands.configuration import Configured, call_configured
 from rlflow.dag.annotations import type_name
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Kind, Node
@@ -34,39 +33,31 @@ COLOURS = {  # of a type: fill, outline
 }
 
 
-@dataclass(frozen=True)
-class ConfiguredGraph:
-    """A graph to be shown: for which rank, and the file that it is drawn in."""
+def graph(configured: Configured, /, rank: int = 0, draw: Path | None = None) -> None:
+    """Print an algorithm's graph and a rank's plan.
 
-    configured: Configured
-    rank: int
-    draw: Path | None
+    Args:
+        configured: The algorithm, and its ranks.
+        rank: Whose plan is printed.
+        draw: Write the graph in Mermaid: PATH.md or .mmd.
+    """
+    if draw is not None and draw.suffix not in (".md", ".mmd"):
+        raise UserError(f"`--draw` is {str(draw)!r}, and graphs are drawn in Mermaid; end it in .md or .mmd")
+    trainer = configured.trainer
+    if not 0 <= rank < trainer.world_size:
+        raise UserError(f"`--rank` is {rank}, but the config has the ranks 0 to {trainer.world_size - 1}; name one")
+    run = plan_run(configured.module, trainer.settings, trainer.engine_settings)
+    print(text(run.graph, run.plan, rank))
+    if draw is not None:
+        drawing = mermaid(run.graph, run.plan)
+        draw.parent.mkdir(parents=True, exist_ok=True)
+        draw.write_text(f"```mermaid\n{drawing}```\n" if draw.suffix == ".md" else drawing)
+        print(f"drew {draw}")
 
-    def show(self) -> None:
-        """Print the nodes and the rank's plan, and draw the graph if asked."""
-        module, trainer = self.configured.module, self.configured.trainer
-        world_size = trainer.settings.machines.world_size
-        if not 0 <= self.rank < world_size:
-            raise UserError(f"`--rank` is {self.rank}, but the config has the ranks 0 to {world_size - 1}; name one")
-        run = plan_run(module, trainer.settings, trainer.engine_settings)
-        print(text(run.graph, run.plan, self.rank))
-        if self.draw is not None:
-            drawing = mermaid(run.graph, run.plan)
-            self.draw.parent.mkdir(parents=True, exist_ok=True)
-            self.draw.write_text(f"```mermaid\n{drawing}```\n" if self.draw.suffix == ".md" else drawing)
-            print(f"drew {self.draw}")
 
-
-def read_graph(arguments: Sequence[str]) -> ConfiguredGraph:
-    """The graph that `rlflow graph` shows."""
-    parser = config_parser("graph", "Print an algorithm's graph and a rank's plan.")
-    parser.add_argument("--rank", type=int, default=0, help="whose plan is printed")
-    parser.add_argument("--draw", type=str | None, default=None, help="write the graph in Mermaid: PATH.md or .mmd")
-    found = configured(parser, arguments)
-    rank, draw = found.options.rank, found.options.draw
-    if draw is not None and Path(draw).suffix not in (".md", ".mmd"):
-        raise UserError(f"`--draw` is {draw!r}, and graphs are drawn in Mermaid; end it in .md or .mmd")
-    return ConfiguredGraph(found, rank, None if draw is None else Path(draw))
+def main(arguments: Sequence[str]) -> None:
+    """Run `rlflow graph`."""
+    call_configured(graph, arguments)
 
 
 def text(graph: Graph, plan: Plan, rank: int) -> str:

@@ -1,17 +1,18 @@
-"""The parser of every command: help as jsonargparse writes it, and one line for what is wrong."""
+"""The command line of every command: options from the signature of a function, and one line for what is wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from docstring_parser import parse
 from jsonargparse import ArgumentParser, Namespace
 
 from rlflow.config.arguments import Argument, Group
 from rlflow.config.checking import mistakes_of
-from rlflow.config.errors import ConfigError
-from rlflow.config.layers import Text, options
 from rlflow.config.merging import written_whole
+from rlflow.config.reading import Text, options
 from rlflow.errors import UserError, one_line
 from rlflow.process.status import Answered
 
@@ -28,12 +29,52 @@ class OneLineParser(ArgumentParser):
         raise Answered(code)
 
 
+def call(command: Callable[..., None], arguments: Sequence[str]) -> None:
+    """Call the function of a command that takes no config with the values of a command line.
+
+    Args:
+        command: Named as the command; see `add_parameters`.
+        arguments: The command line after the command's name.
+
+    Raises:
+        UserError: An argument is wrong, or one is missing.
+    """
+    summary = parse(command.__doc__ or "").short_description
+    parser = OneLineParser(prog=f"rlflow {command.__name__}", description=summary, allow_abbrev=False)
+    add_parameters(parser, command)
+    parsed = parsed_options(parser, arguments)
+    bound = inspect.signature(command).bind_partial()
+    bound.arguments.update(vars(parsed))
+    command(*bound.args, **bound.kwargs)
+
+
+def add_parameters(parser: OneLineParser, command: Callable[..., Any], skip: int = 0) -> None:
+    """Add a function's parameters to a parser, with what its docstring says of them.
+
+    Args:
+        parser: Of the command.
+        command: Its positional-only parameters are given in their order, the others as options; a `bool` is a flag.
+        skip: How many of its first parameters are no arguments of the command line.
+    """
+    described = {each.arg_name: each.description for each in parse(command.__doc__ or "").params}
+    for each in [*inspect.signature(command, eval_str=True).parameters.values()][skip:]:
+        is_option = each.kind is not each.POSITIONAL_ONLY
+        form: dict[str, Any] = {"type": each.annotation}
+        if each.annotation is bool:
+            form = {"action": "store_true"}
+        elif each.default is not each.empty:
+            form["default"] = each.default
+        elif is_option:
+            form["required"] = True
+        parser.add_argument(f"--{each.name}" if is_option else each.name, help=described.get(each.name), **form)
+
+
 def keys_of(parser: OneLineParser) -> dict[str, Argument]:
     """A parser's options and arguments with their types, those of groups left out."""
     found = {}
     for action in parser._actions:
         if "." not in action.dest and action.dest not in ("help", "print_config"):
-            hint = getattr(action, "_typehint", Any)
+            hint = bool if action.nargs == 0 else getattr(action, "_typehint", Any)
             may_be_null = action.default is None and not action.required and hint is not Any
             found[action.dest] = Argument(hint | None if may_be_null else hint, action.required)
     return found
@@ -50,15 +91,9 @@ def parsed_options(parser: OneLineParser, arguments: Sequence[str]) -> Namespace
     except UserError as error:
         named = [argument for argument in arguments if argument.startswith("--")]
         start = arguments.index(named[0]) if named else len(arguments)
-        shape = Group({_as_option(parser, name): Argument(each.hint) for name, each in keys_of(parser).items()})
+        shape = Group({name: Argument(each.hint) for name, each in keys_of(parser).items()})
         given = {name: Text(text) for name, text in options(arguments[start:]) if text is not None}
         tree = written_whole(given, shape)
         for mistake in mistakes_of(tree, shape):
-            raise ConfigError(mistake.of_option()) from error
+            raise mistake.error((f"--{mistake.keys[0]}", *mistake.keys[1:])) from error
         raise
-
-
-def _as_option(parser: OneLineParser, name: str) -> str:
-    """A key as its option is written, perhaps with dashes."""
-    dashed = name.replace("_", "-")
-    return dashed if f"--{dashed}" in parser._option_string_actions else name

@@ -6,24 +6,22 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rlflow.commands.configuration import Configured, config_parser, configured
+from rlflow.commands.configuration import Configured, call_configured
 from rlflow.commands.screen import Screen
 from rlflow.context.conversations import ConversationRunner, ConverseCall
 from rlflow.dag.node import BATCH
-from rlflow.data.prompts import Encoder
+from rlflow.data.prompts import Encoder, PromptData
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, about, one_line
 from rlflow.loggers.transcript import text as written
-from rlflow.module import environments, handles
-from rlflow.process.status import refusing_exits
+from rlflow.module import RLModule, environments, handles
 from rlflow.rewards.reward import RewardInput, scored
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.engine import Completion, EnginePlace, RolloutEngine, Sampling, SyncReport
@@ -38,138 +36,111 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class Play:
-    """A conversation with a config's environment.
+def play(
+    configured: Configured,
+    /,
+    row: int = 0,
+    replies: Path | None = None,
+    tokens: bool = False,
+    environment: str | None = None,
+) -> None:
+    """Play the environment of a config in the terminal, as its policy would read it. No weights are loaded.
 
-    Attributes:
-        configured: The config.
+    Args:
+        configured: The algorithm with the environment, and the data.
         row: Of the training data, from 0.
-        replies: A file of what the policy says; None for standard input.
-        tokens: Whether tokens are shown.
-        environment: Of the module; None for its only one.
+        replies: A file of what the policy says: turns, a line each, or .jsonl; else standard input.
+        tokens: Show tokens, and who wrote which.
+        environment: Of the module, where it has several.
+
+    Raises:
+        UserError: The config has no environment, or none that can be played so; there is no such row; the environment
+            failed; or replies ran out.
     """
-
-    configured: Configured
-    row: int = 0
-    replies: Path | None = None
-    tokens: bool = False
-    environment: str | None = None
-    screen: Screen = field(default_factory=Screen)
-
-    def run(self) -> None:
-        """Have it, show it as it goes, and what it came to. No weights are loaded.
-
-        Raises:
-            UserError: The config has no environment, or none that can be played so; there is no such row; the
-                environment failed; or replies ran out.
-        """
-        with self.configured.keys.in_errors(self.configured.config), tempfile.TemporaryDirectory() as scratch:
-            self._play(Path(scratch))
-
-    def _play(self, scratch: Path) -> None:
-        module, data = self.configured.module, self.configured.data
-        environment = self._environment()
-        graph = read_graph(module)
-        policy = followed_role(module, graph) or graph.trained_roles()[0]
-        model = model_path(module, policy, scratch)
+    module, data, screen = configured.module, configured.data, Screen()
+    answering = _environment(module, environment)
+    graph = read_graph(module)
+    policy = followed_role(module, graph) or graph.trained_roles()[0]
+    with tempfile.TemporaryDirectory() as scratch:
+        model = model_path(module, policy, Path(scratch))
         with about(handles(module)[policy]):
             tokenizer = load_tokenizer(model, handles(module)[policy].trust_remote_code)
-        data = resolved(data, module, graph)
-        encode = Encoder(data, tokenizer)
-        row = self._row()
-        end = encode.bridge(environment.definition_of(row)).end
-        replies = by_hand() if self.replies is None else by_script(self.replies)
-        player = Player(replies, tokenizer, end, lambda who, ids: self._show(tokenizer, who, ids))
         stops = stop_tokens(model, tokenizer, module.stop_token_ids)
-        sampling = Sampling(module.max_response_length, stop_token_ids=stops)
+    data = resolved(data, module, graph)
+    encode, first = Encoder(data, tokenizer), _row(data, row)
 
-        def decode(ids: Sequence[int]) -> str:
-            return str(tokenizer.decode(list(ids), skip_special_tokens=True))
-
-        runner = ConversationRunner(
-            encode.bridge,
-            encode.messages,
-            data.max_prompt_length,
-            decode,
-            torch.float32,
-            seed=0,
-            transport=Transport(),
-        )
-        call = ConverseCall(0, "play", policy, {policy: 0}, Layout((0,), 1))
-        path = RowPath(torch.tensor([[self.row]]), (BATCH,))
-        try:
-            rollout, views, _ = runner.run({policy: player}, environment, [row], path, 1, sampling, call)
-        except (LeftError, KeyboardInterrupt):
-            self.screen.line("left before the end")
-            return
-        finally:
-            runner.close()
-        seats = environment.definition_of(row).seats
-        for each in views:
-            self._show_end(each, f" of `{seats[each.seat]}`" if seats else "")
-        if module.scorer is not None:
-            scores = scored(module.scorer, RewardInput(rollout.texts, rollout.rows, conversations=rollout.messages))
-            for place, total in enumerate(scores.total):
-                parts = "".join(f", {name} {part[place] or 0.0:g}" for name, part in scores.parts.items())
-                self.screen.line(f"reward of the module: {total:g}{parts}")
-
-    def _environment(self) -> Environment:
-        module = self.configured.module
-        found = environments(module)
-        if not found:
-            raise UserError(
-                f"`module` is {type(module).__name__} without an environment, so there is nothing to play; set"
-                " `module.environment`, see docs/agents.md"
-            )
-        name = self.environment or next(iter(found))
-        if name not in found or (self.environment is None and len(found) > 1):
-            raise UserError(
-                f"{type(module).__name__} has the environments {', '.join(found)}; name one by `--environment`"
-            )
-        return found[name]
-
-    def _row(self) -> dict[str, Any]:
-        train = self.configured.data.train
-        if not 0 <= self.row < len(train):
-            raise UserError(f"`--row` is {self.row}, and {train.name} has the rows 0 to {len(train) - 1}; give one")
-        return train.read([self.row])[0]
-
-    def _show(self, tokenizer: PreTrainedTokenizerBase, who: str, ids: Sequence[int]) -> None:
-        """Show a part of the conversation: its text, special tokens among it, or each token."""
-        text = tokenizer.decode(list(ids), skip_special_tokens=False)
-        if self.tokens:
+    def show(who: str, ids: Sequence[int]) -> None:
+        text = str(tokenizer.decode(list(ids), skip_special_tokens=False))
+        if tokens:
             text = "  ".join(f"{token} {_piece(tokenizer, token)}" for token in ids)
-        self.screen.block(who, f"{len(ids)} tokens", str(text))
+        screen.block(who, f"{len(ids)} tokens", text)
 
-    def _show_end(self, view: Conversation, whose: str) -> None:
-        """Show what a conversation came to; of a game, what a seat's did."""
-        for message in view.messages:
-            if "unread" in message:
-                self.screen.block(f"environment {message['role']}", "which no turn reads", written(message))
-        turns = "1 turn" if view.turns == 1 else f"{view.turns} turns"
-        each = ", ".join(f"{reward:g}" for reward in view.rewards)
-        self.screen.line()
-        self.screen.line(f"{turns}{whose}, {sum(view.written)} of {len(view.tokens)} tokens by the policy")
-        if view.calls:
-            self.screen.line(f"tool calls: {view.calls}, of which {view.failed} gave no value")
-        self.screen.line(f"rewards of the environment: {each} (sum {sum(view.rewards):g})")
-        assert view.ended is not None
-        self.screen.line(f"ended: {view.ended.name.lower()}, {view.why}", "bold")
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    said = by_hand() if replies is None else by_script(replies)
+    player = Player(said, tokenizer, encode.bridge(answering.definition_of(first)).end, show)
+    sampling = Sampling(module.max_response_length, stop_token_ids=stops)
+    runner = ConversationRunner(
+        encode.bridge, encode.messages, data.max_prompt_length, decode, torch.float32, seed=0, transport=Transport()
+    )
+    call = ConverseCall(0, "play", policy, {policy: 0}, Layout((0,), 1))
+    path = RowPath(torch.tensor([[row]]), (BATCH,))
+    try:
+        rollout, views, _ = runner.run({policy: player}, answering, [first], path, 1, sampling, call)
+    except (EOFError, KeyboardInterrupt):
+        screen.line("left before the end")
+        return
+    finally:
+        runner.close()
+    seats = answering.definition_of(first).seats
+    for each in views:
+        _show_end(screen, each, f" of `{seats[each.seat]}`" if seats else "")
+    if module.scorer is not None:
+        scores = scored(module.scorer, RewardInput(rollout.texts, rollout.rows, conversations=rollout.messages))
+        for place, total in enumerate(scores.total):
+            parts = "".join(f", {name} {part[place] or 0.0:g}" for name, part in scores.parts.items())
+            screen.line(f"reward of the module: {total:g}{parts}")
 
 
-def read_play(arguments: Sequence[str]) -> Play:
-    """What `rlflow play` plays."""
-    parser = config_parser("play", "Play the environment of a config in the terminal, as its policy would read it.")
-    parser.add_argument("--row", type=int, default=0, help="of the training data, from 0")
-    parser.add_argument("--replies", type=str | None, default=None, help="a file of turns, a line each, or .jsonl")
-    parser.add_argument("--tokens", type=bool, default=False, help="show tokens, and who wrote which")
-    parser.add_argument("--environment", type=str | None, default=None, help="of the module, where it has several")
-    with refusing_exits():
-        found = configured(parser, arguments, {"tokens": "true"})
-    options = found.options
-    replies = None if options.replies is None else Path(options.replies)
-    return Play(found, options.row, replies, options.tokens, options.environment)
+def main(arguments: Sequence[str]) -> None:
+    """Run `rlflow play`."""
+    call_configured(play, arguments)
+
+
+def _environment(module: RLModule, name: str | None) -> Environment:
+    """The environment of this name, or the module's only one."""
+    found = environments(module)
+    if not found:
+        raise UserError(
+            f"`module` is {type(module).__name__} without an environment, so there is nothing to play; set"
+            " `module.environment`, see docs/agents.md"
+        )
+    if name not in found and (name is not None or len(found) > 1):
+        raise UserError(f"{type(module).__name__} has the environments {', '.join(found)}; name one by `--environment`")
+    return found[name or next(iter(found))]
+
+
+def _row(data: PromptData, row: int) -> dict[str, Any]:
+    if not 0 <= row < len(data.train):
+        raise UserError(f"`--row` is {row}, and {data.train.name} has the rows 0 to {len(data.train) - 1}; give one")
+    return data.train.read([row])[0]
+
+
+def _show_end(screen: Screen, view: Conversation, whose: str) -> None:
+    """Show what a conversation came to; of a game, what a seat's did."""
+    for message in view.messages:
+        if "unread" in message:
+            screen.block(f"environment {message['role']}", "which no turn reads", written(message))
+    turns = "1 turn" if view.turns == 1 else f"{view.turns} turns"
+    each = ", ".join(f"{reward:g}" for reward in view.rewards)
+    screen.line()
+    screen.line(f"{turns}{whose}, {sum(view.written)} of {len(view.tokens)} tokens by the policy")
+    if view.calls:
+        screen.line(f"tool calls: {view.calls}, of which {view.failed} gave no value")
+    screen.line(f"rewards of the environment: {each} (sum {sum(view.rewards):g})")
+    assert view.ended is not None
+    screen.line(f"ended: {view.ended.name.lower()}, {view.why}", "bold")
 
 
 def _piece(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
@@ -179,10 +150,6 @@ def _piece(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
 
 
 OnTokens = Callable[[str, Sequence[int]], None]  # who wrote tokens, and which
-
-
-class LeftError(Exception):
-    """The player takes no more turns."""
 
 
 class Player(RolloutEngine):
@@ -212,7 +179,7 @@ class Player(RolloutEngine):
         """One turn. A reply that is longer than the turn may be is cut, as a model's is.
 
         Raises:
-            LeftError: There is no further reply.
+            EOFError: A person ended the input.
         """
         (prompt,), (longest,) = prompts, sampling.limits_of(len(prompts))
         view = next((view for view in self._views if view == prompt[: len(view)]), [])
@@ -245,7 +212,7 @@ def by_hand() -> Iterator[str]:
     """What a person types, a line each, or what comes in by a pipe.
 
     Raises:
-        LeftError: A person ended the input.
+        EOFError: A person ended the input.
         UserError: A pipe did.
     """
     turn, asks = 1, sys.stdin.isatty()
@@ -256,7 +223,7 @@ def by_hand() -> Iterator[str]:
         except (EOFError, KeyboardInterrupt):
             if asks:
                 print()
-                raise LeftError from None
+                raise EOFError from None
             raise _too_few("standard input", turn) from None
         except UnicodeDecodeError as error:
             raise UserError(f"standard input is not UTF-8 ({one_line(error)}); send text") from error

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import pdb
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from pdb import post_mortem
 from typing import Any
 
 import yaml
 
-from rlflow.commands.configuration import config_parser, configured
-from rlflow.commands.parser import OneLineParser, parsed_options
+from rlflow.commands.fit import read_fit
+from rlflow.commands.parser import call
 from rlflow.config.reading import read
 from rlflow.errors import UserError, one_line
 from rlflow.run.folder import RunFolder
@@ -26,39 +25,46 @@ ALONE |= {"keep_inputs": [], "keep_inputs_of": [], "fast_dev_run": False}
 MEND = "bring the file back as the run wrote it"
 
 
-@dataclass(frozen=True)
-class ReplayCommand:
-    """What is asked for."""
+def replay(run_dir: Path, /, *, step: int, node: str | None = None, pdb: bool = False) -> None:
+    """Run nodes of a run's step once more, in one process.
 
-    asked: Replay
+    Args:
+        run_dir: The folder of a run that kept inputs, see `trainer.keep_inputs`.
+        step: Of the run, from 1.
+        node: Its name; else all that were kept, in order.
+        pdb: Stop in the debugger where each node begins or raises.
 
-    def run(self) -> None:
-        """Run the nodes; with the debugger, stop where each begins, and where one raises.
+    Raises:
+        UserError: The run has no config, or one that is damaged, or kept nothing of that step.
+    """
+    if step < 1:
+        raise UserError(f"`--step` is {step}; steps count from 1")
+    file = RunFolder(run_dir).config
+    if not file.is_file():
+        raise UserError(
+            f"{run_dir} has no {file.name}; give the folder of a run that a config made, or replay from Python by"
+            " `Trainer.replay`"
+        )
+    with tempfile.TemporaryDirectory(prefix="rlflow-replay-") as scratch:
+        written = Path(scratch) / "config.yaml"
+        written.write_text(yaml.safe_dump(alone(config_of(file), Path(scratch) / "run")))
+        try:
+            found = read_fit(["--config", str(written)])
+        except UserError as error:
+            raise UserError(f"{error} (the config of the run: {file})") from error
+        try:
+            found.trainer.replay(found.module, found.data, Replay(run_dir, step, node, pdb))
+        except UserError:
+            raise
+        except Exception as error:
+            if pdb:
+                post_mortem(error.__traceback__)
+            raise
 
-        Raises:
-            UserError: The run has no config, or one that is damaged, or kept nothing of that step.
-        """
-        file = RunFolder(self.asked.run).config
-        if not file.is_file():
-            raise UserError(
-                f"{self.asked.run} has no {file.name}; give the folder of a run that a config made, or replay from"
-                " Python by `Trainer.replay`"
-            )
-        with tempfile.TemporaryDirectory(prefix="rlflow-replay-") as scratch:
-            written = Path(scratch) / "config.yaml"
-            written.write_text(yaml.safe_dump(alone(config_of(file), Path(scratch) / "run")))
-            try:
-                found = configured(config_parser("fit", ""), ["--config", str(written)])
-            except UserError as error:
-                raise UserError(f"{error} (the config of the run: {file})") from error
-            try:
-                found.trainer.replay(found.module, found.data, self.asked)
-            except UserError:
-                raise
-            except Exception as error:
-                if self.asked.debugs:
-                    pdb.post_mortem(error.__traceback__)
-                raise
+
+def main(arguments: Sequence[str]) -> None:
+    """Run `rlflow replay`."""
+    call(replay, arguments)
 
 
 def config_of(file: Path) -> dict[str, Any]:
@@ -101,18 +107,3 @@ def alone(config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
             "init_args": {name: value for name, value in given.items() if name in OF_STRATEGY},
         },
     }
-
-
-def read_replay(arguments: Sequence[str]) -> ReplayCommand:
-    """What `rlflow replay` runs."""
-    parser = OneLineParser(
-        prog="rlflow replay", description="Run nodes of a run's step once more, in one process.", allow_abbrev=False
-    )
-    parser.add_argument("run_dir", type=str, help="the folder of a run that kept inputs, see `trainer.keep_inputs`")
-    parser.add_argument("--step", type=int, required=True, help="of the run, from 1")
-    parser.add_argument("--node", type=str | None, default=None, help="its name; else all that were kept, in order")
-    parser.add_argument("--pdb", action="store_true", help="stop in the debugger where each node begins or raises")
-    parsed = parsed_options(parser, arguments)
-    if parsed.step < 1:
-        raise UserError(f"`--step` is {parsed.step}; steps count from 1")
-    return ReplayCommand(Replay(Path(parsed.run_dir), parsed.step, parsed.node, parsed.pdb))

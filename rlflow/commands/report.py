@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rlflow.commands.parser import OneLineParser, parsed_options
+from rlflow.commands.parser import call
 from rlflow.commands.trace import chosen_steps, missing_lines, traces_of
 from rlflow.errors import UserError
 from rlflow.loggers.trace import FLIGHT, SAVE, TURN, WAIT, read_events, step_windows, window_of
@@ -21,60 +21,37 @@ PICTURE_FILE = "timeline.png"
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
-@dataclass(frozen=True)
-class Report:
-    """The report of a run's folder.
+def report(run_dir: Path, /, step: int | None = None, steps: int = 3, draw: Path | None = None) -> None:
+    """Show where the time of a run's steps went, rank by rank, as a table and a picture.
 
-    Attributes:
-        folder: The run's.
-        step: The last step that is shown, from 1; None for the run's last.
+    Only events of these steps are held in memory.
+
+    Args:
+        run_dir: The folder of a run, whether it ended or not.
+        step: The last step shown, from 1; else the run's last.
         steps: How many, up to that one.
-        draw: Where the picture goes; None for `timeline.png` in the folder.
+        draw: PATH.png, .svg or .pdf; else RUN_DIR/timeline.png.
+
+    Raises:
+        UserError: The folder holds no traces, or not those of the step.
     """
-
-    folder: Path
-    step: int | None = None
-    steps: int = 3
-    draw: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise UserError(f"`--steps` is {self.steps}; give 1 or more")
-        if self.draw is not None and self.draw.suffix not in SUFFIXES:
-            raise UserError(f"`--draw` is {str(self.draw)!r}; end it in one of {', '.join(SUFFIXES)}")
-
-    def show(self) -> None:
-        """Print the table, draw the picture. Only events of these steps are held in memory.
-
-        Raises:
-            UserError: The folder holds no traces, or not those of the step.
-        """
-        traces = traces_of(self.folder)
-        windows = step_windows(traces)
-        shown = chosen_steps(self.folder, windows, self.step, self.steps)
-        window = window_of(windows, shown)
-        timeline = Timeline(spans(read_events(traces, window=window)))
-        print("\n".join(screen(timeline, shown, last=max(windows))))
-        for line in missing_lines(traces):
-            print(line)
-        picture = self.draw or self.folder / PICTURE_FILE
-        draw(timeline, shown, picture)
-        print(f"drew {picture}")
+    if draw is not None and draw.suffix not in SUFFIXES:
+        raise UserError(f"`--draw` is {str(draw)!r}; end it in one of {', '.join(SUFFIXES)}")
+    traces = traces_of(run_dir)
+    windows = step_windows(traces)
+    shown = chosen_steps(run_dir, windows, step, steps)
+    timeline = Timeline(spans(read_events(traces, window=window_of(windows, shown))))
+    print("\n".join(screen(timeline, shown, last=max(windows))))
+    for line in missing_lines(traces):
+        print(line)
+    picture = draw or run_dir / PICTURE_FILE
+    draw_timeline(timeline, shown, picture)
+    print(f"drew {picture}")
 
 
-def read_report(arguments: Sequence[str]) -> Report:
-    """What `rlflow report` shows."""
-    parser = OneLineParser(
-        prog="rlflow report", description="Show where the time of a run's steps went, rank by rank.", allow_abbrev=False
-    )
-    parser.add_argument("run_dir", type=str, help="the folder of a run, whether it ended or not")
-    parser.add_argument("--step", type=int | None, default=None, help="the last step shown; else the run's last")
-    parser.add_argument("--steps", type=int, default=3, help="how many, up to that one")
-    parser.add_argument(
-        "--draw", type=str | None, default=None, help="PATH.png, .svg or .pdf; else RUN_DIR/timeline.png"
-    )
-    parsed = parsed_options(parser, arguments)
-    return Report(Path(parsed.run_dir), parsed.step, parsed.steps, None if parsed.draw is None else Path(parsed.draw))
+def main(arguments: Sequence[str]) -> None:
+    """Run `rlflow report`."""
+    call(report, arguments)
 
 
 def screen(timeline: Timeline, steps: Sequence[int], last: int) -> Iterator[str]:
@@ -274,7 +251,7 @@ COLOURS = {
 NODES = ("#4c78a8", "#f58518", "#72b7b2", "#b279a2", "#9ecae9", "#d8a13a", "#2f6f6b", "#7d5177")
 
 
-def draw(timeline: Timeline, steps: Sequence[int], path: Path) -> None:
+def draw_timeline(timeline: Timeline, steps: Sequence[int], path: Path) -> None:
     """Draw a row for each rank: tasks, the waits in them in white, exchanges in progress as a line below."""
     # The object form with its own canvas: no window system, and no state shared with a user's own figures.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

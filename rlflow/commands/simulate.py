@@ -9,41 +9,62 @@ from pathlib import Path
 
 import torch
 
-from rlflow.commands.configuration import NODES, Configured, config_parser, configured
+from rlflow.commands.configuration import NODES, Configured, call_configured
 from rlflow.run.prepare import read_graph
 from rlflow.simulate.foretold import Foretold
 from rlflow.simulate.hardware import read_hardware, this_machine
+from rlflow.simulate.paper import show_paper
 from rlflow.simulate.report import ShownSimulation
 from rlflow.simulate.simulation import Scaling, Simulation
 
 
+def simulate(
+    configured: Configured,
+    /,
+    machines: int = 1,
+    hardware: str = "h100",
+    scaling: Scaling = "weak",
+    prompt_tokens: float | None = None,
+    response_tokens: float | None = None,
+    draw: Path | None = None,
+) -> ShownSimulation:
+    """Predict a config's time, bytes and memory on machines that are not here; or, with `--paper`, a paper's curves.
+
+    Args:
+        configured: The run.
+        machines: To be simulated; here, `--nodes N` is the same.
+        hardware: Of them: h100, h200, a100, or a YAML file.
+        scaling: Whether the step's prompts grow with the ranks (weak) or not (strong).
+        prompt_tokens: On average; else half of the longest.
+        response_tokens: On average; else half of the longest.
+        draw: Write a picture to PATH.png, .svg or .pdf.
+    """
+    simulation = Simulation(
+        configured.module,
+        read_graph(configured.module),
+        configured.data,
+        configured.trainer,
+        machines,
+        hardware,
+        read_hardware(hardware),
+        scaling,
+        prompt_tokens,
+        response_tokens,
+    )
+    return ShownSimulation(simulation, draw)
+
+
 def read_simulate(arguments: Sequence[str]) -> ShownSimulation:
     """What `rlflow simulate` predicts of a config."""
-    parser = config_parser("simulate", "Predict a config's time, bytes and memory on machines that are not here.")
-    parser.add_argument("--machines", type=int, default=1, help="to be simulated; here, `--nodes N` is the same")
-    parser.add_argument("--hardware", type=str, default="h100", help="h100, h200, a100, or a YAML file")
-    parser.add_argument(
-        "--scaling", type=Scaling, default="weak", help="whether the step's prompts grow with the ranks"
-    )
-    parser.add_argument("--prompt_tokens", type=float | None, default=None, help="on average; half of the longest")
-    parser.add_argument("--response_tokens", type=float | None, default=None, help="on average; half of the longest")
-    parser.add_argument("--draw", type=str | None, default=None, help="write a picture to PATH.png, .svg or .pdf")
-    parser.add_argument("--paper", action="store_true", help="continue the DistFlow paper's curves instead; no config")
-    found = configured(parser, _counting_machines(arguments))
-    parsed = found.options
-    simulation = Simulation(
-        found.module,
-        read_graph(found.module),
-        found.data,
-        found.trainer,
-        parsed.machines,
-        parsed.hardware,
-        read_hardware(parsed.hardware),
-        parsed.scaling,
-        parsed.prompt_tokens,
-        parsed.response_tokens,
-    )
-    return ShownSimulation(simulation, None if parsed.draw is None else Path(parsed.draw))
+    return call_configured(simulate, _counting_machines(arguments))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run `rlflow simulate`."""
+    if "--paper" in arguments:
+        show_paper(arguments)
+    else:
+        read_simulate(arguments).show()
 
 
 def foretold(found: Configured, hardware: str | None) -> Foretold:

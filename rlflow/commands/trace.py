@@ -3,72 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from rlflow.commands.parser import OneLineParser, parsed_options
+from rlflow.commands.parser import call
 from rlflow.dag.tasks import rank_ranges
 from rlflow.errors import UserError
 from rlflow.loggers.trace import merge_traces, missing_ranks, step_windows, window_of
 from rlflow.run.folder import RunFolder
 
 
-@dataclass(frozen=True)
-class MergedTrace:
-    """The traces of a run's ranks, to be joined into one.
+def trace(
+    run_dir: Path,
+    /,
+    to: Path | None = None,
+    ranks: list[int] | None = None,
+    step: int | None = None,
+    steps: int | None = None,
+) -> None:
+    """Join the traces of a run's ranks into one file, for ui.perfetto.dev; print where it is and what is missing.
 
-    Attributes:
-        folder: The run's.
-        to: The file; None for `traces/trace.json` in the folder.
-        ranks: Of which it is made; None for all.
-        step: The last step in it, from 1; None for the run's last.
-        steps: How many, up to that one; None for all.
+    Args:
+        run_dir: The folder of a run, whether it ended or not.
+        to: The file; else RUN_DIR/traces/trace.json.
+        ranks: Such as [0,8]; else all.
+        step: The last step in it, from 1; else the run's last.
+        steps: How many, up to that one; else all.
+
+    Raises:
+        UserError: The folder holds no traces, or not those of a rank or step.
     """
-
-    folder: Path
-    to: Path | None = None
-    ranks: Sequence[int] | None = None
-    step: int | None = None
-    steps: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.steps is not None and self.steps < 1:
-            raise UserError(f"`--steps` is {self.steps}; give 1 or more")
-
-    def write(self) -> None:
-        """Join them, and print where they are and what is missing.
-
-        Raises:
-            UserError: The folder holds no traces, or not those of a rank or step.
-        """
-        traces = traces_of(self.folder)
-        for rank in self.ranks or ():
-            if not (traces / f"rank{rank}.jsonl").is_file():
-                raise UserError(f"`--ranks` names {rank}, of which there is no {traces}/rank{rank}.jsonl; leave it out")
-        window = None
-        if self.step is not None or self.steps is not None:
-            windows = step_windows(traces)
-            chosen = chosen_steps(self.folder, windows, self.step, self.steps or len(windows))
-            window = window_of(windows, chosen)
-        ranks = None if self.ranks is None else frozenset(self.ranks)
-        print(f"wrote {merge_traces(traces, self.to, ranks, window)} (ui.perfetto.dev)")
-        for line in missing_lines(traces):
-            print(line)
+    traces = traces_of(run_dir)
+    for rank in ranks or ():
+        if not (traces / f"rank{rank}.jsonl").is_file():
+            raise UserError(f"`--ranks` names {rank}, of which there is no {traces}/rank{rank}.jsonl; leave it out")
+    window = None
+    if step is not None or steps is not None:
+        windows = step_windows(traces)
+        window = window_of(windows, chosen_steps(run_dir, windows, step, steps))
+    print(f"wrote {merge_traces(traces, to, ranks, window)} (ui.perfetto.dev)")
+    for line in missing_lines(traces):
+        print(line)
 
 
-def read_trace(arguments: Sequence[str]) -> MergedTrace:
-    """What `rlflow trace` joins."""
-    parser = OneLineParser(
-        prog="rlflow trace", description="Join the traces of a run's ranks, for ui.perfetto.dev.", allow_abbrev=False
-    )
-    parser.add_argument("run_dir", type=str, help="the folder of a run, whether it ended or not")
-    parser.add_argument("--to", type=str | None, default=None, help="the file; else RUN_DIR/traces/trace.json")
-    parser.add_argument("--ranks", type=list[int] | None, default=None, help="such as [0,8]; else all")
-    parser.add_argument("--step", type=int | None, default=None, help="the last step in it; else the run's last")
-    parser.add_argument("--steps", type=int | None, default=None, help="how many, up to that one; else all")
-    parsed = parsed_options(parser, arguments)
-    to = None if parsed.to is None else Path(parsed.to)
-    return MergedTrace(Path(parsed.run_dir), to, parsed.ranks, parsed.step, parsed.steps)
+def main(arguments: Sequence[str]) -> None:
+    """Run `rlflow trace`."""
+    call(trace, arguments)
 
 
 def traces_of(folder: Path) -> Path:
@@ -93,15 +72,18 @@ def missing_lines(traces: Path) -> Iterator[str]:
         )
 
 
-def chosen_steps(folder: Path, known: Collection[int], step: int | None, steps: int) -> list[int]:
-    """The last `steps` steps up to `step`, or up to the run's last.
+def chosen_steps(folder: Path, known: Collection[int], step: int | None, steps: int | None) -> list[int]:
+    """The last `steps` steps, or all of them, up to `step`, or up to the run's last.
 
     Raises:
         UserError: There are none.
     """
+    if steps is not None and steps < 1:
+        raise UserError(f"`--steps` is {steps}; give 1 or more")
     if not known:
         raise UserError(f"the traces of `{folder}` hold no step: the run ended before its first task did")
     last = max(known) if step is None else step
     if last not in known:
         raise UserError(f"`--step` is {last}, and `{folder}` has traces of steps {min(known)} to {max(known)}")
-    return sorted(each for each in known if last - steps < each <= last)
+    first = min(known) if steps is None else last - steps + 1
+    return sorted(each for each in known if first <= each <= last)

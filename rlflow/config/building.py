@@ -31,12 +31,12 @@ def built(value: Any, hint: Any, keys: tuple[str, ...], written: Written) -> Any
         return {key: built(each, arguments[key].hint, (*keys, key), written) for key, each in _items(value).items()}
     if isinstance(value, Namespace) and "class_path" in value:  # a dict is data, whatever keys it has
         inner = {**_items(value.get("init_args") or {}), **value.get("dict_kwargs", {})}
-        return made(class_named(value["class_path"], (object,)), inner, keys, (*keys, "init_args"), written)
+        return instance(class_named(value["class_path"], (object,)), inner, keys, (*keys, "init_args"), written)
     if isinstance(value, Namespace):
         items = _items(value)
         cls = plain_dataclass(hint, items)
         assert cls is not None, f"{'.'.join(keys)} is of no class"
-        return made(cls, items, keys, keys, written)
+        return instance(cls, items, keys, keys, written)
     if isinstance(value, list):
         return [built(each, entry_hint(hint, list), (*keys, str(i)), written) for i, each in enumerate(value)]
     if isinstance(value, dict):
@@ -44,7 +44,7 @@ def built(value: Any, hint: Any, keys: tuple[str, ...], written: Written) -> Any
     return value
 
 
-def made(cls: type, items: Any, keys: tuple[str, ...], within: tuple[str, ...], written: Written) -> Any:
+def instance(cls: type, items: Any, keys: tuple[str, ...], within: tuple[str, ...], written: Written) -> Any:
     """An object of a class.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from inspect import isabstract
 from math import isnan
@@ -22,9 +22,10 @@ from rlflow.config.arguments import (
     is_configured,
     is_plain_dataclass,
 )
-from rlflow.config.layers import Text
+from rlflow.config.reading import Text
 from rlflow.dag.annotations import choices
-from rlflow.errors import UserError, did_you_mean
+from rlflow.errors import UserError, did_you_mean, readable_line
+from rlflow.loggers.secrets import HIDDEN, is_secret, without_secrets
 from rlflow.short_names import class_named, such_as
 
 MOST = 2**63 - 1
@@ -49,9 +50,20 @@ class Mistake:
     value: Any = None
     of_type: bool = False
 
-    def of_option(self) -> Mistake:
-        """The same, in an option of a command without a config."""
-        return replace(self, keys=(f"--{self.keys[0]}", *self.keys[1:]))
+    def error(self, keys: Sequence[str]) -> UserError:
+        """What the user is told.
+
+        Args:
+            keys: Where it is, as the user wrote it.
+        """
+        value = self.value.value if isinstance(self.value, Text) else self.value
+        shown = "null" if value is None else f"{without_secrets(value)!r:.80}"
+        if any(is_secret(key, value) for key in keys):
+            shown = HIDDEN
+        key = ".".join(readable_line(each[:80]) for each in keys)
+        error = UserError(f"`{key}` {self.found.replace('{value}', shown)}")
+        error.settings = (key,)
+        return error
 
 
 def mistakes_of(value: Any, hint: Any, keys: tuple[str, ...] = ()) -> Iterator[Mistake]:
@@ -98,7 +110,8 @@ def described(hint: Any) -> str:
     """What to give: `an integer or null`, `a list, each a text`."""
     if isinstance(hint, Group):
         return "a mapping of keys"
-    wanted = [_described(choice) for choice in choices(hint) if choice is not NoneType]
+    names = (str,) if chosen_classes(hint) else ()  # a text stands for a class
+    wanted = [_described(choice) for choice in choices(hint) if choice not in (NoneType, *names)]
     return " or ".join([*dict.fromkeys(wanted), *(["null"] if NoneType in choices(hint) else [])])
 
 

@@ -17,7 +17,7 @@ from rlflow.config.arguments import (
     is_choice,
 )
 from rlflow.config.checking import mistakes_of
-from rlflow.config.layers import Appended, Layer, Text
+from rlflow.config.reading import Appended, Text
 from rlflow.dag.annotations import choices
 from rlflow.errors import UserError
 from rlflow.short_names import class_named, path_of
@@ -25,11 +25,11 @@ from rlflow.short_names import class_named, path_of
 CLASS, ARGUMENTS = "class_path", "init_args"
 
 
-def merged(layers: Iterable[Layer], shape: Group) -> dict[str, Any]:
+def merged(layers: Iterable[Mapping[str, Any]], shape: Group) -> dict[str, Any]:
     """The layers as one tree, in which every class is written as `class_path` and `init_args`."""
     tree: dict[str, Any] = {}
     for layer in layers:
-        tree = _mappings(tree, layer.tree, shape.arguments)
+        tree = _mappings(tree, layer, shape.arguments)
     return tree
 
 
@@ -49,7 +49,8 @@ def _merged(old: Any, new: Any, hint: Any) -> Any:
     if new is False and any("off" in get_args(choice) for choice in choices(hint)):
         new = "off"  # which YAML reads as false
     if isinstance(new, Appended):
-        return [*(old if isinstance(old, list) else []), *_merged(None, list(new), hint)]
+        before = old if isinstance(old, list) else [] if old is None else [old]
+        return [*before, *_merged(None, list(new), hint)]
     classes = chosen_classes(hint)
     if isinstance(new, str) and classes:
         new = _named(new, hint, classes)

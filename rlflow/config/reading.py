@@ -1,21 +1,126 @@
-"""YAML of configs and options: its values, with the line of what is wrong."""
+"""What a command line says, layer by layer: each config and each option once, as a tree of keys to values."""
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 from jsonargparse import set_loader
-from yaml.constructor import SafeConstructor
 
-from rlflow.errors import UserError, one_line
+from rlflow.errors import UserError, no_file, one_line
+from rlflow.loggers.secrets import arguments_without_secrets, without_secrets
 
+CONFIG = "config"
 _TAG = "tag:yaml.org,2002:"
 
 
+@dataclass(frozen=True)
+class Text:
+    """The value of an option: a text, or what it is as YAML, whichever fits the option's type."""
+
+    text: str
+
+    @cached_property
+    def value(self) -> Any:
+        """As YAML; the text where it is none."""
+        try:
+            return read(self.text)
+        except UserError:
+            return self.text
+
+
+class Appended(list[Any]):
+    """Entries that an option adds to those of a list: `--callbacks+ NAME`."""
+
+
+def layers(arguments: Sequence[str], alone: Mapping[str, Any] = MappingProxyType({})) -> list[dict[str, Any]]:
+    """The configs and options of a command line, in order, each a tree; values of options are `Text`.
+
+    Args:
+        arguments: `--key value` and `--key=value`; `--config FILE` for a config.
+        alone: Options that may stand without a value, and the value that this means.
+
+    Raises:
+        UserError: An argument is no option, lacks its value, or a config cannot be read.
+    """
+    found = []
+    for name, text in options(arguments):
+        if text is None and name not in alone:
+            raise UserError(f"`--{name}` has no value; write `--{name} VALUE`")
+        if name == CONFIG:
+            found.append(_file(text or ""))
+            continue
+        value: Any = alone[name] if text is None else Text(text)
+        if name.endswith("+"):
+            value = Appended([value])
+        for key in reversed(name.removesuffix("+").split(".")):
+            value = {key: value}
+        found.append(value)
+    return found
+
+
+def options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Names of options and their values, `--a.b 3` and `--a.b=3` alike; None for an option without a value.
+
+    Raises:
+        UserError: An argument is neither.
+    """
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--") or argument == "--":
+            given = f"{arguments_without_secrets([argument])[0]:.80}"
+            raise UserError(f"`{given}` is neither an option nor a value of one; an option is `--key value`")
+        name, equals, value = argument[2:].partition("=")
+        if equals:
+            yield name, value
+        else:
+            yield name, rest.pop(0) if rest and not rest[0].startswith("--") else None
+
+
+def _file(path: str) -> dict[str, Any]:
+    """The tree of a config.
+
+    Raises:
+        UserError: It cannot be read, is not YAML, or holds no keys.
+    """
+    what = f"`--{CONFIG}` is {path!r:.200}"
+    if not os.path.isfile(path):
+        raise UserError(f"{what}{no_file(path, 'a YAML file', '.yaml', '.yml')}")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what}, which is not UTF-8 at byte {error.start}; save it as UTF-8") from error
+    except OSError as error:
+        raise UserError(f"{what}, which cannot be read ({one_line(error)}); check the path") from error
+    tree = read(text, what)
+    if tree is not None and not isinstance(tree, dict):
+        raise UserError(f"{what}, which holds no `key: value` lines but {without_secrets(tree)!r:.80}; mend it")
+    return tree or {}
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with `1e-5` as a number; dates, `1:30` (90 there) and `010` (8 there) are texts."""
+    """YAML 1.1 with `1e-5` as a number; dates, `1:30` (90 there) and `010` (8 there) are texts.
+
+    A key that stands twice in a mapping is an error.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines:
+                raise yaml.YAMLError(f"it has `{name}` twice, in lines {lines[name]} and {line}")
+            lines[name] = line
+        return node
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -32,45 +137,22 @@ _Loader.add_implicit_resolver(
 )
 
 
-def composed(text: str, what: str) -> yaml.Node:
-    """The YAML of a text with its lines; null where there is nothing.
+def read(text: str, what: str = "a text") -> Any:
+    """The value of a YAML text; None where there is nothing.
 
     Args:
         text: With a line end for each line.
         what: The text is, for errors.
 
     Raises:
-        UserError: It is not YAML, or a mapping has a key twice.
+        UserError: It is not YAML, has a key twice, or holds what a config has not: `!!int five`, a tag of one's own.
     """
     try:
-        node = yaml.compose(text, _Loader) or yaml.ScalarNode(f"{_TAG}null", "")
-        _refuse_doubles(node, what, (), set())
-    except yaml.YAMLError as error:
-        raise UserError(f"{what}, which is not YAML ({_said(error)}); mend it") from error
+        return yaml.load(text, _Loader)
     except RecursionError as error:
         raise UserError(f"{what}, which is nested too deeply; mend it") from error
-    return node
-
-
-def constructed(node: yaml.Node, what: str) -> Any:
-    """The value that a part of a composed text writes.
-
-    Raises:
-        UserError: There is none, as of `<<: 3`, `!!int five` or a tag of one's own.
-    """
-    try:
-        return SafeConstructor().construct_document(node)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
-        raise UserError(f"{what}, which holds what a config has not ({_said(error)}); write plain YAML") from error
-
-
-def read(text: str, what: str = "a text") -> Any:
-    """The value of a text.
-
-    Raises:
-        UserError: As `composed` and `constructed`.
-    """
-    return constructed(composed(text, what), what)
+        raise UserError(f"{what}, which is not plain YAML ({_said(error)}); mend it") from error
 
 
 def _read_again(text: str) -> Any:
@@ -80,25 +162,6 @@ def _read_again(text: str) -> Any:
 
 
 set_loader("yaml", _read_again, exceptions=(UserError,))
-
-
-def _refuse_doubles(node: yaml.Node, what: str, keys: tuple[str, ...], seen: set[int]) -> None:
-    """Refuse keys that stand twice in a mapping; a part that an alias repeats is visited once."""
-    if id(node) in seen or isinstance(node, yaml.ScalarNode):
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.SequenceNode):
-        for number, part in enumerate(node.value):
-            _refuse_doubles(part, what, (*keys, str(number)), seen)
-        return
-    lines: dict[str, int] = {}
-    for key, value in node.value:
-        name, line = str(key.value), key.start_mark.line + 1
-        if name in lines:
-            of_it = f"`{'.'.join((*keys, name))}` twice, in lines {lines[name]} and {line}"
-            raise UserError(f"{what}, which has {of_it}; leave one out")
-        lines[name] = line
-        _refuse_doubles(value, what, (*keys, name), seen)
 
 
 def _said(error: Exception) -> str:

@@ -20,8 +20,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
-from rlflow.errors import ConfigPlace, UserError, did_you_mean, one_line, place
-from rlflow.no_file import no_file
+from rlflow.errors import ConfigPlace, UserError, did_you_mean, no_file, one_line, place
 from rlflow.process.hub import offline_unless_reached
 
 MOST_LETTERS = 1000  # of a path

@@ -15,8 +15,7 @@ from rlflow.environments.bridge import Message, ParsedTurn, checked, message, te
 from rlflow.environments.environment import Definition
 from rlflow.environments.host import Host, HostError
 from rlflow.environments.tool_calls import ToolCall
-from rlflow.errors import UserError, one_line
-from rlflow.loggers.log_lines import line_log
+from rlflow.errors import UserError, line_log, one_line
 from rlflow.worker import Worker, WorkerDied, WorkerError
 
 WARN_AFTER = 60.0  # seconds

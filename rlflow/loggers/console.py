@@ -8,16 +8,31 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
-from rlflow.loggers.progress import Display, LinePerStep, LiveBar
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from rlflow.errors import readable
 from rlflow.process.terminal import lasting
 
 MOST_BYTES = 64 * 2**20
 POLL_S = 1.0
 KEPT = 4  # a quarter of the bytes at the beginning stays, and a quarter at the end
+# The metric of each label, and its form; shown if the run logs it.
+SHOWN = {
+    "reward": ("reward/mean", "{:.3f}"),
+    "accuracy": ("val/accuracy", "{:.3f}"),
+    "margin": ("val/margin", "{:.3f}"),
+    "length": ("rollout/length", "{:.1f}"),
+}
+SAMPLED = ("reward/mean", "rollout/length")  # beside which no loss is shown: a policy's says nothing of progress
+LOSS = "/loss"  # of a role
+RECENT = 10  # steps from whose pace the time left is estimated
 
 
 class Console:
@@ -48,7 +63,8 @@ class Console:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         self._limit = LogLimit(self._log)
-        self._display = self._choose_display()
+        total, done, now = self._total_steps, self._steps_done, time.monotonic()
+        self._display = Display(self._terminal, total, done, now) if self._shows else None
         return self
 
     def __exit__(
@@ -79,11 +95,95 @@ class Console:
         if self._display is not None:
             self._display.say(line)
 
-    def _choose_display(self) -> Display | None:
-        if not self._shows:
-            return None
-        display = LiveBar if self._terminal.isatty() else LinePerStep
-        return display(self._terminal, self._total_steps, self._steps_done, time.monotonic())
+
+class Display:
+    """The steps of a run as they end: a bar that moves in place on a terminal, one plain line per step elsewhere.
+
+    Args:
+        terminal: Where to.
+        total_steps: Of the run.
+        steps_done: Before this run, when it goes on from a checkpoint.
+        now: Seconds of a clock that only goes forward, at the start.
+    """
+
+    def __init__(self, terminal: TextIO, total_steps: int, steps_done: int, now: float) -> None:
+        self._terminal = terminal
+        self._total_steps = total_steps
+        self._latest: dict[str, str] = {}
+        self._ended = deque([(steps_done, now)], maxlen=RECENT + 1)
+        self._live = _live_bar(terminal, total_steps, steps_done) if terminal.isatty() else None
+
+    def begin(self, now: float) -> None:
+        """The first step starts: what went before, such as loading, says nothing of the pace."""
+        steps_done, _ = self._ended.pop()
+        self._ended.append((steps_done, now))
+
+    def step(self, step: int, metrics: Mapping[str, float], now: float) -> None:
+        """Show that step `step` ended at `now`."""
+        fields = self.fields(step, metrics, now)
+        if self._live is None:
+            self.say(f"step {step}/{self._total_steps}  {fields}")
+        else:
+            self._live.update(self._live.task_ids[0], completed=step, shown=fields)
+
+    def say(self, line: str) -> None:
+        """Show a line of its own."""
+        if self._live is None:
+            print(readable(line), file=self._terminal, flush=True)
+        else:
+            self._live.console.print(readable(line), markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the terminal as text can follow."""
+        if self._live is not None:
+            self._live.stop()
+
+    def fields(self, step: int, metrics: Mapping[str, float], now: float) -> str:
+        """`reward 0.512  accuracy 0.430  length 12.3  tokens/s 5,321  left 2:10`; `loss` where nothing is sampled."""
+        for label, (metric, form) in SHOWN.items():
+            if metric in metrics:
+                self._latest[label] = f"{label} {form.format(metrics[metric])}"
+        shown = [self._latest[label] for label in SHOWN if label in self._latest]
+        if not any(metric in metrics for metric in SAMPLED):
+            shown = [*_losses(metrics), *shown]
+        if "rollout/tokens" in metrics and metrics.get("time/step", 0) > 0:
+            shown.append(f"tokens/s {metrics['rollout/tokens'] / metrics['time/step']:,.0f}")
+        self._ended.append((step, now))
+        return "  ".join([*shown, f"left {duration(self._seconds_left())}"])
+
+    def _seconds_left(self) -> float:
+        (first_step, began), (step, ended) = self._ended[0], self._ended[-1]
+        return (ended - began) / (step - first_step) * (self._total_steps - step)
+
+
+def _live_bar(terminal: TextIO, total_steps: int, steps_done: int) -> Progress:
+    """A bar on a terminal, which has begun."""
+    progress = Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[shown]}"),
+        console=RichConsole(file=terminal),
+        redirect_stdout=False,  # what is printed goes to the log
+        redirect_stderr=False,
+        refresh_per_second=2,
+    )
+    progress.add_task("", total=total_steps, completed=steps_done, shown="")
+    progress.start()
+    return progress
+
+
+def _losses(metrics: Mapping[str, float]) -> list[str]:
+    """Of the roles that were trained; `loss 0.512`, with the role's name where there are several."""
+    roles = [name.removesuffix(LOSS) for name in metrics if name.endswith(LOSS) and not name.startswith("val")]
+    return [f"{role + ' ' if len(roles) > 1 else ''}loss {metrics[role + LOSS]:.3f}" for role in roles]
+
+
+def duration(seconds: float) -> str:
+    """`2:10` or `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class LogLimit:

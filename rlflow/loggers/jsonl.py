@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlflow.errors import UserError
-from rlflow.loggers.lines import Damage, json_lines, parsed_lines
+from rlflow.loggers.lines import continued, json_lines, parsed
 from rlflow.loggers.logger import Logger
 
 METRICS_FILE = "metrics.jsonl"
@@ -42,21 +41,13 @@ class JSONLLogger(Logger):
         self._samples.close()
 
     def _continued(self, path: Path, first_step: int, is_right: Callable[[Any], bool]) -> TextIO:
-        """`path`, open for writing after its lines of steps before `first_step`; the others are dropped.
+        """`path`, open for writing after its lines of steps before `first_step`; the others are dropped."""
 
-        The file is replaced in one move, so that a run killed meanwhile leaves the old one or the new one.
-        """
-        draft, damage = path.with_suffix(".jsonl.draft"), Damage(path)
-        with draft.open("wb") as file:
-            try:
-                for number, (line, found) in enumerate(parsed_lines(path, is_right) if path.exists() else (), 1):
-                    if found is None:
-                        damage.add(number)
-                    elif found["step"] < first_step:
-                        file.write(line)
-            except UserError as error:
-                damage.unreadable = str(error)
-        self.warnings += damage.replace(draft)
+        def step_of(line: bytes) -> int | None:
+            found = parsed(line, is_right)
+            return None if found is None else int(found["step"])
+
+        self.warnings += continued(path, first_step, step_of)
         return path.open("a", encoding="utf-8")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,82 +28,76 @@ def whole_lines(file: Path) -> Iterator[bytes]:
         ) from error
 
 
-def parsed_lines(file: Path, is_right: Callable[[Any], bool]) -> Iterator[tuple[bytes, Any]]:
-    """Its whole lines and the JSON of each; None where it is damaged.
+def parsed(line: bytes, is_right: Callable[[Any], bool]) -> Any:
+    """The JSON of a line; None where it is damaged.
 
     Args:
-        file: Of JSON lines.
+        line: Of a file of JSON lines.
         is_right: Whether a line's JSON is what a run writes there.
-
-    Raises:
-        UserError: It cannot be read.
     """
-    for line in whole_lines(file):
-        try:
-            found = json.loads(line.decode())
-        except (ValueError, RecursionError):
-            found = None
-        yield line, found if is_right(found) else None
+    try:
+        found = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return found if is_right(found) else None
 
 
 def json_lines(file: Path, is_right: Callable[[Any], bool]) -> Iterator[dict[str, Any]]:
-    """The JSON of its whole lines, see `parsed_lines`.
+    """The JSON of a file's whole lines, see `parsed`.
 
     Raises:
         UserError: It cannot be read, or a line is damaged.
     """
-    for number, (_, found) in enumerate(parsed_lines(file, is_right), 1):
+    for number, line in enumerate(whole_lines(file), 1):
+        found = parsed(line, is_right)
         if found is None:
             raise UserError(f"{file} is damaged: line {number} is not what a run writes there; remove that line")
         yield found
 
 
-@dataclass
-class Damage:
-    """What of a file cannot be read, while a run goes on in it.
+def continued(file: Path, first_step: int, step_of: Callable[[bytes], int | None]) -> list[str]:
+    """Leave in a file, or make it with, the lines of steps before the first of a run that is resumed.
 
-    Attributes:
-        file: That is read.
-        lines: How many are damaged.
-        first: Their first, from 1.
-        unreadable: Why the file cannot be read at all, or not to its end; empty where it can.
+    The file is replaced in one move, so that a run killed meanwhile leaves the old one or the new one. If it was
+    damaged it is kept under another name, with `.damaged` at the end.
+
+    Args:
+        file: Of a record.
+        first_step: Lines of this step and later ones are dropped.
+        step_of: The step of a line; None if the line is damaged.
+
+    Returns:
+        A warning if it was damaged.
     """
+    damaged, found = list[int](), ""
+    draft = file.with_name(f"{file.name}.draft")
+    with draft.open("wb") as kept:
+        try:
+            for number, line in enumerate(whole_lines(file) if file.exists() else (), 1):
+                step = step_of(line)
+                if step is None:
+                    damaged.append(number)
+                elif step < first_step:
+                    kept.write(line)
+        except UserError as error:
+            found = str(error)
+    if damaged:
+        of = (
+            f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first of them line {damaged[0]},"
+        )
+        found = f"{file} is damaged: {of} cannot be read"
+    aside = _aside(file)
+    if found:
+        os.replace(file, aside)
+    os.replace(draft, file)
+    went_on = f"it is kept as {aside.name}, and the run goes on with the lines that can be read"
+    return [f"warning: {found}; {went_on}"] if found else []
 
-    file: Path
-    lines: int = 0
-    first: int = 0
-    unreadable: str = ""
 
-    def add(self, number: int) -> None:
-        """Note that a line is damaged."""
-        self.first = self.first or number
-        self.lines += 1
-
-    def replace(self, draft: Path) -> list[str]:
-        """Put what could be read in the file's place, in one move; if it was damaged it is kept under another name.
-
-        Args:
-            draft: With what could be read.
-
-        Returns:
-            What the user should know of it.
-        """
-        found = self.unreadable
-        if self.lines:
-            of = (
-                f"line {self.first}" if self.lines == 1 else f"{self.lines} lines, the first of them line {self.first},"
-            )
-            found = f"{self.file} is damaged: {of} cannot be read"
-        aside = self._aside()
-        if found:
-            os.replace(self.file, aside)
-        os.replace(draft, self.file)
-        went_on = f"it is kept as {aside.name}, and the run goes on with the lines that can be read"
-        return [f"warning: {found}; {went_on}"] if found else []
-
-    def _aside(self) -> Path:
-        aside, number = self.file.with_name(f"{self.file.name}.damaged"), 0
-        while aside.exists():
-            number += 1
-            aside = self.file.with_name(f"{self.file.name}.damaged-{number}")
-        return aside
+def _aside(file: Path) -> Path:
+    """A name beside the file that is not taken."""
+    aside, number = file.with_name(f"{file.name}.damaged"), 0
+    while aside.exists():
+        number += 1
+        aside = file.with_name(f"{file.name}.damaged-{number}")
+    return aside

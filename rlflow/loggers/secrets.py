@@ -6,30 +6,22 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 HIDDEN = "***"
-# Words of a key, in the singular; one of these is enough: `wandb_password`, `clientSecrets`.
-_ANYWHERE = re.compile(
-    r"(api|access|private|secret)key|(access|auth)token|authorization|credential|pass(phrase|wd|word)|pwd|secret"
+# Of a key's words in lower case and the singular, joined by `_`: `wandb_password`, `client_secret`, `aws_access_key`.
+_SECRET = re.compile(
+    r"(^|_)(pass(phrase|wd|word)|pwd|secret|credential|authorization|(api|access|private)_?key|(access|auth)_?token)(_|$)"
+    r"|(^|_)(auth|bearer|cookie|dsn|pat|webhook)$"
+    r"|(^|_)(account|admin|auth|client|db|deploy|encryption|license|master|root|service|signing|ssh|storage|user)_(\w+_)?key$"
 )
-_AT_THE_END = re.compile("auth|bearer|cookie|dsn|pat|webhook")
-# `hf_token` is a secret, `eos_token` is a text, and `password_file` says where it is, not what.
-_TOKENS_OF_TEXT = re.compile(
-    "additional|audio|bad|bo[is]|call|cls|completion|end|eo[its]|fim|first|ignore|image|input|last|loss|mask|max|mean"
-    "|min|new|next|num|on|output|pad|per|prompt|query|response|scores|sep|special|start|stop|think(ing)?|tool|unk|video"
+_OFTEN_NONE = re.compile(r"(^|_)(pass|token)$")
+# `hf_token` is a secret and `eos_token` is a text; `password_file` says where it is, not what.
+_TOKEN_OF_TEXT = re.compile(
+    r"(^|_)(additional|audio|bad|bo|boi|call|cls|completion|end|eo|eoi|eot|fim|first|ignore|image|input|last|loss|mask|max"
+    r"|mean|min|new|next|num|on|output|pad|per|prompt|query|response|score|sep|special|start|stop|think|thinking|tool|unk"
+    r"|video)_(\w+_)?token$"
 )
-_PLACES = {"dir", "file", "folder", "name", "path"}
-_NO_VALUES = {"", "false", "none", "null", "off", "true", "unset"}
-# `api_key` is a secret and `sort_key` is none: what a key opens; of any other key a value that looks drawn at random.
-_LOCKS = re.compile(
-    "access|account|admin|api|auth|client|db|deploy|encryption|license|master|private|root|secret|service|signing|ssh"
-    "|storage|user"
-)
-_DRAWN = re.compile(r"[0-9a-fA-F]{32,}={0,2}|(?=.*\d)(?=.*[a-z])(?=.*[A-Z])[\w+-]{20,}={0,2}")
-_MARKS = re.compile(r"<[^<>\s]*>|\[[A-Z_]+\]")  # `<think>`, `<|im_end|>`, `[MASK]`: a token of text by its looks
-_LONGEST = 10_000  # letters of an option that is read as YAML
-_NUMBERS = re.compile(r"[\d\s.,:+_eE\[\](){}%-]*")
+_PLACE = re.compile(r"_(dir|file|folder|name|path)$")
+_NUMBER = re.compile(r"[\d.,:+_eE-]+")
 
 
 def without_secrets(config: Any) -> Any:
@@ -50,49 +42,40 @@ def without_secrets(config: Any) -> Any:
 
 
 def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command with `***` for the values of `--api_key VALUE` and `--api_key=VALUE`, and for values
-    that are mappings or lists with a secret in them, as YAML."""
+    """The arguments of a command with `***` for the values of `--api_key VALUE` and `--api_key=VALUE`."""
     shown, key = list[str](), ""
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if not equals:
-            name, value = "", argument
         is_option = argument.startswith("--") and not equals
-        if not is_option and (is_secret(name or key, value) or _holds_secret(value)):
-            value = HIDDEN
-        shown.append(f"{name}{equals}{value}")
+        if equals and is_secret(name, value):
+            shown.append(f"{name}={HIDDEN}")
+        else:
+            shown.append(HIDDEN if not is_option and is_secret(key, argument) else argument)
         key = argument if is_option else ""
     return shown
 
 
 def is_secret(key: Any, value: Any) -> bool:
-    """Whether a value is a secret by its key; what says that there is none is no secret.
+    """Whether a value is a secret by its key; a value that is not set is none.
 
-    Under keys such as `token` and `pass`, which count as often, numbers and special tokens are none. Under any key that
-    ends in `key`, what looks drawn at random is one.
+    Under `token` and `pass`, which count as often, numbers are none.
     """
-    if value is None or isinstance(value, bool) or (isinstance(value, str) and value.lower() in _NO_VALUES):
+    if value is None or value == "" or isinstance(value, bool):
         return False
     words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(key)[-200:]).lower())
-    if not words or words[-1] in _PLACES:
+    name = "_".join(word if word.endswith("ss") else word.removesuffix("s") for word in words)
+    if _PLACE.search(name):
         return False
-    *before, last = words
-    last = last if last.endswith("ss") else last.removesuffix("s")
-    if _AT_THE_END.fullmatch(last) or any(map(_ANYWHERE.fullmatch, (word.removesuffix("s") for word in words))):
+    if _SECRET.search(name):
         return True
-    if last == "pass" or (last == "token" and not any(map(_TOKENS_OF_TEXT.fullmatch, before))):
-        return not _is_numbers(value) and not (isinstance(value, str) and _MARKS.fullmatch(value))
-    if last == "key" and any(map(_LOCKS.fullmatch, before)):
-        return True
-    return last.endswith("key") and isinstance(value, str) and _DRAWN.fullmatch(value) is not None
+    return _OFTEN_NONE.search(name) is not None and not _TOKEN_OF_TEXT.search(name) and not _is_number(value)
 
 
-def _is_numbers(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(map(_is_numbers, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_numbers, value))
-    return value is None or isinstance(value, int | float) or _NUMBERS.fullmatch(str(value)) is not None
+def _is_number(value: Any) -> bool:
+    """Whether a value, or all that a list or mapping holds, is a number."""
+    if isinstance(value, Mapping | list | tuple):
+        return all(map(_is_number, value.values() if isinstance(value, Mapping) else value))
+    return value is None or _NUMBER.fullmatch(str(value)) is not None
 
 
 def _hidden(value: Any) -> Any:
@@ -100,14 +83,3 @@ def _hidden(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: None if entry is None else _hidden(entry) for key, entry in value.items()}
     return HIDDEN
-
-
-def _holds_secret(text: str) -> bool:
-    """Whether a text is a mapping or a list as YAML, as options give them, with a secret in it."""
-    if len(text) > _LONGEST or not (text.startswith(("{", "[")) or ": " in text):
-        return False
-    try:
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return False
-    return isinstance(found, dict | list) and without_secrets(found) != found

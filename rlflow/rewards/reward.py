@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from rlflow.dotted_path import value_at
-from rlflow.errors import ENDING, UserError, one_line
-from rlflow.loggers.log_lines import line_log
+from rlflow.errors import ENDING, UserError, line_log, one_line
 
 Failed = Literal["zero", "drop"]
 OnError = Literal["raise", "zero", "drop"]

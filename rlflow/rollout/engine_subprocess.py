@@ -29,8 +29,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.multiprocessing.reductions import reduce_tensor
 
-from rlflow.errors import UserError
-from rlflow.loggers.log_lines import line_log
+from rlflow.errors import UserError, line_log
 from rlflow.models.fingerprint import fingerprint
 from rlflow.process.listening import listening
 from rlflow.rollout.engine import (

@@ -61,8 +61,8 @@ CASES: list[Case] = [
     ),
     (
         "one entry for a list",
-        {"logger": {"class_path": "rlflow.loggers.CSVLogger"}},
-        "`logger` is {'class_path'",
+        {"trainer.keep_inputs": 3},
+        "`trainer.keep_inputs` is 3; give a list, each an integer",
     ),
     ("a section left out", {"data": REMOVED}, "`data.train` is missing; set it"),
     ("an argument left out", {"module.init_args.actor": REMOVED}, "`module.init_args.actor` is missing; set it"),
@@ -196,7 +196,7 @@ def test_a_wrong_key_or_class_is_refused_in_one_line_before_a_model_is_loaded(
             ["--config", "list.yaml"],
             "`--config` is 'list.yaml', which holds no `key: value` lines but ['seed']; mend it",
         ),
-        (["--config", "torn.yaml"], "`--config` is 'torn.yaml', which is not YAML (while parsing a flow mapping"),
+        (["--config", "torn.yaml"], "`--config` is 'torn.yaml', which is not plain YAML (while parsing a flow mapping"),
     ],
 )
 def test_a_wrong_option_is_refused_in_one_line(

@@ -134,7 +134,7 @@ def test_damaged_digests_are_named(folder: Path, refused: Callable[..., str], da
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        (b"a: [", "which is not YAML"),
+        (b"a: [", "which is not plain YAML"),
         (b"- 1", "which holds no `key: value` lines but [1]"),
         (b"", "which holds no `key: value` lines but None"),
         (b"\xff", "which cannot be read"),

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from rlflow import CausalLM, PerSample, UserError, node
 from rlflow.cli import main
-from rlflow.commands.report import Report, Timeline, spans
-from rlflow.commands.trace import MergedTrace
+from rlflow.commands.parser import call
+from rlflow.commands.report import Timeline, report, spans
+from rlflow.commands.trace import trace
 from rlflow.loggers.trace import read_events, step_windows, window_of
 from rlflow.models.tiny import write_tiny_model
 from rlflow.types import Written
@@ -113,7 +114,7 @@ def test_traces_of_some_steps_are_joined(folder: Path, tmp_path: Path) -> None:
 
 def test_a_rank_without_a_trace_cannot_be_joined(folder: Path) -> None:
     with pytest.raises(UserError, match=r"`--ranks` names 7, of which there is no .*rank7.jsonl; leave it out"):
-        MergedTrace(folder, ranks=[7]).write()
+        trace(folder, ranks=[7])
 
 
 def test_ranks_whose_traces_are_on_other_machines_are_named(
@@ -121,10 +122,10 @@ def test_ranks_whose_traces_are_on_other_machines_are_named(
 ) -> None:
     (tmp_path / "traces").mkdir()
     shutil.copy(folder / "traces/rank1.jsonl", tmp_path / "traces")
-    MergedTrace(tmp_path).write()
+    trace(tmp_path)
     assert "without rank 0: each machine writes the traces of its own ranks" in capsys.readouterr().out
     shutil.copy(folder / "traces/rank0.jsonl", tmp_path / "traces")
-    MergedTrace(tmp_path).write()
+    trace(tmp_path)
     assert "without" not in capsys.readouterr().out
 
 
@@ -179,7 +180,7 @@ def test_a_line_that_a_killed_rank_left_unfinished_is_passed_over(tmp_path: Path
     (tmp_path / "traces").mkdir()
     whole, half = json.dumps(EVENTS[0]), json.dumps(EVENTS[1])[:20]
     (tmp_path / "traces/rank0.jsonl").write_text(f"{whole}\n{half}")
-    Report(tmp_path).show()
+    report(tmp_path)
     assert (tmp_path / "timeline.png").is_file()
 
 
@@ -209,12 +210,10 @@ def test_a_damaged_trace_is_one_line(
     ],
 )
 def test_what_cannot_be_shown_is_refused(folder: Path, arguments: list[str], told: str) -> None:
-    from rlflow.commands.report import read_report
-
     with pytest.raises(UserError, match=told):
-        read_report([str(folder), *arguments]).show()
+        call(report, [str(folder), *arguments])
 
 
 def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no traces/rank"):
-        Report(tmp_path).show()
+        report(tmp_path)

@@ -77,7 +77,7 @@ def folder(tmp_path: Path) -> Path:
         ("--step 2", [("plain", 2), ("talk", 2)]),
         ("--last", [("plain", 5)]),
         ("--ended failed", [("talk", 2), ("talk", 4)]),
-        ("--reward-below 1", [("talk", 2), ("talk", 4)]),
+        ("--reward_below 1", [("talk", 2), ("talk", 4)]),
         ("--row 7 --step 2", [("plain", 2)]),
     ],
 )
@@ -107,7 +107,7 @@ def test_where_none_is_so_a_line_says_of_how_many(folder: Path, capsys: pytest.C
         ("--step 3", "`--step` is 3, and `{}` has samples of steps 2, 4, 5; give one"),
         ("--step 2 --last", "`--step` is 2 and `--last` is given; give one of them"),
         ("--ended x", "`--ended` is 'x'; give one of 'done', 'turns', 'tokens', 'failed' or null"),
-        ("--reward-below x", "`--reward-below` is 'x'; give a number or null"),
+        ("--reward_below x", "`--reward_below` is 'x'; give a number or null"),
     ],
 )
 def test_what_cannot_be_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str], options: str, line: str) -> None:

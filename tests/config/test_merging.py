@@ -9,10 +9,10 @@ from typing import Any, Literal
 import pytest
 
 from rlflow.config.arguments import Argument, Group
-from rlflow.config.errors import WrittenKeys
-from rlflow.config.layers import Layer, Text, layers
+from rlflow.config.keys import WrittenKeys
 from rlflow.config.merging import merged as merged_layers
 from rlflow.config.merging import written_whole
+from rlflow.config.reading import Text, layers
 
 HERE = __name__
 
@@ -50,8 +50,7 @@ SQUARE = {"shape": {"class_path": f"{HERE}.Square", "init_args": {"side": 2, "na
 
 
 def merged(*trees: dict[str, Any], options: Sequence[str] = ()) -> dict[str, Any]:
-    given = [Layer("file", tree) for tree in trees]
-    return merged_layers([*given, *layers(options)], TAKES)
+    return merged_layers([*trees, *layers(options)], TAKES)
 
 
 def test_an_option_reaches_an_argument_with_or_without_init_args() -> None:
@@ -113,7 +112,7 @@ def test_off_is_a_word_where_it_is_one_of_the_choices() -> None:
     ],
 )
 def test_a_key_is_named_as_it_is_written(trees: list[dict[str, Any]], options: list[str], key: str) -> None:
-    given = [*(Layer("file", tree) for tree in trees), *layers(options)]
+    given = [*trees, *layers(options)]
     keys = WrittenKeys(given, merged_layers(given, TAKES))
     assert keys.key(("shape", "init_args", "side")) == key
 
@@ -131,6 +130,6 @@ def test_a_key_is_named_as_it_is_written(trees: list[dict[str, Any]], options: l
 def test_a_class_is_named_by_its_class_path_where_that_is_written(
     trees: list[dict[str, Any]], options: list[str], key: str
 ) -> None:
-    given = [*(Layer("file", tree) for tree in trees), *layers(options)]
+    given = [*trees, *layers(options)]
     keys = WrittenKeys(given, merged_layers(given, TAKES))
     assert keys.key(("shape", "class_path")) == key

@@ -166,10 +166,10 @@ def test_a_folder_of_jsonl_files_has_the_rows_of_all_in_the_order_of_their_names
 
 def test_a_device_is_no_source_and_is_not_read() -> None:
     with pytest.raises(
-        UserError, match=r"is '/dev/zero', which is a device; give a JSON Lines file or a folder of them$"
+        UserError, match=r"is '/dev/zero', which is a device or a pipe; give a JSON Lines file or a folder of them$"
     ):
         len(JSONL("/dev/zero"))
-    with pytest.raises(UserError, match=r"which is a device; give a Parquet file or a folder of them$"):
+    with pytest.raises(UserError, match=r"which is a device or a pipe; give a Parquet file or a folder of them$"):
         len(Parquet("/dev/zero"))
 
 

@@ -141,8 +141,8 @@ def test_a_rotten_row_is_refused_with_its_file_and_line(
 
 IS = {
     "empty": "which is a folder without a .jsonl file",
-    "fifo": "which is a pipe",
-    "/dev/zero": "which is a device",
+    "fifo": "which is a device or a pipe",
+    "/dev/zero": "which is a device or a pipe",
     "": "which names nothing",
 }
 

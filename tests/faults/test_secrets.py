@@ -29,7 +29,7 @@ KEYS = {
     "password": "opensesame-09",
     "private_key": "opensesame-10",
     "db_pass": "opensesame-11",
-    "openai_key": "sk-proj-" + "aBcDeFgHiJkL-5678",
+    "openai_api_key": "opensesame-12",
     "tokens": "opensesame-13",
     "passwords": "opensesame-14",
     "login_password": "opensesame-15",
@@ -43,7 +43,7 @@ IN_THE_CONFIG = {
         "headers": {"Authorization": KEYS["Authorization"], "x-slack_webhook": KEYS["slack_webhook"]},
         "stores": [
             {name: KEYS[name] for name in ("client_secret", "aws_secret_access_key", "passwd", "private_key")},
-            {name: KEYS[name] for name in ("db_pass", "openai_key")},
+            {name: KEYS[name] for name in ("db_pass", "openai_api_key")},
             {"tokens": [KEYS["tokens"]], "passwords": {"a": KEYS["passwords"]}},
         ],
         "command": ["serve", "--login_password", KEYS["login_password"]],

@@ -33,8 +33,8 @@ class Wrong:
     options: tuple[str, ...] = ()
 
 
-NO_KEY = "holds what a config has not (while constructing a mapping, found unhashable key, line {})"
-NO_TAG = "holds what a config has not (could not determine a constructor for the tag '{}', line 1)"
+NO_KEY = "is not plain YAML (while constructing a mapping, found unhashable key, line {})"
+NO_TAG = "is not plain YAML (could not determine a constructor for the tag '{}', line 1)"
 NO_NAME = "is {!r}, and no class is known by that name. Write module.Class, such as "
 
 
@@ -53,7 +53,7 @@ def _function(path: Any, line: str) -> Wrong:
 FILES = [
     Wrong("deep lists", "is nested too deeply; mend it", content="seed: 0\nx: " + "[" * 5_000 + "]" * 5_000),
     Wrong("deep lists without an end", "is nested too deeply; mend it", content="[" * 50_000),
-    Wrong("an unknown alias", "is not YAML (found undefined alias 'b', line 1)", content="trainer: *b\n"),
+    Wrong("an unknown alias", "is not plain YAML (found undefined alias 'b', line 1)", content="trainer: *b\n"),
     Wrong("a section twice", "has `trainer` twice, in lines", content=OWN + "trainer: {max_steps: 5}\n"),
     Wrong(
         "a key twice",
@@ -61,7 +61,7 @@ FILES = [
         content=OWN.replace("  max_steps: 2", "  max_steps: 2\n  max_steps: 3"),
     ),
     Wrong("a key in quotes again", "has `seed` twice", content=OWN + "'seed': 1\n"),
-    Wrong("a key twice in a list", "has `callbacks.0.a` twice", content=OWN + "callbacks: [{a: 1, a: 2}]\n"),
+    Wrong("a key twice in a list", "it has `a` twice", content=OWN + "callbacks: [{a: 1, a: 2}]\n"),
     Wrong("a merge twice", "has `<<` twice", content=OWN + "<<: {seed: 3}\n<<: {seed: 4}\n"),
     Wrong("a list for a key", NO_KEY.format(2), content="seed: 0\n? [a, b]\n: 1\n"),
     Wrong("a template's braces", NO_KEY.format(1), content="seed: {{ seed }}\n"),
@@ -120,7 +120,7 @@ FILES = [
     Wrong("a list", "holds no `key: value` lines but ['a']", content="- a\n"),
     Wrong("an image", "is not UTF-8 at byte 0", content=b"\x89PNG\r\n\x1a\n" + bytes(range(256))),
     Wrong("an open quote", "while scanning a quoted scalar", content="seed: '0\n"),
-    Wrong("a conflict of git", "is not YAML", content="<<<<<<< HEAD\nseed: 0\n=======\nseed: 1\n>>>>>>> b\n"),
+    Wrong("a conflict of git", "is not plain YAML", content="<<<<<<< HEAD\nseed: 0\n=======\nseed: 1\n>>>>>>> b\n"),
     Wrong("a merge of a number", "for merging, but found scalar", content="<<: 3\nseed: 1\n"),
     Wrong("200,000 letters", f"`seed` is '{'y' * 79}; give", content=OWN.replace("seed: 0", "seed: " + "y" * 200_000)),
     Wrong("a key of 5,000 letters", "could not find expected ':'", content=OWN + "k" * 5_000 + ": 1\n"),
@@ -229,8 +229,8 @@ PATHS = [
         "data.train.init_args.path",
         ("", "path` is '', which names nothing; give a JSON Lines file"),
         ("empty", "path` is 'empty', which is a folder without a .jsonl file; give a JSON Lines file"),
-        ("/dev/zero", "path` is '/dev/zero', which is a device; give a JSON Lines file"),
-        ("fifo", "path` is 'fifo', which is a pipe; give a JSON Lines file"),
+        ("/dev/zero", "path` is '/dev/zero', which is a device or a pipe; give a JSON Lines file"),
+        ("fifo", "path` is 'fifo', which is a device or a pipe; give a JSON Lines file"),
     ),
 ]
 
@@ -252,13 +252,16 @@ CLASSES = [
         ("nowhere.jsonl", "`data.train` is 'nowhere.jsonl', and there is no such file in "),
         ("./my/rows.parquet", "`data.train` is './my/rows.parquet', and there is no such file in "),
         ("nobody/nothing", "nobody/nothing[train] with subset None cannot be loaded ("),
-        ("/dev/zero", "`data.train` is '/dev/zero', which is a device; give a JSON Lines or Parquet file, a folder of"),
+        (
+            "/dev/zero",
+            "`data.train` is '/dev/zero', which is a device or a pipe; give a JSON Lines or Parquet file, a",
+        ),
         ("my/rows.csv", "`data.train` is 'my/rows.csv', and there is no such file in "),
         (None, "`data.train` is null; give "),
     ),
     *_of(
         "logger",
-        (3, "`logger` is 3; give a list, each a Logger, by its name or as"),
+        (3, "`logger` is 3; give a Logger, by its name or as"),
         ([{"class_path": "os.system"}], "which is no Logger"),
     ),
     *_of(
@@ -332,8 +335,8 @@ OPTIONS = [
         (("--config", "nowhere.yaml"), "and there is no such file"),
         (("--config", ""), "`--config` is '', which names nothing; give a YAML file"),
         (("--config", "."), "`--config` is '.', which is a folder; give a YAML file, such as list.yaml"),
-        (("--config", "/dev/zero"), "`--config` is '/dev/zero', which is a device; give a YAML file"),
-        (("--config", "fifo"), "`--config` is 'fifo', which is a pipe; give a YAML file"),
+        (("--config", "/dev/zero"), "`--config` is '/dev/zero', which is a device or a pipe; give a YAML file"),
+        (("--config", "fifo"), "`--config` is 'fifo', which is a device or a pipe; give a YAML file"),
         (("--config", "a" * 5_000), "cannot be read ([Errno 36]"),
         (("--config", "second.yaml"), "`trainer.max_steps` is 'late'; give an integer or null"),
         (("f" * 100_000,), f"`{'f' * 80}` is neither an option nor a value"),

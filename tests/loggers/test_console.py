@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from rlflow.loggers.console import Display, duration
 
 SCRIPT = """
 import ctypes, os, sys
@@ -95,3 +98,67 @@ def read_all(descriptor: int) -> str:
         pass
     os.close(descriptor)
     return b"".join(chunks).decode()
+
+
+def shown(*steps: tuple[int, dict[str, float], float], total: int = 10, done: int = 0) -> list[str]:
+    terminal = io.StringIO()
+    display = Display(terminal, total, done, now=100.0)
+    for step, metrics, now in steps:
+        display.step(step, metrics, now)
+    return terminal.getvalue().splitlines()
+
+
+def test_a_line_names_step_reward_accuracy_length_rate_and_time_left() -> None:
+    metrics = {
+        "reward/mean": 0.5124,
+        "val/accuracy": 0.43,
+        "rollout/length": 12.31,
+        "rollout/tokens": 10000.0,
+        "time/step": 2.0,
+    }
+    # 10,000 tokens in 2 s; one step took 2 s, so the other 9 take 18 s.
+    assert shown((1, metrics, 102.0)) == [
+        "step 1/10  reward 0.512  accuracy 0.430  length 12.3  tokens/s 5,000  left 0:18"
+    ]
+
+
+def test_accuracy_is_shown_until_the_next_validation() -> None:
+    lines = shown((1, {"val/accuracy": 0.25}, 101.0), (2, {}, 102.0), (3, {"val/accuracy": 0.5}, 103.0))
+    assert ["accuracy 0.250" in lines[0], "accuracy 0.250" in lines[1], "accuracy 0.500" in lines[2]] == [True] * 3
+
+
+def test_what_a_run_does_not_log_is_not_shown() -> None:
+    assert shown((1, {"actor/grad_norm": 0.1}, 101.0)) == ["step 1/10  left 0:09"]
+
+
+def test_a_loss_is_shown_where_nothing_is_sampled() -> None:
+    sft = {"actor/loss": 1.25, "val/loss": 2.0}
+    assert shown((1, sft, 101.0)) == ["step 1/10  loss 1.250  left 0:09"]
+    both = {"actor/loss": 1.25, "critic/loss": 0.5}
+    assert shown((1, both, 101.0)) == ["step 1/10  actor loss 1.250  critic loss 0.500  left 0:09"]
+    for sampled in ("reward/mean", "rollout/length"):
+        assert "loss" not in shown((1, {"actor/loss": 0.1, sampled: 1.0}, 101.0))[0]
+
+
+def test_time_before_the_first_step_says_nothing_of_the_pace() -> None:
+    terminal = io.StringIO()
+    display = Display(terminal, 10, 0, now=100.0)
+    display.begin(160.0)  # a minute of loading
+    display.step(1, {}, 162.0)
+    assert terminal.getvalue() == "step 1/10  left 0:18\n"
+
+
+def test_time_left_follows_the_pace_of_recent_steps() -> None:
+    # Steps 1 to 10 take 10 s each, 11 to 20 one second each: at 20 of 30, ten steps of one second are left.
+    slow = [(step, {}, 100.0 + 10 * step) for step in range(1, 11)]
+    fast = [(step, {}, 200.0 + (step - 10)) for step in range(11, 21)]
+    assert shown(*slow, *fast, total=30)[-1] == "step 20/30  left 0:10"
+
+
+def test_steps_of_an_earlier_run_do_not_count_into_the_pace() -> None:
+    assert shown((8, {}, 105.0), total=10, done=7) == ["step 8/10  left 0:10"]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (130, "2:10"), (3723, "1:02:03")])
+def test_a_duration_reads_as_on_a_clock(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

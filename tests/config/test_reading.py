@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.config.layers import Text, layers
+from rlflow.config.reading import Text, layers
 from rlflow.errors import UserError
 
 
@@ -15,16 +15,22 @@ from rlflow.errors import UserError
     ("text", "line"),
     [
         ("x: " + "[" * 5000, "which is nested too deeply; mend it"),
-        ("seed: 1\ndata: {}\nseed: 2\n", "which has `seed` twice, in lines 1 and 3; leave one out"),
-        ("data: {prompt: a, prompt: b}\n", "which has `data.prompt` twice, in lines 1 and 1; leave one out"),
-        ("a: &a {x: 1}\nb: {<<: *a, <<: *a}\n", "which has `b.<<` twice, in lines 2 and 2"),
-        ("seed: 0\n---\nseed: 1\n", "which is not YAML (expected a single document in the stream, but found another"),
-        ("x: 'é\x00'", "which is not YAML (unacceptable character"),
+        ("seed: 1\ndata: {}\nseed: 2\n", "which is not plain YAML (it has `seed` twice, in lines 1 and 3); mend it"),
+        (
+            "data: {prompt: a, prompt: b}\n",
+            "which is not plain YAML (it has `prompt` twice, in lines 1 and 1)",
+        ),
+        ("a: &a {x: 1}\nb: {<<: *a, <<: *a}\n", "which is not plain YAML (it has `<<` twice, in lines 2 and 2)"),
+        (
+            "seed: 0\n---\nseed: 1\n",
+            "which is not plain YAML (expected a single document in the stream",
+        ),
+        ("x: 'é\x00'", "which is not plain YAML (unacceptable character"),
         (
             "a: 1\nx: !foo 3",
-            "which holds what a config has not (could not determine a constructor for the tag '!foo', l",
+            "which is not plain YAML (could not determine a constructor for the tag '!foo', line 2); mend it",
         ),
-        ("x: !!int five", "which holds what a config has not (invalid literal for int() with base 10: 'five'); write"),
+        ("x: !!int five", "which is not plain YAML (invalid literal for int() with base 10: 'five'); mend it"),
         (
             "a: 1\nb: {{ x }}",
             "while constructing a mapping, found unhashable key, line 2",
@@ -44,8 +50,8 @@ def test_a_file_that_is_no_config_is_refused_in_one_line(text: str | bytes, line
 
 def test_a_mapping_may_be_merged_into_another(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text("a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  y: 3\n")
-    (layer,) = layers(["--config", str(tmp_path / "my.yaml")])
-    assert layer.tree["b"] == {"x": 1, "y": 3}
+    (tree,) = layers(["--config", str(tmp_path / "my.yaml")])
+    assert tree["b"] == {"x": 1, "y": 3}
 
 
 def test_a_number_with_an_exponent_is_one_and_a_date_is_a_text() -> None:
