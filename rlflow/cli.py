@@ -89,8 +89,9 @@ def simulate(arguments: Sequence[str]) -> None:
         show_paper(arguments)
         return
     from rlflow.commands.simulate import read_simulate
+    from rlflow.simulate.report import show
 
-    read_simulate(arguments).show()
+    show(read_simulate(arguments))
 
 
 def replay(arguments: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import chdir
+from contextlib import AbstractContextManager, chdir, nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.trainer import Trainer
 
 if TYPE_CHECKING:  # the simulator is imported where it is asked for
-    from rlflow.simulate.foretold import Foretold
+    from rlflow.simulate.simulation import Simulation
 
 MODELS, NODES = "models", "nodes"
 # Of Trainer, sections of their own in a config.
@@ -50,15 +50,19 @@ class Configured:
     config: Mapping[str, Any]
     keys: WrittenKeys
     options: Namespace
-    foretold: Foretold | None = None
+    simulation: Simulation | None = None
 
     def fit(self) -> None:
         """Train, with a prediction before and its error after if asked; a `UserError` names keys of the config."""
-        with self.keys.in_errors(self.config):
-            before = None if self.foretold is None else self.foretold.before()
+        with self.keys.in_errors(self.config), self._prediction():
             self.trainer.fit(self.module, self.data)
-            if self.foretold is not None and before is not None:
-                self.foretold.after(before)
+
+    def _prediction(self) -> AbstractContextManager[None]:
+        if self.simulation is None:
+            return nullcontext()
+        from rlflow.simulate.report import prediction
+
+        return prediction(self.simulation)
 
     def validate(self) -> None:
         """Measure the model as it is; a `UserError` names keys of the config."""

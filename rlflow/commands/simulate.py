@@ -11,14 +11,12 @@ import torch
 
 from rlflow.commands.configuration import NODES, Configured, config_parser, configured
 from rlflow.run.prepare import read_graph
-from rlflow.simulate.foretold import Foretold
 from rlflow.simulate.hardware import read_hardware, this_machine
-from rlflow.simulate.report import ShownSimulation
 from rlflow.simulate.simulation import Scaling, Simulation
 
 
-def read_simulate(arguments: Sequence[str]) -> ShownSimulation:
-    """What `rlflow simulate` predicts of a config."""
+def read_simulate(arguments: Sequence[str]) -> Simulation:
+    """The simulation that `rlflow simulate` shows of a config."""
     parser = config_parser("simulate", "Predict a config's time, bytes and memory on machines that are not here.")
     parser.add_argument("--machines", type=int, default=1, help="to be simulated; here, `--nodes N` is the same")
     parser.add_argument("--hardware", type=str, default="h100", help="h100, h200, a100, or a YAML file")
@@ -31,7 +29,7 @@ def read_simulate(arguments: Sequence[str]) -> ShownSimulation:
     parser.add_argument("--paper", action="store_true", help="continue the DistFlow paper's curves instead; no config")
     found = configured(parser, _counting_machines(arguments))
     parsed = found.options
-    simulation = Simulation(
+    return Simulation(
         found.module,
         read_graph(found.module),
         found.data,
@@ -42,19 +40,19 @@ def read_simulate(arguments: Sequence[str]) -> ShownSimulation:
         parsed.scaling,
         parsed.prompt_tokens,
         parsed.response_tokens,
+        picture=None if parsed.draw is None else Path(parsed.draw),
     )
-    return ShownSimulation(simulation, None if parsed.draw is None else Path(parsed.draw))
 
 
-def foretold(found: Configured, hardware: str | None) -> Foretold:
-    """The prediction of a run, on this machine (None) or on machines of a kind."""
+def simulation_of_run(found: Configured, hardware: str | None) -> Simulation:
+    """A run on its own ranks, on this machine (None) or on machines of a kind."""
     trainer, settings = found.trainer, found.trainer.settings
     on_gpu = settings.accelerator != "cpu" and torch.cuda.is_available()
     if hardware is None:
         name, machine = this_machine(settings.devices, on_gpu)
     else:
         name, machine = hardware, replace(read_hardware(hardware), gpus_per_node=settings.devices)
-    simulation = Simulation(
+    return Simulation(
         found.module,
         read_graph(found.module),
         found.data,
@@ -63,11 +61,10 @@ def foretold(found: Configured, hardware: str | None) -> Foretold:
         name,
         machine,
         "strong",
-        None,
-        None,
-        not on_gpu,
+        prompt_tokens=None,
+        response_tokens=None,
+        on_cpu=not on_gpu,
     )
-    return Foretold(simulation)
 
 
 def _counting_machines(arguments: Sequence[str]) -> list[str]:
