@@ -186,7 +186,7 @@ class MeasuredStep:
 
 def measured_step(config: str, options: Sequence[str], part: int, bare: Hardware) -> MeasuredStep:
     """The config with one rank on one of `part` parts of its prompts."""
-    whole = read_simulate(["--config", config, *options]).simulation
+    whole = read_simulate(["--config", config, *options])
     prompts = whole.data.prompts_per_step // part
     sizes = [f"--data.prompts_per_step={prompts}", "--trainer.devices=1"]
     updates = handles(whole.module)["actor"].samples_per_update
@@ -198,7 +198,7 @@ def measured_step(config: str, options: Sequence[str], part: int, bare: Hardware
     (Path(bare_file := tempfile.mkstemp(suffix=".yaml")[1])).write_text(as_yaml(replace(bare, gpus_per_node=1), {}))
     tokens = [f"--{name}={value}" for name, value in lengths.items()]
     arguments = ["--config", config, *options, *sizes, f"--hardware={bare_file}", "--scaling=strong", *tokens]
-    workload = read_simulate(arguments).simulation.predicted.workload
+    workload = read_simulate(arguments).predicted.workload
     os.unlink(bare_file)
     seconds = {name.removeprefix("time/"): median(lines, name) for name in lines[-1] if name.startswith("time/")}
     return MeasuredStep(Measured(workload, {**seconds, STEP: seconds["step"]}), lengths)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rlflow.commands.simulate import read_simulate
 from rlflow.memory.estimate import memories
-from rlflow.memory.workload import RoleTraining, Workload
+from rlflow.memory.workload import Workload
 from rlflow.models.sizes import KNOWN, ModelSize
 from rlflow.simulate.hardware import PRESETS, Hardware
 from rlflow.simulate.simulation import run_phases
@@ -62,26 +62,28 @@ def largest(machine: Hardware, nodes: int, shape: str, way: str) -> ModelSize | 
 
 def _fits(machine: Hardware, nodes: int, size: ModelSize, way: str) -> bool:
     workload = _with(_workload(nodes), size, way)
-    held = memories(workload, machine.memory)[0]
-    return held.fits and all(phase.memory <= machine.memory for phase in run_phases(workload, machine, BUFFER))
+    found = memories(workload, machine.memory)
+    return found[0].fits and all(
+        phase.memory <= machine.memory for phase in run_phases(workload, found, machine, BUFFER)
+    )
 
 
 def _with(workload: Workload, size: ModelSize, way: str) -> Workload:
     """The step with another model, trained another way."""
-    actor = workload.roles["actor"]
-    how: RoleTraining = replace(actor.training, trained=size.parameters)
-    bucket = min(50_000_000, size.largest_layer)
+    actor = replace(workload.roles["actor"], size=size, trained=size.parameters)
     if way == "FSDP2":
-        how = replace(how, stage=3, moments=2, masters=True, bucket=0)
+        actor = replace(actor, stage=3, moments=2, masters=True, bucket=0)
     else:
-        how = replace(how, stage=int(way[-1]), moments=3, bucket=bucket)
-    return replace(workload, roles={"actor": replace(actor, size=size, training=how)})
+        actor = replace(actor, stage=int(way[-1]), moments=3, bucket=min(50_000_000, size.largest_layer))
+    engine = workload.engines["actor"]
+    engine = replace(engine, weights=size.parameters * actor.width / engine.ranks)
+    return replace(workload, roles={"actor": actor}, engines={"actor": engine})
 
 
 @cache
 def _workload(nodes: int) -> Workload:
     options = ["--module.actor.model=Qwen/Qwen2.5-72B", "--rollout.tensor_parallel_size=8", f"--nodes={nodes}"]
-    return read_simulate(["--config", str(CONFIG), *options]).simulation.predicted.workload
+    return read_simulate(["--config", str(CONFIG), *options]).predicted.workload
 
 
 def _told(size: ModelSize | None) -> str:

@@ -72,7 +72,7 @@ def step(model: Model, response: int, nodes: int, machine: Hardware, peers: int 
         f"--response_tokens={response}",
         f"--nodes={nodes}",
     ]
-    simulation = read_simulate(["--config", str(CONFIG), *options]).simulation
+    simulation = read_simulate(["--config", str(CONFIG), *options])
     return replace(simulation, hardware=machine).predicted
 
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from calibrate import STEPS, median, run
 
 from rlflow.commands.simulate import read_simulate
-from rlflow.simulate.calibration import works_seconds
+from rlflow.simulate.designs import node_seconds, works
 from rlflow.simulate.hardware import Hardware, read_hardware
 from rlflow.simulate.simulation import PredictedStep
 
@@ -45,7 +45,7 @@ def main() -> None:
         expected = predict(given.config, [*options, f"--trainer.devices={ranks}", *tokens], machine, ranks)
         with tempfile.TemporaryDirectory() as folder:
             lines = run(given.config, options, ranks, Path(folder) / "run", given.steps)
-        parts = works_seconds(expected.workload, machine.computing_on(ranks))
+        parts = node_seconds(works(expected.workload, machine.computing_on(ranks), "rlflow"))
         for name, seconds in parts.items():
             if f"time/{name}" in lines[-1]:
                 print(f"  {ranks} ranks, {name:<14} {_compared(seconds, median(lines, f'time/{name}'))}", flush=True)
@@ -57,7 +57,7 @@ def main() -> None:
 
 def predict(config: str, options: list[str], machine: Hardware, ranks: int) -> PredictedStep:
     """A step with all ranks on this machine."""
-    simulation = read_simulate(["--config", config, *options, "--scaling=strong"]).simulation
+    simulation = read_simulate(["--config", config, *options, "--scaling=strong"])
     return replace(simulation, hardware=replace(machine, gpus_per_node=ranks)).predicted
 
 

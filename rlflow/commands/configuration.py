@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import chdir
+from contextlib import AbstractContextManager, chdir, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 
@@ -28,7 +28,7 @@ from rlflow.process.status import refusing_exits
 from rlflow.trainer import Trainer
 
 if TYPE_CHECKING:  # the simulator is imported where it is asked for
-    from rlflow.simulate.foretold import Foretold
+    from rlflow.simulate.simulation import Simulation
 
 MODELS, NODES = "models", "nodes"
 # Of Trainer, keys of their own in a config.
@@ -44,15 +44,19 @@ class Configured:
     trainer: Trainer
     config: Mapping[str, Any]
     keys: WrittenKeys
-    foretold: Foretold | None = None
+    simulation: Simulation | None = None
 
     def fit(self) -> None:
         """Train, with a prediction before and its error after if asked; a `UserError` names keys of the config."""
-        with self.keys.in_errors(self.config):
-            before = None if self.foretold is None else self.foretold.before()
+        with self.keys.in_errors(self.config), self._prediction():
             self.trainer.fit(self.module, self.data)
-            if self.foretold is not None and before is not None:
-                self.foretold.after(before)
+
+    def _prediction(self) -> AbstractContextManager[None]:
+        if self.simulation is None:
+            return nullcontext()
+        from rlflow.simulate.report import prediction
+
+        return prediction(self.simulation)
 
 
 Result = TypeVar("Result")

@@ -29,9 +29,9 @@ def read_fit(arguments: Sequence[str]) -> Configured:
     hardware = options.predict
     if hardware is None or not _is_first():
         return found
-    from rlflow.commands.simulate import foretold
+    from rlflow.commands.simulate import simulation_of_run
 
-    return replace(found, foretold=foretold(found, None if hardware == HERE else hardware))
+    return replace(found, simulation=simulation_of_run(found, None if hardware == HERE else hardware))
 
 
 def main(arguments: Sequence[str]) -> None:

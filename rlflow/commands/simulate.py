@@ -11,10 +11,9 @@ import torch
 
 from rlflow.commands.configuration import NODES, Configured, call_configured
 from rlflow.run.prepare import read_graph
-from rlflow.simulate.foretold import Foretold
 from rlflow.simulate.hardware import read_hardware, this_machine
 from rlflow.simulate.paper import show_paper
-from rlflow.simulate.report import ShownSimulation
+from rlflow.simulate.report import show
 from rlflow.simulate.simulation import Scaling, Simulation
 
 
@@ -27,7 +26,7 @@ def simulate(
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
     draw: Path | None = None,
-) -> ShownSimulation:
+) -> Simulation:
     """Predict a config's time, bytes and memory on machines that are not here; or, with `--paper`, a paper's curves.
 
     Args:
@@ -39,7 +38,7 @@ def simulate(
         response_tokens: On average; else half of the longest.
         draw: Write a picture to PATH.png, .svg or .pdf.
     """
-    simulation = Simulation(
+    return Simulation(
         configured.module,
         read_graph(configured.module),
         configured.data,
@@ -50,12 +49,12 @@ def simulate(
         scaling,
         prompt_tokens,
         response_tokens,
+        picture=draw,
     )
-    return ShownSimulation(simulation, draw)
 
 
-def read_simulate(arguments: Sequence[str]) -> ShownSimulation:
-    """What `rlflow simulate` predicts of a config."""
+def read_simulate(arguments: Sequence[str]) -> Simulation:
+    """The simulation that `rlflow simulate` shows of a config."""
     return call_configured(simulate, _counting_machines(arguments))
 
 
@@ -64,18 +63,18 @@ def main(arguments: Sequence[str]) -> None:
     if "--paper" in arguments:
         show_paper(arguments)
     else:
-        read_simulate(arguments).show()
+        show(read_simulate(arguments))
 
 
-def foretold(found: Configured, hardware: str | None) -> Foretold:
-    """The prediction of a run, on this machine (None) or on machines of a kind."""
+def simulation_of_run(found: Configured, hardware: str | None) -> Simulation:
+    """A run on its own ranks, on this machine (None) or on machines of a kind."""
     trainer, settings = found.trainer, found.trainer.settings
     on_gpu = settings.accelerator != "cpu" and torch.cuda.is_available()
     if hardware is None:
         name, machine = this_machine(settings.devices, on_gpu)
     else:
         name, machine = hardware, replace(read_hardware(hardware), gpus_per_node=settings.devices)
-    simulation = Simulation(
+    return Simulation(
         found.module,
         read_graph(found.module),
         found.data,
@@ -84,11 +83,10 @@ def foretold(found: Configured, hardware: str | None) -> Foretold:
         name,
         machine,
         "strong",
-        None,
-        None,
-        not on_gpu,
+        prompt_tokens=None,
+        response_tokens=None,
+        on_cpu=not on_gpu,
     )
-    return Foretold(simulation)
 
 
 def _counting_machines(arguments: Sequence[str]) -> list[str]:

@@ -1,20 +1,20 @@
-"""What a step has to do at some number of ranks, and how the models lie on them: sizes, without times."""
+"""What a step has to do at some number of ranks: models, engines, rows and their bytes, without times."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import BATCH, Node
+from rlflow.dag.node import BATCH, Node, engine_of
 from rlflow.dag.planner import Plan
-from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
-from rlflow.models.handle import ModelHandle
+from rlflow.data.prompts import PromptData
+from rlflow.errors import UserError
+from rlflow.memory.role import LoadedRole, loaded_role
 from rlflow.models.sizes import ModelSize
+from rlflow.module import RLModule, handles
 from rlflow.rollout.engine import EngineMemory, RolloutEngine
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.batch import Pairs
@@ -27,7 +27,6 @@ WIDTHS = {"response_ids": 8, "loss_mask": 1, "lengths": 8, "finished": 1, "versi
 WIDTHS |= {"inherited": 8, "ended": 8, "seat": 8}
 FLOAT_BYTES, TOKEN_BYTES = 4, 8
 SELDOM = ("experts", "segments", "turn_rewards")  # of a `Rollout`: filled where experts are replayed, or turns taken
-AVERAGE_BYTES = 4  # of a number of a moving average, at least
 ROW_BYTES = 256  # of a dataset's row as JSON; an assumption
 
 
@@ -52,140 +51,70 @@ class Lengths:
         """Of prompt and response, on average."""
         return self.prompt + self.response
 
-
-@dataclass(frozen=True)
-class RoleTraining:
-    """How a role's weights lie and are updated.
-
-    Attributes:
-        stage: What is divided: 0 nothing, 1 optimizer states, 2 and gradients, 3 and weights.
-        ranks: Over which it is divided.
-        width: Bytes of a weight in forward passes.
-        trained: Parameters that are trained.
-        moments: Numbers that the optimizer keeps of each, a copy of the weight in float32 included.
-        checkpointing: Whether activations are computed again.
-        updates: Optimizer steps of a step.
-        token_budget: Tokens of a micro-batch.
-        offloaded: Whether the optimizer's states lie in the CPU's memory.
-        peers: Ranks that divide each sequence among them.
-        summed_width: Bytes of each of the optimizer's numbers, and of a gradient that is summed up.
-        bucket: Gradients that are reduced at once, in buffers of their own; 0 where each layer's are.
-        masters: Whether trained weights lie in `summed_width` and are rounded to `width` for forward passes.
-        live: Weights that may stay whole at ZeRO 3, beyond those of a layer.
-        within: Ranks that divide weights once more among them; 0 where none do.
-        weights_offloaded: Whether weights are in the CPU's memory.
-        averaged_width: Bytes of each number of a moving average beside the weight that forward passes read; 0 where
-            there is none.
-    """
-
-    stage: int
-    ranks: int
-    width: int
-    trained: int
-    moments: int
-    checkpointing: bool
-    updates: int
-    token_budget: int
-    offloaded: bool = False
-    peers: int = 1
-    summed_width: int = 4
-    bucket: int = 0
-    masters: bool = False
-    live: int = 0
-    within: int = 0
-    weights_offloaded: bool = False
-    averaged_width: int = 0
-
     @property
-    def weights_over(self) -> int:
-        """Ranks that divide the weights; 1 where each has all."""
-        return self.ranks if self.stage == 3 else 1
-
-    @property
-    def gathered_over(self) -> int:
-        """Ranks among which a layer is gathered."""
-        return self.within or self.weights_over
-
-    @property
-    def gradients_over(self) -> int:
-        """Ranks that divide the summed gradients."""
-        return self.ranks if self.stage >= 2 else 1
-
-    @property
-    def states_over(self) -> int:
-        """Ranks that divide the optimizer's states."""
-        return self.ranks if self.stage >= 1 else 1
-
-
-@dataclass(frozen=True)
-class LoadedRole:
-    """A model that is loaded.
-
-    Attributes:
-        size: Size of the model.
-        training: How it lies and is updated; a frozen role has no trained parameters.
-        epochs: Passes over a step's rows.
-        owner: The role whose weights it uses; None for its own.
-        layout: Where it lives; ranks with the same rows divide each sequence.
-    """
-
-    size: ModelSize
-    training: RoleTraining
-    epochs: int
-    owner: str | None
-    layout: Layout
+    def longest(self) -> int:
+        """Of the longest prompt and response."""
+        return self.longest_prompt + self.longest_response
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What generates.
+    """What generates, and the bytes that it takes of a rank, whose device has `capacity` bytes.
 
     Attributes:
         ranks: Ranks of one engine.
         placed: On which ranks engines are.
+        weights: Bytes of a rank's part of the engine's own copy of the policy's weights.
         memory: What each takes of a rank's, beside its weights.
     """
 
     ranks: int
     placed: tuple[int, ...]
+    weights: float
     memory: EngineMemory
+
+    def cache(self, capacity: float) -> float:
+        """Keys and values: as many as are set, or as fit beside the weights in the engine's share; below 0 if none."""
+        given = self.memory.cache
+        return self.memory.share * capacity - self.weights if given is None else given
+
+    def awake(self, capacity: float) -> float:
+        """While it generates."""
+        return self.weights + max(self.cache(capacity), 0.0)
+
+    def asleep(self, capacity: float) -> float:
+        """What stays while it sleeps."""
+        stays = self.memory.asleep
+        return 0.0 if stays == "nothing" else self.weights + (self.cache(capacity) if stays != "weights" else 0.0)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A step.
+    """What all ranks do in a step.
 
     Attributes:
         graph: Graph of the algorithm.
         plan: Plan of all ranks.
         ranks: How many.
-        roles: By name.
-        follows: The role whose weights the engine generates with.
-        engines: What generates, by the role that each engine belongs to.
-        policies: Models that generate and that no rank loads to score or train, by name.
-        together: Roles whose engines are awake at once, for one node generates with them; others are awake alone.
+        roles: By name, in the order of loading: what ranks score with and train, and the policies that generate.
+        engines: What generates, by the policy that each engine belongs to.
         prompts: Prompts of the step.
         group_size: Samples of each prompt.
         lengths: Lengths of a row.
         moves_rows: Whether rows are balanced over ranks.
+        together: Policies whose engines are awake at once, for one node generates with them; others are awake alone.
     """
 
     graph: Graph
     plan: Plan
     ranks: int
     roles: Mapping[str, LoadedRole]
-    follows: str | None
     engines: Mapping[str, Engine]
     prompts: int
     group_size: int
     lengths: Lengths
     moves_rows: bool
-    together: tuple[frozenset[str], ...] = ()
-    policies: Mapping[str, LoadedRole] = field(default_factory=dict)
-
-    def model(self, name: str) -> LoadedRole:
-        """Of a role or a policy."""
-        return self.roles[name] if name in self.roles else self.policies[name]
+    together: tuple[tuple[str, ...], ...] = ()
 
     def rows(self, space: str) -> int:
         """Of a row space in the step, as far as a graph tells.
@@ -260,72 +189,85 @@ class Workload:
         return any(node.kind == "rollout" for node in self.graph.order)
 
 
-def loaded_role(
-    name: str,
-    models: Mapping[str, ModelHandle],
-    size: ModelSize,
+def workload_of(
+    module: RLModule,
+    data: PromptData,
+    graph: Graph,
+    plan: Plan,
+    layouts: Mapping[str, Layout],
+    sizes: Mapping[str, ModelSize],
     strategy: TrainingStrategy,
-    layout: Layout,
-    samples: int,
-    on_cpu: bool = False,
-) -> LoadedRole:
-    """A role of a module.
+    engines: Mapping[str, RolloutEngine],
+    *,
+    ranks: int,
+    on_cpu: bool,
+    prompt_tokens: float | None = None,
+    response_tokens: float | None = None,
+    moves_rows: bool = False,
+) -> Workload:
+    """What a module's step comes to, as it is planned.
 
     Args:
-        name: Name of the role.
-        models: Models of the module, by role.
-        size: Size of the role's model.
-        strategy: Trains it.
-        layout: Where it lives.
-        samples: Samples of a step.
-        on_cpu: Whether it is trained on the CPU, whose memory the optimizer's states are in anyway.
+        module: The algorithm, its models configured.
+        data: Its prompts.
+        graph: Graph of the module.
+        plan: Plan of all ranks.
+        layouts: Where roles and engines live.
+        sizes: Size of each role's and each policy's model, in the order of loading.
+        strategy: How training is spread.
+        engines: What generates, by policy.
+        ranks: All of them.
+        on_cpu: Whether they run on the CPU.
+        prompt_tokens: Tokens of a prompt on average; None for half of the longest.
+        response_tokens: Tokens of a response on average; None for half of the longest.
+        moves_rows: Whether rows are balanced over ranks.
+
+    Raises:
+        UserError: A length is beyond the config's.
     """
-    handle = models[name]
-    optimizer = handle.optimizer
-    if not isinstance(handle, CausalLM):
-        size = size.with_labels(1)
-    trained = 0 if optimizer is None else size.adapters(handle.lora.rank) if handle.lora else size.parameters
-    owner = handle.owner if isinstance(handle, WithoutAdapters) else None
-    stage = strategy.stage or 0
-    width = torch.finfo(strategy.dtype).bits // 8
-    within = strategy.partition_within or 0
-    divides = strategy.stage is not None
-    # DeepSpeed steps a float32 copy of the weights, but for float32 weights at stage 0.
-    copy = divides and not strategy.holds_masters and (stage > 0 or strategy.dtype != torch.float32)
-    return LoadedRole(
-        size=size,
-        training=RoleTraining(
-            stage=stage,
-            ranks=strategy.divided_over(layout),
-            width=width,
-            trained=trained,
-            moments=0 if optimizer is None else 2 * (optimizer.name == "adamw") + copy,
-            checkpointing=handle.gradient_checkpointing,
-            updates=handle.epochs * math.ceil(samples / (handle.samples_per_update or samples)),
-            token_budget=strategy.token_budget,
-            offloaded=strategy.offload_optimizer and not on_cpu,
-            peers=layout.copies,
-            summed_width=4 if divides else width,
-            masters=strategy.holds_masters,
-            bucket=min(strategy.bucket_elements, size.largest_layer) if stage and trained else 0,
-            live=strategy.live_elements or 0,
-            within=within if within < len(layout.ranks) else 0,
-            weights_offloaded=strategy.offload_parameters and not on_cpu,
-            averaged_width=_averaged_width(strategy, width) if isinstance(handle, Averaged) else 0,
-        ),
-        epochs=handle.epochs,
-        layout=layout,
-        owner=next((role for role, other in models.items() if other is owner), None),
+    models, samples = handles(module), data.prompts_per_step * module.group_size
+    longest = (None if graph.policies() else data.max_response_length) or module.max_response_length
+    lengths = _lengths(data.max_prompt_length, longest, prompt_tokens, response_tokens)
+    roles = {
+        name: loaded_role(
+            models[name],
+            size,
+            strategy,
+            layouts[name],
+            samples=samples,
+            longest=lengths.longest,
+            on_cpu=on_cpu,
+            owns=name in graph.roles(),
+        )
+        for name, size in sizes.items()
+    }
+    return Workload(
+        graph=graph,
+        plan=plan,
+        ranks=ranks,
+        roles=roles,
+        engines={
+            policy: loaded_engine(
+                engine, layouts[engine_of(policy)], roles[policy], lengths.longest, samples=samples, on_cpu=on_cpu
+            )
+            for policy, engine in engines.items()
+        },
+        prompts=data.prompts_per_step,
+        group_size=module.group_size,
+        lengths=lengths,
+        moves_rows=moves_rows,
     )
 
 
-def _averaged_width(strategy: TrainingStrategy, width: int) -> int:
-    """A float32 copy of narrower weights; where trained ones are float32 themselves, what these are wider by."""
-    return 0 if width >= AVERAGE_BYTES else AVERAGE_BYTES - (width if strategy.holds_masters else 0)
+def _lengths(longest_prompt: int, longest: int, prompt: float | None, response: float | None) -> Lengths:
+    for name, value, most in (("prompt_tokens", prompt, longest_prompt), ("response_tokens", response, longest)):
+        if value is not None and not 0 < value <= most:
+            raise UserError(f"`--{name}` is {value:g}, and the config allows up to {most} tokens; give 1 to {most}")
+    return Lengths(prompt or longest_prompt / 2, response or longest / 2, longest_prompt, longest)
 
 
-def engine_here(
-    engine: RolloutEngine, placed: Layout, followed: LoadedRole, lengths: Lengths, rows: int, on_cpu: bool
+def loaded_engine(
+    engine: RolloutEngine, placed: Layout, followed: LoadedRole, longest: int, *, samples: int, on_cpu: bool
 ) -> Engine:
     """What generates, and what it takes.
 
@@ -333,10 +275,11 @@ def engine_here(
         engine: As configured.
         placed: Where engines are.
         followed: The role whose weights it generates with.
-        lengths: Lengths of a row.
-        rows: Responses of a step.
+        longest: Tokens of the longest row.
+        samples: Responses of a step.
         on_cpu: Whether it runs on the CPU.
     """
-    row_bytes = (lengths.longest_prompt + lengths.longest_response) * followed.size.cache_bytes(followed.training.width)
-    taken = engine.memory_taken(math.ceil(rows / placed.shards), row_bytes, on_cpu)
-    return Engine(engine.tensor_parallel_size, placed.ranks, taken)
+    row_bytes = longest * followed.size.cache_bytes(followed.width)
+    taken = engine.memory_taken(math.ceil(samples / placed.shards), row_bytes, on_cpu)
+    weights = followed.size.parameters * followed.width / engine.tensor_parallel_size
+    return Engine(engine.tensor_parallel_size, placed.ranks, weights, taken)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import psutil
 import torch
 
 from rlflow.controller.run import Run
-from rlflow.dag.node import engine_of
 from rlflow.dag.tasks import rank_ranges
 from rlflow.errors import UserError
 from rlflow.memory.estimate import memories, memory_lines, require_room_for_engines
-from rlflow.memory.workload import Lengths, Workload, engine_here, loaded_role
+from rlflow.memory.workload import Workload, workload_of
 from rlflow.models.sizes import size_of
 from rlflow.module import handles
 from rlflow.run.schedules import updates_per_step
@@ -121,41 +121,21 @@ def run_workload(run: Run) -> Workload:
     Raises:
         UserError: The size of a model is not known from its config.
     """
-    module, data, strategy = run.module, run.data, run.strategy
-    graph, layouts, models = run.graph, run.layouts, handles(module)
-    on_cpu = strategy.root_device.type == "cpu"
-    rows = data.prompts_per_step * module.group_size
-    sizes = {
-        name: size_of(str(path), models[name].trust_remote_code) for name, path in (run.paths | run.policies).items()
-    }
-    roles = {role: loaded_role(role, models, sizes[role], strategy, layouts[role], rows, on_cpu) for role in run.paths}
-    policies = {
-        name: loaded_role(name, models, sizes[name], strategy, layouts[name], rows, on_cpu)
-        for name in run.policies
-        if name not in roles
-    }
-    sampled = any(node.kind == "rollout" for node in graph.order)
-    longest = (None if sampled else data.max_response_length) or module.max_response_length
-    lengths = Lengths(data.max_prompt_length / 2, longest / 2, data.max_prompt_length, longest)
-    follows = run.follows if run.generates else None
-    return Workload(
-        graph=graph,
-        plan=run.plan,
-        ranks=strategy.world_size,
-        roles=roles,
-        follows=follows,
-        engines={
-            policy: engine_here(engine, layouts[engine_of(policy)], (roles | policies)[policy], lengths, rows, on_cpu)
-            for policy, engine in run.engines.own.items()
-            if run.generates
-        },
-        prompts=data.prompts_per_step,
-        group_size=module.group_size,
-        lengths=lengths,
-        moves_rows=False,
-        policies=policies,
-        together=tuple(frozenset(node.generates) for node in graph.order if len(node.generates) > 1),
+    models, paths = handles(run.module), run.paths | run.policies
+    workload = workload_of(
+        run.module,
+        run.data,
+        run.graph,
+        run.plan,
+        run.layouts,
+        {name: size_of(str(path), models[name].trust_remote_code) for name, path in paths.items()},
+        run.strategy,
+        run.engines.own if run.generates else {},
+        ranks=run.strategy.world_size,
+        on_cpu=run.strategy.root_device.type == "cpu",
     )
+    together = tuple(node.generates for node in run.graph.order if len(node.generates) > 1)
+    return replace(workload, together=together)
 
 
 def device_memory(device: torch.device, ranks_here: int) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.memory.workload import Workload
-from rlflow.simulate.designs import works
+from rlflow.simulate.designs import node_seconds, works
 from rlflow.simulate.hardware import Hardware
 
 STEP = "step"  # the whole of it, among the seconds of its parts
@@ -72,7 +72,7 @@ def _fitted(machine: Hardware, steps: Sequence[Measured], names: Sequence[str], 
 
     def predicted(**values: float) -> NDArray[np.float64]:
         changed = _with(machine, values)
-        return np.array([works_seconds(step.workload, changed)[name] for step, name in pairs])
+        return np.array([node_seconds(works(step.workload, changed, "rlflow"))[name] for step, name in pairs])
 
     base, columns = predicted(**{constant: _free(constant) for constant in constants}), []
     for constant in constants:
@@ -94,11 +94,6 @@ def _fitted(machine: Hardware, steps: Sequence[Measured], names: Sequence[str], 
 def _with(machine: Hardware, values: Mapping[str, float]) -> Hardware:
     changed: dict[str, Any] = {**values}
     return replace(machine, **changed)
-
-
-def works_seconds(workload: Workload, machine: Hardware) -> dict[str, float]:
-    """Of each node, and of `sync`."""
-    return {"sync" if work.kind == "sync" else work.name: work.seconds for work in works(workload, machine, "rlflow")}
 
 
 def _free(constant: str) -> float:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from rlflow.memory.workload import RoleTraining
+from rlflow.memory.role import LoadedRole
 from rlflow.models.sizes import ModelSize
 from rlflow.simulate.hardware import Hardware
 
@@ -52,41 +51,43 @@ def all_to_all_seconds(nbytes: float, ranks: int, hardware: Hardware) -> float:
     return max(inside, across) + latency(ranks, hardware) + (ranks - 1) * hardware.message_seconds
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """What one engine generates.
-
-    Attributes:
-        responses: How many.
-        prompts: How many different ones; the responses to one share its cache.
-        prompt: Tokens of a prompt.
-        response: Tokens of a response on average.
-        longest: Tokens of the longest.
-        at_once: Responses that are generated at once, at most.
-    """
-
-    responses: float
-    prompts: float
-    prompt: float
-    response: float
-    longest: float
-    at_once: float
-
-
-def decode_seconds(size: ModelSize, width: int, ranks: int, work: Decoding, hardware: Hardware) -> float:
-    """Of one engine of `ranks` GPUs, weights and cache of `width` bytes a number.
+def decode_seconds(
+    role: LoadedRole,
+    ranks: int,
+    hardware: Hardware,
+    *,
+    responses: float,
+    prompts: float,
+    prompt: float,
+    response: float,
+    longest: float,
+    at_once: float,
+) -> float:
+    """Of one engine, with weights and cache as wide as the role's.
 
     Prompts first, at the speed of a forward pass. Then one token of each running response a step: a step reads the
     weights and the running responses' caches, or multiplies them, whichever is slower; two reductions a layer join the
     ranks. The engine is never idle while responses wait, and ends with the longest.
+
+    Args:
+        role: Whose weights it generates with.
+        ranks: GPUs of the engine.
+        hardware: Hardware of the GPUs.
+        responses: Responses that it generates.
+        prompts: Different prompts; the responses to one share its cache.
+        prompt: Tokens of a prompt.
+        response: Tokens of a response on average.
+        longest: Tokens of the longest response.
+        at_once: Responses that are generated at once, at most.
     """
-    flops = forward_flops(size, work.prompts * work.prompt, work.prompt)
+    size, width = role.size, role.width
+    flops = forward_flops(size, prompts * prompt, prompt)
     prefill = flops / (ranks * hardware.peak_flops * hardware.forward_efficiency)
-    running = min(work.responses, work.at_once)
-    steps = max(work.longest, work.responses * work.response / running)
+    running = min(responses, at_once)
+    steps = max(longest, responses * response / running)
     # On average over the steps, fewer run: the tokens that are to be made, over the steps.
-    mean_running = work.responses * work.response / steps
-    length = work.prompt + work.response / 2
+    mean_running = responses * response / steps
+    length = prompt + response / 2
     read = size.multiplied * width + mean_running * length * size.cache_bytes(width)
     reading = read / (ranks * hardware.memory_bandwidth * hardware.memory_efficiency)
     multiplied = forward_flops(size, mean_running, 2 * length)
@@ -95,58 +96,50 @@ def decode_seconds(size: ModelSize, width: int, ranks: int, work: Decoding, hard
     if ranks > 1:
         one = 2 * gather_seconds(mean_running * size.hidden * width, ranks, hardware)
         joined = 2 * size.layers * one
-    beside = work.responses * hardware.response_seconds
+    beside = responses * hardware.response_seconds
     return prefill + steps * (max(reading, multiplying) + joined + hardware.decode_overhead) + beside
 
 
-def score_seconds(size: ModelSize, tokens: float, length: float, how: RoleTraining, hardware: Hardware) -> float:
+def score_seconds(role: LoadedRole, tokens: float, length: float, hardware: Hardware) -> float:
     """Of a rank's forward passes over `tokens`, of which its peers compute their parts.
 
     At ZeRO 3 each micro-batch gathers the weights meanwhile.
     """
-    computing = forward_flops(size, tokens / how.peers, length) / (hardware.peak_flops * hardware.forward_efficiency)
-    computing += _divided_seconds(size, tokens, how, hardware)
-    micro_batches = _micro_batches(tokens, how)
-    return max(computing, micro_batches * _gathers(size, how, hardware)) + micro_batches * hardware.micro_batch_seconds
+    computing = _computing(role, tokens, length, 1, hardware, hardware.forward_efficiency)
+    micro_batches = _micro_batches(tokens, role)
+    return max(computing, micro_batches * _gathers(role, hardware)) + micro_batches * hardware.micro_batch_seconds
 
 
-def train_seconds(size: ModelSize, tokens: float, length: float, how: RoleTraining, hardware: Hardware) -> float:
+def train_seconds(role: LoadedRole, tokens: float, length: float, hardware: Hardware) -> float:
     """Of a rank's updates over `tokens` in all: a backward pass is two forward passes, and checkpointing one more.
 
     Meanwhile each micro-batch gathers the weights twice at ZeRO 3, and its gradients are reduced from ZeRO 2 on; below,
     once an update. Then the optimizer reads and writes weights, gradients and moments; what was divided is gathered.
     """
-    passes = 4 if how.checkpointing else 3
-    flops = passes * forward_flops(size, tokens / how.peers, length)
-    computing = flops / (hardware.peak_flops * hardware.train_efficiency)
-    computing += passes * _divided_seconds(size, tokens, how, hardware)
-    micro_batches = _micro_batches(tokens / how.updates, how) * how.updates
-    reducing = gather_seconds(how.trained * how.width, how.ranks, hardware)
-    moving = 2 * micro_batches * _gathers(size, how, hardware)
-    moving += reducing * (micro_batches if how.stage >= 2 else how.updates)
-    own = how.trained / how.states_over
-    touched = own * 2 * (how.width + 4 + 4 * how.moments)
-    whole = how.weights_over == 1
+    passes = 4 if role.checkpointing else 3
+    computing = _computing(role, tokens, length, passes, hardware, hardware.train_efficiency)
+    micro_batches = _micro_batches(tokens / role.updates, role) * role.updates
+    reducing = gather_seconds(role.trained * role.width, role.divided_over, hardware)
+    moving = 2 * micro_batches * _gathers(role, hardware)
+    moving += reducing * (micro_batches if role.stage >= 2 else role.updates)
+    own = role.trained / role.states_over
+    touched = own * 2 * (role.width + 4 + 4 * role.moments)
+    whole = role.weights_over == 1
     stepping = touched / (hardware.memory_bandwidth * hardware.memory_efficiency) + (reducing if whole else 0)
-    beside = passes * micro_batches * hardware.micro_batch_seconds + how.updates * hardware.update_seconds
-    return max(computing, moving) + how.updates * stepping + beside
+    beside = passes * micro_batches * hardware.micro_batch_seconds + role.updates * hardware.update_seconds
+    return max(computing, moving) + role.updates * stepping + beside
 
 
-def sync_seconds(
-    size: ModelSize, width: int, ranks: int, divided: bool, hardware: Hardware, crossing: int = 0
-) -> float:
+def sync_seconds(role: LoadedRole, hardware: Hardware, crossing: int = 0) -> float:
     """Of bringing trained weights into the engine: gathered where they are divided, written, and read back.
 
     Args:
-        size: Size of the model.
-        width: Bytes of a weight.
-        ranks: Ranks of the trained role.
-        divided: Whether its weights are.
+        role: Whose weights are brought.
         hardware: Hardware of the ranks.
         crossing: Ranks of a broadcast to engines that live elsewhere: a pipeline, as slow as its slowest link.
     """
-    nbytes = size.parameters * width
-    gathering = gather_seconds(nbytes, ranks, hardware) if divided else 0.0
+    nbytes = role.size.parameters * role.width
+    gathering = gather_seconds(nbytes, role.divided_over, hardware) if role.weights_over > 1 else 0.0
     if crossing:
         inside = crossing <= hardware.gpus_per_node
         bandwidth = hardware.node_bandwidth if inside else hardware.network_bandwidth
@@ -167,20 +160,30 @@ def straggling(rows: float, shards: int, variation: float) -> float:
     return 1 + variation * math.sqrt(2 * math.log(shards) / max(rows, 1.0))
 
 
-def _divided_seconds(size: ModelSize, tokens: float, how: RoleTraining, hardware: Hardware) -> float:
+def _computing(
+    role: LoadedRole, tokens: float, length: float, passes: int, hardware: Hardware, efficiency: float
+) -> float:
+    """Of a rank's part of as many passes as long as a forward pass."""
+    flops = passes * forward_flops(role.size, tokens / role.layout.copies, length)
+    return flops / (hardware.peak_flops * efficiency) + passes * _divided_seconds(role, tokens, hardware)
+
+
+def _divided_seconds(role: LoadedRole, tokens: float, hardware: Hardware) -> float:
     """Of a pass over sequences that peers divide: four all-to-alls a layer, of queries, keys, values and the result."""
-    if how.peers == 1:
+    if role.layout.copies == 1:
         return 0.0
-    heads = 2 * size.heads + 2 * size.kv_heads
-    nbytes = tokens / how.peers * heads * size.head_width * how.width * (1 - 1 / how.peers)
-    rounds = 4 * size.layers * _micro_batches(tokens, how)
-    moving = all_to_all_seconds(nbytes, how.peers, hardware) - all_to_all_seconds(0, how.peers, hardware)
-    return size.layers * moving + rounds * all_to_all_seconds(0, how.peers, hardware)
+    heads = 2 * role.size.heads + 2 * role.size.kv_heads
+    nbytes = tokens / role.layout.copies * heads * role.size.head_width * role.width * (1 - 1 / role.layout.copies)
+    rounds = 4 * role.size.layers * _micro_batches(tokens, role)
+    moving = all_to_all_seconds(nbytes, role.layout.copies, hardware) - all_to_all_seconds(
+        0, role.layout.copies, hardware
+    )
+    return role.size.layers * moving + rounds * all_to_all_seconds(0, role.layout.copies, hardware)
 
 
-def _gathers(size: ModelSize, how: RoleTraining, hardware: Hardware) -> float:
-    return gather_seconds(size.parameters * how.width, how.gathered_over, hardware)
+def _gathers(role: LoadedRole, hardware: Hardware) -> float:
+    return gather_seconds(role.size.parameters * role.width, role.gathered_over, hardware)
 
 
-def _micro_batches(tokens: float, how: RoleTraining) -> int:
-    return max(1, math.ceil(tokens / how.token_budget))
+def _micro_batches(tokens: float, role: LoadedRole) -> int:
+    return max(1, math.ceil(tokens / role.token_budget))

@@ -9,16 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from rlflow.dag.node import BATCH, Node
 from rlflow.dag.tasks import Exchange, Fill, Load, RunNode, SyncWeights, Task, TrainNode, rank_ranges
-from rlflow.memory.estimate import memory
 from rlflow.memory.workload import Workload
 from rlflow.simulate.costs import (
-    Decoding,
     all_to_all_seconds,
     decode_seconds,
     gather_seconds,
@@ -48,6 +46,11 @@ METADATA_BYTES = 40  # of a row: id, group, length, tokens and version, which ev
 def works(workload: Workload, hardware: Hardware, design: Design) -> list[WorkItem]:
     """All work of a step, in the order of issue."""
     return list(_Step(workload, hardware, design).works())
+
+
+def node_seconds(works: Iterable[WorkItem]) -> dict[str, float]:
+    """Seconds of each work by its name in metrics: of each node, and of `sync`."""
+    return {"sync" if work.kind == "sync" else work.name: work.seconds for work in works}
 
 
 class _Step:
@@ -89,17 +92,10 @@ class _Step:
             if self.hardware.step_seconds:
                 yield WorkItem(f"loading{self.draw}", "host", self._of(task.ranks), self.hardware.step_seconds)
         elif isinstance(task, SyncWeights):
-            role = self.workload.model(task.policy)
+            role = self.workload.roles[task.policy]
             elsewhere = {*task.target} - {*task.source}
-            seconds = sync_seconds(
-                role.size,
-                role.training.width,
-                role.training.ranks,
-                role.training.weights_over > 1,
-                self.hardware,
-                crossing=len(elsewhere) + 1 if elsewhere else 0,
-            )
-            nbytes = float(role.size.parameters * role.training.width)
+            seconds = sync_seconds(role, self.hardware, crossing=len(elsewhere) + 1 if elsewhere else 0)
+            nbytes = float(role.size.parameters * role.width)
             yield WorkItem(f"sync {task.policy}", "sync", self._of(task.ranks), seconds, nbytes=nbytes)
         elif isinstance(task, Exchange) and self.design == "rlflow":
             yield from self._exchange(task)
@@ -133,23 +129,19 @@ class _Step:
         if not load.moves_rows:
             tokens *= straggling(rows, layout.shards, VARIATION * load.lengths.response / length)
         if node.kind == "train":
-            seconds = train_seconds(role.size, tokens * role.epochs, length, role.training, self.hardware)
-            return "train", seconds
-        return "score", score_seconds(role.size, tokens, length, role.training, self.hardware)
+            return "train", train_seconds(role, tokens * role.epochs, length, self.hardware)
+        return "score", score_seconds(role, tokens, length, self.hardware)
 
     def _generate(self, node: Node, rows: float, shards: int) -> float:
         load, lengths = self.workload, self.workload.lengths
-        policy = node.generates[0]
-        role = load.model(policy)
-        owner = policy if policy in load.engines else next(iter(load.engines))  # a policy may share another's
-        engine = load.engines[owner]
-        width = role.training.width
-        cached = (
-            memory(load, self.hardware.memory, engine.placed[:1]).engines[owner].cache
-            * engine.ranks
-            / role.size.cache_bytes(width)
-        )
-        work = Decoding(
+        role = load.roles[node.generates[0]]
+        # a policy may share another's engine
+        engine = load.engines.get(node.generates[0]) or next(iter(load.engines.values()))
+        cached = engine.cache(self.hardware.memory) * engine.ranks / role.size.cache_bytes(role.width)
+        return decode_seconds(
+            role,
+            engine.ranks,
+            self.hardware,
             responses=rows,
             prompts=rows * load.rows(node.inside) / load.rows(node.space),
             prompt=lengths.prompt,
@@ -157,7 +149,6 @@ class _Step:
             longest=lengths.longest_response,
             at_once=max(1.0, min(engine.memory.at_once, cached / lengths.total)),
         )
-        return decode_seconds(role.size, width, engine.ranks, work, self.hardware)
 
     def _exchange(self, task: Exchange) -> Iterator[WorkItem]:
         """Straight between ranks. The rows' metadata, which partitions are made from, is gathered before."""
@@ -250,7 +241,7 @@ def _holders(workload: Workload, task: Exchange) -> str:
 
 @dataclass(frozen=True)
 class WorkItem:
-    """What is to be done.
+    """What is to be done, and when.
 
     Attributes:
         name: Unique.
@@ -259,6 +250,8 @@ class WorkItem:
         seconds: How long.
         needs: Names of the work that must have ended.
         nbytes: That it moves in all.
+        start: When it begins, as `scheduled`; seconds after the step's begin.
+        after: Name of the work that it waited for last; None where for nothing.
     """
 
     name: str
@@ -267,50 +260,46 @@ class WorkItem:
     seconds: float
     needs: tuple[str, ...] = ()
     nbytes: float = 0.0
-
-
-@dataclass(frozen=True)
-class WorkSpan:
-    """Work and when it is done; `after` is what it waited for last, None where nothing."""
-
-    work: WorkItem
-    start: float
-    after: str | None
+    start: float = 0.0
+    after: str | None = None
 
     @property
     def end(self) -> float:
         """When it ends."""
-        return self.start + self.work.seconds
+        return self.start + self.seconds
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepTimeline:
-    """All spans of a step, in the order in which they were issued."""
+    """All work of a step.
 
-    spans: dict[str, WorkSpan] = field(default_factory=dict)
+    Attributes:
+        works: By name, in the order in which it was issued.
+    """
+
+    works: dict[str, WorkItem]
 
     @property
     def seconds(self) -> float:
         """Of the step."""
-        return max((span.end for span in self.spans.values()), default=0.0)
+        return max((work.end for work in self.works.values()), default=0.0)
 
-    def critical_path(self) -> list[WorkSpan]:
-        """The spans that the step's length is made of, in order: each began when the one before had ended."""
-        path: list[WorkSpan] = []
-        span = max(self.spans.values(), key=lambda span: span.end, default=None)
-        while span is not None:
-            path.append(span)
-            span = None if span.after is None else self.spans[span.after]
+    def critical_path(self) -> list[WorkItem]:
+        """The work that the step's length is made of, in order: each began when the one before had ended."""
+        path: list[WorkItem] = []
+        work = max(self.works.values(), key=lambda work: work.end, default=None)
+        while work is not None:
+            path.append(work)
+            work = None if work.after is None else self.works[work.after]
         return path[::-1]
 
 
-def scheduled(works: Sequence[WorkItem]) -> StepTimeline:
+def scheduled(works: Iterable[WorkItem]) -> StepTimeline:
     """The works, one after the other on each lane, in the order given."""
-    timeline, last = StepTimeline(), dict[str, str]()
+    found, last = dict[str, WorkItem](), dict[str, str]()
     for work in works:
         before = {*work.needs, *(last[lane] for lane in work.lanes if lane in last)}
-        latest = max(before, key=lambda name: timeline.spans[name].end, default=None)
-        start = 0.0 if latest is None else timeline.spans[latest].end
-        timeline.spans[work.name] = WorkSpan(work, start, latest)
+        latest = max(before, key=lambda name: found[name].end, default=None)
+        found[work.name] = replace(work, start=0.0 if latest is None else found[latest].end, after=latest)
         last |= dict.fromkeys(work.lanes, work.name)
-    return timeline
+    return StepTimeline(found)

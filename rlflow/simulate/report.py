@@ -1,36 +1,37 @@
-"""`rlflow simulate --config`: a simulation as one screen, and as a picture."""
+"""What is printed of a simulation: one screen and a picture, or a run's prediction and how far it was off."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlflow.data.prompts import Encoder
 from rlflow.errors import UserError
-from rlflow.memory.estimate import memory_lines
-from rlflow.simulate.designs import DESIGNS, MEANING, StepTimeline
-from rlflow.simulate.simulation import PredictedStep, Simulation, phase_lines
+from rlflow.loggers.jsonl import METRICS_FILE, read_metrics
+from rlflow.memory.estimate import does_not_fit, memory_lines
+from rlflow.models.tiny import resolve_model
+from rlflow.module import handles
+from rlflow.run.checks import resolved
+from rlflow.run.placement import followed_role
+from rlflow.run.pretrained import load_tokenizer
+from rlflow.simulate.designs import DESIGNS, MEANING, StepTimeline, node_seconds
+from rlflow.simulate.simulation import Simulation, phase_lines
 from rlflow.storage.space import in_bytes
 
+READ = 64  # rows whose prompts say how long prompts are
 
-@dataclass(frozen=True)
-class ShownSimulation:
-    """A simulation to be shown, and where its picture goes."""
 
-    simulation: Simulation
-    draw: Path | None
-
-    def __post_init__(self) -> None:
-        if self.draw is not None:
-            check_suffix(self.draw)
-
-    def show(self) -> None:
-        """Print one screen; draw if asked."""
-        print("\n".join(screen(self.simulation)))
-        if self.draw is not None:
-            draw_simulation(self.simulation, self.draw)
-            print(f"drew {self.draw}")
+def show(simulation: Simulation) -> None:
+    """Print one screen, and draw the picture that is asked for."""
+    print("\n".join(screen(simulation)))
+    if simulation.picture is not None:
+        draw_simulation(simulation, simulation.picture)
+        print(f"drew {simulation.picture}")
 
 
 def screen(simulation: Simulation) -> Iterator[str]:
@@ -61,15 +62,16 @@ def screen(simulation: Simulation) -> Iterator[str]:
 
 def work_lines(timeline: StepTimeline) -> Iterator[str]:
     """A table of all work."""
-    critical = {span.work.name for span in timeline.critical_path()}
+    critical = {work.name for work in timeline.critical_path()}
     yield f"    {'work':<44} {'kind':<9} {'starts':>9} {'takes':>9} {'share':>6} {'moves':>9}"
-    for name, span in timeline.spans.items():
+    for name, work in timeline.works.items():
         mark = "*" if name in critical else " "
-        share = f"{span.work.seconds / timeline.seconds:.1%}"
-        moved = in_bytes(span.work.nbytes) if span.work.nbytes else ""
+        share = f"{work.seconds / timeline.seconds:.1%}"
+        moved = in_bytes(work.nbytes) if work.nbytes else ""
+        short = name if len(name) <= 44 else f"{name[:43]}…"
         yield (
-            f"  {mark} {_short(name, 44):<44} {span.work.kind:<9} {in_seconds(span.start):>9}"
-            f" {in_seconds(span.work.seconds):>9} {share:>6} {moved:>9}"
+            f"  {mark} {short:<44} {work.kind:<9} {in_seconds(work.start):>9}"
+            f" {in_seconds(work.seconds):>9} {share:>6} {moved:>9}"
         )
 
 
@@ -91,16 +93,8 @@ def _designs(simulation: Simulation) -> Iterator[str]:
     yield f"    {'ranks':>6} {'prompts':>8}" + "".join(f" {MEANING[design]:>27}" for design in DESIGNS)
     for ranks, predicted in growth.items():
         mark = " " if predicted.memory.fits else "!"
-        yield f"  {mark} {ranks:>6} {predicted.workload.prompts:>8}" + _row(predicted)
-
-
-def _row(predicted: PredictedStep) -> str:
-    cells = [f"{predicted.rate(design):.4g} ({in_seconds(predicted.timelines[design].seconds)})" for design in DESIGNS]
-    return "".join(f" {cell:>27}" for cell in cells)
-
-
-def _short(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+        cells = [f"{predicted.rate(of):.4g} ({in_seconds(predicted.timelines[of].seconds)})" for of in DESIGNS]
+        yield f"  {mark} {ranks:>6} {predicted.workload.prompts:>8}" + "".join(f" {cell:>27}" for cell in cells)
 
 
 def in_seconds(seconds: float) -> str:
@@ -119,7 +113,6 @@ COLOURS = {
     "exchange": "#e45756",
     "control": "#9d755d",
 }
-SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def draw_simulation(simulation: Simulation, path: Path) -> None:
@@ -165,20 +158,100 @@ def draw_simulation(simulation: Simulation, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def check_suffix(path: Path) -> None:
-    """Refuse what is no picture, before anything is computed."""
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"`--draw` is {str(path)!r}; end it in one of {', '.join(SUFFIXES)}")
-
-
 def _draw_timeline(axes: Any, timeline: StepTimeline, design: str, rows: list[str], named: float) -> None:
     """Bars of one design, a row for each lane; those that last as long as `named` have their name on them."""
-    lanes = dict.fromkeys(lane for span in timeline.spans.values() for lane in span.work.lanes)
+    lanes = dict.fromkeys(lane for work in timeline.works.values() for lane in work.lanes)
     places = {lane: len(rows) + place for place, lane in enumerate(lanes)}
     rows += [f"{design}: {lane}" for lane in lanes]
-    for name, span in timeline.spans.items():
-        for lane in span.work.lanes:
-            axes.barh(places[lane], span.work.seconds, left=span.start, height=0.7, color=COLOURS[span.work.kind])
-            if span.work.seconds > named:
-                middle = span.start + span.work.seconds / 2
+    for name, work in timeline.works.items():
+        for lane in work.lanes:
+            axes.barh(places[lane], work.seconds, left=work.start, height=0.7, color=COLOURS[work.kind])
+            if work.seconds > named:
+                middle = work.start + work.seconds / 2
                 axes.text(middle, places[lane], name, ha="center", va="center", fontsize=7, clip_on=True)
+
+
+@contextmanager
+def prediction(simulation: Simulation) -> Iterator[None]:
+    """Around a run: print what a step will take, with the data's own prompts, and in the end how far that was off.
+
+    Args:
+        simulation: The run on its own number of machines and ranks.
+
+    Raises:
+        UserError: A rank has not enough memory; it is named, with role and bytes.
+    """
+    for memory in simulation.predicted.memories:
+        if not memory.fits:
+            raise UserError(f"the run cannot fit on {simulation.name}: {does_not_fit(memory)}")
+    simulation = with_lengths(simulation)
+    timeline, lengths = simulation.predicted.timelines["rlflow"], simulation.predicted.workload.lengths
+    print(
+        f"predicted on {simulation.name}: step {in_seconds(timeline.seconds)}, with"
+        f" {lengths.prompt:.1f} + {lengths.response:.1f} tokens a row"
+    )
+    print("\n".join(work_lines(timeline)))
+    yield
+    folder = simulation.trainer.folder
+    if (folder / METRICS_FILE).is_file():
+        print("\n".join(compared(simulation, read_metrics(folder))))
+
+
+def with_lengths(simulation: Simulation) -> Simulation:
+    """With tokens of a row as the first rows of the data have them; of responses that are sampled, half of the most."""
+    module, data, graph = simulation.module, simulation.data, simulation.graph
+    lead = followed_role(module, graph) or graph.trained_roles()[0]
+    with tempfile.TemporaryDirectory() as scratch:
+        model = handles(module)[lead]
+        tokenizer = load_tokenizer(resolve_model(model.model, Path(scratch), "`model`"), model.trust_remote_code)
+    data = resolved(data, module, graph)
+    rows = list(range(min(READ, len(data.train))))
+    examples = Encoder(data, tokenizer)(data.train, rows)
+    prompt = statistics.fmean(len(example.prompt_ids) for example in examples)
+    responses = [len(example.response_ids) for example in examples if example.response_ids]
+    sampled = any(node.kind == "rollout" for node in graph.order)
+    return replace(
+        simulation,
+        prompt_tokens=min(prompt, data.max_prompt_length),
+        response_tokens=None if sampled or not responses else statistics.fmean(responses),
+    )
+
+
+def compared(simulation: Simulation, lines: Sequence[Mapping[str, float | None]]) -> Iterator[str]:
+    """Lines of predicted and measured seconds: of each node, and of the step.
+
+    Args:
+        simulation: As made before the run.
+        lines: The run's metrics.
+    """
+    steps = [line for line in lines if line.get("time/step") is not None]
+    if not steps:
+        return
+    counted = steps[1:] or steps  # the first step compiles, loads and fills caches
+    measured = {
+        name.removeprefix("time/"): statistics.median(line.get(name) or 0.0 for line in counted)
+        for name in counted[-1]
+        if name.startswith("time/")
+    }
+    lengths = [length for line in counted if (length := line.get("rollout/length")) is not None]
+    of = ""
+    if lengths:
+        mean = statistics.fmean(lengths)
+        simulation = replace(simulation, response_tokens=mean)
+        of = f"with responses of {mean:.1f} tokens, as they were, "
+    timeline = simulation.predicted.timelines["rlflow"]
+    yield f"predicted against measured, {of}{'the median of ' if len(counted) > 1 else ''}{_steps(counted)}"
+    for name, seconds in node_seconds(timeline.works.values()).items():
+        if name in measured:
+            yield _line(name, seconds, measured[name])
+    yield _line("step", timeline.seconds, measured["step"])
+
+
+def _steps(counted: Sequence[Mapping[str, float | None]]) -> str:
+    first, last = (f"{line['step']:.0f}" for line in (counted[0], counted[-1]))
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def _line(name: str, predicted: float, measured: float) -> str:
+    error = f"{predicted / measured - 1:+.0%}" if measured else ""
+    return f"    {name:<24} {in_seconds(predicted):>10} {in_seconds(measured):>10} {error:>7}"

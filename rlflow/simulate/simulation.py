@@ -7,14 +7,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Literal
 
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import engine_of
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
-from rlflow.memory.estimate import FLOAT32, Memory, RoleBytes, memories
-from rlflow.memory.workload import Lengths, LoadedRole, Workload, engine_here, loaded_role
+from rlflow.memory.estimate import Memory, memories
+from rlflow.memory.role import FLOAT32, LoadedRole
+from rlflow.memory.workload import Workload, workload_of
 from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
 from rlflow.models.sizes import size_of
 from rlflow.module import RLModule, handles
@@ -26,11 +28,11 @@ from rlflow.simulate.hardware import Hardware
 from rlflow.storage.space import in_bytes
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.single import SingleProcess
-from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.trainer import Trainer
 from rlflow.values.layout import Layout
 
 Scaling = Literal["weak", "strong"]
+PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Simulation:
         prompt_tokens: On average; None for half of the longest.
         response_tokens: On average; None for half of the longest.
         on_cpu: Whether the ranks run on CPUs.
+        picture: File that timelines and growth are drawn into; None for none.
     """
 
     module: RLModule
@@ -92,10 +95,13 @@ class Simulation:
     prompt_tokens: float | None
     response_tokens: float | None
     on_cpu: bool = False
+    picture: Path | None = None
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
             raise UserError(f"`--nodes` is {self.nodes}; give 1 or more")
+        if self.picture is not None and self.picture.suffix not in PICTURES:
+            raise UserError(f"`--draw` is {str(self.picture)!r}; end it in one of {', '.join(PICTURES)}")
 
     @cached_property
     def predicted(self) -> PredictedStep:
@@ -105,7 +111,8 @@ class Simulation:
     @cached_property
     def phases(self) -> list[Phase]:
         """Around the steps."""
-        return run_phases(self.predicted.workload, self.hardware, self.trainer.settings.sync_bucket_bytes)
+        found, bucket = self.predicted, self.trainer.settings.sync_bucket_bytes
+        return run_phases(found.workload, found.memories, self.hardware, bucket)
 
     @cached_property
     def growth(self) -> dict[int, PredictedStep]:
@@ -140,14 +147,14 @@ class Simulation:
         Raises:
             UserError: The sizes do not divide, a length is beyond the config's, or a model's size is unknown.
         """
-        graph, data, trainer = self.graph, self.data, self.trainer
+        graph, trainer = self.graph, self.trainer
         settings = settings or trainer.settings
         assert not isinstance(trainer.strategy, str)  # the trainer has made it
         ranks = nodes * self.hardware.gpus_per_node
         world = settings.machines.world_size
         share = ranks / world if self.scaling == "weak" else 1.0
-        module = _of_size(self.module, share, ranks)
-        prompts = _scaled("prompts_per_step", data.prompts_per_step, share, ranks)
+        module, data = _of_size(self.module, share, ranks), copy.copy(self.data)
+        data.prompts_per_step = _scaled("prompts_per_step", data.prompts_per_step, share, ranks)
         if settings.placement:
             spread = partial(_spread, world=world, ranks=ranks)
             made = planned(module, graph, settings, trainer.engine_settings, ranks, spread)
@@ -155,57 +162,39 @@ class Simulation:
             devices = math.gcd(ranks, MOST_DEVICES)
             machines = replace(settings, num_nodes=ranks // devices, devices=devices)
             made = planned(module, graph, machines, trainer.engine_settings, ranks)
-        placed, assigned = made.layouts, made.engines
-        smallest = min((placed[engine_of(name)].shards for name in graph.policies()), default=ranks)
-        if prompts < smallest:
+        policies = graph.policies()
+        smallest = min((made.layouts[engine_of(name)].shards for name in policies), default=ranks)
+        if data.prompts_per_step < smallest:
             raise UserError(
-                f"`data.prompts_per_step` is {prompts} for {smallest} shards on {ranks} ranks, so some would have"
-                " nothing to do; raise it, or simulate fewer nodes"
+                f"`data.prompts_per_step` is {data.prompts_per_step} for {smallest} shards on {ranks} ranks, so some"
+                " would have nothing to do; raise it, or simulate fewer nodes"
             )
-        samples = prompts * module.group_size
         models = handles(module)
-        roles = {
-            name: loaded_role(
-                name,
-                models,
-                size_of(models[name].model, models[name].trust_remote_code),
-                trainer.strategy or _default_strategy(world, placed[name]),
-                placed[name],
-                samples,
-                self.on_cpu,
-            )
-            for name in dict.fromkeys([*graph.roles(), *graph.policies()])
+        sizes = {
+            name: size_of(models[name].model, models[name].trust_remote_code)
+            for name in dict.fromkeys([*graph.roles(), *policies])
         }
-        policies = {name: roles.pop(name) for name in graph.policies() if name not in graph.roles()}
-        for name in graph.policies() or ([made.follows] if made.follows else []):
-            heads, size = (roles | policies)[name].size.heads, assigned[name].tensor_parallel_size
+        for name in policies or ([made.follows] if made.follows else []):
+            heads, size = sizes[name].heads, made.engines[name].tensor_parallel_size
             if heads % size:
                 raise UserError(
                     f"`rollout.init_args.tensor_parallel_size` is {size}, which does not divide the model's {heads}"
                     " attention heads; use a divisor"
                 )
-        longest = module.max_response_length if graph.policies() else data.max_response_length
-        longest = longest or module.max_response_length
-        lengths = _lengths(data.max_prompt_length, longest, self.prompt_tokens, self.response_tokens)
-        generates = next(iter(graph.policies()), None)
-        return Workload(
-            graph=graph,
-            plan=made.plan,
+        return workload_of(
+            module,
+            data,
+            graph,
+            made.plan,
+            made.layouts,
+            sizes,
+            trainer.strategy or (SingleProcess() if world == ranks == 1 else DeepSpeedStrategy()),
+            made.engines.own if policies else {},
             ranks=ranks,
-            roles=roles,
-            follows=generates,
-            engines={
-                name: engine_here(
-                    engine, placed[engine_of(name)], (roles | policies)[name], lengths, samples, self.on_cpu
-                )
-                for name, engine in assigned.own.items()
-                if generates
-            },
-            prompts=prompts,
-            group_size=module.group_size,
-            lengths=lengths,
+            on_cpu=self.on_cpu,
+            prompt_tokens=self.prompt_tokens,
+            response_tokens=self.response_tokens,
             moves_rows=settings.balancing.mode != "off",
-            policies=policies,
         )
 
 
@@ -252,17 +241,6 @@ def _spread_role(role: str, layout: Layout, world: int, ranks: int) -> Layout:
     return replace(layout, ranks=spread, shards=len(spread) // layout.copies)
 
 
-def _lengths(longest_prompt: int, longest: int, prompt: float | None, response: float | None) -> Lengths:
-    for name, value, most in (("prompt_tokens", prompt, longest_prompt), ("response_tokens", response, longest)):
-        if value is not None and not 0 < value <= most:
-            raise UserError(f"`--{name}` is {value:g}, and the config allows up to {most} tokens; give 1 to {most}")
-    return Lengths(prompt or longest_prompt / 2, response or longest / 2, longest_prompt, longest)
-
-
-def _default_strategy(world: int, layout: Layout) -> TrainingStrategy:
-    return SingleProcess() if world == 1 and len(layout.ranks) == 1 else DeepSpeedStrategy()
-
-
 @dataclass(frozen=True)
 class Phase:
     """A phase of a run.
@@ -280,33 +258,31 @@ class Phase:
     memory: float
 
 
-def run_phases(workload: Workload, hardware: Hardware, buffer: float) -> list[Phase]:
-    """Of a run, its roles one after the other.
+def run_phases(
+    workload: Workload, memories: Sequence[Memory], hardware: Hardware, sync_bucket_bytes: float
+) -> list[Phase]:
+    """Loading, saving and resuming of a run, its roles one after the other.
 
     Args:
         workload: Workload of all ranks.
+        memories: Memories of ranks.
         hardware: Hardware of a node; processes on it share its storage's bandwidth.
-        buffer: Bytes of weights gathered at once.
+        sync_bucket_bytes: Bytes of weights gathered at a time.
     """
-    own = [role for role in workload.roles.values() if role.owner is None]
-    trained = [role for role in own if role.training.trained]
+    own = [role for role in workload.roles.values() if role.owns]
+    trained = [role for role in own if role.trained]
     loading = sum(_loaded_bytes(role, hardware) for role in own)
     states = sum(_state_bytes(role, hardware) for role in trained)
     saved = sum(_saved_bytes(role, hardware) for role in trained)
-    gathering = sum(
-        gather_seconds(role.size.parameters * role.training.width, role.training.gathered_over, hardware)
-        for role in trained
-    )
+    gathering = sum(gather_seconds(role.size.parameters * role.width, role.gathered_over, hardware) for role in trained)
     bandwidth = hardware.storage_bandwidth
-    fullest = [_memory(workload, rank, buffer) for rank in _unlike(workload)]
     return [
-        Phase("loading", loading / bandwidth, loading, max(loading for loading, _, _ in fullest)),
-        Phase("saving", saved / bandwidth + gathering, saved, max(saving for _, saving, _ in fullest)),
+        Phase("loading", loading / bandwidth, loading, max(memory.loading for memory in memories)),
         Phase(
-            "resuming",
-            (loading + states) / bandwidth,
-            loading + states,
-            max(resuming for _, _, resuming in fullest),
+            "saving", saved / bandwidth + gathering, saved, max(memory.saving(sync_bucket_bytes) for memory in memories)
+        ),
+        Phase(
+            "resuming", (loading + states) / bandwidth, loading + states, max(memory.resuming for memory in memories)
         ),
     ]
 
@@ -320,50 +296,24 @@ def phase_lines(found: Sequence[Phase], capacity: float) -> Iterator[str]:
         yield f"  {mark} {phase.name:<10} {phase.seconds:9.1f} s {in_bytes(phase.memory):>9} {moved:>13}"
 
 
-def _memory(workload: Workload, rank: int, buffer: float) -> tuple[float, float, float]:
-    """Loading, saving and resuming of a rank: what is loaded stays, and each role in its turn takes more."""
-    longest = workload.lengths.longest_prompt + workload.lengths.longest_response
-    lies = loading = rests = saving = resuming = 0.0
-    for role in workload.roles.values():
-        if role.owner is not None or rank not in role.layout.ranks:
-            continue
-        of_role = RoleBytes(role.size, role.training, longest, buffer)
-        loading = max(loading, lies + of_role.loading)
-        lies += of_role.loading - (of_role.piece if role.training.stage == 3 else 0)
-        saving = max(saving, of_role.sync - of_role.resting)
-        resuming = max(resuming, of_role.resuming - of_role.resting)
-        rests += of_role.resting
-    return loading, rests + saving, rests + resuming
-
-
-def _unlike(workload: Workload) -> list[int]:
-    """A rank for each set of roles that live together."""
-    alike: dict[tuple[bool, ...], int] = {}
-    for rank in range(workload.ranks):
-        alike.setdefault(tuple(rank in role.layout.ranks for role in workload.roles.values()), rank)
-    return list(alike.values())
-
-
-def _nodes(role: LoadedRole, hardware: Hardware) -> int:
-    return math.ceil(len(role.layout.ranks) / hardware.gpus_per_node)
-
-
 def _loaded_bytes(role: LoadedRole, hardware: Hardware) -> float:
     """That a node reads of a model's files: all, once for its ranks, or the parts of its ranks."""
     here = min(len(role.layout.ranks), hardware.gpus_per_node)
-    whole = role.size.parameters * role.training.width
-    return whole * min(1.0, here / role.training.weights_over)
+    return role.size.parameters * role.width * min(1.0, here / role.weights_over)
 
 
 def _state_bytes(role: LoadedRole, hardware: Hardware) -> float:
     """That a node reads of a checkpoint: float32 weights and moments, all or its ranks' parts."""
-    how, here = role.training, min(len(role.layout.ranks), hardware.gpus_per_node)
-    numbers = how.trained * (1 + how.moments // 2 * 2)
-    return numbers * FLOAT32 * min(1.0, here / how.states_over)
+    here = min(len(role.layout.ranks), hardware.gpus_per_node)
+    return _numbers(role) * FLOAT32 * min(1.0, here / role.states_over)
 
 
 def _saved_bytes(role: LoadedRole, hardware: Hardware) -> float:
     """That a node writes, all at once and equally much: the checkpoint, and the model in Hugging Face form."""
-    how = role.training
-    numbers = how.trained * (1 + how.moments // 2 * 2)
-    return (numbers * FLOAT32 + role.size.parameters * how.width) / _nodes(role, hardware)
+    nodes = math.ceil(len(role.layout.ranks) / hardware.gpus_per_node)
+    return (_numbers(role) * FLOAT32 + role.size.parameters * role.width) / nodes
+
+
+def _numbers(role: LoadedRole) -> int:
+    """Of a checkpoint: weights, and the moments without the copy of a weight."""
+    return role.trained * (1 + role.moments // 2 * 2)

@@ -5,28 +5,22 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
 from rlflow.errors import UserError
-from rlflow.memory.estimate import (
-    HeldByEngine,
-    Memory,
-    RoleBytes,
-    memory_lines,
-    require_room_for_engines,
-)
-from rlflow.memory.workload import Lengths, RoleTraining, engine_here, loaded_role
+from rlflow.memory.estimate import Memory, memory_lines, require_room_for_engines
+from rlflow.memory.role import LoadedRole, loaded_role
+from rlflow.memory.workload import Engine, loaded_engine
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.scalar import ValueModel
 from rlflow.models.sizes import ModelSize, size_of
 from rlflow.models.tiny import write_tiny_model
-from rlflow.rollout.engine import EngineMemory
+from rlflow.rollout.engine import EngineMemory, RolloutEngine
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
 from rlflow.strategies import FSDPStrategy, TrainingStrategy
@@ -38,21 +32,19 @@ from tests.strategies.update import Stage, backward, launch, trained
 
 # 3,850 parameters, of which 1,000 are the embedding
 SMALL = ModelSize(hidden=10, intermediate=20, layers=2, heads=2, kv_heads=1, vocabulary=100)
-ZERO3 = RoleTraining(3, 4, 2, 3850, 3, False, 2, 500)
-BUSY = Memory(
-    ranks=(0,),
-    weights={"actor": 10e9, "reference": 10e9},
-    gradients={"actor": 20e9},
-    optimizer={"actor": 0.0},
-    activations={"actor": 5e9},
-    logits=1e9,
-    gathered=0.0,
-    reduced=2e9,
-    engines={"actor": HeldByEngine(weights=10e9, cache=30e9)},
-    held=1e9,
-    capacity=40e9,
-    host={"actor": 60e9},
-)
+FOUR = Layout((0, 1, 2, 3), 4)
+ZERO3 = LoadedRole(SMALL, FOUR, 3, 4, 2, 3850, 3, False, 2, 500)
+# Two ranks that sum their gradients whole; two layers, 50 tokens of width 10, a vocabulary of 100
+ACTOR = LoadedRole(SMALL, Layout((0, 1), 2), 0, 2, 2, 3850, 2, False, 1, 50, offloaded=True)
+FROZEN = replace(ACTOR, trained=0, moments=0)
+
+
+def engine(weights: float, cache: float, asleep: Literal["nothing", "weights", "weights and cache"]) -> Engine:
+    return Engine(1, (0,), weights, EngineMemory(1, cache=cache, asleep=asleep))
+
+
+def busy(**engines: Engine) -> Memory:
+    return Memory((0,), {"actor": ACTOR, "reference": FROZEN}, engines, held=1000, capacity=40_000)
 
 
 @pytest.mark.parametrize(
@@ -64,65 +56,63 @@ def test_zero_divides_optimizer_then_gradients_then_weights(
 ) -> None:
     # Three float32 numbers of each weight are the optimizer's; before ZeRO-2 gradients are in bfloat16, and in float32.
     how = replace(ZERO3, stage=stage)
-    found = RoleBytes(SMALL, how)
-    assert (found.weights, found.gradients, found.optimizer) == (weights, gradients, optimizer)
+    assert (how.weights, how.gradients, how.optimizer) == (weights, gradients, optimizer)
 
 
 def test_checkpointing_keeps_inputs_of_layers_and_one_layer() -> None:
-    assert RoleBytes(SMALL, ZERO3).activations == 2 * 500 * 10 * 34
-    assert RoleBytes(SMALL, replace(ZERO3, checkpointing=True)).activations == 2 * 500 * 10 * 2 + 500 * 10 * 34
+    assert ZERO3.activations == 2 * 500 * 10 * 34
+    assert replace(ZERO3, checkpointing=True).activations == 2 * 500 * 10 * 2 + 500 * 10 * 34
 
 
 def test_zero_3_holds_the_largest_piece_whole() -> None:
-    assert RoleBytes(SMALL, replace(ZERO3, live=10)).gathered == 1000 * 2  # an embedding; a layer has 920
-    assert RoleBytes(SMALL, replace(ZERO3, live=2500)).gathered == 2500 * 2  # or as many as may stay
-    assert RoleBytes(SMALL, replace(ZERO3, stage=2)).gathered == 0
-    assert RoleBytes(SMALL, replace(ZERO3, live=1500)).gathered == 1500 * 2
-    assert RoleBytes(SMALL, replace(ZERO3, live=10**9)).gathered == 3850 * 2  # there are no more
+    assert replace(ZERO3, live=10).gathered == 1000 * 2  # an embedding; a layer has 920
+    assert replace(ZERO3, live=2500).gathered == 2500 * 2  # or as many as may stay
+    assert replace(ZERO3, stage=2).gathered == 0
+    assert replace(ZERO3, live=1500).gathered == 1500 * 2
+    assert replace(ZERO3, live=10**9).gathered == 3850 * 2  # there are no more
 
 
 def test_settings_of_zero_3_say_where_weights_lie_and_how_many_are_on_their_way() -> None:
-    handle, layout = CausalLM("tiny", optimizer=Optimizer()), Layout((0, 1, 2, 3), 4)
+    handle = CausalLM("tiny", optimizer=Optimizer())
 
-    def how(**settings: Any) -> RoleTraining:
-        return loaded_role("actor", {"actor": handle}, SMALL, DeepSpeedStrategy(3, **settings), layout, 8).training
+    def how(**settings: Any) -> LoadedRole:
+        return loaded_role(handle, SMALL, DeepSpeedStrategy(3, **settings), FOUR, samples=8)
 
     assert how(bucket_elements=800).bucket == 800
     assert how().bucket == 1000  # no more than the largest layer, the embedding
-    assert RoleBytes(SMALL, how()).weights == 3850 * 4 / 4
-    assert RoleBytes(SMALL, how(partition_within=2)).weights == 3850 * 4 / 4 + 3850 * 4 / 2
-    assert RoleBytes(SMALL, how(partition_within=4)).weights == 3850 * 4 / 4  # the role has no more ranks
+    assert how().weights == 3850 * 4 / 4
+    assert how(partition_within=2).weights == 3850 * 4 / 4 + 3850 * 4 / 2
+    assert how(partition_within=4).weights == 3850 * 4 / 4  # the role has no more ranks
     assert how(offload_parameters=True).weights_offloaded
 
 
 def test_zero_0_flattens_all_gradients_to_sum_them() -> None:
-    assert RoleBytes(SMALL, replace(ZERO3, stage=0)).reduced == 3850 * 4
+    assert replace(ZERO3, stage=0).reduced == 3850 * 4
 
 
 def test_fsdp_holds_a_layer_and_the_next_one_whole() -> None:
-    assert RoleBytes(SMALL, replace(ZERO3, masters=True)).gathered == 2 * 1000 * 2
+    assert replace(ZERO3, masters=True).gathered == 2 * 1000 * 2
 
 
 def test_a_second_copy_of_weights_within_a_node_is_counted() -> None:
     # 2 bytes each, divided over 8 ranks, and again over 4
-    assert RoleBytes(SMALL, replace(ZERO3, ranks=8, within=4)).weights == 3850 * 2 / 8 + 3850 * 2 / 4
+    assert replace(ZERO3, divided_over=8, within=4).weights == 3850 * 2 / 8 + 3850 * 2 / 4
 
 
 def test_a_moving_average_is_counted_beside_narrower_weights() -> None:
-    actor = CausalLM("tiny")
-    models = {"actor": actor, "teacher": actor.averaged(0.9)}
+    teacher = CausalLM("tiny").averaged(0.9)
 
-    def how(strategy: TrainingStrategy) -> RoleTraining:
-        return loaded_role("teacher", models, SMALL, strategy, Layout((0, 1), 2), 8).training
+    def how(strategy: TrainingStrategy) -> LoadedRole:
+        return loaded_role(teacher, SMALL, strategy, Layout((0, 1), 2), samples=8)
 
     assert how(DeepSpeedStrategy(2)).averaged_width == 0  # the weights are the average
     assert how(FSDPStrategy("bf16")).averaged_width == 2  # weights are float32, and read in 16 bits
-    assert RoleBytes(SMALL, how(DeepSpeedStrategy(2, "bf16"))).weights == 3850 * 2 + 3850 * 4 / 2  # whole, and divided
+    assert how(DeepSpeedStrategy(2, "bf16")).weights == 3850 * 2 + 3850 * 4 / 2  # whole, and divided
 
 
 def test_logits_of_a_small_vocabulary_are_less_than_a_chunk() -> None:
-    assert RoleBytes(SMALL, ZERO3).logits == 2 * 4 * 500 * 100  # with the gradient, float32, tokens, vocabulary
-    assert RoleBytes(replace(SMALL, vocabulary=150_000), replace(ZERO3, token_budget=4096)).logits == 2 * 256 * 2**20
+    assert ZERO3.logits == 2 * 4 * 500 * 100  # with the gradient, float32, tokens, vocabulary
+    assert replace(ZERO3, size=replace(SMALL, vocabulary=150_000), token_budget=4096).logits == 2 * 256 * 2**20
 
 
 @pytest.fixture(scope="module")
@@ -148,10 +138,9 @@ def counted_bytes(folder: Path, stage: Stage, precision: str) -> tuple[int, floa
     strategy.step("actor")
     backward(strategy, "actor", handle)
     new = [tensor.untyped_storage().nbytes() for address, tensor in storages().items() if address not in before]
-    role = loaded_role("actor", {"actor": handle}, size_of(str(folder)), strategy, Layout((0, 1), 2), 8)
-    table, how = RoleBytes(role.size, role.training), role.training
-    buffers = how.bucket * how.summed_width if stage == 3 else 0.0  # the others are gone after the backward pass
-    return sum(new), table.weights + table.gradients + table.optimizer + buffers
+    role = loaded_role(handle, size_of(str(folder)), strategy, Layout((0, 1), 2), samples=8)
+    buffers = role.bucket * role.summed_width if stage == 3 else 0.0  # the others are gone after the backward pass
+    return sum(new), role.weights + role.gradients + role.optimizer + buffers
 
 
 @pytest.mark.parametrize(
@@ -174,16 +163,15 @@ def test_a_role_takes_as_many_bytes_as_computed(stage: Stage, precision: str, ti
 
 def test_a_critic_is_as_large_as_a_classifier_of_one_label(tiny: Path) -> None:
     handle = ValueModel(str(tiny))
-    size = loaded_role("critic", {"critic": handle}, size_of(str(tiny)), SingleProcess(), Layout((0,), 1), 8).size
+    size = loaded_role(handle, size_of(str(tiny)), SingleProcess(), Layout((0,), 1), samples=8).size
     classifier = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1)
     assert size.parameters == sum(parameter.numel() for parameter in classifier.parameters())
-    assert RoleBytes(size, ZERO3).logits == 2 * 4 * 500  # with the gradient, float32, a number for each token
+    assert replace(ZERO3, size=size).logits == 2 * 4 * 500  # with the gradient, float32, a number for each token
 
 
 def test_one_process_keeps_all_in_the_dtype_of_the_weights() -> None:
     handle = CausalLM("tiny", optimizer=Optimizer())
-    how = loaded_role("actor", {"actor": handle}, SMALL, SingleProcess("bf16"), Layout((0,), 1), 8).training
-    found = RoleBytes(SMALL, how)
+    found = loaded_role(handle, SMALL, SingleProcess("bf16"), Layout((0,), 1), samples=8)
     assert (found.weights, found.gradients, found.optimizer) == (7700, 7700, 15400)
 
 
@@ -191,39 +179,42 @@ def test_states_that_lie_with_the_cpu_are_told_apart() -> None:
     handle = CausalLM("tiny", optimizer=Optimizer())
     strategy = DeepSpeedStrategy(offload_optimizer=True)
     for on_cpu, offloaded in ((False, True), (True, False)):
-        role = loaded_role("actor", {"actor": handle}, SMALL, strategy, Layout((0, 1), 2), 8, on_cpu)
-        assert role.training.offloaded is offloaded
+        role = loaded_role(handle, SMALL, strategy, Layout((0, 1), 2), samples=8, on_cpu=on_cpu)
+        assert role.offloaded is offloaded
 
 
 def test_engines_keep_what_they_say() -> None:
-    followed = SimpleNamespace(size=SMALL, training=ZERO3)
-    lengths, placed = Lengths(5, 5, 10, 10), Layout((0, 1), 2)
-    on_cpu = engine_here(VLLMEngine(kv_cache_gib=0.5), placed, followed, lengths, 8, on_cpu=True)  # type: ignore[arg-type]
+    def taken(engine: RolloutEngine, on_cpu: bool) -> Engine:
+        return loaded_engine(engine, Layout((0, 1), 2), ZERO3, longest=20, samples=8, on_cpu=on_cpu)
+
+    on_cpu = taken(VLLMEngine(kv_cache_gib=0.5), on_cpu=True)
     assert (on_cpu.memory.cache, on_cpu.memory.asleep) == (2**29, "weights and cache")
-    on_gpu = engine_here(VLLMEngine(), placed, followed, lengths, 8, on_cpu=False)  # type: ignore[arg-type]
+    on_gpu = taken(VLLMEngine(), on_cpu=False)
     assert on_gpu.memory == EngineMemory(256, 0.5, None, "nothing")
-    plain = engine_here(TransformersEngine(max_batch=3), placed, followed, lengths, 8, on_cpu=True)  # type: ignore[arg-type]
+    assert on_gpu.cache(capacity=80_000) == 40_000 - 7700
+    plain = taken(TransformersEngine(max_batch=3), on_cpu=True)
     # Three at once of 20 tokens, two layers of keys and values of width 5, 2 bytes each
     assert (plain.memory.cache, plain.memory.asleep) == (3 * 20 * 2 * 2 * 5 * 2, "weights")
 
 
 def test_engines_that_are_never_awake_at_once_are_not_added() -> None:
-    small = HeldByEngine(weights=10.0, cache=5.0)
-    large = HeldByEngine(weights=20.0, cache=10.0, asleep=20.0)
-    other = HeldByEngine(weights=1.0, cache=1.0, asleep=2.0)
-    memory = replace(BUSY, engines={"actor": small, "opponent": large, "judge": other})
-    assert memory.asleep == 22.0
-    assert memory.awake == 15.0 + 20.0 + 2.0  # the actor's, and what the others keep: more than the opponent's 30 + 2
-    assert replace(memory, together=(frozenset({"actor", "opponent"}),)).awake == 15.0 + 30.0 + 2.0
-    assert replace(memory, engines={}).awake == 0.0
+    small = engine(weights=10, cache=5, asleep="nothing")
+    large = engine(weights=20, cache=10, asleep="weights")
+    other = engine(weights=1, cache=1, asleep="weights and cache")
+    memory = busy(actor=small, opponent=large, judge=other)
+    assert memory.asleep == 22
+    assert memory.awake == 15 + 20 + 2  # the actor's, and what the others keep: more than the opponent's 30 + 2
+    assert replace(memory, together=(("actor", "opponent"),)).awake == 15 + 30 + 2
+    assert busy().awake == 0
 
 
 def test_several_engines_that_do_not_fit_are_refused_with_their_bytes() -> None:
-    engines = {"actor": HeldByEngine(10e9, 15e9, 25e9), "opponent": HeldByEngine(8e9, 10e9, 8e9)}
-    require_room_for_engines(replace(BUSY, engines=engines, capacity=43e9))
-    require_room_for_engines(replace(BUSY, engines={"actor": engines["actor"]}, capacity=1e9))  # one is warned of
+    actor, opponent = engine(10e9, 15e9, "weights and cache"), engine(8e9, 10e9, "weights")
+    memory = busy(actor=actor, opponent=opponent)
+    require_room_for_engines(replace(memory, capacity=43e9))
+    require_room_for_engines(busy(actor=actor))  # one is warned of
     with pytest.raises(UserError) as error:
-        require_room_for_engines(replace(BUSY, engines=engines, capacity=42e9))
+        require_room_for_engines(replace(memory, capacity=42e9))
     assert str(error.value) == (
         "rank 0: the engines of 2 policies (`actor` weights 10.0 GB, cache 15.0 GB, asleep 25.0 GB; `opponent` weights"
         " 8.0 GB, cache 10.0 GB, asleep 8.0 GB) take up to 43.0 GB at once, and the rank has 42.0 GB; lower"
@@ -233,15 +224,17 @@ def test_several_engines_that_do_not_fit_are_refused_with_their_bytes() -> None:
 
 
 def test_the_table_adds_up_and_says_what_is_short() -> None:
-    memory = BUSY
-    first, actor, reference, training, engine, short = memory_lines(memory, every=True)
-    assert first == "memory of a rank: 61.0 GB generating, 49.0 GB training, of 40.0 GB"
+    memory = busy(actor=engine(weights=7700, cache=30_000, asleep="nothing"))
+    first, actor, reference, training, of_engine, short = memory_lines(memory, every=True)
+    # Weights of two models, values and the engine; while training gradients of 6 bytes, activations, sums and logits
+    assert (memory.generating, memory.training) == (15_400 + 1000 + 37_700, 16_400 + 23_100 + 34_000 + 15_400 + 40_000)
+    assert first == "memory of a rank: 54.1 kB generating, 128.9 kB training, of 40.0 kB"
     assert actor.split(maxsplit=1)[1] == (
-        "weights 10.0 GB, gradients 20.0 GB, optimizer 0 B, activations 5.0 GB, in host memory 60.0 GB"
+        "weights 7.7 kB, gradients 23.1 kB, optimizer 0 B, activations 34.0 kB, in host memory 30.8 kB"
     )
-    assert reference.split(maxsplit=1)[1] == "weights 10.0 GB"
-    assert training.endswith("logits 1.0 GB, gathered 0 B, reduced 2.0 GB; values of the step 1.0 GB")
-    assert engine.endswith("weights 10.0 GB, cache 30.0 GB")
+    assert reference.split(maxsplit=1)[1] == "weights 7.7 kB"
+    assert training.endswith("logits 40.0 kB, gathered 0 B, reduced 15.4 kB; values of the step 1.0 kB")
+    assert of_engine.endswith("weights 7.7 kB, cache 30.0 kB")
     assert short.startswith(
-        "  ! rank 0 is out of memory by 21.0 GB of 40.0 GB while generating; `rollout` holds 40.0 GB"
+        "  ! rank 0 is out of memory by 14.1 kB of 40.0 kB while generating; `rollout` holds 37.7 kB"
     )

@@ -55,7 +55,7 @@ def test_what_is_printed_is_what_is_predicted(engine: str, settings: dict[str, o
     write(folder / "my.yaml", {"rollout": {"class_path": f"rlflow.rollout.{engine}", "init_args": settings}})
     configured = read_fit(["--config", "my.yaml", "--predict"])
     module, data, trainer = configured.module, configured.data, configured.trainer
-    assert configured.foretold is not None
+    assert configured.simulation is not None
     assert trainer.strategy is not None
     trainer.strategy.processes.parallel_devices = [torch.device("cpu")]  # type: ignore[attr-defined]
     prepared = prepare(
@@ -68,7 +68,7 @@ def test_what_is_printed_is_what_is_predicted(engine: str, settings: dict[str, o
     )
     here = run_workload(prepared)
     total, _ = device_memory(torch.device("cpu"), ranks_here=1)
-    assert memories(here, total) == configured.foretold.simulation.predicted.memories
+    assert memories(here, total) == configured.simulation.predicted.memories
 
 
 def test_ranks_of_a_machine_share_its_memory() -> None:

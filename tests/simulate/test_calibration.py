@@ -10,7 +10,8 @@ import pytest
 from rlflow.commands.simulate import read_simulate
 from rlflow.errors import UserError
 from rlflow.memory.workload import Workload
-from rlflow.simulate.calibration import STEP, Measured, as_yaml, calibrated, works_seconds
+from rlflow.simulate.calibration import STEP, Measured, as_yaml, calibrated
+from rlflow.simulate.designs import node_seconds, works
 from rlflow.simulate.hardware import PRESETS, Hardware, read_hardware
 from rlflow.simulate.simulation import Simulation
 
@@ -34,7 +35,7 @@ def workload(prompts: int) -> Workload:
     """The quickstart's step on one rank, with a forward pass for old logprobs."""
     sizes = [f"--data.prompts_per_step={prompts}", f"--module.actor.samples_per_update={2 * prompts}"]
     settings = ["--trainer.devices=1", "--module.actor.model=tiny", "--module.anchor=old", *sizes, "--scaling=strong"]
-    simulation = read_simulate(["--config", QUICKSTART, *settings]).simulation
+    simulation = read_simulate(["--config", QUICKSTART, *settings])
     return replace(simulation, hardware=BARE).predicted.workload
 
 
@@ -42,7 +43,7 @@ def test_the_constants_that_made_the_seconds_of_one_rank_are_found_again() -> No
     steps = []
     for prompts in (256, 16):  # so few responses that the longest counts, and not how many there are
         load = workload(prompts)
-        seconds = works_seconds(load, TRUE)
+        seconds = node_seconds(works(load, TRUE, "rlflow"))
         steps.append(Measured(load, {**seconds, STEP: sum(seconds.values())}))
     found = calibrated(replace(BARE, train_efficiency=1.0, forward_efficiency=1.0), steps)
     for name in ("train_efficiency", "forward_efficiency", "decode_overhead", "row_seconds", "micro_batch_seconds"):
@@ -56,7 +57,8 @@ def test_a_constant_is_never_negative() -> None:
     steps = []
     for prompts, factor in ((256, 1.25), (64, 1.0)):
         load = workload(prompts)
-        seconds = works_seconds(load, replace(TRUE, micro_batch_seconds=0.0, update_seconds=0.0))
+        bare = replace(TRUE, micro_batch_seconds=0.0, update_seconds=0.0)
+        seconds = node_seconds(works(load, bare, "rlflow"))
         seconds = {name: value * factor for name, value in seconds.items()}
         steps.append(Measured(load, {**seconds, STEP: sum(seconds.values())}))
     found = calibrated(replace(BARE, train_efficiency=1.0, forward_efficiency=1.0), steps)
@@ -94,7 +96,7 @@ def test_a_step_of_two_ranks_that_share_one_core_takes_as_long_as_that_of_one() 
 def simulation(ranks: int, sharing: dict[int, float]) -> Simulation:
     settings = ["--module.actor.model=tiny", "--scaling=strong"]
     machine = replace(TRUE, gpus_per_node=ranks, sharing=sharing)
-    return replace(read_simulate(["--config", QUICKSTART, *settings]).simulation, hardware=machine)
+    return replace(read_simulate(["--config", QUICKSTART, *settings]), hardware=machine)
 
 
 @pytest.mark.parametrize("sharing", ["half", "{two: 1.5}", "{2: 0}"])

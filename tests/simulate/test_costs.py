@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import UserError
-from rlflow.memory.estimate import RoleBytes
-from rlflow.memory.workload import RoleTraining
+from rlflow.memory.role import LoadedRole
 from rlflow.models.sizes import KNOWN, ModelSize, size_of
 from rlflow.simulate.costs import (
-    Decoding,
     all_to_all_seconds,
     decode_seconds,
     forward_flops,
@@ -25,13 +23,15 @@ from rlflow.simulate.costs import (
 )
 from rlflow.simulate.designs import WorkItem, scheduled
 from rlflow.simulate.hardware import Hardware, read_hardware
+from rlflow.values.layout import Layout
 
 # Round numbers: 1 GFLOP/s, 1 MB/s of memory, 1 MB/s in a node of 4, 0.5 MB/s between nodes, all of it reached.
 PLAIN = Hardware(1e9, 1e9, 1e6, 1e6, 0.5e6, 4, 1e-3, 2e-3, 1e-4, 1.0, 1.0, 1.0, 1.0, 1e-9, 1e-3, 1e6, 1e-6)
 # Per layer: queries and output 2 x 10 x 10, keys and values 2 x 10 x 5, feed-forward 3 x 10 x 20, norms 20: 920.
 # Two layers, a norm of 10, embeddings 2 x 100 x 10: 1,840 + 10 + 2,000 = 3,850, of which 1,000 are looked up.
 SMALL = ModelSize(hidden=10, intermediate=20, layers=2, heads=2, kv_heads=1, vocabulary=100)
-ZERO3 = RoleTraining(3, 4, 2, 3850, 3, False, 2, 500)
+ZERO3 = LoadedRole(SMALL, Layout((0, 1, 2, 3), 4), 3, 4, 2, 3850, 3, False, 2, 500)
+PAIRS = Layout((0, 1, 2, 3), 2)  # two ranks hold the same rows
 
 
 def test_parameters_are_counted() -> None:
@@ -98,44 +98,44 @@ def test_an_exchange_is_as_slow_as_what_leaves_the_node() -> None:
 
 
 def test_decoding_reads_weights_and_caches_at_every_step() -> None:
-    work = Decoding(responses=4, prompts=2, prompt=10, response=20, longest=20, at_once=2)
+    seconds = decode_seconds(ZERO3, 1, PLAIN, responses=4, prompts=2, prompt=10, response=20, longest=20, at_once=2)
     # Two at once: 4 x 20 / 2 = 40 steps. A step reads 2,850 x 2 bytes, and 2 caches of 10 + 20 / 2 tokens of 40 bytes:
     # 7,300 bytes at 1 MB/s. Prompts: 2 x 10 tokens x (5,700 + 400) FLOP at 1 GFLOP/s.
-    assert decode_seconds(SMALL, 2, 1, work, PLAIN) == pytest.approx(40 * 0.0073 + 20 * 6100e-9, rel=1e-5)
+    assert seconds == pytest.approx(40 * 0.0073 + 20 * 6100e-9, rel=1e-5)
 
 
 def test_decoding_ends_with_the_longest_response() -> None:
-    work = Decoding(responses=1, prompts=1, prompt=10, response=20, longest=80, at_once=2)
+    seconds = decode_seconds(ZERO3, 1, PLAIN, responses=1, prompts=1, prompt=10, response=20, longest=80, at_once=2)
     # 80 steps, in which a quarter of a response runs on average: 5,700 + 0.25 x 20 x 40 = 5,900 bytes.
-    assert decode_seconds(SMALL, 2, 1, work, PLAIN) == pytest.approx(80 * 0.0059 + 10 * 6100e-9, rel=1e-5)
+    assert seconds == pytest.approx(80 * 0.0059 + 10 * 6100e-9, rel=1e-5)
 
 
 def test_scoring_at_zero_3_waits_for_the_weights_of_each_micro_batch() -> None:
     # 1,000 tokens are 2 micro-batches; each gathers 3,850 x 2 bytes: 3/4 at 1 MB/s + 2 ms. Computing takes 6 ms.
-    assert score_seconds(SMALL, 1000, 4, ZERO3, PLAIN) == pytest.approx(2 * (0.0057750 + 0.002))
-    assert score_seconds(SMALL, 1000, 4, replace(ZERO3, stage=2), PLAIN) == pytest.approx(1000 * 5860e-9)
+    assert score_seconds(ZERO3, 1000, 4, PLAIN) == pytest.approx(2 * (0.0057750 + 0.002))
+    assert score_seconds(replace(ZERO3, stage=2), 1000, 4, PLAIN) == pytest.approx(1000 * 5860e-9)
 
 
 def test_training_is_three_forward_passes_and_four_with_checkpointing() -> None:
     fast = replace(PLAIN, node_bandwidth=1e15, network_bandwidth=1e15, node_latency=1e-12, memory_bandwidth=1e15)
-    seconds = train_seconds(SMALL, 1000, 4, ZERO3, fast)
+    seconds = train_seconds(ZERO3, 1000, 4, fast)
     assert seconds == pytest.approx(3 * 1000 * 5860e-9, rel=1e-4)
-    again = train_seconds(SMALL, 1000, 4, replace(ZERO3, checkpointing=True), fast)
+    again = train_seconds(replace(ZERO3, checkpointing=True), 1000, 4, fast)
     assert again == pytest.approx(4 * 1000 * 5860e-9, rel=1e-4)
 
 
 def test_training_at_zero_3_moves_weights_twice_and_gradients_once_a_micro_batch() -> None:
     fast = replace(PLAIN, peak_flops=1e15, memory_bandwidth=1e15)
     # 2 updates of 500 tokens, a micro-batch each; 3 movements of 7,700 bytes.
-    assert train_seconds(SMALL, 1000, 4, ZERO3, fast) == pytest.approx(2 * 3 * 0.007775, rel=1e-4)
+    assert train_seconds(ZERO3, 1000, 4, fast) == pytest.approx(2 * 3 * 0.007775, rel=1e-4)
     # ZeRO 1 reduces once an update, and gathers the weights after it.
     one = replace(ZERO3, stage=1, token_budget=50)
-    assert train_seconds(SMALL, 1000, 4, one, fast) == pytest.approx(2 * 0.007775 + 2 * 0.007775, rel=1e-4)
+    assert train_seconds(one, 1000, 4, fast) == pytest.approx(2 * 0.007775 + 2 * 0.007775, rel=1e-4)
 
 
 def test_weights_are_gathered_written_and_read_back() -> None:
-    assert sync_seconds(SMALL, 2, 4, True, PLAIN) == pytest.approx(0.007775 + 3 * 0.0077)
-    assert sync_seconds(SMALL, 2, 4, False, PLAIN) == pytest.approx(3 * 0.0077)
+    assert sync_seconds(ZERO3, PLAIN) == pytest.approx(0.007775 + 3 * 0.0077)
+    assert sync_seconds(replace(ZERO3, stage=2), PLAIN) == pytest.approx(3 * 0.0077)
 
 
 def test_the_fullest_of_many_shards_has_more_than_the_mean() -> None:
@@ -152,8 +152,8 @@ def test_work_waits_for_its_lane_and_for_what_it_needs() -> None:
             WorkItem("c", "train", ("ranks",), 2.0, ("move",)),
         ]
     )
-    assert {name: span.start for name, span in timeline.spans.items()} == {"a": 0, "move": 3, "b": 3, "c": 8}
-    assert [span.work.name for span in timeline.critical_path()] == ["a", "move", "c"]
+    assert {name: work.start for name, work in timeline.works.items()} == {"a": 0, "move": 3, "b": 3, "c": 8}
+    assert [work.name for work in timeline.critical_path()] == ["a", "move", "c"]
     assert timeline.seconds == 10
 
 
@@ -163,8 +163,8 @@ def test_a_file_says_what_differs_from_a_preset(tmp_path: Path) -> None:
 
 
 def test_peers_compute_their_parts_of_a_sequence_and_tell_each_other_in_four_all_to_alls_a_layer() -> None:
-    whole = score_seconds(SMALL, 400, 100, replace(ZERO3, stage=0), PLAIN)
-    divided = score_seconds(SMALL, 400, 100, replace(ZERO3, stage=0, peers=2), PLAIN)
+    whole = score_seconds(replace(ZERO3, stage=0), 400, 100, PLAIN)
+    divided = score_seconds(replace(ZERO3, stage=0, layout=PAIRS), 400, 100, PLAIN)
     # 200 tokens of 2 x 2 query and output heads' and 2 key and value heads' 5 numbers of 2 bytes, half of them away:
     # 200 x 6 x 5 x 2 / 2 = 6,000 bytes a layer at 1 MB/s; 4 x 2 all-to-alls with a hop of 1 ms and a message of 0.1 ms.
     told = 2 * 6e3 / 1e6 + 8 * (1e-3 + 1e-4)
@@ -172,12 +172,12 @@ def test_peers_compute_their_parts_of_a_sequence_and_tell_each_other_in_four_all
 
 
 def test_peers_hold_their_parts_of_activations_and_a_row_above_the_budget_stands_alone() -> None:
-    assert RoleBytes(SMALL, replace(ZERO3, peers=2)).activations == RoleBytes(SMALL, ZERO3).activations / 2
-    long = RoleBytes(SMALL, ZERO3, longest=1000)  # the budget is 500
-    assert long.activations == 2 * RoleBytes(SMALL, ZERO3).activations
+    assert replace(ZERO3, layout=PAIRS).activations == ZERO3.activations / 2
+    assert replace(ZERO3, longest=1000).activations == 2 * ZERO3.activations  # the budget is 500
 
 
 def test_weights_for_engines_elsewhere_cross_a_link_once() -> None:
-    here, across = (sync_seconds(SMALL, 2, 4, False, PLAIN, crossing=of) for of in (0, 2))
+    role = replace(ZERO3, stage=2)
+    here, across = (sync_seconds(role, PLAIN, crossing=of) for of in (0, 2))
     assert across - here == pytest.approx(3850 * 2 / 1e6 + 1e-3)  # in a node: 1 MB/s and a hop
-    assert sync_seconds(SMALL, 2, 4, False, PLAIN, crossing=8) - here == pytest.approx(3850 * 2 / 0.5e6 + 4e-3)
+    assert sync_seconds(role, PLAIN, crossing=8) - here == pytest.approx(3850 * 2 / 0.5e6 + 4e-3)

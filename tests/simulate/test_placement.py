@@ -17,7 +17,7 @@ APART = ['--placement={rollout: "0-3", actor: "4-7"}']
 
 
 def simulation(*options: str) -> Simulation:
-    return read_simulate(["--config", EIGHT, *options]).simulation
+    return read_simulate(["--config", EIGHT, *options])
 
 
 def seconds(told: Simulation) -> float:
@@ -25,8 +25,8 @@ def seconds(told: Simulation) -> float:
 
 
 def of(told: Simulation, *works: str) -> float:
-    spans = told.predicted.timelines["rlflow"].spans
-    return sum(spans[work].work.seconds for work in works)
+    found = told.predicted.timelines["rlflow"].works
+    return sum(found[work].seconds for work in works)
 
 
 def test_ranks_apart_work_one_after_the_other() -> None:
@@ -57,18 +57,18 @@ def test_the_gain_over_other_placements_is_told() -> None:
 @pytest.mark.parametrize("design", ["padded", "packed", "store"])
 def test_the_other_designs_overlap_steps_as_well(design: str) -> None:
     ahead, in_step = simulation(*APART, "--trainer.max_staleness=1"), simulation(*APART)
-    spans = (told.predicted.timelines[design].seconds for told in (ahead, in_step))  # type: ignore[index]
-    assert next(spans) < 0.8 * next(spans)
+    times = (told.predicted.timelines[design].seconds for told in (ahead, in_step))  # type: ignore[index]
+    assert next(times) < 0.8 * next(times)
 
 
 def test_a_rank_holds_what_lives_on_it() -> None:
     training, generating = simulation(*APART).predicted.memories
     assert (training.ranks, generating.ranks) == ((4, 5, 6, 7), (0, 1, 2, 3))
     assert not training.engines
-    assert dict(generating.weights) == {}
+    assert not generating.roles
     assert generating.training == generating.held
     # ZeRO 3 divides 7.6 thousand million bf16 weights by the four ranks that train.
-    assert training.weights["actor"] == pytest.approx(7_615_616_512 * 2 / 4)
+    assert training.roles["actor"].weights == pytest.approx(7_615_616_512 * 2 / 4)
     assert generating.engines["actor"].weights == pytest.approx(7_615_616_512 * 2 / 2)  # engines of two ranks
 
 
@@ -80,7 +80,7 @@ def test_more_machines_take_the_place_of_each_rank() -> None:
 
 def test_peers_of_a_sequence_share_its_activations() -> None:
     whole, divided = simulation(), simulation("--placement={actor: {sequence_parallel_size: 2}}")
-    divided_bytes, whole_bytes = (of.predicted.memory.activations["actor"] for of in (divided, whole))
+    divided_bytes, whole_bytes = (of.predicted.memory.roles["actor"].activations for of in (divided, whole))
     assert divided_bytes == pytest.approx(whole_bytes / 2)
     assert divided.predicted.workload.roles["actor"].layout.shards == 4
 

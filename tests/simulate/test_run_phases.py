@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlflow.memory.workload import Lengths, LoadedRole, RoleTraining
+from rlflow.memory.estimate import memories
+from rlflow.memory.role import LoadedRole
 from rlflow.models.sizes import ModelSize
 from rlflow.simulate.hardware import PRESETS
 from rlflow.simulate.simulation import Phase, phase_lines, run_phases
@@ -16,51 +17,52 @@ from rlflow.values.layout import Layout
 
 # 3,850 parameters; the largest piece is an embedding of 1,000
 SMALL = ModelSize(hidden=10, intermediate=20, layers=2, heads=2, kv_heads=1, vocabulary=100)
-ZERO3 = RoleTraining(3, 8, 2, 3850, 3, False, 1, 5, bucket=100, live=1000)
+ZERO3 = LoadedRole(SMALL, Layout(tuple(range(8)), 8), 3, 8, 2, 3850, 3, False, 1, 5, bucket=100, live=1000)
+HALF = replace(ZERO3, layout=Layout(tuple(range(4)), 4), divided_over=4)
 NODES = replace(PRESETS["h100"], gpus_per_node=4, storage_bandwidth=1000.0, node_latency=0.0, network_latency=0.0)
 
 
-def role(how: RoleTraining, ranks: range) -> LoadedRole:
-    return LoadedRole(SMALL, how, 1, None, Layout(tuple(ranks), len(ranks)))
-
-
 def found(roles: dict[str, LoadedRole], hardware: Any = NODES) -> dict[str, Phase]:
-    """Of eight ranks on two nodes that move 1,000 bytes a second each."""
-    load: Any = SimpleNamespace(roles=roles, ranks=8, lengths=Lengths(2, 2, 2, 3))
-    return {phase.name: phase for phase in run_phases(load, hardware, buffer=0)}
+    """Of eight ranks on two nodes that move 1,000 bytes a second each, without values and engines."""
+    plan = SimpleNamespace(layouts=dict, every=list, max_staleness=0)
+    load: Any = SimpleNamespace(
+        roles=roles, engines={}, ranks=8, graph=SimpleNamespace(order=[]), plan=plan, together=()
+    )
+    phases = run_phases(load, memories(load, 80e9), hardware, sync_bucket_bytes=0)
+    return {phase.name: phase for phase in phases}
 
 
 def test_where_weights_are_divided_a_node_reads_the_parts_of_its_ranks() -> None:
-    assert found({"actor": role(ZERO3, range(8))})["loading"].seconds == pytest.approx(3850 * 2 / 2 / 1000)
+    assert found({"actor": ZERO3})["loading"].seconds == pytest.approx(3850 * 2 / 2 / 1000)
 
 
 def test_where_they_are_not_a_node_reads_them_all_once() -> None:
-    assert found({"actor": role(replace(ZERO3, stage=2), range(8))})["loading"].seconds == pytest.approx(7.7)
+    assert found({"actor": replace(ZERO3, stage=2)})["loading"].seconds == pytest.approx(7.7)
 
 
 def test_all_nodes_of_a_role_write_at_once() -> None:
     # float32 weights, two moments, and the model in 2 bytes
-    both = found({"actor": role(ZERO3, range(8))})["saving"]
-    one = found({"actor": role(replace(ZERO3, ranks=4), range(4))})["saving"]
+    both = found({"actor": ZERO3})["saving"]
+    one = found({"actor": HALF})["saving"]
     assert (both.nbytes, one.nbytes) == (3850 * 14 / 2, 3850 * 14)
     assert one.seconds == pytest.approx(53.9, rel=1e-3)
 
 
 def test_resuming_reads_the_model_and_the_parts_of_the_checkpoint() -> None:
-    divided, whole = (found({"actor": role(replace(ZERO3, stage=stage), range(8))})["resuming"] for stage in (3, 0))
+    divided, whole = (found({"actor": replace(ZERO3, stage=stage)})["resuming"] for stage in (3, 0))
     assert (divided.nbytes, whole.nbytes) == (3850 * 14 / 2, 3850 * 14)
 
 
 def test_roles_are_loaded_one_after_the_other() -> None:
-    frozen = RoleTraining(3, 8, 2, 0, 0, False, 1, 5, live=1000)
+    frozen = replace(ZERO3, trained=0, moments=0, bucket=0)
     part = 3850 / 8
-    loading = found({"actor": role(ZERO3, range(8)), "reference": role(frozen, range(8))})["loading"]
+    loading = found({"actor": ZERO3, "reference": frozen})["loading"]
     assert loading.memory == pytest.approx(part * (2 + 4 + 4) + part * 2 + 1000 * 2)
 
 
 def test_the_fullest_rank_is_told_of() -> None:
-    frozen = RoleTraining(0, 4, 2, 0, 0, False, 1, 5)
-    apart = found({"actor": role(replace(ZERO3, ranks=4), range(4)), "reference": role(frozen, range(4, 8))})
+    frozen = LoadedRole(SMALL, Layout(tuple(range(4, 8)), 4), 0, 4, 2, 0, 0, False, 1, 5)
+    apart = found({"actor": HALF, "reference": frozen})
     assert apart["loading"].memory == pytest.approx(3850 / 4 * 10 + 1000 * 2)
 
 

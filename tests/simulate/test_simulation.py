@@ -19,7 +19,7 @@ PPO = str(ROOT / "configs" / "ppo.yaml")
 
 @pytest.fixture(scope="module")
 def simulation() -> Simulation:
-    return read_simulate(["--config", SIXTEEN_NODES, "--nodes", "64"]).simulation
+    return read_simulate(["--config", SIXTEEN_NODES, "--nodes", "64"])
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +33,12 @@ def step(predicted: PredictedStep, design: Design) -> float:
 
 def controlled(predicted: PredictedStep, design: Design) -> float:
     """Seconds that a controller is busy."""
-    spans = predicted.timelines[design].spans.values()
-    return sum(span.work.seconds for span in spans if CONTROLLER in span.work.lanes)
+    works = predicted.timelines[design].works.values()
+    return sum(work.seconds for work in works if CONTROLLER in work.lanes)
 
 
 def test_every_node_and_exchange_of_the_plan_is_on_the_timeline(largest: PredictedStep) -> None:
-    assert list(largest.timelines["rlflow"].spans) == [
+    assert list(largest.timelines["rlflow"].works) == [
         "sync actor",
         "rollout",
         "rollout -> rewards, advantages",
@@ -56,13 +56,13 @@ def test_an_edge_moves_the_bytes_of_its_columns(largest: PredictedStep) -> None:
     # token of 1,536, and lengths 8, version 8; what ended and its group the actor does not read. 511 of 512 rows lie
     # elsewhere.
     sample = 8 * 513 + 13 * 1536 + 16
-    edge = largest.timelines["rlflow"].spans["rollout -> old_logprobs, actor_loss"].work
+    edge = largest.timelines["rlflow"].works["rollout -> old_logprobs, actor_loss"]
     assert edge.nbytes == pytest.approx(65_536 * sample * 511 / 512)
 
 
 def test_a_padded_row_is_as_long_as_the_config_allows(largest: PredictedStep) -> None:
     sample = 8 * 1025 + 17 * 3072 + 41  # who it is, is known
-    assert largest.timelines["padded"].spans["rollout ->"].work.nbytes == pytest.approx(65_536 * sample)
+    assert largest.timelines["padded"].works["rollout ->"].nbytes == pytest.approx(65_536 * sample)
 
 
 def test_with_weak_scaling_a_step_of_rlflow_stays_as_long(simulation: Simulation) -> None:
@@ -87,13 +87,13 @@ def test_padding_costs_a_controller_more_and_a_store_less_than_packing(largest: 
     assert step(largest, "rlflow") < step(largest, "store") < step(largest, "packed") < step(largest, "padded")
 
 
-def test_the_spans_of_the_critical_path_add_up_to_the_step(largest: PredictedStep) -> None:
+def test_the_works_of_the_critical_path_add_up_to_the_step(largest: PredictedStep) -> None:
     for timeline in largest.timelines.values():
-        assert sum(span.work.seconds for span in timeline.critical_path()) == pytest.approx(timeline.seconds)
+        assert sum(work.seconds for work in timeline.critical_path()) == pytest.approx(timeline.seconds)
 
 
 def test_with_strong_scaling_twice_the_nodes_train_faster() -> None:
-    growth = read_simulate(["--config", SIXTEEN_NODES, "--nodes", "16", "--scaling", "strong"]).simulation.growth
+    growth = read_simulate(["--config", SIXTEEN_NODES, "--nodes", "16", "--scaling", "strong"]).growth
     assert step(growth[64], "rlflow") > step(growth[128], "rlflow") > 0.5 * step(growth[64], "rlflow")
 
 

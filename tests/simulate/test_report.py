@@ -8,8 +8,8 @@ import pytest
 
 from rlflow.commands.fit import read_fit
 from rlflow.errors import UserError
-from rlflow.simulate.foretold import compared
 from rlflow.simulate.hardware import this_machine
+from rlflow.simulate.report import compared
 from tests.own_folder import make, write
 
 
@@ -50,19 +50,19 @@ def test_a_run_that_cannot_fit_ends_before_it_begins(folder: Path) -> None:
 
 
 def test_without_the_option_nothing_is_predicted(folder: Path) -> None:
-    assert read_fit(["--config", "my.yaml"]).foretold is None
+    assert read_fit(["--config", "my.yaml"]).simulation is None
 
 
 def test_ranks_that_another_started_do_not_predict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert read_fit(["--config", "my.yaml", "--predict"]).foretold is None
+    assert read_fit(["--config", "my.yaml", "--predict"]).simulation is None
 
 
 def test_the_first_step_is_not_counted(folder: Path) -> None:
-    foretold = read_fit(["--config", "my.yaml", "--predict", "machine.yaml"]).foretold
-    assert foretold is not None
+    simulation = read_fit(["--config", "my.yaml", "--predict", "machine.yaml"]).simulation
+    assert simulation is not None
     steps = [{"step": float(step), "time/step": seconds} for step, seconds in ((1, 9.0), (2, 1.0), (3, 3.0), (4, 2.0))]
-    (title, line) = compared(foretold.simulation, [{"step": 0.0, "val/reward": 1.0}, *steps])
+    (title, line) = compared(simulation, [{"step": 0.0, "val/reward": 1.0}, *steps])
     assert title == "predicted against measured, the median of steps 2 to 4"
     assert line.split()[-3:-1] == ["2.0", "s"]
 

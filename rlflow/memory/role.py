@@ -1,0 +1,289 @@
+"""A model as it lies on its ranks, and the bytes of each of its parts: the table of which all estimates are sums."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
+from rlflow.models.handle import ModelHandle
+from rlflow.models.logprobs import CHUNK_ELEMENTS
+from rlflow.models.sizes import ModelSize
+from rlflow.strategies.strategy import TrainingStrategy
+from rlflow.values.layout import Layout
+
+# Activations of a layer for a token, bytes for each number of its width, with 16 bits a number and attention that keeps
+# no scores: Korthikanti et al., arXiv 2205.05198, equation 2 without its last term.
+ACTIVATION_BYTES = 34
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class LoadedRole:
+    """A model of a step: how it lies on its ranks and is updated, and the bytes that each part takes of a rank.
+
+    For example an actor of 7.6 thousand million parameters in bf16, by ZeRO-3 on four ranks: `stage` 3, `divided_over`
+    4, `width` 2, `moments` 3 (Adam's two and the float32 copy), so that `weights` are 7.6e9 * 2 / 4 bytes.
+
+    Attributes:
+        size: Size of the model.
+        layout: Where it lives; ranks with the same rows divide each sequence.
+        stage: What is divided: 0 nothing, 1 optimizer states, 2 and gradients, 3 and weights.
+        divided_over: Ranks over which it is divided.
+        width: Bytes of a weight in forward passes.
+        trained: Parameters that are trained; 0 of a frozen role.
+        moments: Numbers that the optimizer keeps of each, a copy of the weight in float32 included.
+        checkpointing: Whether activations are computed again.
+        updates: Optimizer steps of a step.
+        token_budget: Tokens of a micro-batch.
+        longest: Tokens of the longest row, which may be above the token budget and stands alone then.
+        epochs: Passes over a step's rows.
+        owns: Whether its ranks hold weights of its own: not those of a view of another role, nor of a policy that
+            engines alone load.
+        offloaded: Whether the optimizer's states lie in the CPU's memory.
+        weights_offloaded: Whether weights are in the CPU's memory.
+        summed_width: Bytes of each of the optimizer's numbers, and of a gradient that is summed up.
+        averaged_width: Bytes of each number of a moving average beside the weight that forward passes read; 0 where
+            there is none.
+        masters: Whether trained weights lie in `summed_width` and are rounded to `width` for forward passes.
+        bucket: Gradients that are reduced at once, in buffers of their own; 0 where each layer's are.
+        live: Weights that may stay whole at ZeRO 3, beyond those of a layer.
+        within: Ranks that divide weights once more among them; 0 where none do.
+    """
+
+    size: ModelSize
+    layout: Layout
+    stage: int
+    divided_over: int
+    width: int
+    trained: int
+    moments: int
+    checkpointing: bool
+    updates: int
+    token_budget: int
+    longest: float = 0
+    epochs: int = 1
+    owns: bool = True
+    offloaded: bool = False
+    weights_offloaded: bool = False
+    summed_width: int = 4
+    averaged_width: int = 0
+    masters: bool = False
+    bucket: int = 0
+    live: int = 0
+    within: int = 0
+
+    @property
+    def weights_over(self) -> int:
+        """Ranks that divide the weights; 1 where each has all."""
+        return self.divided_over if self.stage == 3 else 1
+
+    @property
+    def gathered_over(self) -> int:
+        """Ranks among which a layer is gathered."""
+        return self.within or self.weights_over
+
+    @property
+    def states_over(self) -> int:
+        """Ranks that divide the optimizer's states."""
+        return self.divided_over if self.stage >= 1 else 1
+
+    @property
+    def weights(self) -> float:
+        """Weights, divided at ZeRO 3, and there once more where a node's ranks divide them too.
+
+        Those that are trained may be wider than forward passes read them; beside those of a moving average is the
+        average.
+        """
+        average = self.size.parameters * self.averaged_width / self.states_over
+        nbytes = self.size.parameters * self.width
+        wider = self.trained * (self.summed_width - self.width) if self.masters else 0
+        return (nbytes + wider) / self.weights_over + (nbytes / self.within if self.within else 0) + average
+
+    @property
+    def gradients(self) -> float:
+        """Summed gradients, divided from ZeRO 2 on; before, those of the weights' dtype beside these sums."""
+        if self.stage >= 2:
+            return self.trained * self.summed_width / self.divided_over
+        return self.trained * (self.summed_width + (self.width if self.width < self.summed_width else 0))
+
+    @property
+    def optimizer(self) -> float:
+        """Moments and float32 weights, divided from ZeRO 1 on; wherever they lie."""
+        return self.trained * self.summed_width * self.moments / self.states_over
+
+    @property
+    def weights_here(self) -> float:
+        """The weights on the device: none where the CPU's memory has them."""
+        return 0.0 if self.weights_offloaded else self.weights
+
+    @property
+    def states_here(self) -> float:
+        """The optimizer's states on the device: none where the CPU's memory has them."""
+        return 0.0 if self.offloaded else self.optimizer
+
+    @property
+    def in_host_memory(self) -> float:
+        """Optimizer states and weights that are in the CPU's memory instead."""
+        return (self.optimizer if self.offloaded else 0.0) + (self.weights if self.weights_offloaded else 0.0)
+
+    @property
+    def stepping(self) -> float:
+        """While AdamW steps: the root of the second moments."""
+        return self.trained * self.summed_width / self.states_over if self.moments >= 2 and not self.offloaded else 0.0
+
+    @property
+    def activations(self) -> float:
+        """Of a micro-batch: of every layer, or with checkpointing every layer's input and one layer's activations.
+
+        Peers hold their parts of a row.
+        """
+        layer = self._tokens * self.size.hidden * ACTIVATION_BYTES * self.width / 2
+        if not self.checkpointing:
+            return self.size.layers * layer
+        return self.size.layers * self._tokens * self.size.hidden * self.width + layer
+
+    @property
+    def logits(self) -> float:
+        """Of a micro-batch: the chunk of logits that is held at once, and its gradient."""
+        return 2.0 * FLOAT32 * min(CHUNK_ELEMENTS, self._tokens * self.size.outputs)
+
+    @property
+    def gathered(self) -> float:
+        """Whole at once at ZeRO 3: an embedding, a layer, or as much as may stay so; with FSDP the next one too."""
+        if self.stage < 3:
+            return 0.0
+        pieces = 2 if self.masters else 1
+        whole = max(pieces * self.size.largest_layer, self.live)
+        return float(min(self.size.parameters, whole) * self.width)
+
+    @property
+    def reduced(self) -> float:
+        """While gradients are reduced: those of a backward pass, the buffer, and a copy on its way.
+
+        FSDP has no buffer and reduces a layer's gradients at once.
+        """
+        if not self.trained or self.divided_over == 1:
+            return 0.0
+        if self.stage == 0:  # all of them, flattened
+            return float(self.trained * self.summed_width)
+        if self.masters:
+            return float(min(self.size.largest_layer, self.trained) * (self.width + self.summed_width))
+        return float(self.bucket * (self.width + self.summed_width * (1 if self.stage == 3 else 2)))
+
+    @property
+    def keeps_buffer(self) -> bool:
+        """Whether the buffer in which gradients are reduced is there between backward passes; FSDP has none."""
+        return self.stage == 3 and not self.masters
+
+    @property
+    def loading(self) -> float:
+        """The most while the role is loaded: whole, or from the first byte its own part and one piece."""
+        # a copy in float32, beside the moments
+        copied = self.moments % 2 * self.trained * self.summed_width / self.states_over
+        if self.stage == 3:
+            return self.weights + copied + self._gradients_at_rest + self.piece
+        if self.stage and self.trained:  # flattened; then the part that this rank steps is cut out, and copied
+            return max(2 * self.weights, self.weights + 2 * copied)
+        return self.weights + copied
+
+    @property
+    def resting(self) -> float:
+        """Between steps, after the first: weights and states, and what DeepSpeed keeps at ZeRO-3."""
+        return self.weights_here + self.states_here + self._gradients_at_rest + self._buffer_at_rest
+
+    def sync(self, buffer: float) -> float:
+        """The most while weights go to an engine, or into a file.
+
+        Args:
+            buffer: Bytes of weights that are gathered at a time; at least the largest piece is.
+        """
+        return self.resting + min(max(buffer, self.piece), self.size.parameters * self.width)
+
+    @property
+    def resuming(self) -> float:
+        """A checkpoint read again, and the update by which the optimizer makes its states."""
+        read = max(self.loading, self.resting + self.piece)
+        if not self.trained:
+            return read
+        moved = self.gathered + self.reduced - self._buffer_at_rest
+        return max(read, self.resting + (self.gradients - self._gradients_at_rest) + max(moved, self.stepping))
+
+    @property
+    def piece(self) -> float:
+        """The largest layer or embedding."""
+        return float(self.size.largest_layer * self.width)
+
+    @property
+    def _tokens(self) -> float:
+        return max(self.token_budget, self.longest) / self.layout.copies
+
+    @property
+    def _gradients_at_rest(self) -> float:
+        return self.gradients if self.keeps_buffer else 0.0
+
+    @property
+    def _buffer_at_rest(self) -> float:
+        return float(self.bucket * self.summed_width) if self.stage == 3 else 0.0
+
+
+def loaded_role(
+    handle: ModelHandle,
+    size: ModelSize,
+    strategy: TrainingStrategy,
+    layout: Layout,
+    *,
+    samples: int,
+    longest: float = 0,
+    on_cpu: bool = False,
+    owns: bool = True,
+) -> LoadedRole:
+    """A model of a module as a strategy loads it.
+
+    Args:
+        handle: The model.
+        size: Its size, with an output layer for the vocabulary.
+        strategy: Trains it.
+        layout: Where it lives.
+        samples: Samples of a step.
+        longest: Tokens of the longest row.
+        on_cpu: Whether it is trained on the CPU, whose memory the optimizer's states are in anyway.
+        owns: Whether a rank loads it, and not engines alone.
+    """
+    optimizer = handle.optimizer
+    if not isinstance(handle, CausalLM):
+        size = size.with_labels(1)
+    trained = 0 if optimizer is None else size.adapters(handle.lora.rank) if handle.lora else size.parameters
+    stage = strategy.stage or 0
+    width = torch.finfo(strategy.dtype).bits // 8
+    within = strategy.partition_within or 0
+    divides = strategy.stage is not None
+    # DeepSpeed steps a float32 copy of the weights, but for float32 weights at stage 0.
+    copy = divides and not strategy.holds_masters and (stage > 0 or strategy.dtype != torch.float32)
+    # An average is a float32 copy of narrower weights; where trained ones are float32 themselves, what it is wider by.
+    averages = isinstance(handle, Averaged) and width < FLOAT32
+    return LoadedRole(
+        size=size,
+        layout=layout,
+        stage=stage,
+        divided_over=strategy.divided_over(layout),
+        width=width,
+        trained=trained,
+        moments=0 if optimizer is None else 2 * (optimizer.name == "adamw") + copy,
+        checkpointing=handle.gradient_checkpointing,
+        updates=handle.epochs * math.ceil(samples / (handle.samples_per_update or samples)),
+        token_budget=strategy.token_budget,
+        longest=longest,
+        epochs=handle.epochs,
+        owns=owns and not isinstance(handle, WithoutAdapters),
+        offloaded=strategy.offload_optimizer and not on_cpu,
+        weights_offloaded=strategy.offload_parameters and not on_cpu,
+        summed_width=FLOAT32 if divides else width,
+        averaged_width=FLOAT32 - (width if strategy.holds_masters else 0) if averages else 0,
+        masters=strategy.holds_masters,
+        bucket=min(strategy.bucket_elements, size.largest_layer) if stage and trained else 0,
+        live=strategy.live_elements or 0,
+        within=within if within < len(layout.ranks) else 0,
+    )
