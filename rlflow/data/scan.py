@@ -23,12 +23,11 @@ from torch import Tensor
 
 from rlflow.data.prompts import Encoder, Example, PromptData
 from rlflow.data.sources import Source, row_as_json
-from rlflow.data.template import column_of
 from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, one_line
-from rlflow.rewards.reward import Reward
+from rlflow.rewards.reward import Reward, read_column
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -281,7 +280,7 @@ def key_of(
         return None
     of_tokenizer = [backend.to_str(), tokenizer.chat_template, tokenizer.eos_token_id]
     columns = [data.prompt, data.response, data.rejected, data.chat_template, data.system_prompt]
-    of_reward = None if reward is None else [reward.reads, reward.checked_by]
+    of_reward = None if reward is None else [dict(reward.reads), reward.checked_by]
     writers = [data.renderer, data.tool_calls]  # of lists of messages, with an environment and without
     facts: list[Any] = [VERSION, of_source, of_tokenizer, columns, writers, of_reward]
     if environment is not None:
@@ -383,15 +382,7 @@ def check_scored(row: dict[str, Any], reward: Reward | None, place: str) -> None
     if reward is None:
         return
     for name, may_be_null in reward.reads.items():
-        try:
-            value = column_of(row, name, place, ", which the reward reads")
-        except UserError as error:
-            raise UserError(f"{error} Mend or remove the row, or name another column in the reward") from error
-        if value is None and not may_be_null:
-            raise UserError(
-                f"{place}: column `{name}`, which the reward reads, is null, so no response could be right; write its"
-                " value, or remove the row"
-            )
+        read_column(row, name, may_be_null, place)
     try:
         reward.check(row)
     except UserError as error:

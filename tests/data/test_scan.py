@@ -304,11 +304,7 @@ class Reading(CallableReward):
 
     def __init__(self, reads: dict[str, bool]) -> None:
         super().__init__(lambda response, row: 0.0)
-        self._reads = reads
-
-    @property
-    def reads(self) -> dict[str, bool]:
-        return self._reads
+        self.reads = reads
 
 
 def scored(row: dict[str, Any], reads: dict[str, bool], ranks: int = 1, reward: Reward | None = None) -> Loader:
