@@ -53,7 +53,9 @@ class Draws:
         self._steps = steps
         self.partial: PartialRollout | None = None
         keep, longest = run.keeping, run.max_tokens_per_draw
-        self._filling = Filling(run.graph, run.plan, run.transport, loader.prompts_per_step, run.module.max_draws, keep)
+        self._filling = Filling(
+            run.graph, run.plan, run.transport, run.data.prompts_per_step, run.module.max_draws, keep
+        )
         for task in run.plan.every():
             if isinstance(task, HoldBack) and longest is not None:
                 self.partial = PartialRollout(run.plan, task, run.transport, longest, keep)
@@ -124,7 +126,8 @@ class Draws:
 
     def _begin(self, draw: int, layout: Layout) -> None:
         """Let the module choose the rows of the epoch that begins with this draw, if one does."""
-        epoch = self._loader.begin(draw)
+        chosen = self._run.train.chosen
+        epoch = None if chosen is None else chosen.begin(draw)
         if epoch is None:
             return
         ranks = self._transport.all_gather(to_message(epoch.digest), layout.ranks)

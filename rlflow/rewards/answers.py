@@ -62,7 +62,10 @@ class MathVerify(SampleReward):
         answer = str(read_column(row, self.answer))
         expected = parse(f"\\boxed{{{answer}}}")  # in a box, or LaTeX without dollar signs would not be read
         if not expected:
-            raise UserError(f"column `{self.answer}` holds {answer[:60]!r}, no expression that math-verify can read")
+            raise UserError(
+                f"column `{self.answer}` holds {answer[:60]!r}, no expression that math-verify can read; mend or remove"
+                " the row"
+            )
         return expected
 
 

@@ -80,7 +80,7 @@ class CodeTests(SampleReward):
         if not isinstance(tests, str) and not _are_pairs(tests):
             raise UserError(
                 f"column `{self.tests}` is {tests!r:.60}; {self} takes a text of Python, or a list of mappings with"
-                " `input` and `output`"
+                " `input` and `output`; mend or remove the row"
             )
         return tests
 

@@ -137,7 +137,7 @@ class Saving:
             module=module,
             callbacks={key: dict(state) for key, state in standing.callbacks.items()},
             chosen=self._chosen_rows(standing.chosen),
-            prompts_per_step=self._run.train.prompts_per_step,
+            prompts_per_step=self._run.data.prompts_per_step,
             history=self._history(standing.history),
             config=None if self._run.config is None else dict(self._run.config),
             monitored=self._monitored,
