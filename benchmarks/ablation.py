@@ -253,7 +253,7 @@ class SlowLoader:
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
-        self.prompts_per_step = loader.prompts_per_step
+        self.chosen = loader.chosen
 
     def batch(self, draw: int, shard: int, shards: int) -> Any:
         time.sleep(LOAD_S)

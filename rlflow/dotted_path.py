@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from rlflow.errors import UserError, did_you_mean, one_line
+from rlflow.errors import UserError, did_you_mean, one_line, readable_line
 
 NOT_FOR_MODELS = ("numpy", "torch")  # libraries that read and write files by their names
 
@@ -79,6 +79,20 @@ def value_at(row: Mapping[str, Any], path: str) -> Any:
             raise KeyError(path)
         value = value[step]
     return value
+
+
+def column_of(row: Mapping[str, Any], path: str, place: str, why: str = "") -> Any:
+    """`value_at`, for a column that the row must have; `place` of the row, and `why` it is read, are in the error.
+
+    Raises:
+        UserError: The row has no such column.
+    """
+    try:
+        return value_at(row, path)
+    except KeyError:
+        found = ", ".join(readable_line(str(name)) for name in row)
+        hint = did_you_mean(path, row)
+        raise UserError(f"{place} has no column `{path}`{why}; columns found: {found}.{hint}") from None
 
 
 def _longest_module(names: list[str], said: str, known: Iterable[str]) -> tuple[ModuleType, list[str]]:

@@ -33,7 +33,7 @@ class Progress:
         before: Validation before the first step.
         module: The module's own state.
         callbacks: The callbacks' states, by `Callback.state_key`.
-        chosen: The rows of epochs that the module chose, see `rlflow.data.chosen_rows`; None where it does not choose.
+        chosen: The rows of epochs that the module chose, see `rlflow.data.loader`; None where it does not choose.
         prompts_per_step: Prompts of one draw, which the chosen rows are cut by; None in a checkpoint without it.
         config: As resolved, without secrets; None for a run without one.
         history: What updates and gaps of later steps are compared with: `updates` by role, `gaps` by policy.

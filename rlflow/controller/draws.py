@@ -121,7 +121,7 @@ class Draws:
         Raises:
             UserError: The filter did not answer with one bool a row, equal within a group; or it kept too few groups.
         """
-        needed, most = self._loader.prompts_per_step, self._run.module.max_draws
+        needed, most = self._run.data.prompts_per_step, self._run.module.max_draws
         parts = [] if self.surplus is None else [self.surplus]
         count = sum(len(part.roots) for part in parts)
         kept = drawn = draws = 0
@@ -192,7 +192,8 @@ class Draws:
 
     def _choose(self, draw: int, layout: Layout) -> None:
         """Let the module choose the rows of the epoch that begins with this draw, if one does."""
-        epoch = self._loader.begin(draw)
+        chosen = self._run.train.chosen
+        epoch = None if chosen is None else chosen.begin(draw)
         if epoch is None:
             return
         ranks = self._transport.all_gather(to_message(epoch.digest), layout.ranks)

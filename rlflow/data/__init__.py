@@ -1,21 +1,14 @@
 """Datasets: their rows, how they are loaded, and in which order."""
 
-from rlflow.data.played import Played
-from rlflow.data.prompts import PromptData
-from rlflow.data.sources import JSONL, DataLike, HuggingFace, Parquet, Source, as_source
-from rlflow.data.tasks import RandomRows, ReasoningGym, ReasoningGymHints, ReasoningGymPairs
-
-__all__ = [
-    "JSONL",
-    "DataLike",
-    "HuggingFace",
-    "Parquet",
-    "Played",
-    "PromptData",
-    "RandomRows",
-    "ReasoningGym",
-    "ReasoningGymHints",
-    "ReasoningGymPairs",
-    "Source",
-    "as_source",
-]
+from rlflow.data.played import Played as Played
+from rlflow.data.prompts import PromptData as PromptData
+from rlflow.data.sources import JSONL as JSONL
+from rlflow.data.sources import DataLike as DataLike
+from rlflow.data.sources import HuggingFace as HuggingFace
+from rlflow.data.sources import Parquet as Parquet
+from rlflow.data.sources import Source as Source
+from rlflow.data.sources import as_source as as_source
+from rlflow.data.tasks import RandomRows as RandomRows
+from rlflow.data.tasks import ReasoningGym as ReasoningGym
+from rlflow.data.tasks import ReasoningGymHints as ReasoningGymHints
+from rlflow.data.tasks import ReasoningGymPairs as ReasoningGymPairs

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import lru_cache
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlflow.data.chosen_rows import Choose, ChosenRows, Epoch
 from rlflow.data.prompts import Encoder, Example, PromptData
 from rlflow.data.scan import (
     Counted,
-    Examples,
     Scan,
-    begins,
-    check_scored,
+    checked,
     count,
     count_together,
     keep_counted,
@@ -40,8 +40,10 @@ from rlflow.values.ragged import Ragged
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Choose = Callable[[int, Tensor], Tensor]
 FIRST_ROWS = 8
 FEW_ROWS = 2048  # that every rank counts at once and keeps in memory, and nobody on disk
+REMEMBERED = 1000  # draws whose rows are known: responses that are cut off, and groups left over, are of earlier ones
 
 
 class Loader:
@@ -70,6 +72,7 @@ class Loader:
 
     Attributes:
         encode: Rows and texts to tokens.
+        chosen: The rows that the module chooses; None where it does not choose.
     """
 
     def __init__(
@@ -91,9 +94,9 @@ class Loader:
         self._limit = limit
         self._reward = reward
         self._order = lru_cache(maxsize=2)(self._shuffled)
-        self._chosen: ChosenRows | None = None
+        self.chosen: ChosenRows | None = None
         self._scan: Scan | None = None
-        self._examples: Examples | None = None
+        self._counted: Counted | None = None
         with about(source):
             rows = len(source)
         self._key = None
@@ -106,9 +109,7 @@ class Loader:
             self._use(counted)
         else:  # what is lacking in all rows is known before ranks begin
             for row in range(min(rows, FIRST_ROWS) if environment is not None or reward is not None else 0):
-                columns = source[row]
-                check_scored(columns, reward, source.where(row))
-                begins(columns, self.encode, source, row)
+                checked(source[row], self.encode, reward, source.where(row))
 
     @property
     def is_scanned(self) -> bool:
@@ -128,7 +129,7 @@ class Loader:
     def _use(self, counted: Counted) -> None:
         with about(self._source):
             self._scan = scan(self._source, self._data, counted.numbers)
-        self._examples = None if counted.ids is None else Examples(self._source, counted)
+        self._counted = counted
 
     def _count(self, keeps: bool = True) -> Counted:
         """All rows, which this rank counts alone."""
@@ -158,11 +159,6 @@ class Loader:
     def size(self) -> int:
         """Rows that are kept, up to the limit."""
         return len(self._kept)
-
-    @property
-    def prompts_per_step(self) -> int:
-        """Rows of one draw, and groups of a step."""
-        return self._data.prompts_per_step
 
     @property
     def steps_per_epoch(self) -> int:
@@ -200,24 +196,7 @@ class Loader:
 
     def choose_by(self, choose: Choose) -> None:
         """Draw of each epoch what `choose(epoch, rows)` gives of its rows in the order of the seed."""
-        self._chosen = ChosenRows(choose, self._shuffled, self._data.prompts_per_step)
-
-    @property
-    def chosen(self) -> ChosenRows | None:
-        """What a module chose; None where it does not choose."""
-        return self._chosen
-
-    def knows(self, draw: int) -> bool:
-        """Whether it is decided which rows the draw takes."""
-        return self._chosen is None or self._chosen.knows(draw)
-
-    def begin(self, draw: int) -> Epoch | None:
-        """Decide it; draws begin one after another. The epoch that a module chose rows of now, if any.
-
-        Raises:
-            UserError: The module chose what cannot be drawn.
-        """
-        return None if self._chosen is None else self._chosen.begin(draw)
+        self.chosen = ChosenRows(choose, self._shuffled, self._data.prompts_per_step)
 
     def rows_of(self, ids: Tensor) -> Tensor:
         """Places in the dataset `[N]` int64 of prompts, by the ids `[N]` that `batch` gave."""
@@ -233,8 +212,8 @@ class Loader:
 
     def _rows(self, draw: int) -> Tensor:
         """`[prompts_per_step]`: what a draw takes, over all ranks."""
-        if self._chosen is not None:
-            return self._chosen.rows(draw)
+        if self.chosen is not None:
+            return self.chosen.rows(draw)
         epoch, draw_of_epoch = divmod(draw, self.steps_per_epoch)
         first = draw_of_epoch * self._data.prompts_per_step
         return self._order(epoch)[first : first + self._data.prompts_per_step]
@@ -256,9 +235,99 @@ class Loader:
         return self._kept[torch.randperm(self.size, generator=generator)]
 
     def _read(self, rows: Tensor) -> Batch | Pairs:
-        read = self._examples or partial(self.encode, self._source)
-        examples = read(rows.tolist())
+        if self._counted is None or self._counted.ids is None:
+            examples = self.encode(self._source, rows.tolist())
+        else:
+            examples = self._counted.examples(self._source, rows.tolist())
         return collate(examples, self._pad) if self._data.rejected is None else collate_pairs(examples)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The rows of one epoch.
+
+    Attributes:
+        number: From 0.
+        first_draw: Of the run.
+        rows: `[N]` int64, places in the dataset, in the order in which they are drawn.
+    """
+
+    number: int
+    first_draw: int
+    rows: Tensor
+
+    @property
+    def digest(self) -> bytes:
+        """By which ranks compare what they chose."""
+        return hashlib.sha256(self.rows.numpy().tobytes()).digest()
+
+
+class ChosenRows:
+    """Which rows each draw takes, where the module chooses those of an epoch when its first draw begins.
+
+    Args:
+        choose: The module's `choose_prompts`.
+        shuffled: The rows of an epoch in the order of the seed.
+        per_draw: Rows of one draw. An epoch leaves out the rows that fill none.
+    """
+
+    def __init__(self, choose: Choose, shuffled: Callable[[int], Tensor], per_draw: int) -> None:
+        self._choose, self._shuffled, self._per_draw = choose, shuffled, per_draw
+        self._epochs: list[Epoch] = []
+
+    def begin(self, draw: int) -> Epoch | None:
+        """Choose the rows of the epoch that this draw begins, and return it; None within an epoch.
+
+        Draws are begun one after another: what the module knows then decides.
+
+        Raises:
+            UserError: The module chose fewer rows than a draw takes, or some that it was not offered.
+        """
+        if self.knows(draw):
+            return None
+        number, first = (self._epochs[-1].number + 1, self._end(self._epochs[-1])) if self._epochs else (0, 0)
+        assert draw == first, f"draw {draw} begins no epoch; the next one begins with draw {first}"
+        offered = self._shuffled(number)
+        rows = self._choose(number, offered.clone())
+        if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype != torch.int64:
+            raise UserError(f"`choose_prompts` returned {rows!r:.60}; return rows that it was given, `[N]` int64")
+        if not bool(torch.isin(rows, offered).all()):
+            raise UserError(f"`choose_prompts` returned row {int(rows[~torch.isin(rows, offered)][0])}, not one given")
+        if len(rows) < self._per_draw:
+            raise UserError(
+                f"`choose_prompts` left {len(rows)} of {len(offered)} prompts for epoch {number + 1}, and a step takes"
+                f" {self._per_draw} (`data.prompts_per_step`); let it leave more, or end the run before"
+            )
+        self._epochs = [epoch for epoch in self._epochs if self._end(epoch) > draw - REMEMBERED]
+        self._epochs.append(Epoch(number, draw, rows.cpu()))
+        return self._epochs[-1]
+
+    def knows(self, draw: int) -> bool:
+        """Whether it is decided which rows the draw takes."""
+        return any(epoch.first_draw <= draw < self._end(epoch) for epoch in self._epochs)
+
+    def rows(self, draw: int) -> Tensor:
+        """`[per_draw]`: the rows of a draw that is known."""
+        for epoch in self._epochs:
+            if epoch.first_draw <= draw < self._end(epoch):
+                start = (draw - epoch.first_draw) * self._per_draw
+                return epoch.rows[start : start + self._per_draw]
+        raise UserError(
+            f"a node asks for the dataset's rows of draw {draw + 1}, which this rank has not loaded; ask in a node"
+            " without a role that reads what a rollout node made"
+        )
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The epochs that are known, JSON-able."""
+        return [{**vars(epoch), "rows": epoch.rows.tolist()} for epoch in self._epochs]
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        """Take back what `state_dict` gave."""
+        self._epochs = [Epoch(**{**each, "rows": torch.tensor(each["rows"], dtype=torch.int64)}) for each in state]
+
+    def _end(self, epoch: Epoch) -> int:
+        """The draw after the epoch's last."""
+        return epoch.first_draw + len(epoch.rows) // self._per_draw
 
 
 _Draw = tuple[int, int, int]  # draw, shard, shards
@@ -268,7 +337,7 @@ class Prefetch:
     """A loader, one draw ahead of its reader. What it gives is the loader's own, whatever the timing.
 
     One thread reads, and all that is read is read by it, so a source is never asked for two rows at once. It starts at
-    the first draw: a rank that loads nothing has none.
+    the first draw: a rank that loads nothing has none. No draw of an epoch is read before a module has chosen its rows.
 
         with Prefetch(loader, draws=100) as prompts:
             batch, ids = prompts.batch(0, shard=0, shards=2)
@@ -284,15 +353,6 @@ class Prefetch:
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlflow-prefetch")
         self._next: tuple[_Draw, Future[tuple[Batch | Pairs, Tensor]]] | None = None
 
-    @property
-    def prompts_per_step(self) -> int:
-        """Rows of one draw."""
-        return self._loader.prompts_per_step
-
-    def begin(self, draw: int) -> Epoch | None:
-        """As `Loader.begin`, which waits for what a module learns: so no draw of a later epoch is read ahead of it."""
-        return self._loader.begin(draw)
-
     def batch(self, draw: int, shard: int, shards: int) -> tuple[Batch | Pairs, Tensor]:
         """What `Loader.batch` gives; then the next draw is begun.
 
@@ -304,7 +364,8 @@ class Prefetch:
         if coming is None or expected != (draw, shard, shards):
             coming = self._reader.submit(self._loader.batch, draw, shard, shards)
         read = coming.result()
-        if (self._draws is None or draw + 1 < self._draws) and self._loader.knows(draw + 1):
+        chosen = self._loader.chosen
+        if (self._draws is None or draw + 1 < self._draws) and (chosen is None or chosen.knows(draw + 1)):
             following = (draw + 1, shard, shards)
             self._next = following, self._reader.submit(self._loader.batch, *following)
         return read
@@ -330,21 +391,15 @@ def scan_together(loaders: Sequence[Loader | None], transport: Transport, keeps:
     Raises:
         UserError: As the constructor, on all ranks alike.
     """
-    states = [(False, None) if loader is None else (not loader.is_scanned, loader._key) for loader in loaders]
-    of_ranks = torch.stack(transport.all_gather(torch.tensor([_words(*state) for state in states])))  # [ranks, L, 5]
-    for loader, of_loader in zip(loaders, of_ranks.unbind(1), strict=True):
-        if loader is None or not of_loader[:, 0].any():
+    states = [(True, None) if loader is None else (loader.is_scanned, loader._key) for loader in loaders]
+    of_ranks = [json.loads(each) for each in transport.gather_bytes(json.dumps(states).encode())]
+    for loader, *of_loader in zip(loaders, *of_ranks, strict=True):
+        if loader is None or all(is_scanned for is_scanned, _ in of_loader):
             continue
-        keys = of_loader[:, 1:]
-        if bool((keys == keys[0]).all()) and bool(keys[0].any()):
+        if loader._key is not None and all(key == loader._key for _, key in of_loader):
             loader._use(loader._count_together(keeps, transport))
         elif not loader.is_scanned:
             loader._use(loader._count(keeps))
-
-
-def _words(lacks: bool, key: str | None) -> list[int]:
-    digest = bytes.fromhex(key or 64 * "0")
-    return [int(lacks), *(int.from_bytes(digest[at : at + 8], "little", signed=True) for at in range(0, 32, 8))]
 
 
 def share(count: int, shard: int, shards: int) -> range:

@@ -8,8 +8,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from rlflow.data.sources import DataLike, Source, as_source
-from rlflow.data.template import column_of
-from rlflow.dotted_path import object_at
+from rlflow.dotted_path import column_of, object_at
 from rlflow.environments.bridge import Bridge, Message, ParsedTurn, message
 from rlflow.environments.environment import Environment
 from rlflow.environments.session import Session

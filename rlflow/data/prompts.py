@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from rlflow.data.played import Played
 from rlflow.data.sources import DataLike, DataModule, Source, as_source, datasets_of, is_data_module
-from rlflow.data.template import Template, column_of
+from rlflow.data.template import Template
+from rlflow.dotted_path import column_of
 from rlflow.environments.bridge import MARK, Bridge, SpecialTokens, text_of
 from rlflow.environments.conversation_format import bridge_of, traced
 from rlflow.environments.environment import Definition, Environment, defined

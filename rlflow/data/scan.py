@@ -13,22 +13,19 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from rlflow.data.prompts import Encoder, Example, PromptData
 from rlflow.data.sources import Source, row_as_json
-from rlflow.data.template import column_of
-from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, one_line
-from rlflow.rewards.reward import Reward
+from rlflow.rewards.reward import Reward, read_column
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +33,8 @@ if TYPE_CHECKING:
 CHUNK = 1024  # rows that are encoded together, and so held in memory at once as lists
 TRAVELLING = 2**20  # tokens of each rank that are sent at once
 CACHE_VARIABLE = "RLFLOW_CACHE"
-VERSION = "4"  # of the numbers of a row, and of how rows are encoded
+VERSION = "5"  # of the file, the numbers of a row, and of how rows are encoded
+HEAD = 32  # bytes of the digest that a file begins with
 PROMPT, RESPONSE, REJECTED, BEGINS, DIGEST = 0, 1, 2, 3, slice(4, 6)  # numbers of a row
 SHOWN = 3  # dropped rows named as examples
 
@@ -150,45 +148,30 @@ class Counted:
     numbers: Tensor
     ids: Tensor | None
 
-    @property
-    def totals(self) -> Tensor:
-        """`[R]` int64, the token ids of each row."""
-        return self.numbers[:, :BEGINS].sum(dim=1)
+    @cached_property
+    def ends(self) -> Tensor:
+        """`[R]` int64, the place in `ids` after the last of each row."""
+        return self.numbers[:, :BEGINS].sum(dim=1).cumsum(dim=0)
 
-
-class Examples:
-    """Rows of a source as examples, by the token ids that were kept when they were counted.
-
-    Args:
-        source: The rows.
-        counted: All of them.
-    """
-
-    def __init__(self, source: Source, counted: Counted) -> None:
-        assert counted.ids is not None
-        self._source, self._ids = source, counted.ids
-        self._lengths, self._digests = counted.numbers[:, :BEGINS], counted.numbers[:, DIGEST]
-        self._ends = counted.totals.cumsum(dim=0)
-
-    def __call__(self, rows: Sequence[int]) -> list[Example]:
-        """The given rows, in that order.
+    def examples(self, source: Source, rows: Sequence[int]) -> list[Example]:
+        """The given rows of the source, in that order, with the token ids that were counted.
 
         Raises:
             UserError: A row is not what it was when it was counted.
         """
-        values = self._source.read(rows) if rows else []
-        return [self._example(row, value) for row, value in zip(rows, values, strict=True)]
+        values = source.read(rows) if rows else []
+        return [self._example(row, value, source.where(row)) for row, value in zip(rows, values, strict=True)]
 
-    def _example(self, row: int, value: dict[str, Any]) -> Example:
-        prompt, response, rejected = self._lengths[row].tolist()
-        end = int(self._ends[row])
-        ids = self._ids[end - prompt - response - rejected : end].tolist()
+    def _example(self, row: int, value: dict[str, Any], place: str) -> Example:
+        assert self.ids is not None
+        prompt, response, rejected = self.numbers[row, :BEGINS].tolist()
+        end = int(self.ends[row])
+        ids = self.ids[end - prompt - response - rejected : end].tolist()
         spoken = ids[prompt : prompt + response]
         written = [each >= 0 for each in spoken]
         said = [each if each >= 0 else ~each for each in spoken]
         found = Example(value, ids[:prompt], said, ids[prompt + response :], None if all(written) else written)
-        place = self._source.where(row)
-        if _digest(found, row_as_json(value, place).encode()) != self._digests[row].numpy().tobytes():
+        if _digest(found, row_as_json(value, place).encode()) != self.numbers[row, DIGEST].numpy().tobytes():
             raise UserError(
                 f"{place} is not what it was when all rows were looked at: the data changed, or gives another row at"
                 " each reading; start again, with data that stays as it is"
@@ -206,13 +189,14 @@ def count(source: Source, encode: Encoder, rows: range, reward: Reward | None = 
     for start in range(rows.start, rows.stop, CHUNK):
         chunk = range(start, min(start + CHUNK, rows.stop))
         for row, example in zip(chunk, encode(source, chunk), strict=True):
-            check_scored(example.row, reward, source.where(row))
+            place = source.where(row)
+            begins = checked(example.row, encode, reward, place)
             spoken = example.response_ids
             if example.written is not None:
                 spoken = [each if own else ~each for each, own in zip(spoken, example.written, strict=True)]
             parts = example.prompt_ids, spoken, example.rejected_ids
-            numbers.extend([*map(len, parts), begins(example.row, encode, source, row)])
-            numbers.frombytes(_digest(example, row_as_json(example.row, source.where(row)).encode()))
+            numbers.extend([*map(len, parts), begins])
+            numbers.frombytes(_digest(example, row_as_json(example.row, place).encode()))
             for part in parts:
                 ids.extend(part)
     return Counted(_int32(numbers).view(-1, 6), _int32(ids))
@@ -241,9 +225,9 @@ def count_together(
         counted = count(source, encode, mine, reward)
     except UserError as error:
         wrong = str(error)
-    for answer in transport.all_gather_ragged(to_message(f".{wrong}".encode())):
-        if (first := from_message(answer).decode()[1:]) != "":
-            raise UserError(first)
+    for first in transport.gather_bytes(wrong.encode()):
+        if first:
+            raise UserError(first.decode())
     of_all = transport.all_gather_ragged(counted.numbers.flatten())
     return Counted(torch.cat([each.view(-1, 6) for each in of_all]), None), counted
 
@@ -281,7 +265,7 @@ def key_of(
         return None
     of_tokenizer = [backend.to_str(), tokenizer.chat_template, tokenizer.eos_token_id]
     columns = [data.prompt, data.response, data.rejected, data.chat_template, data.system_prompt]
-    of_reward = None if reward is None else [reward.reads, reward.checked_by]
+    of_reward = None if reward is None else [dict(reward.reads), reward.checked_by]
     writers = [data.renderer, data.tool_calls]  # of lists of messages, with an environment and without
     facts: list[Any] = [VERSION, of_source, of_tokenizer, columns, writers, of_reward]
     if environment is not None:
@@ -291,30 +275,30 @@ def key_of(
 
 
 def read_counted(key: str, rows: int) -> Counted | None:
-    """What is kept under `key`; None where nothing is, or where it is damaged or of another version.
+    """What is kept under `key`; None where nothing is, or where it is damaged.
 
     The token ids lie in memory only where they are read.
     """
     folder = cache_folder()
     if folder is None:
         return None
+    path = folder / f"{key}.rows"
     try:
-        with safe_open(folder / f"{key}.safetensors", "pt") as file:
-            numbers: Tensor = file.get_tensor("numbers")
-            metadata = file.metadata()
-        path = folder / f"{key}.ids"
-        if metadata != _metadata(numbers, path) or numbers.shape != (rows, 6):
-            return None
-        ids = torch.from_file(str(path), shared=False, size=path.stat().st_size // 4, dtype=torch.int32)
-    except (SafetensorError, OSError):
+        with path.open("rb", buffering=0) as file:
+            if file.read(HEAD) != hashlib.file_digest(file, "sha256").digest():
+                return None
+        found = torch.from_file(str(path), shared=False, size=path.stat().st_size // 4, dtype=torch.int32)
+    except OSError:
         return None
-    return Counted(numbers, ids)
+    numbers, ids = found[HEAD // 4 :].tensor_split([6 * rows])
+    return Counted(numbers.clone().view(rows, 6), ids)
 
 
 def keep_counted(key: str, numbers: Tensor, pieces: Iterable[tuple[int, Tensor]]) -> None:
     """Keep rows for later runs; where that cannot be, a line on the terminal says so.
 
-    Whoever reads sees all of them or nothing, however many write at once.
+    The file has a SHA-256, the numbers and the token ids. Whoever reads it sees all of it or nothing, however many
+    write at once.
 
     Args:
         key: Of the rows, see `key_of`.
@@ -327,26 +311,24 @@ def keep_counted(key: str, numbers: Tensor, pieces: Iterable[tuple[int, Tensor]]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".") as draft:
-            ids, written = Path(draft) / "ids", Path(draft) / "numbers"
-            with ids.open("wb") as file:
+            written = Path(draft) / "rows"
+            with written.open("wb") as file:
+                file.write(bytes(HEAD) + numbers.numpy().tobytes())
                 for start, piece in pieces:
-                    file.seek(4 * start)
+                    file.seek(HEAD + numbers.nbytes + 4 * start)
                     file.write(piece.numpy().data)
-            written.write_bytes(save({"numbers": numbers}, _metadata(numbers, ids)))
-            os.replace(ids, folder / f"{key}.ids")
-            os.replace(written, folder / f"{key}.safetensors")
+            with written.open("r+b", buffering=0) as file:
+                file.seek(HEAD)
+                digest = hashlib.file_digest(file, "sha256").digest()
+                file.seek(0)
+                file.write(digest)
+            os.replace(written, folder / f"{key}.rows")
     except OSError as error:
         print(
             f"tokens of prompts are not kept for later runs ({one_line(error)}); set {CACHE_VARIABLE} to a folder with"
             " space, or to nothing",
             file=sys.stderr,
         )
-
-
-def _metadata(numbers: Tensor, ids: Path) -> dict[str, str]:
-    with ids.open("rb") as file:
-        of_ids = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"version": VERSION, "numbers": hashlib.sha256(numbers.numpy().tobytes()).hexdigest(), "ids": of_ids}
 
 
 def _int32(numbers: array[int]) -> Tensor:
@@ -361,38 +343,26 @@ def _digest(example: Example, columns: bytes) -> bytes:
     return hashlib.blake2b(tokens.tobytes() + columns, digest_size=8).digest()
 
 
-def begins(columns: dict[str, Any], encode: Encoder, source: Source, row: int) -> int:
-    """Tokens with which a conversation begins on this row, as of `Encoder.begins`; what is wrong names its place."""
-    try:
-        return encode.begins(columns)
-    except UserError as error:
-        raise UserError(f"{source.where(row)}: {error}") from error
-
-
-def check_scored(row: dict[str, Any], reward: Reward | None, place: str) -> None:
-    """Refuse a row that a reward could not score.
+def checked(row: dict[str, Any], encode: Encoder, reward: Reward | None, place: str) -> int:
+    """Refuse a row that the reward could not score or the environment not begin with.
 
     Args:
         row: Of the dataset.
-        reward: Which says what it reads, see `Reward.reads` and `Reward.check`; None where none scores.
+        encode: Knows the environment, see `Encoder.begins`.
+        reward: That says what it reads, see `Reward.reads` and `Reward.check`; None where none scores.
         place: Of the row, for errors.
 
+    Returns:
+        Tokens with which a conversation begins on this row; 0 if none does.
+
     Raises:
-        UserError: The row lacks a column, or has null in it, or what the reward cannot read.
+        UserError: The row lacks a column, has null in it, or has what cannot be read.
     """
-    if reward is None:
-        return
-    for name, may_be_null in reward.reads.items():
-        try:
-            value = column_of(row, name, place, ", which the reward reads")
-        except UserError as error:
-            raise UserError(f"{error} Mend or remove the row, or name another column in the reward") from error
-        if value is None and not may_be_null:
-            raise UserError(
-                f"{place}: column `{name}`, which the reward reads, is null, so no response could be right; write its"
-                " value, or remove the row"
-            )
+    for name, may_be_null in ({} if reward is None else reward.reads).items():
+        read_column(row, name, may_be_null, place)
     try:
-        reward.check(row)
+        if reward is not None:
+            reward.check(row)
+        return encode.begins(row)
     except UserError as error:
-        raise UserError(f"{place}: {error}; mend or remove the row") from error
+        raise UserError(f"{place}: {error}") from error

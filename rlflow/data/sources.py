@@ -231,7 +231,32 @@ class _RowGroups:
             return self._held[group]
 
 
-class HuggingFace(Source):
+class _LoadedDataset(Source):
+    """A `datasets.Dataset` that is loaded."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self._dataset, self._name = dataset, name
+
+    @property
+    def name(self) -> str:
+        return f"`{self._name}`"
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self.read([row])[0]
+
+    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        columns = self._dataset[list(rows)]
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    def digest(self) -> str | None:
+        """The fingerprint that `datasets` keeps: of the files, or of what was saved."""
+        return cast(str, self._dataset._fingerprint)
+
+
+class HuggingFace(_LoadedDataset):
     """A dataset of the hub, a folder that `save_to_disk` wrote, or a folder of data files.
 
     Args:
@@ -248,20 +273,6 @@ class HuggingFace(Source):
     @property
     def name(self) -> str:
         return f"{self.path}[{self.split}]"
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return self.read([row])[0]
-
-    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        return _of_table(self._dataset, rows)
-
-    def digest(self) -> str | None:
-        """The fingerprint that `datasets` keeps: of the files, or of what was saved."""
-        fingerprint: str = self._dataset._fingerprint
-        return fingerprint
 
     @cached_property
     def _dataset(self) -> Any:
@@ -298,14 +309,6 @@ class HuggingFace(Source):
             raise UserError(f"{self.path} cannot be loaded ({one_line(error)}); save the dataset anew") from error
 
 
-class Rows(Protocol):
-    """What has rows by number: a list of dicts, a `datasets.Dataset`, a map-style dataset of torch."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int, /) -> Any: ...
-
-
 WHOLE_SAMPLERS = {"SequentialSampler", "RandomSampler", "NoneType"}  # of a loader, which draw every row
 
 
@@ -322,6 +325,9 @@ class DataModule(Protocol):
 
 
 if TYPE_CHECKING:
+    from _typeshed import SupportsLenAndGetItem
+
+    Rows = SupportsLenAndGetItem[Any]  # a list of dicts, a `datasets.Dataset`, a map-style dataset of torch
     DataLike = Source | str | os.PathLike[str] | Rows | DataModule
 else:
     DataLike = Source | str  # what a config can write
@@ -366,7 +372,7 @@ def as_source(data: DataLike, of: str = "data.train", split: str = "train") -> S
         return _LoadedDataset(data, of)
     if isinstance(data, Mapping) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise UserError(f"{kind}; give a list of dicts, a dataset, or the path of a file")
-    return _Listed(cast(Rows, data), of)
+    return _Listed(cast("Rows", data), of)
 
 
 def is_data_module(data: object) -> bool:
@@ -428,36 +434,6 @@ class _Listed(Source):
         except (TypeError, ValueError, RecursionError):
             return None
         return digest.hexdigest()
-
-
-class _LoadedDataset(Source):
-    """A `datasets.Dataset` that is loaded."""
-
-    def __init__(self, dataset: Any, name: str) -> None:
-        self._dataset, self._name = dataset, name
-
-    @property
-    def name(self) -> str:
-        return f"`{self._name}`"
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return self.read([row])[0]
-
-    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        return _of_table(self._dataset, rows)
-
-    def digest(self) -> str | None:
-        """The fingerprint that `datasets` keeps."""
-        return cast(str, self._dataset._fingerprint)
-
-
-def _of_table(dataset: Any, rows: Sequence[int]) -> list[dict[str, Any]]:
-    """Rows of a `datasets.Dataset`, read together."""
-    columns = dataset[list(rows)]
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def _loaded_by(module: DataModule, method: str, of: str) -> Any:

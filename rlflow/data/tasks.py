@@ -9,9 +9,10 @@ from functools import cached_property, partial
 from typing import Any, Literal, cast
 
 from rlflow.data.sources import Source
-from rlflow.data.template import Template, column_of
-from rlflow.dotted_path import object_at
-from rlflow.errors import UserError, did_you_mean, one_line, require
+from rlflow.data.template import Template
+from rlflow.dotted_path import column_of, object_at
+from rlflow.errors import UserError, one_line, require
+from rlflow.rewards.answers import scorer_of
 
 MOST_ANSWERS_DRAWN = 100  # of other problems, until one is wrong for this one
 
@@ -78,13 +79,8 @@ class ReasoningGym(Source):
     def _draw(self) -> list[dict[str, Any]]:
         require("reasoning_gym", type(self).__name__, "tasks")
         import reasoning_gym
-        from reasoning_gym.factory import DATASETS
 
-        if self.task not in DATASETS:
-            raise UserError(
-                f"`task` {self.task!r} is none of the {len(DATASETS)} in reasoning-gym's gallery."
-                f"{did_you_mean(self.task, DATASETS)}"
-            )
+        score = scorer_of(self.task)
         # Problem i is drawn from seed + i, so neighbouring seeds would give nearly the same problems.
         first_seed = random.Random(self.seed).randrange(2**31)
         try:
@@ -94,7 +90,7 @@ class ReasoningGym(Source):
                 f"reasoning-gym {self.task} refuses `size` {self.size} with `config` {self.config}: {one_line(error)}"
             ) from error
         first = generator[0]
-        if generator.score_answer(first["answer"], _travelled(first)) != generator.score_answer(first["answer"], first):
+        if score(first["answer"], _travelled(first)) != score(first["answer"], first):
             raise UserError(
                 f"reasoning-gym {self.task} scores by Python objects that JSON does not carry, so its rows cannot"
                 " travel between ranks; choose another `task`"
@@ -115,10 +111,7 @@ class ReasoningGymPairs(ReasoningGym):
     """
 
     def _draw(self) -> list[dict[str, Any]]:
-        import reasoning_gym
-
-        problems = super()._draw()
-        score = reasoning_gym.get_score_answer_fn(self.task)
+        problems, score = super()._draw(), scorer_of(self.task)
         answers = [problem["answer"] for problem in problems]
         draws = random.Random(f"{self.seed}/rejected")
         for problem in problems:

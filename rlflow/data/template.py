@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
-from rlflow.dotted_path import value_at
-from rlflow.errors import UserError, did_you_mean, readable_line
+from rlflow.errors import UserError
 
 PROMPT = "prompt"  # what a template calls the dataset's own prompt; other names are columns
 
@@ -52,13 +51,3 @@ class Template(Formatter):
 
 
 _COLUMN = "column of a row"  # no name in a template
-
-
-def column_of(row: dict[str, Any], path: str, place: str, why: str = "") -> Any:
-    """The column of that name, or the value at the dotted path; `why` it is read is part of the error."""
-    try:
-        return value_at(row, path)
-    except KeyError:
-        found = ", ".join(readable_line(str(name)) for name in row)
-        hint = did_you_mean(path, row)
-        raise UserError(f"{place} has no column `{path}`{why}; columns found: {found}.{hint}") from None

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlflow.errors import UserError
-from rlflow.rewards.columns import filled
-from rlflow.rewards.reward import OnError, SampleReward
+from rlflow.rewards.reward import OnError, SampleReward, read_column
 from rlflow.worker import Limits, Sandbox
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.S | re.I)
@@ -59,12 +58,9 @@ class CodeTests(SampleReward):
     ) -> None:
         super().__init__(on_error, at_once)
         self.tests = tests
+        self.reads = {tests: False}
         self.all_or_nothing = all_or_nothing
         self._sandbox = Sandbox(Limits(seconds=seconds, memory_mb=memory_mb))
-
-    @property
-    def reads(self) -> dict[str, bool]:
-        return {self.tests: False}
 
     def check(self, row: dict[str, Any]) -> None:
         self._tests(row)
@@ -80,11 +76,11 @@ class CodeTests(SampleReward):
         return float(all(passed)) if self.all_or_nothing else sum(passed) / len(passed)
 
     def _tests(self, row: dict[str, Any]) -> Any:
-        tests = filled(row, self.tests)
+        tests = read_column(row, self.tests)
         if not isinstance(tests, str) and not _are_pairs(tests):
             raise UserError(
                 f"column `{self.tests}` is {tests!r:.60}; {self} takes a text of Python, or a list of mappings with"
-                " `input` and `output`"
+                " `input` and `output`; mend or remove the row"
             )
         return tests
 

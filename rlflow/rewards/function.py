@@ -94,17 +94,14 @@ class CallableReward(SampleReward):
         self._required = [each.name for each in named if each.default is each.empty]
         self._takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
         self._batched = not {"completions", "completion_ids"}.isdisjoint(self._parameters)
+        given = OF_A_BATCH if self._batched else OF_A_SAMPLE
+        self.reads = {name: True for name in self._required if name not in given}
         one = next((name for name in self._required if name in ("prompt", "completion")), None)
         if self._batched and one is not None:
             raise UserError(
                 f"`function` has the parameter `{one}` and TRL's form, which gives lists: `{one}s`; rename it, or take"
                 " one sample a call by `response` in place of `completions`"
             )
-
-    @property
-    def reads(self) -> dict[str, bool]:
-        given = OF_A_BATCH if self._batched else OF_A_SAMPLE
-        return {name: True for name in self._required if name not in given}
 
     def score(self, responses: RewardInput) -> Scores:
         if self._batched:
@@ -175,32 +172,22 @@ class CallableReward(SampleReward):
             raise UserError(self._unknown(missing, responses.rows[0]))
         columns: dict[str, list[Any]] = {}
         metrics: dict[str, list[float]] = {}
-
-        def returned() -> list[Any]:
-            nonlocal columns, metrics
+        outcomes: list[Any]
+        try:
             found, columns, metrics = self._call_batch(named, state, logs)
-            found = found.tolist() if isinstance(found, torch.Tensor | np.ndarray) else found
-            if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != len(responses):
-                count = f"{len(found)} scores" if isinstance(found, list | tuple) else f"{found!r:.60}"
-                raise ValueError(f"it returned {count} for {len(responses)} samples, not a number or None for each")
-            return [each.item() if isinstance(each, torch.Tensor) else each for each in found]
-
-        of_all = _once(returned)
-        absent = set[int]()
-
-        def score_of(i: int) -> Any:
-            if (score := of_all()[i]) is None:
-                absent.add(i)
-            return 0.0 if score is None else score
-
-        scores = self.scores_of((partial(score_of, i) for i in range(len(responses))), responses)
+            outcomes = _for_each(found, len(responses))
+        except BaseException as error:  # is that of every sample
+            outcomes = [error] * len(responses)
+        absent = frozenset(i for i, outcome in enumerate(outcomes) if outcome is None)
+        calls = [partial(_result, 0.0 if outcome is None else outcome) for outcome in outcomes]
+        scores = self.scores_of(calls, responses)
         for name, values in columns.items():
             if len(values) != len(responses):
                 raise UserError(
                     f"{self} called log_extra({name!r}) with {len(values)} values for {len(responses)} samples; give"
                     " one for each"
                 )
-        return replace(scores, absent=frozenset(absent), metrics=metrics, columns=columns)
+        return replace(scores, absent=absent, metrics=metrics, columns=columns)
 
     def _batch(self, responses: RewardInput) -> Iterator[tuple[str, Any]]:
         every = range(len(responses))
@@ -222,19 +209,13 @@ def name_of(function: Callable[..., Any]) -> str:
     return function.__name__ if inspect.isroutine(function) else type(function).__name__
 
 
-def _once(call: Callable[[], Any]) -> Callable[[], Any]:
-    """What a call returned or raised the first time, each time."""
-    outcome: list[Any] = []
-
-    def again() -> Any:
-        if not outcome:
-            try:
-                outcome.append(call())
-            except BaseException as error:
-                outcome.append(error)
-        return _result(outcome[0])
-
-    return again
+def _for_each(found: Any, count: int) -> list[Any]:
+    """What a function of TRL's form returned: a number for each sample, or None."""
+    found = found.tolist() if isinstance(found, torch.Tensor | np.ndarray) else found
+    if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != count:
+        what = f"{len(found)} scores" if isinstance(found, list | tuple) else f"{found!r:.60}"
+        raise ValueError(f"it returned {what} for {count} samples, not a number or None for each")
+    return [each.item() if isinstance(each, torch.Tensor) else each for each in found]
 
 
 def _run(together: Coroutine[Any, Any, list[Any]]) -> list[Any]:

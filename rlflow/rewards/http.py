@@ -14,8 +14,7 @@ from typing import Any
 import httpx
 
 from rlflow.errors import UserError, one_line
-from rlflow.rewards.columns import column
-from rlflow.rewards.reward import OnError, Reward, RewardInput, Scores, threads
+from rlflow.rewards.reward import OnError, Reward, RewardInput, Scores, read_column, threads
 
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}  # the codes of what may go well another time
 LONGEST_WAIT_S = 60.0
@@ -121,10 +120,7 @@ class HTTPReward(Reward):
         self._batch = batch
         self._at_once = at_once
         self._columns = columns
-
-    @property
-    def reads(self) -> dict[str, bool]:
-        return dict.fromkeys(self._columns or (), True)
+        self.reads = dict.fromkeys(columns or (), True)
 
     def score(self, responses: RewardInput) -> Scores:
         texts, rows = responses.texts, responses.rows
@@ -145,7 +141,9 @@ class HTTPReward(Reward):
             ConnectionError: It gives no answer, or another one.
         """
         names = self._columns
-        sent = [row if names is None else {name: column(row, name) for name in names} for row in rows]
+        sent = [
+            row if names is None else {name: read_column(row, name, may_be_null=True) for name in names} for row in rows
+        ]
         try:
             answer = self._endpoint.post({"texts": list(texts), "rows": sent})
         except (httpx.HTTPError, TypeError, ValueError) as error:  # TypeError of what is no JSON

@@ -12,17 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from rlflow.dotted_path import value_at
+from rlflow.dotted_path import column_of, value_at
 from rlflow.errors import ENDING, UserError, line_log, one_line
 
 Failed = Literal["zero", "drop"]
 OnError = Literal["raise", "zero", "drop"]
 Messages = list[dict[str, Any]]
+_Score = tuple[float, dict[str, float]]  # of one sample: the whole, and its parts by name
 TAKEN = ("mean", "errors", "outcome", "overlong", "model")  # logged of a reward next to its parts
 PROMPTS = ("prompt", "question")  # columns of the prompt where none is named
-ON_ERROR = "raise, zero or drop"
 MOST_SAID = 500  # characters of what a scorer raised
 LARGEST = 3.4028234663852886e38  # of float32, in which rewards are stored
 DONE = {"zero": "scored 0", "drop": "dropped"}
@@ -137,13 +138,19 @@ class Reward(ABC):
             the sample; `zero` scores it 0; `drop` leaves it out: it has mask 0 in every loss that follows from the
             score, and is absent from the statistics of its group and of its step. `zero` and `drop` are counted as
             `<name>/errors` and marked in `samples.jsonl`.
+
+    Attributes:
+        reads: The columns that it reads of every row, dots step into one, and whether they may hold null: `{"answer":
+            False}`. A subclass sets it in `__init__`. All rows are looked at before the first step, and one that lacks
+            a column is refused.
     """
 
     on_error: OnError = "raise"
+    reads: Mapping[str, bool] = MappingProxyType({})
 
     def __init__(self, on_error: OnError = "raise") -> None:
         if on_error not in get_args(OnError):
-            raise UserError(f"`on_error` is {on_error!r}; give {ON_ERROR}")
+            raise UserError(f"`on_error` is {on_error!r}; give raise, zero or drop")
         self.on_error = on_error
 
     @abstractmethod
@@ -158,14 +165,6 @@ class Reward(ABC):
     def drops(self) -> bool:
         """Whether samples that this reward fails on may be dropped."""
         return self.on_error == "drop"
-
-    @property
-    def reads(self) -> dict[str, bool]:
-        """The columns that it reads of every row, dots step into one, and whether they may hold null.
-
-        All rows are looked at before the first step; one that lacks a column is refused.
-        """
-        return {}
 
     @property
     def checked_by(self) -> str:
@@ -198,7 +197,7 @@ class Reward(ABC):
         scores, failures = list[_Score | None](), list[str]()
         for i, score_of in enumerate(given):
             try:
-                scores.append(_Score.of(score_of()))
+                scores.append(_score(score_of()))
             except (UserError, *ENDING):
                 raise
             except BaseException as error:  # such as `asyncio.CancelledError`
@@ -206,8 +205,8 @@ class Reward(ABC):
                 scores.append(None)
         self._warn(failures, responses)
         names = self._names(scores, responses)
-        parts = {name: [0.0 if score is None else score.parts[name] for score in scores] for name in names}
-        total = [0.0 if score is None else score.total for score in scores]
+        parts = {name: [0.0 if score is None else score[1][name] for score in scores] for name in names}
+        total = [0.0 if score is None else score[0] for score in scores]
         return Scores(total, parts, self._failed(i for i, score in enumerate(scores) if score is None))
 
     def settled(self, scores: Scores, responses: RewardInput) -> Scores:
@@ -240,9 +239,10 @@ class Reward(ABC):
         for i, score in enumerate(scores):
             if score is None:
                 continue
-            first = tuple(score.parts) if first is None else first
-            if other := sorted(set(first) ^ score.parts.keys()):
-                without = [part for part in other if part not in score.parts]
+            _, parts = score
+            first = tuple(parts) if first is None else first
+            if other := sorted(set(first) ^ parts.keys()):
+                without = [part for part in other if part not in parts]
                 raise UserError(
                     f"{self} gave sample {i} {'no' if without else 'a'} part `{(without or other)[0]}`, unlike the"
                     f" samples before ({_place(responses, i)}); return the same parts for every response"
@@ -341,27 +341,29 @@ def _check_failed(reward: Reward, failed: Any, count: int) -> None:
             raise UserError(f"{reward} drops sample {i}, and its property `drops` is False; let it return True")
 
 
-@dataclass(frozen=True)
-class _Score:
-    """The score of one sample."""
+def read_column(row: Mapping[str, Any], name: str, may_be_null: bool = False, place: str | None = None) -> Any:
+    """A column that a reward reads of a row; dots step into it, as in `metadata.expression`.
 
-    total: float
-    parts: dict[str, float]
+    Args:
+        row: Of the dataset.
+        name: Of the column.
+        may_be_null: Whether null is a value.
+        place: Of the row, for errors; None for the row itself.
 
-    @classmethod
-    def of(cls, given: Any) -> _Score:
-        """What a scorer returned, as numbers of float32."""
-        if not isinstance(given, Mapping):
-            return cls(_number(given), {})
-        if not given:
-            raise ValueError("it returned a mapping without a part")
-        parts = {}
-        for name, value in given.items():
-            try:
-                parts[str(name)] = _number(value)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"part `{name}`: {error}") from error
-        return cls(_number(sum(parts.values())), parts)
+    Raises:
+        UserError: The row has no such column, or null in it.
+    """
+    place = place or f"the row {row!r:.120}"
+    try:
+        value = column_of(row, name, place, ", which the reward reads")
+    except UserError as error:
+        raise UserError(f"{error} Mend or remove the row, or name another column in the reward") from error
+    if value is None and not may_be_null:
+        raise UserError(
+            f"{place}: column `{name}`, which the reward reads, is null, so no response could be right; write its"
+            " value, or remove the row"
+        )
+    return value
 
 
 @contextmanager
@@ -372,6 +374,21 @@ def threads(most: int) -> Iterator[ThreadPoolExecutor]:
             yield pool
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _score(given: Any) -> _Score:
+    """What a scorer returned for a sample, as numbers of float32."""
+    if not isinstance(given, Mapping):
+        return _number(given), {}
+    if not given:
+        raise ValueError("it returned a mapping without a part")
+    parts = {}
+    for name, value in given.items():
+        try:
+            parts[str(name)] = _number(value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"part `{name}`: {error}") from error
+    return _number(sum(parts.values())), parts
 
 
 def _number(score: Any) -> float:

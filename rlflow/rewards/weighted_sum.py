@@ -76,17 +76,14 @@ class WeightedSum(Reward):
         policies = {part.on_error for part in self.parts.values()}
         order: tuple[OnError, ...] = ("raise", "drop", "zero")
         super().__init__(next(how for how in order if how in policies))
+        reads: dict[str, bool] = {}
+        for part in self.parts.values():
+            reads |= {name: may_be_null and reads.get(name, True) for name, may_be_null in part.reads.items()}
+        self.reads = reads
 
     @property
     def drops(self) -> bool:
         return any(part.drops for part in self.parts.values())
-
-    @property
-    def reads(self) -> dict[str, bool]:
-        found: dict[str, bool] = {}
-        for part in self.parts.values():
-            found |= {name: may_be_null and found.get(name, True) for name, may_be_null in part.reads.items()}
-        return found
 
     @property
     def checked_by(self) -> str:
@@ -108,15 +105,14 @@ class WeightedSum(Reward):
         weighted = [[self.weights[name] * score for score in part.total] for name, part in scores.items()]
         total = [sum(sample) for sample in zip(*weighted, strict=True)]
         absent = frozenset[int].intersection(*(part.absent for part in scores.values()))
-        parts = {name: _where_present(part) for name, part in scores.items()}
+        parts = {
+            name: [None if i in part.absent else score for i, score in enumerate(part.total)]
+            for name, part in scores.items()
+        }
         return Scores(total, parts, failed, absent, metrics, columns)
 
     def __str__(self) -> str:
         return f"sum of {', '.join(self.parts)}"
-
-
-def _where_present(part: Scores) -> list[float | None]:
-    return [None if i in part.absent else score for i, score in enumerate(part.total)]
 
 
 def _by_name(rewards: list[Reward]) -> dict[str, Reward]:

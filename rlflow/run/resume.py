@@ -113,7 +113,7 @@ def _require_same_choice(run: Run, folder: Path, progress: Progress) -> None:
             f" {'one' if chooses else 'none'}, so the run would draw other prompts; continue with the same module,"
             " or start a new run from its model"
         )
-    now, then = run.train.prompts_per_step, progress.prompts_per_step
+    now, then = run.data.prompts_per_step, progress.prompts_per_step
     if chose and then not in (None, now):
         raise UserError(
             f"`data.prompts_per_step` is {now}, and the run of {folder} chose prompts for steps of {then}; continue"

@@ -106,7 +106,7 @@ class RunState:
             module=rest,
             callbacks=self._callbacks.state_dict(),
             chosen=None if chosen is None else chosen.state_dict(),
-            prompts_per_step=run.train.prompts_per_step,
+            prompts_per_step=run.data.prompts_per_step,
             history=controller.history,
             config=None if run.config is None else dict(run.config),
             monitored=self.monitored,

@@ -16,7 +16,7 @@ import pytest
 
 from rlflow.errors import UserError
 from rlflow.rewards import HTTPReward, Judge, RewardInput
-from rlflow.rewards.rubric import grades_in
+from rlflow.rewards.judge import grades_in
 
 
 class Server:

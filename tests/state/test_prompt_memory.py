@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlflow.data.chosen_rows import ChosenRows
+from rlflow.data.loader import ChosenRows
 from rlflow.errors import UserError
 from rlflow.state.prompt_memory import PromptMemory
 

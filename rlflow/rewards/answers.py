@@ -1,0 +1,128 @@
+"""Whether a response is the right answer: word for word, as mathematics, as a sum, or by a task's own scorer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from rlflow.errors import UserError, did_you_mean, require
+from rlflow.rewards.reward import OnError, SampleReward, read_column
+
+_SUM = re.compile(r"\d{1,9}(?: [+-] \d{1,9})+")
+
+
+class ExactMatch(SampleReward):
+    """1 where the response equals the row's answer, whitespace at the ends aside, else 0.
+
+    Args:
+        answer: Column of the answer.
+        on_error: `raise`, `zero` or `drop`; see `Reward`.
+    """
+
+    def __init__(self, answer: str = "answer", on_error: OnError = "raise") -> None:
+        super().__init__(on_error)
+        self.answer = answer
+        self.reads = {answer: False}
+
+    def score_sample(self, text: str, row: dict[str, Any]) -> float:
+        return float(text.strip() == str(read_column(row, self.answer)).strip())
+
+
+class MathVerify(SampleReward):
+    """1 where the last expression of the response equals the row's answer mathematically, else 0.
+
+    math-verify itself gives up on an expression after 5 seconds, by a signal: rewards run in the main thread.
+
+    Args:
+        answer: Column of the answer: an expression, in LaTeX or plain, or a text that ends with one, as in GSM8K.
+        on_error: `raise`, `zero` or `drop`; see `Reward`.
+    """
+
+    def __init__(self, answer: str = "answer", on_error: OnError = "raise") -> None:
+        require("math_verify", "MathVerify", "tasks")
+        super().__init__(on_error)
+        self.answer = answer
+        self.reads = {answer: False}
+
+    def check(self, row: dict[str, Any]) -> None:
+        # Where the box holds a word, math-verify takes that at least; of a solution as in GSM8K, parsing takes 10 ms.
+        if not str(read_column(row, self.answer)).lstrip()[:1].isalnum():
+            self._expected(row)
+
+    def score_sample(self, text: str, row: dict[str, Any]) -> float:
+        from math_verify import parse, verify
+
+        return float(verify(self._expected(row), parse(text)))
+
+    def _expected(self, row: dict[str, Any]) -> Any:
+        from math_verify import parse
+
+        answer = str(read_column(row, self.answer))
+        expected = parse(f"\\boxed{{{answer}}}")  # in a box, or LaTeX without dollar signs would not be read
+        if not expected:
+            raise UserError(
+                f"column `{self.answer}` holds {answer[:60]!r}, no expression that math-verify can read; mend or remove"
+                " the row"
+            )
+        return expected
+
+
+class SumValue(SampleReward):
+    """1 where the response is the value of the sum in the row, such as `5 + 9 - 2`, else 0; what is no sum has none.
+
+    Args:
+        question: Column of the sum, which need not come from a dataset; dots step into a column.
+        on_error: `raise`, `zero` or `drop`; see `Reward`.
+    """
+
+    def __init__(self, question: str = "question", on_error: OnError = "raise") -> None:
+        super().__init__(on_error)
+        self.question = question
+        self.reads = {question: False}
+
+    def score_sample(self, text: str, row: dict[str, Any]) -> float:
+        question = str(read_column(row, self.question))
+        if not _SUM.fullmatch(question):
+            return 0.0
+        value = sum(int(term) for term in re.findall(r"[+-]?\d+", question.replace(" ", "")))
+        return float(text == str(value))
+
+
+class ReasoningGymScore(SampleReward):
+    """The task's own `score_answer`, from 0 to 1; many tasks give a little for an answer inside other text.
+
+    Args:
+        task: Name of the task; rows are entries of it, as the source `ReasoningGym` makes them.
+        on_error: `raise`, `zero` or `drop`; see `Reward`.
+    """
+
+    def __init__(self, task: str, on_error: OnError = "raise") -> None:
+        require("reasoning_gym", "ReasoningGymScore", "tasks")
+        super().__init__(on_error)
+        self.task = task
+
+    def score_sample(self, text: str, row: dict[str, Any]) -> float:
+        return self._score_answer(text, row)
+
+    @cached_property
+    def _score_answer(self) -> Callable[[str, dict[str, Any]], float]:
+        return scorer_of(self.task)
+
+
+def scorer_of(task: str) -> Callable[[str, dict[str, Any]], float]:
+    """The scorer of a task of reasoning-gym, of an answer and an entry of the task.
+
+    Raises:
+        UserError: There is no such task.
+    """
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        raise UserError(
+            f"`task` {task!r} is none of the {len(DATASETS)} in reasoning-gym's gallery.{did_you_mean(task, DATASETS)}"
+        )
+    scorer: Callable[[str, dict[str, Any]], float] = reasoning_gym.get_score_answer_fn(task)
+    return scorer
