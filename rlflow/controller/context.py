@@ -15,8 +15,8 @@ from rlflow.controller.conversations import ConversationRunner, ConverseCall, me
 from rlflow.controller.failures import drop
 from rlflow.controller.generating import Calls, callers_of, parents_of, policy_of, require_beginning, require_own_rows
 from rlflow.controller.scoring import reward_input, scored_alike
-from rlflow.dag.failures import scores_rows
 from rlflow.dag.node import Node
+from rlflow.dag.row_spaces import scores_rows
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.conversation_format import ConversationFormat

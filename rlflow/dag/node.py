@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, TypeVar, overload
 
 from rlflow.dag.annotations import choices, without_each
+from rlflow.dag.problems import Problem, place
 from rlflow.errors import UserError
 from rlflow.values.columns import columns
 from rlflow.values.cuts import Cut
@@ -133,8 +133,8 @@ class Node:
         grows: Whether it makes rows without generating: its return type is `Grown`.
         space: The rows of its value: `batch`, the prompts', or the id of the node that made them.
         inside: The rows in which it sees the values that it reads.
-        follows: The rows whose scores its inputs follow from, where the reward drops samples that it fails on; see
-            `rlflow.dag.failures`.
+        follows: The rows whose scores its inputs follow from, where the reward drops samples that it fails on; the
+            node is called without such samples.
     """
 
     id: str
@@ -196,13 +196,11 @@ class Node:
         """`file:line`, the file relative to the working directory where it lies below it."""
         return place(self.file, self.line)
 
+    def problem(self, text: str) -> Problem:
+        """What is wrong with it, `text` being what follows its name."""
+        return Problem(self.file, self.line, f"`{self.id}` {text}")
+
 
 def engine_of(policy: str) -> str:
     """What `placement` calls the ranks where a policy generates."""
     return f"{policy}.{ROLLOUT}"
-
-
-def place(file: str, line: int) -> str:
-    """`file:line` as an editor opens it, the file relative to the working directory where it lies below it."""
-    relative = os.path.relpath(file)
-    return f"{file if relative.startswith(os.pardir) else relative}:{line}"
