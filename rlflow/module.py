@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from rlflow.dag.call import NodeConfig
+from rlflow.dag.node import NodeConfig
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.functional import Aggregation

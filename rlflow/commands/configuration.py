@@ -21,7 +21,7 @@ from rlflow.config.checking import mistakes_of, unreal_numbers
 from rlflow.config.errors import ConfigError, WrittenKeys
 from rlflow.config.layers import CONFIG, Layer, layers
 from rlflow.config.merging import merged
-from rlflow.dag.call import NodeConfig
+from rlflow.dag.node import NodeConfig
 from rlflow.data.prompts import PromptData
 from rlflow.loggers.lightning import LoggerLike
 from rlflow.models.handle import ModelHandle

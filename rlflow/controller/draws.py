@@ -165,7 +165,7 @@ class Filling:
         self.surplus: Kept | None = None
         self._graph = graph
         self._layouts = plan.layouts()
-        self._members = () if plan.fill is None else plan.fill.members
+        self._members = () if plan.fill is None else plan.fill.ranks
         repeated = () if plan.fill is None else plan.fill.tasks
         runs = [graph.nodes[task.node_id] for task in repeated if isinstance(task, RunNode)]
         spaces = [BATCH, *(node.id for node in runs if node.makes_rows)]
@@ -196,7 +196,7 @@ class Filling:
             if not draw():
                 continue
             drawing = self._keeping.of(now)
-            groups = drawing.roots if fill.filter_id is None else self._chosen(fill.filter_id, fill.members, now)
+            groups = drawing.roots if fill.filter_id is None else self._chosen(fill.filter_id, fill.ranks, now)
             for name in (*fill.keeps, fill.filter_id):
                 if name is not None and now.buffer.holds(name):
                     now.buffer.free(name)
@@ -325,7 +325,7 @@ class PartialRollout:
         if under_way is None:
             under_way = torch.zeros(len(space.held(self._layout, self._transport.rank)), dtype=torch.bool)
         here = under_way.to("cpu", torch.uint8)
-        cut_off = space.gathered(self._layout, here, self._transport, self._task.members).bool()
+        cut_off = space.gathered(self._layout, here, self._transport, self._task.ranks).bool()
         waiting = space.roots[cut_off].unique()
         ended = drawn.roots[~torch.isin(drawn.roots, waiting)]
         self.held = drawn.only(waiting) if len(waiting) else None
@@ -334,5 +334,5 @@ class PartialRollout:
 
     def restore(self, read: Callable[[str, Kept], Kept | None]) -> None:
         """Take back what was held, which `read` finds by its name, told what it is made of."""
-        if self._transport.rank in self._task.members:
+        if self._transport.rank in self._task.ranks:
             self.held = read(UNDER_WAY, self._samples.empty())

@@ -8,8 +8,7 @@ from types import FunctionType, NoneType
 from typing import Any, get_args, get_type_hints
 
 from rlflow.dag.annotations import type_name, without_grown
-from rlflow.dag.call import Call
-from rlflow.dag.node import BATCH, MARK, ROLLOUT, Input, Kind, Mark, Node, TypeMark
+from rlflow.dag.node import BATCH, MARK, ROLLOUT, Call, Input, Kind, Mark, Node, TypeMark
 from rlflow.dag.problems import Problem
 from rlflow.errors import did_you_mean
 from rlflow.values.columns import columns
