@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlflow.context.node_context import AllRows, NodeContext
-from rlflow.dag.call import NodeConfig
+from rlflow.dag.node import NodeConfig
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.functional import Aggregation, merge_moments, quantiles, row_moments, standardize

@@ -8,9 +8,8 @@ from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentParser
 
-from rlflow.dag.call import CUTS, Call, NodeConfig
 from rlflow.dag.methods import marks
-from rlflow.dag.node import MARK, Mark, names, node
+from rlflow.dag.node import CUTS, MARK, Call, Mark, NodeConfig, names, node
 from rlflow.dotted_path import object_at
 from rlflow.errors import UserError, did_you_mean, one_line
 from rlflow.functional import (

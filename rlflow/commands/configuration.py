@@ -20,7 +20,7 @@ from rlflow.config.checking import mistakes_of, unreal_numbers
 from rlflow.config.keys import WrittenKeys
 from rlflow.config.merging import merged
 from rlflow.config.reading import CONFIG, layers
-from rlflow.dag.call import NodeConfig
+from rlflow.dag.node import NodeConfig
 from rlflow.data.prompts import PromptData
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule

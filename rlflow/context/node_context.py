@@ -15,8 +15,8 @@ from rlflow.context.conversations import ConversationRunner, ConverseCall, measu
 from rlflow.context.dropped_rows import drop
 from rlflow.context.generation import Calls, callers_of, parents_of, policy_of, require_beginning, require_own_rows
 from rlflow.context.scoring import reward_input, scored_alike
-from rlflow.dag.failures import scores_rows
 from rlflow.dag.node import Node
+from rlflow.dag.row_spaces import scores_rows
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment

@@ -103,7 +103,7 @@ class Draws:
         drawn, space = self._samples.of(step), step.spaces[task.node_id]
         none = torch.zeros(len(space.held(layout, rank)), dtype=torch.bool)
         cut_off = none if step.cut_off is None else step.cut_off
-        of_all = space.gathered(layout, cut_off.to("cpu", torch.uint8), self._transport, task.members).bool()
+        of_all = space.gathered(layout, cut_off.to("cpu", torch.uint8), self._transport, task.ranks).bool()
         waiting = space.roots[of_all].unique()
         ended = drawn.roots[~torch.isin(drawn.roots, waiting)]
         self.unfinished = drawn.only(waiting) if len(waiting) else None
@@ -132,7 +132,7 @@ class Draws:
             if not self._draw(task, step, run):
                 continue
             drawing = self._of_step.of(step)
-            groups = drawing.roots if task.filter_id is None else self._chosen(task.filter_id, task.members, step)
+            groups = drawing.roots if task.filter_id is None else self._chosen(task.filter_id, task.ranks, step)
             for name in (*task.keeps, task.filter_id):
                 if name is not None and step.buffer.holds(name):
                     step.buffer.free(name)
@@ -170,9 +170,9 @@ class Draws:
         """Go on after `count` draws, with what `read` finds of `carried_over`."""
         self.count = count
         fill, rank = self._run.plan.fill, self._transport.rank
-        if fill is not None and rank in fill.members:
+        if fill is not None and rank in fill.ranks:
             self.surplus = read(SURPLUS, self._of_step.empty())
-        if self._cuts is not None and rank in self._cuts.members:
+        if self._cuts is not None and rank in self._cuts.ranks:
             self.unfinished = read(UNFINISHED, self._samples.empty())
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -14,17 +14,13 @@ from rlflow.errors import did_you_mean
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.columns import columns
 from rlflow.values.cuts import Cut
+from rlflow.values.each import grown
 from rlflow.values.rollout import Rollout
 
 
-def missing(nodes: Mapping[str, Node], removed: Collection[str], methods: Collection[str]) -> Iterator[Problem]:
-    """Values that are read and that no node makes.
-
-    Args:
-        nodes: The graph's nodes.
-        removed: Names of nodes that were set to None.
-        methods: Names of the methods of the module's class, marked or not.
-    """
+def missing(nodes: Mapping[str, Node], removed: Collection[str], module_class: type) -> Iterator[Problem]:
+    """Values that are read and that no node makes; `removed` are the names of nodes that were set to None."""
+    methods = [name for name in dir(module_class) if callable(getattr(module_class, name))]
     for node in nodes.values():
         for name in node.reads:
             source = nodes.get(name)
@@ -35,18 +31,18 @@ def missing(nodes: Mapping[str, Node], removed: Collection[str], methods: Collec
                     why = "a method that is not a node. Mark it with `@node`"
                 else:
                     why = "which no node makes." + (did_you_mean(name, [BATCH, *nodes]) or _values(nodes))
-                yield _problem(node, f"reads `{name}`, {why}")
+                yield node.problem(f"reads `{name}`, {why}")
             elif source is not None and not source.makes_value:
                 what = "a train node" if source.kind == "train" else "a node that returns None"
                 why = f"{what} ({source.place}), which makes no value. Compute what is shared in another node"
                 other = f", or write `{name}: Trained` to come after it" if source.kind == "train" else ""
-                yield _problem(node, f"reads `{name}`, {why}{other}")
+                yield node.problem(f"reads `{name}`, {why}{other}")
         for name in node.after:
             source = nodes.get(name)
             if source is None or source.kind != "train":
                 trains = [other.id for other in nodes.values() if other.kind == "train"]
                 why = did_you_mean(name, trains) or f" Those are {', '.join(trains) or 'none'}."
-                yield _problem(node, f"comes after `{name}`, read as Trained, and that is no train node.{why}")
+                yield node.problem(f"comes after `{name}`, read as Trained, and that is no train node.{why}")
 
 
 def mistyped(nodes: Mapping[str, Node]) -> Iterator[Problem]:
@@ -57,7 +53,7 @@ def mistyped(nodes: Mapping[str, Node]) -> Iterator[Problem]:
             if value.after:
                 continue
             if value.each and value.name in (other.name for other in node.inputs if not other.each):
-                yield _problem(node, f"reads `{value.name}` both as Each and plainly. Read it in one way")
+                yield node.problem(f"reads `{value.name}` both as Each and plainly. Read it in one way")
             if value.field:
                 made = type_of_batch(nodes) if value.name == BATCH else source.returns if source is not None else Any
                 if made is not Any and made is not NoneType:
@@ -73,9 +69,9 @@ def _misread(node: Node, read: Input, made: Any, otherwise: str) -> Iterator[Pro
     """A line for each field that a type names and the value does not have so; or one, where it names none of it."""
     wanted, whole = read.annotation, f"reads `{read.name}` as {type_name(read.annotation)}"
     if names_fields(wanted) and wanted not in (Batch, Pairs, Rollout) and members(wanted).keys() & fields(made).keys():
-        yield from (_problem(node, f"{whole}, which names {wrong}") for wrong in misfits(wanted, made))
+        yield from (node.problem(f"{whole}, which names {wrong}") for wrong in misfits(wanted, made))
     else:
-        yield _problem(node, f"{whole}, but {otherwise}")
+        yield node.problem(f"{whole}, but {otherwise}")
 
 
 def _misread_field(node: Node, read: Input, owner: Any) -> Iterator[Problem]:
@@ -83,19 +79,14 @@ def _misread_field(node: Node, read: Input, owner: Any) -> Iterator[Problem]:
     whole, known = f"`{read.name}.{read.field}`", fields(owner)
     if read.field not in known:
         why = did_you_mean(read.field, known) or (f" It has {', '.join(known)}." if known else " Read it whole.")
-        yield _problem(node, f"reads {whole}, and {type_name(owner)} has no such field.{why}")
+        yield node.problem(f"reads {whole}, and {type_name(owner)} has no such field.{why}")
     elif not accepts(read.annotation, known[read.field]):
         made = f"it is {type_name(known[read.field])}"
-        yield _problem(node, f"reads {whole} as {type_name(read.annotation)}, but {made}. Correct one")
+        yield node.problem(f"reads {whole} as {type_name(read.annotation)}, but {made}. Correct one")
 
 
-def mispaired(nodes: Mapping[str, Node], spaces: Mapping[str, str]) -> Iterator[Problem]:
-    """Nodes that read `batch` as another type than an earlier one does, or make tokens of pairs.
-
-    Args:
-        nodes: The graph's nodes.
-        spaces: The rows of each node's value, as far as they are known.
-    """
+def mispaired(nodes: Mapping[str, Node]) -> Iterator[Problem]:
+    """Nodes that read `batch` as another type than an earlier one does, or make tokens of pairs."""
     first: tuple[Node, type] | None = None
     for node in nodes.values():
         for value in node.inputs:
@@ -106,12 +97,12 @@ def mispaired(nodes: Mapping[str, Node], spaces: Mapping[str, str]) -> Iterator[
                 first = node, types[0]
             elif types[0] is not first[1]:
                 other = f"`{first[0].id}` reads it as {first[1].__name__} ({first[0].place})"
-                yield _problem(node, f"reads `batch` as {types[0].__name__}, but {other}. Make them agree")
+                yield node.problem(f"reads `batch` as {types[0].__name__}, but {other}. Make them agree")
     paired = type_of_batch(nodes) is Pairs
     for node in nodes.values():
-        if paired and spaces.get(node.id) == BATCH and node.kind != "rollout" and _has_tokens(node):
+        if paired and node.space == BATCH and node.kind != "rollout" and _has_tokens(node):
             text = f"returns {type_name(node.returns)} of pairs, and a pair has the tokens of two responses"
-            yield _problem(node, f"{text}. Return one number or vector for each pair, `-> PerSample`")
+            yield node.problem(f"{text}. Return one number or vector for each pair, `-> PerSample`")
 
 
 def type_of_batch(nodes: Mapping[str, Node]) -> type:
@@ -129,11 +120,11 @@ def miscast(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Probl
     """
     for node in nodes.values():
         if node.kind == "train" and node.role is None:
-            yield _problem(node, 'trains and has no role. Name the model it trains: `@node(role="...", type="train")`')
+            yield node.problem('trains and has no role. Name the model it trains: `@node(role="...", type="train")`')
         elif node.role not in (None, *roles):
             known = [*roles, ROLLOUT]
             why = did_you_mean(str(node.role), known) or f" The roles are {', '.join(known)}."
-            yield _problem(node, f"has role {node.role!r}, which names no model handle of the module.{why}")
+            yield node.problem(f"has role {node.role!r}, which names no model handle of the module.{why}")
 
 
 def misgenerated(nodes: Mapping[str, Node], roles: Collection[str], policies: Collection[str]) -> Iterator[Problem]:
@@ -148,10 +139,10 @@ def misgenerated(nodes: Mapping[str, Node], roles: Collection[str], policies: Co
         for policy in node.generates:
             if policy not in roles:
                 why = did_you_mean(policy, policies) or f" The language models are {', '.join(policies) or 'none'}."
-                yield _problem(node, f"generates with {policy!r}, which names no model handle of the module.{why}")
+                yield node.problem(f"generates with {policy!r}, which names no model handle of the module.{why}")
             elif policy not in policies:
                 why = f"no language model; only a CausalLM generates, and those are {', '.join(policies) or 'none'}"
-                yield _problem(node, f"generates with {policy!r}, which is {why}. Name one of them")
+                yield node.problem(f"generates with {policy!r}, which is {why}. Name one of them")
 
 
 def misused(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Problem]:
@@ -166,17 +157,17 @@ def misused(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Probl
         if node.uses and node.role is None:
             has = "generates" if node.kind == "rollout" else "has no role"
             text = f"uses `{node.uses[0]}` and {has}; a model is called on the ranks of another"
-            yield _problem(node, f'{text}. Write `@node(role="{node.uses[0]}")`, or name the role that it lives with')
+            yield node.problem(f'{text}. Write `@node(role="{node.uses[0]}")`, or name the role that it lives with')
         for name in node.uses:
             if name not in roles:
                 why = did_you_mean(name, roles) or f" The handles are {', '.join(roles)}."
-                yield _problem(node, f"uses `{name}`, which names no model handle of the module.{why}")
+                yield node.problem(f"uses `{name}`, which names no model handle of the module.{why}")
             elif name == node.role:
-                yield _problem(node, f"uses `{name}`, which is its role. Leave it out of `uses`")
+                yield node.problem(f"uses `{name}`, which is its role. Leave it out of `uses`")
             elif name in trains:
                 other = trains[name]
                 text = f"uses `{name}`, which `{other.id}` ({other.place}) trains"
-                yield _problem(node, f"{text}. Score with it in a node of its own, or name a frozen model")
+                yield node.problem(f"{text}. Score with it in a node of its own, or name a frozen model")
 
 
 def unmasked(nodes: Mapping[str, Node]) -> Iterator[Problem]:
@@ -185,7 +176,7 @@ def unmasked(nodes: Mapping[str, Node]) -> Iterator[Problem]:
         masks = masks_of(node, nodes)
         if node.kind == "train" and len(masks) != 1:
             found = f"{len(masks)} values with a `loss_mask` ({', '.join(masks)})" if masks else "none"
-            yield _problem(node, f"needs one value whose `loss_mask` masks its loss, and reads {found}. Read just one")
+            yield node.problem(f"needs one value whose `loss_mask` masks its loss, and reads {found}. Read just one")
 
 
 def masks_of(node: Node, nodes: Mapping[str, Node]) -> list[str]:
@@ -198,20 +189,18 @@ def misfiltered(nodes: Mapping[str, Node]) -> Iterator[Problem]:
     filters = [node for node in nodes.values() if node.kind == "filter"]
     for node in filters[1:]:
         text = f"is a second filter beside `{filters[0].id}` ({filters[0].place}), and rows are chosen once"
-        yield _problem(node, f"{text}. Combine the two into one")
+        yield node.problem(f"{text}. Combine the two into one")
     repeated = block(nodes)
     followed = {name for id in repeated for name in nodes[id].after if name in nodes and nodes[name].kind == "train"}
     for name in sorted(followed):
         if filters:
             text = f"trains, and the filter `{filters[0].id}` comes after it, which is asked once a draw and not a step"
-            yield _problem(nodes[name], f"{text}. Let the filter and what it reads do without `{name}: Trained`")
+            yield nodes[name].problem(f"{text}. Let the filter and what it reads do without `{name}: Trained`")
     drawn = any(BATCH in nodes[name].reads for name in repeated)
     for node in filters:
         known = [name for name in node.reads if name == BATCH or name in nodes]
         if not drawn or not any(name == BATCH or nodes[name].has_rows for name in known):
-            yield _problem(
-                node, "is a filter and reads neither prompts nor samples. Read the rows that it chooses from"
-            )
+            yield node.problem("is a filter and reads neither prompts nor samples. Read the rows that it chooses from")
     for node in nodes.values():
         for name in node.reads if node.id not in repeated else ():
             if name in repeated and _has_scalar(nodes[name]):
@@ -219,11 +208,26 @@ def misfiltered(nodes: Mapping[str, Node]) -> Iterator[Problem]:
                 text = (
                     f"reads {made} `{filters[0].id}` are of several. Compute it in a node that comes after the filter"
                 )
-                yield _problem(node, text)
+                yield node.problem(text)
 
 
-def _problem(node: Node, text: str) -> Problem:
-    return Problem(node.file, node.line, f"`{node.id}` {text}")
+def mislaid(order: Sequence[Node], nodes: Mapping[str, Node]) -> Iterator[Problem]:
+    """Train nodes whose rows are not those of their loss alone, and nodes that make rows and read none above them."""
+    for node in order:
+        if node.grows and not node.reads:
+            text = f"returns {type_name(grown(node.returns))} and reads no rows that the new ones are below"
+            yield node.problem(f"{text}. Read those, such as `batch: Batch`")
+        if node.kind != "train":
+            continue
+        for name in node.each:
+            text = f"trains and reads `{name}` as Each, and mini-batches are cut by the rows of the loss"
+            yield node.problem(f"{text}. Compute what it needs of them in a node of its own")
+        space_of = {BATCH: BATCH, **{other.id: other.space for other in order}}
+        masks = masks_of(node, nodes)
+        if len(masks) == 1 and not node.each and (of := space_of.get(masks[0], BATCH)) != node.inside:
+            below = next(name for name in node.reads if space_of.get(name, BATCH) == node.inside)
+            text = f"trains on rows of `{of}` (in `{masks[0]}`) and reads `{below}` of rows of `{node.inside}` below"
+            yield node.problem(f"{text} them. Read it as Each in a node before, which makes one value for each row")
 
 
 def _has_scalar(node: Node) -> bool:

@@ -9,13 +9,12 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from rlflow.dag import checks
-from rlflow.dag.failures import followed, scores_rows
 from rlflow.dag.fields import FieldsRead, fields_read
 from rlflow.dag.methods import read_methods
 from rlflow.dag.node import BATCH, Input, Node
 from rlflow.dag.order import block, in_order
 from rlflow.dag.problems import GraphError, Problem
-from rlflow.dag.row_spaces import mislaid, row_spaces, unread_grown
+from rlflow.dag.row_spaces import levels, scores_rows, with_rows
 from rlflow.errors import UserError
 from rlflow.values.columns import columns
 
@@ -60,23 +59,21 @@ class Graph:
             GraphError: All that is wrong, each with file and line.
             UserError: The module has no node.
         """
-        methods = read_methods(module)
-        if not methods.nodes and not methods.problems:
+        written, removed, problems = read_methods(module)
+        if not written and not problems:
             steps = "Mark the steps of the algorithm with `@node`, or write them under `nodes` in the config"
             raise UserError(f"`{type(module).__name__}` has no node. {steps}")
-        known = {BATCH, *methods.nodes}
-        nodes = {node.id: _without_absent(node, known) for node in methods.nodes.values()}
-        order, cycles = in_order(nodes, averages)
         policies = roles if policies is None else policies
-        nodes = {node.id: _with_policy(node, order, policies) for node in nodes.values()}
-        order = tuple(nodes[node.id] for node in order)
-        spaces, mixed = row_spaces(order)
-        masks = {name: masked[0] for name, node in nodes.items() if len(masked := checks.masks_of(node, nodes)) == 1}
-        problems = [
-            *methods.problems,
-            *checks.missing(nodes, methods.removed, methods.all),
+        nodes = {name: _without_absent(node, {BATCH, *written}) for name, node in written.items()}
+        order, cycles = in_order(nodes, averages)
+        nodes = {name: _with_policy(node, order, policies) for name, node in nodes.items()}
+        placed, mixed = with_rows((nodes[node.id] for node in order), drops)
+        nodes |= placed
+        order = tuple(placed.values())
+        problems += [
+            *checks.missing(nodes, removed, type(module)),
             *checks.mistyped(nodes),
-            *checks.mispaired(nodes, spaces.of),
+            *checks.mispaired(nodes),
             *checks.miscast(nodes, roles),
             *checks.misgenerated(nodes, roles, policies),
             *checks.misused(nodes, roles),
@@ -84,17 +81,11 @@ class Graph:
             *checks.misfiltered(nodes),
             *cycles,
             *mixed,
-            *mislaid(nodes, spaces, masks),
-            *unread_grown(nodes),
+            *checks.mislaid(order, nodes),
         ]
         if problems:
             raise GraphError(*sorted(problems, key=lambda problem: (problem.file, problem.line)))
-        follows = followed(order, spaces.of) if drops else {}
-        nodes = {
-            name: replace(node, space=spaces.of[name], inside=spaces.inside[name], follows=follows.get(name, ()))
-            for name, node in nodes.items()
-        }
-        made = cls(nodes, tuple(nodes[node.id] for node in order), averages)
+        made = cls(nodes, order, averages)
         reads = ((node, value) for node in made.order for value in node.reads)
         watched = {*made.trained_roles(), *(policy for policy in made.policies() if policy in averages)}
         fields = {
@@ -173,7 +164,7 @@ class Graph:
 
     def levels(self, space: str) -> tuple[str, ...]:
         """The names of the rows on the way from prompts to those of a space, its own last."""
-        return (BATCH,) if space == BATCH else (*self.levels(self.nodes[space].inside), space)
+        return levels(space, self.nodes)
 
     def marked_by(self, node: Node) -> tuple[str, ...]:
         """The rows, some of which a node's scoring may drop; none where nothing follows from its scores."""

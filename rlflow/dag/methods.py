@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import inspect
-import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from types import FunctionType
+from types import FunctionType, NoneType
 from typing import Any, get_args, get_type_hints
 
 from rlflow.dag.annotations import type_name, without_grown
-from rlflow.dag.call import Call
-from rlflow.dag.node import BATCH, MARK, ROLLOUT, Input, Kind, Mark, Node, TypeMark
+from rlflow.dag.node import BATCH, MARK, ROLLOUT, Call, Input, Kind, Mark, Node, TypeMark
 from rlflow.dag.problems import Problem
 from rlflow.errors import did_you_mean
-from rlflow.values.columns import Column, columns
+from rlflow.values.columns import columns
 from rlflow.values.cuts import Cut, PerSample, PerToken
 from rlflow.values.rollout import Rollout
-
-
-@dataclass
-class Methods:
-    """The marked methods of a module, and the calls that its config puts beside them or in their place.
-
-    Attributes:
-        nodes: By name, in the order of declaration: those of base classes first; an override keeps its place.
-        removed: The names of nodes that were set to None.
-        all: The names of the methods of its class, marked or not.
-        problems: What is wrong with single methods.
-    """
-
-    nodes: dict[str, Node] = field(default_factory=dict)
-    removed: list[str] = field(default_factory=list)
-    all: list[str] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-
-    def add(self, reading: _Reading) -> None:
-        """One more node, with what is wrong with it."""
-        node = reading.node()
-        if node.id != BATCH:  # reported by the reading; its readers mean the dataset's rows
-            self.nodes[node.id] = node
-        self.problems += [Problem(reading.file, reading.line, text) for text in reading.wrong]
 
 
 def marks(cls: type) -> dict[str, Mark]:
@@ -51,53 +22,43 @@ def marks(cls: type) -> dict[str, Mark]:
     return {name: getattr(value, MARK) for name, value in attributes if _is_marked(value)}
 
 
-def read_methods(module: object) -> Methods:
-    """Read the nodes of the instance `module`."""
-    found = Methods(all=[name for name in dir(type(module)) if callable(getattr(type(module), name))])
-    classes = type(module).__mro__
-    declared = marks(type(module))
-    calls = {name: value for name, value in getattr(module, "__dict__", {}).items() if isinstance(value, Call)}
-    for name in dict.fromkeys([*declared, *calls]):
-        if name in calls:
-            found.add(_Reading(name, calls[name].function, calls[name].mark, calls[name]))
-            continue
-        definitions = [vars(cls)[name] for cls in classes if name in vars(cls)]
-        marked = next(value for value in definitions if _is_marked(value))
-        chosen = vars(module).get(name, definitions[0])
-        if chosen is None:
-            found.removed.append(name)
-            continue
-        plain = isinstance(chosen, FunctionType) and name not in vars(module)
-        reading = _Reading(name, chosen if plain else inspect.unwrap(marked), getattr(marked, MARK))
-        if not plain:
-            text = f"`{name}` is a {type(chosen).__name__}, not a plain method, so the node of that name cannot run"
-            reading.wrong.append(f"{text}. Rename the attribute, or set it to None to remove the node")
-        found.add(reading)
-    for cls in reversed(classes):
-        found.problems += _defined_twice(cls, declared)
-    return found
+def read_methods(module: object) -> tuple[dict[str, Node], list[str], list[Problem]]:
+    """The nodes of the instance `module`: its marked methods, and the calls that its config puts in their place.
+
+    Returns:
+        The nodes by name, in the order of declaration: those of base classes first; an override keeps its place. The
+        names of nodes that were set to None. What is wrong with single methods.
+    """
+    nodes: dict[str, Node] = {}
+    removed: list[str] = []
+    problems: list[Problem] = []
+    own = vars(module)
+    calls = [name for name, value in own.items() if isinstance(value, Call)]
+    for name in dict.fromkeys([*marks(type(module)), *calls]):
+        chosen = own.get(name)
+        if isinstance(chosen, Call):
+            reading = _Reading(name, chosen.function, chosen.mark, chosen)
+        else:
+            definitions = [vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)]
+            marked = next(value for value in definitions if _is_marked(value))
+            chosen = own.get(name, definitions[0])
+            if chosen is None:
+                removed.append(name)
+                continue
+            plain = isinstance(chosen, FunctionType) and name not in own
+            reading = _Reading(name, chosen if plain else inspect.unwrap(marked), getattr(marked, MARK))
+            if not plain:
+                text = f"`{name}` is a {type(chosen).__name__}, not a plain method, so the node of that name cannot run"
+                reading.wrong.append(f"{text}. Rename the attribute, or set it to None to remove the node")
+        node = reading.node()
+        if node.id != BATCH:  # reported by the reading; its readers mean the dataset's rows
+            nodes[node.id] = node
+        problems += [Problem(node.file, node.line, text) for text in reading.wrong]
+    return nodes, removed, problems
 
 
 def _is_marked(value: Any) -> bool:
     return isinstance(getattr(value, MARK, None), Mark)
-
-
-def _defined_twice(cls: type, names: dict[str, Mark]) -> Iterator[Problem]:
-    """Nodes whose name stands twice in one class body, where Python silently keeps the last."""
-    if names.keys().isdisjoint(vars(cls)):
-        return
-    with contextlib.suppress(OSError, TypeError, SyntaxError):  # a class typed at a prompt has no source to read
-        source, start = inspect.getsourcelines(cls)
-        body = ast.parse(textwrap.dedent("".join(source))).body[0]
-        first: dict[str, int] = {}
-        for statement in getattr(body, "body", ()):
-            if isinstance(statement, ast.FunctionDef) and statement.name in names:
-                line = start + statement.lineno - 1
-                if statement.name in first:
-                    text = f"`{statement.name}` is defined before, in line {first[statement.name]} of the same class"
-                    text += ", and only this last definition counts. Rename or delete one"
-                    yield Problem(inspect.getfile(cls), line, text)
-                first[statement.name] = line
 
 
 class _Reading:
@@ -182,20 +143,15 @@ class _Reading:
     def _returns(self, hints: dict[str, Any], kind: Kind) -> tuple[Any, bool]:
         """The type of its value, and whether the value has new rows."""
         returns, grows = without_grown(hints.get("return", Any))
+        cut = self._cut({**hints, "return": returns} if grows else hints, kind)
         if grows and kind != "compute":
             does = {"rollout": "generates", "train": "trains", "filter": "is a filter"}.get(kind, "has a role")
             text = f"`{self.name}` returns {type_name(hints['return'])} and {does}; rows are made of others without"
             self.wrong.append(f"{text} a model. Make them in a node of their own, `@node` alone")
-        elif grows and (known := self._columns(returns)) and all(column.cut is not Cut.PATH for column in known):
+        elif grows and cut not in (Any, NoneType) and all(column.cut is not Cut.PATH for column in columns(cut)):
             text = f"`{self.name}` returns {type_name(hints['return'])}, which has no `path`, and so no row that is"
             self.wrong.append(f"{text} above a new one. Give the type a field `path: RowPath`")
-        return self._cut({**hints, "return": returns} if grows else hints, kind), grows
-
-    def _columns(self, annotation: Any) -> tuple[Column, ...]:
-        """The columns of a type; none of one that cannot be cut, which is reported where that is checked."""
-        with contextlib.suppress(TypeError, NameError):
-            return columns(annotation)
-        return ()
+        return cut, grows
 
     def _cut(self, hints: dict[str, Any], kind: Kind) -> Any:
         """The type of its value, of which it is known how it is cut by rows."""

@@ -1,18 +1,18 @@
-"""`@node`, the mark that makes a method a step of the algorithm, and `Node`, what is known of such a step."""
+"""`@node`, the mark that makes a method a step of the algorithm, a config's entry for one, and what a step is."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, Literal, TypeVar, overload
 
 from rlflow.dag.annotations import choices, without_each
+from rlflow.dag.problems import Problem, place
 from rlflow.errors import UserError
 from rlflow.values.columns import columns
-from rlflow.values.cuts import Cut
-from rlflow.values.each import Trained
+from rlflow.values.cuts import Cut, PerSample, PerToken, Scalar
+from rlflow.values.each import Each, Trained
 
 Kind = Literal["compute", "model_inference", "rollout", "train", "filter"]
 TypeMark = Literal["train", "filter"]
@@ -21,6 +21,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 BATCH = "batch"  # the one value that no node makes, and the name of the row space of its rows, the prompts
 ROLLOUT = "rollout"  # the role that reads as `generates=` the first trained language model
 MARK = "__rlflow_node__"
+CUTS = {"PerSample": PerSample, "PerToken": PerToken, "Scalar": Scalar}
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,8 @@ class Node:
         grows: Whether it makes rows without generating: its return type is `Grown`.
         space: The rows of its value: `batch`, the prompts', or the id of the node that made them.
         inside: The rows in which it sees the values that it reads.
-        follows: The rows whose scores its inputs follow from, where the reward drops samples that it fails on; see
-            `rlflow.dag.failures`.
+        follows: The rows whose scores its inputs follow from, where the reward drops samples that it fails on; the
+            node is called without such samples.
     """
 
     id: str
@@ -196,13 +197,71 @@ class Node:
         """`file:line`, the file relative to the working directory where it lies below it."""
         return place(self.file, self.line)
 
+    def problem(self, text: str) -> Problem:
+        """What is wrong with it, `text` being what follows its name."""
+        return Problem(self.file, self.line, f"`{self.id}` {text}")
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """A node of a config's `nodes`; its name is the key that it stands under.
+
+    Attributes:
+        call: What makes the value: the dotted path of a function, a method of a model (`actor.logprobs`) or of the
+            module (`generate`).
+        role: As in `@node`, which the function may carry instead; of a model's method the model by itself.
+        type: As in `@node`.
+        generates: As in `@node`.
+        uses: As in `@node`.
+        inputs: The values that parameters get, or fields of values (`rollout.group`), where these have other names.
+        settings: What parameters get that are no values.
+        returns: How the value is cut by rows, where the function is annotated `Tensor` or not at all.
+    """
+
+    call: str
+    role: str | None = None
+    type: TypeMark | None = None
+    generates: str | list[str] | None = None
+    uses: str | list[str] | None = None
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    returns: Literal["PerSample", "PerToken", "Scalar"] | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """Stands on a module where a class has a method marked `@node`, and is called like one, with values by name.
+
+    Attributes:
+        function: What is called.
+        mark: What `@node` would say.
+        reads: By parameter: the value that it gets, or `value.field`.
+        settings: What other parameters get.
+        renamed: The parameters of which the config says what they get.
+        returns: How the value is cut, where the config says it.
+    """
+
+    function: Callable[..., Any]
+    mark: Mark
+    reads: Mapping[str, str]
+    settings: Mapping[str, Any]
+    renamed: frozenset[str] = frozenset()
+    returns: Any = None
+
+    def __call__(self, **values: Any) -> Any:
+        """Call the function."""
+        sources = {parameter: source.partition(".") for parameter, source in self.reads.items()}
+        given = {each: _part(values[value], of) for each, (value, _, of) in sources.items() if value in values}
+        return self.function(**given, **self.settings)
+
+
+def _part(value: Any, name: str) -> Any:
+    """The field of this name; of `Each` that of all its rows."""
+    if name and isinstance(value, Each):
+        return Each(getattr(value.values, name), value.counts)
+    return getattr(value, name) if name else value
+
 
 def engine_of(policy: str) -> str:
     """What `placement` calls the ranks where a policy generates."""
     return f"{policy}.{ROLLOUT}"
-
-
-def place(file: str, line: int) -> str:
-    """`file:line` as an editor opens it, the file relative to the working directory where it lies below it."""
-    relative = os.path.relpath(file)
-    return f"{file if relative.startswith(os.pardir) else relative}:{line}"

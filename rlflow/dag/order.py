@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from types import MappingProxyType
 
@@ -10,16 +10,21 @@ from rlflow.dag.node import Node
 from rlflow.dag.problems import Problem
 
 
-def block(nodes: Mapping[str, Node]) -> frozenset[str]:
+def block(nodes: Mapping[str, Node]) -> set[str]:
     """The filter and its ancestors, which repeat until a step is full; empty where there is no filter."""
-    found = {node.id for node in nodes.values() if node.kind == "filter"}
-    todo = sorted(found)
+    return with_ancestors([node.id for node in nodes.values() if node.kind == "filter"], nodes)
+
+
+def with_ancestors(names: Iterable[str], nodes: Mapping[str, Node]) -> set[str]:
+    """These nodes and all that come before them."""
+    found: set[str] = set()
+    todo = list(names)
     while todo:
-        for name in nodes[todo.pop()].needs:
-            if name in nodes and name not in found:
-                found.add(name)
-                todo.append(name)
-    return frozenset(found)
+        name = todo.pop()
+        if name in nodes and name not in found:
+            found.add(name)
+            todo += nodes[name].needs
+    return found
 
 
 def in_order(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, ROLLOUT, Node, engine_of
 from rlflow.dag.node_layouts import node_layouts
+from rlflow.dag.order import with_ancestors
 from rlflow.dag.tasks import (
     Exchange,
     Fill,
@@ -137,7 +138,6 @@ def plan(
     ahead, behind = _ahead_of_training(graph, placed) if max_staleness else (graph.order, ())
     if begins is not None:
         ahead = (begins, *(node for node in ahead if node != begins))
-    frees = _frees([*ahead, *behind], graph)
     repeated = graph.block or tuple(node for node in graph.order if node == begins)
     block = [node for node in ahead if node in repeated]
     after = [node for node in ahead if node not in repeated]
@@ -147,30 +147,23 @@ def plan(
             f" `{next(node.id for node in graph.block if node not in block)}`, which runs on ranks that train;"
             " place its role on others, or set `max_staleness: 0`"
         )
+    of_nodes = _NodeTasks(graph, placed, _frees([*ahead, *behind], graph))
     tasks: list[Task] = [Load(BATCH, placed[BATCH])] if BATCH in placed else []
-    if begins is not None:
-        tasks += _parted(block, graph, placed, frees)
-    else:
-        tasks += _exchanges(BATCH, graph, placed, block or ahead) if BATCH in placed else []
-        tasks += _runs(block or after, graph, placed, frees)
-        tasks = list(_beside_samples(tasks))
-    made = [BATCH, *(node.id for node in ahead)]
+    made = [BATCH] if BATCH in placed else []
     if block:
-        keeps = [value for value in (BATCH, *(node.id for node in block)) if _reads([*after, *behind], value)]
+        tasks += of_nodes.held_back(block) if begins is not None else of_nodes.run(block, made)
         members = tuple(sorted({rank for task in tasks for rank in task.ranks}))
+        made = [value for value in (BATCH, *(node.id for node in block)) if _reads([*after, *behind], value)]
         filter_id = None if graph.filter is None else graph.filter.id
-        tasks = [Fill(filter_id, tuple(_told(tasks, graph, everywhere=members)), tuple(keeps), members)]
-        for value in keeps:
-            tasks += _exchanges(value, graph, placed, after)
-        tasks += _runs(after, graph, placed, frees)
-        tasks = list(_beside_samples(tasks))
-        made = [*keeps, *(node.id for node in after)]
+        tasks = [Fill(filter_id, tuple(_told_to_all(tasks, graph, members)), tuple(made), members)]
+    tasks += of_nodes.run(after, made, behind)
     tasks = list(_with_syncs(tasks, graph, layouts, shared))
-    tasks += [replace(task, lag=max_staleness) for task in _runs(behind, graph, placed, frees)]
-    for value in made:
-        tasks += _exchanges(value, graph, placed, behind) if value in placed else []
-    tasks = list(_told(_once(tasks), graph))
-    return Plan((*tasks, Reduce(world, lag=max_staleness)), max_staleness)
+    there = {(task.value, task.reader_space, task.target) for task in tasks if isinstance(task, Exchange)}
+    tasks += [replace(task, lag=max_staleness) for task in of_nodes.run(behind)]
+    for value in (*made, *(node.id for node in after)):
+        crosses = of_nodes.exchanges(value, behind)
+        tasks += [each for each in crosses if (each.value, each.reader_space, each.target) not in there]
+    return Plan((*_told(tasks, graph), Reduce(world, lag=max_staleness)), max_staleness)
 
 
 def _continued_node(graph: Graph) -> Node:
@@ -229,69 +222,69 @@ def _ahead_of_training(graph: Graph, placed: Mapping[str, Layout]) -> tuple[tupl
 
 def _trains_before(node: Node, graph: Graph) -> str:
     """A train node that comes before `node`; empty where none does."""
-    todo, known = [node], {node.id}
-    while todo:
-        for name in todo.pop().needs:
-            if name == BATCH or name in known:
-                continue
-            if graph.nodes[name].kind == "train":
-                return name
-            known.add(name)
-            todo.append(graph.nodes[name])
-    return ""
+    before = with_ancestors([node.id], graph.nodes)
+    return next((name for name in before if graph.nodes[name].kind == "train"), "")
 
 
-def _parted(
-    block: Sequence[Node], graph: Graph, placed: Mapping[str, Layout], frees: Mapping[str, tuple[str, ...]]
-) -> Iterator[Task]:
-    """What runs a block whose responses may be cut off: its first node makes them; what is cut off goes no further."""
-    begins, *rest = block
-    members = {rank for node in block for rank in placed[node.id].ranks}
-    yield RunNode(begins.id, placed[begins.id], frees=())
-    yield HoldBack(begins.id, frees[begins.id], tuple(sorted(members)))
-    for value in (BATCH, begins.id):
-        yield from _exchanges(value, graph, placed, rest)
-    yield from _runs(rest, graph, placed, frees)
+@dataclass(frozen=True)
+class _NodeTasks:
+    """What runs nodes and brings their values to one another.
 
+    Attributes:
+        graph: Graph of the module.
+        placed: By value, the layout in which it is made.
+        frees: By node, the values that nobody reads after it.
+    """
 
-def _runs(
-    nodes: Sequence[Node], graph: Graph, placed: Mapping[str, Layout], frees: Mapping[str, tuple[str, ...]]
-) -> Iterator[Task]:
-    """What runs these nodes, and brings what they make to those of them that read it."""
-    for node in nodes:
-        if node.kind == "train":
-            yield TrainNode(node.id, placed[node.id], frees[node.id])
-        else:
-            yield RunNode(node.id, placed[node.id], frees[node.id])
-            yield from _exchanges(node.id, graph, placed, nodes)
+    graph: Graph
+    placed: Mapping[str, Layout]
+    frees: Mapping[str, tuple[str, ...]]
 
+    def run(self, nodes: Sequence[Node], made: Sequence[str] = (), later: Sequence[Node] = ()) -> Iterator[Task]:
+        """What runs these nodes, and brings values to those of them that read them.
 
-def _exchanges(value: str, graph: Graph, placed: Mapping[str, Layout], readers: Collection[Node]) -> list[Exchange]:
-    """One for each pair of row space and layout in which `readers` read `value` and in which it was not made."""
-    source = placed[value]
-    space = graph.space_of(value)
-    together: dict[tuple[str, Layout], list[Node]] = {}
-    for reader in _reads(readers, value):
-        together.setdefault((graph.seen_in(reader, value), placed[reader.id]), []).append(reader)
-    return [
-        Exchange(value, rows, source, target, columns=graph.columns(value, nodes))
-        for (rows, target), nodes in together.items()
-        if (rows, target) != (space, source)
-    ]
+        A value goes to its readers as soon as it and the rows in which they read it are there.
 
+        Args:
+            nodes: In the order of execution.
+            made: Values that were made before.
+            later: Nodes that run later: what they read of a value in the same place comes with it.
+        """
+        waiting = [each for value in made for each in self.exchanges(value, nodes, later)]
+        coming = {node.id for node in nodes}
+        for node in (None, *nodes):
+            if node is not None:
+                task = TrainNode if node.kind == "train" else RunNode
+                yield task(node.id, self.placed[node.id], self.frees[node.id])
+                coming.remove(node.id)
+                waiting += self.exchanges(node.id, nodes, later)
+            yield from (each for each in waiting if each.reader_space not in coming)
+            waiting = [each for each in waiting if each.reader_space in coming]
 
-def _beside_samples(tasks: Sequence[Task]) -> Iterator[Task]:
-    """The tasks, of which an exchange that brings prompts' rows beside samples waits until these are made."""
-    coming = {task.node_id for task in tasks if isinstance(task, RunNode)}
-    waiting: dict[str, list[Exchange]] = {}
-    for task in tasks:
-        if isinstance(task, Exchange) and task.reader_space in coming:
-            waiting.setdefault(task.reader_space, []).append(task)
-            continue
-        yield task
-        if isinstance(task, RunNode):
-            coming.discard(task.node_id)
-            yield from waiting.pop(task.node_id, [])
+    def held_back(self, block: Sequence[Node]) -> Iterator[Task]:
+        """What runs nodes of which the first makes responses that may be cut off; what is cut off goes no further."""
+        first, *rest = block
+        yield RunNode(first.id, self.placed[first.id], frees=())
+        members = {rank for node in block for rank in self.placed[node.id].ranks}
+        yield HoldBack(first.id, self.frees[first.id], tuple(sorted(members)))
+        yield from self.run(rest, [BATCH, first.id])
+
+    def exchanges(self, value: str, readers: Sequence[Node], later: Sequence[Node] = ()) -> Iterator[Exchange]:
+        """One for each pair of row space and layout in which `readers` read `value` and in which it was not made."""
+        afterwards = self._places(value, later)
+        for place, nodes in self._places(value, readers).items():
+            if place != (self.graph.space_of(value), self.placed[value]):
+                columns = [self.graph.columns(value, each) for each in (nodes, afterwards.get(place)) if each]
+                only = tuple(dict.fromkeys(name for each in columns for name in each or ()))
+                rows, target = place
+                yield Exchange(value, rows, self.placed[value], target, columns=None if None in columns else only)
+
+    def _places(self, value: str, nodes: Sequence[Node]) -> dict[tuple[str, Layout], list[Node]]:
+        """The nodes that read a value, by the rows and the layout in which they do."""
+        places: dict[tuple[str, Layout], list[Node]] = {}
+        for node in _reads(nodes, value):
+            places.setdefault((self.graph.seen_in(node, value), self.placed[node.id]), []).append(node)
+        return places
 
 
 def _reads(nodes: Collection[Node], value: str) -> list[Node]:
@@ -369,60 +362,35 @@ def _generates(task: Task, graph: Graph) -> tuple[str, ...]:
     return graph.nodes[task.node_id].generates if isinstance(task, RunNode) else ()
 
 
-def _once(tasks: Sequence[Task]) -> Iterator[Task]:
-    """The tasks, of exchanges of one value to one place the first, with what later readers need of it too."""
-    exchanges: dict[tuple[object, ...], list[Exchange]] = {}
+def _told_to_all(tasks: Sequence[Task], graph: Graph, members: tuple[int, ...]) -> Iterator[Task]:
+    """The tasks, each followed by what tells all members of the rows that it made."""
     for task in tasks:
-        if isinstance(task, Exchange):
-            exchanges.setdefault((task.value, task.reader_space, task.target), []).append(task)
-    for task in tasks:
-        if not isinstance(task, Exchange):
-            yield task
-            continue
-        same = exchanges[task.value, task.reader_space, task.target]
-        if task is same[0]:
-            whole = any(each.columns is None for each in same)
-            joined = dict.fromkeys(name for each in same for name in each.columns or ())
-            yield replace(task, columns=None if whole else tuple(joined))
+        yield task
+        for rows in _made_by(task, graph):
+            if others := {*members}.difference(task.ranks):
+                yield Tell(rows, task.ranks[0], tuple(sorted(others)))
 
 
-def _told(tasks: Iterable[Task], graph: Graph, everywhere: Collection[int] = ()) -> Iterator[Task]:
+def _told(tasks: Sequence[Task], graph: Graph) -> Iterator[Task]:
     """The tasks, each after the ranks in it were told of rows that they have no part in making.
 
-    Args:
-        tasks: In the global order.
-        graph: Of the module.
-        everywhere: Ranks that must know all rows as soon as they are made.
+    Of ranks that need not know before the tasks that lag, none is told before: they are busy until then.
     """
-    tasks = list(tasks)
     lagging = next((place for place, task in enumerate(tasks) if task.lag), len(tasks))
-    users: dict[str, set[int]] = {}  # by what is told of: all ranks that have to do with it
-    ahead: dict[str, set[int]] = {}  # those of them that do before the tasks that lag: the others are busy until then
-    for place, task in enumerate(tasks):
-        for rows in _rows_of(task, graph):
-            users.setdefault(rows, set()).update(task.ranks)
-            if place < lagging:
-                ahead.setdefault(rows, set()).update(task.ranks)
     knowing: dict[str, set[int]] = {}
     teller: dict[str, int] = {}
     for place, task in enumerate(tasks):
-        if isinstance(task, Fill):
-            for repeated in task.tasks:
-                for rows in _made_by(repeated, graph):
-                    knowing[rows], teller[rows] = set(task.ranks), repeated.ranks[0]
         for rows in () if task.lag else _rows_of(task, graph):  # what lags was told in its own slot
             if rows in knowing and not knowing[rows].issuperset(task.ranks):
-                hearers = (ahead if place < lagging else users)[rows]
+                users = tasks[:lagging] if place < lagging else tasks
+                hearers = {rank for user in users if rows in _rows_of(user, graph) for rank in user.ranks}
                 yield Tell(rows, teller[rows], tuple(sorted(hearers - knowing[rows])))
                 knowing[rows] |= hearers
         yield task
-        for rows in _made_by(task, graph):
-            if task.lag and rows in knowing:  # what lags tells nobody of the step that is generated
-                continue
-            knowing[rows], teller[rows] = set(task.ranks), task.ranks[0]
-            if not knowing[rows].issuperset(everywhere):
-                yield Tell(rows, teller[rows], tuple(sorted({*everywhere} - knowing[rows])))
-                knowing[rows] |= {*everywhere}
+        for made in task.tasks if isinstance(task, Fill) else [task]:
+            for rows in _made_by(made, graph):
+                if not (task.lag and rows in knowing):  # what lags tells nobody of the step that is generated
+                    knowing[rows], teller[rows] = set(task.ranks), made.ranks[0]
 
 
 def _made_by(task: Task, graph: Graph) -> tuple[str, ...]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
-from rlflow.dag.node import place
 from rlflow.errors import UserError
 
 
@@ -36,3 +36,9 @@ class GraphError(UserError):
         if len(self.problems) == 1:
             return str(self.problems[0])
         return "\n  ".join([f"{len(self.problems)} problems in the graph:", *map(str, self.problems)])
+
+
+def place(file: str, line: int) -> str:
+    """`file:line` as an editor opens it, the file relative to the working directory where it lies below it."""
+    relative = os.path.relpath(file)
+    return f"{file if relative.startswith(os.pardir) else relative}:{line}"

@@ -1,112 +1,86 @@
-"""The rows of values: a tree of row spaces, and where in it each node stands."""
+"""Where each node stands in the tree of rows: prompts at its root, below them what nodes sample or make of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
-from rlflow.dag.annotations import type_name
+from rlflow.dag.annotations import choices, members, names_fields
 from rlflow.dag.node import BATCH, Node
 from rlflow.dag.problems import Problem
-from rlflow.values.each import grown
+from rlflow.values.protocols import Written
+from rlflow.values.rollout import Rollout
 
 
-@dataclass(frozen=True)
-class Spaces:
-    """The rows of a graph's values: a tree of row spaces, of which `batch` is the root.
+def with_rows(order: Iterable[Node], drops: bool) -> tuple[dict[str, Node], list[Problem]]:
+    """The nodes by name, each with its `space`, `inside` and `follows`; and which read rows of several branches.
 
-    Attributes:
-        of: By node: the rows of its value, `batch` or the id of the node that made them.
-        inside: By node: the rows in which it sees what it reads, the deepest of those that it reads plainly.
-        lines: By row space: the spaces from the root to it.
-    """
-
-    of: dict[str, str]
-    inside: dict[str, str]
-    lines: dict[str, tuple[str, ...]]
-
-
-def row_spaces(order: Sequence[Node]) -> tuple[Spaces, list[Problem]]:
-    """The rows of each node's value, and the nodes that read rows which do not lie on one line of the tree.
+    A node sees the deepest rows that it reads plainly, and its value is of these unless it makes rows of its own.
 
     Args:
         order: The nodes, each after what it reads.
+        drops: Whether samples that the module's reward fails on are dropped: what follows from scores leaves them out.
     """
-    found = Spaces({}, {}, {BATCH: (BATCH,)})
-    rowless = {node.id for node in order if not node.has_rows}
+    placed: dict[str, Node] = {}
     problems: list[Problem] = []
     for node in order:
         through: dict[str, str] = {}  # row space -> the first value that is read plainly in it
         for name in node.reads:
-            if name not in rowless and name not in node.each:
-                through.setdefault(found.of.get(name, BATCH), name)
-        deepest = max(through, key=lambda space: len(found.lines[space]), default=BATCH)
-        problems += _apart(node, through, deepest, found)
-        problems += _not_below(node, through, deepest, found, rowless)
-        found.inside[node.id] = deepest
-        found.of[node.id] = node.id if node.makes_rows else deepest
-        if node.makes_rows:
-            found.lines[node.id] = (*found.lines[deepest], node.id)
-    return found, problems
+            if name not in node.each and (name not in placed or placed[name].has_rows):
+                through.setdefault(_space_of(name, placed), name)
+        inside = max(through, key=lambda space: len(levels(space, placed)), default=BATCH)
+        problems += _apart(node, through, inside, placed)
+        problems += _not_below(node, through, inside, placed)
+        scored = [space for name in node.reads if drops and name in placed for space in _scored_behind(placed[name])]
+        space, follows = node.id if node.makes_rows else inside, tuple(dict.fromkeys(scored))
+        placed[node.id] = replace(node, space=space, inside=inside, follows=follows)
+    return placed, problems
 
 
-def _apart(node: Node, through: Mapping[str, str], deepest: str, found: Spaces) -> Iterator[Problem]:
+def levels(space: str, nodes: Mapping[str, Node]) -> tuple[str, ...]:
+    """The names of the rows on the way from prompts to those of a space, its own last."""
+    return (BATCH,) if space == BATCH else (*levels(nodes[space].inside, nodes), space)
+
+
+def scores_rows(node: Node) -> bool:
+    """Whether a node may score responses: it reads their texts, and makes a value for each row."""
+    if node.kind in ("train", "filter") or node.makes_rows or not (node.makes_value and node.has_rows):
+        return False
+    asked = [choice for value in node.inputs for choice in choices(value.annotation) if names_fields(choice)]
+    return any(members(Written).keys() <= members(choice).keys() for choice in asked if choice is not Rollout)
+
+
+def _scored_behind(node: Node) -> tuple[str, ...]:
+    """The rows whose scores a node's value follows from, or is."""
+    return (*node.follows, node.space) if scores_rows(node) else node.follows
+
+
+def _space_of(value: str, placed: Mapping[str, Node]) -> str:
+    return placed[value].space if value in placed else BATCH
+
+
+def _apart(node: Node, through: Mapping[str, str], inside: str, placed: Mapping[str, Node]) -> Iterator[Problem]:
     """Rows of another branch than the deepest ones."""
     for space in through:
-        if space not in found.lines[deepest]:
-            read = [f"of `{each}` (in `{through[each]}`)" for each in through if each in (space, deepest)]
+        if space not in levels(inside, placed):
+            read = [f"of `{each}` (in `{through[each]}`)" for each in through if each in (space, inside)]
             text = f"mixes rows {' and '.join(read)}, of which neither are below the others. Read one as `Each` in a"
-            yield _problem(node, f"{text} node that stands above both, or join them in a node that returns `Grown`")
+            yield node.problem(f"{text} node that stands above both, or join them in a node that returns `Grown`")
 
 
-def _not_below(
-    node: Node, through: Mapping[str, str], inside: str, found: Spaces, rowless: set[str]
-) -> Iterator[Problem]:
+def _not_below(node: Node, through: Mapping[str, str], inside: str, placed: Mapping[str, Node]) -> Iterator[Problem]:
     """What is read as `Each`, and of which no row is below those that the node sees."""
     for name in node.each:
-        space = found.of.get(name, BATCH)
-        if name in rowless:
-            yield _problem(node, f"reads `{name}` as Each, and it is one number for all rows. Read it plainly")
+        space = _space_of(name, placed)
+        if name in placed and not placed[name].has_rows:
+            yield node.problem(f"reads `{name}` as Each, and it is one number for all rows. Read it plainly")
         elif not through:
             text = f"reads only `Each`, such as `{name}`, so that it stands at no rows above them. Read a value of"
-            yield _problem(node, f"{text} those plainly too, such as `batch: Grouped`")
+            yield node.problem(f"{text} those plainly too, such as `batch: Grouped`")
             return
         elif space == inside:
             text = f"reads `{name}` as Each, and `{through[inside]}` of the same rows plainly. Read both plainly, or"
-            yield _problem(node, f"{text} both as Each")
-        elif inside not in found.lines[space]:
+            yield node.problem(f"{text} both as Each")
+        elif inside not in levels(space, placed):
             text = f"reads `{name}` as Each, and its rows, of `{space}`, are not below those of `{inside}` (in"
-            yield _problem(node, f"{text} `{through[inside]}`). Read a value of rows above both plainly")
-
-
-def mislaid(nodes: Mapping[str, Node], spaces: Spaces, masks: Mapping[str, str]) -> Iterator[Problem]:
-    """Train nodes whose rows are not those of their loss alone.
-
-    Args:
-        nodes: The graph's nodes.
-        spaces: Their rows.
-        masks: By train node: the value that its loss is of.
-    """
-    for node in nodes.values():
-        if node.kind != "train" or node.id not in spaces.inside:
-            continue
-        for name in node.each:
-            text = f"trains and reads `{name}` as Each, and mini-batches are cut by the rows of the loss"
-            yield _problem(node, f"{text}. Compute what it needs of them in a node of its own")
-        masked, inside = masks.get(node.id), spaces.inside[node.id]
-        if masked is not None and not node.each and (of := spaces.of.get(masked, BATCH)) != inside:
-            below = next(name for name in node.reads if spaces.of.get(name, BATCH) == inside)
-            text = f"trains on rows of `{of}` (in `{masked}`) and reads `{below}` of rows of `{inside}` below them"
-            yield _problem(node, f"{text}. Read it as Each in a node before, which makes one value for each row")
-
-
-def unread_grown(nodes: Mapping[str, Node]) -> Iterator[Problem]:
-    """Nodes that make rows and read none to put them below."""
-    for node in nodes.values():
-        if node.grows and not node.reads:
-            text = f"returns {type_name(grown(node.returns))} and reads no rows that the new ones are below"
-            yield _problem(node, f"{text}. Read those, such as `batch: Batch`")
-
-
-def _problem(node: Node, text: str) -> Problem:
-    return Problem(node.file, node.line, f"`{node.id}` {text}")
+            yield node.problem(f"{text} `{through[inside]}`). Read a value of rows above both plainly")

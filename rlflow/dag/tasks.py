@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -11,8 +10,8 @@ from rlflow.values.layout import Layout
 
 
 @dataclass(frozen=True)
-class Task(ABC):
-    """One task of a plan, run by its ranks in the one global order; every kind has `ranks`, ascending.
+class _InStep:
+    """A task of a step, run by its `ranks`, ascending, in the one global order.
 
     Attributes:
         lag: How many steps behind it is: while step s is generated, a task of lag 1 works on step s - 1.
@@ -20,13 +19,8 @@ class Task(ABC):
 
     lag: int = field(default=0, kw_only=True)
 
-    @property
-    @abstractmethod
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that take part."""
 
-
-class _InLayout(Task):
+class _InLayout(_InStep):
     """A task of the ranks of its layout."""
 
     layout: Layout
@@ -35,17 +29,6 @@ class _InLayout(Task):
     def ranks(self) -> tuple[int, ...]:
         """The layout's."""
         return self.layout.ranks
-
-
-class _OfMembers(Task):
-    """A task of the ranks that it names."""
-
-    members: tuple[int, ...]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Those named."""
-        return self.members
 
 
 @dataclass(frozen=True)
@@ -63,7 +46,7 @@ class Load(_InLayout):
 
 
 @dataclass(frozen=True)
-class SyncWeights(Task):
+class SyncWeights(_InStep):
     """Bring the weights of a policy into the engines that generate with it.
 
     Attributes:
@@ -94,23 +77,23 @@ class SyncWeights(Task):
 
 
 @dataclass(frozen=True)
-class Sleep(_OfMembers):
+class Sleep(_InStep):
     """Let the engines of a policy give back their memory, for training or for another policy's engines.
 
     Attributes:
         policy: Whose engines.
-        members: The ranks of its sync, all of which know that the engines hold no weights.
+        ranks: The ranks of its sync, all of which know that the engines hold no weights.
     """
 
     policy: str
-    members: tuple[int, ...]
+    ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"sleep     {self.policy}: {rank_ranges(self.members)}"
+        return f"sleep     {self.policy}: {rank_ranges(self.ranks)}"
 
 
 @dataclass(frozen=True)
-class Tell(Task):
+class Tell(_InStep):
     """Tell ranks that read a value elsewhere who its rows are: their ids, lengths and places.
 
     Attributes:
@@ -133,7 +116,7 @@ class Tell(Task):
 
 
 @dataclass(frozen=True)
-class Exchange(Task):
+class Exchange(_InStep):
     """Bring a value into another layout, or prompts' rows beside the samples of `reader_space`, or both.
 
     Attributes:
@@ -190,25 +173,25 @@ class TrainNode(_InLayout):
 
 
 @dataclass(frozen=True)
-class HoldBack(_OfMembers):
+class HoldBack(_InStep):
     """Hold back the groups with responses that were cut off: they go on with the next draw, the others go on now.
 
     Attributes:
         node_id: The rollout node.
         frees: Values that nobody reads after it.
-        members: The ranks of the draw, which agree on what is held back.
+        ranks: The ranks of the draw, which agree on what is held back.
     """
 
     node_id: str
     frees: tuple[str, ...]
-    members: tuple[int, ...]
+    ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"hold      {self.node_id} where it was cut off: {rank_ranges(self.members)}{_frees(self.frees)}"
+        return f"hold      {self.node_id} where it was cut off: {rank_ranges(self.ranks)}{_frees(self.frees)}"
 
 
 @dataclass(frozen=True)
-class Fill(_OfMembers):
+class Fill(_InStep):
     """Repeat tasks on the next draw of prompts until a step's groups are there.
 
     They are those of a filter and its ancestors; those of a rollout node whose responses may be cut off; or both.
@@ -217,27 +200,30 @@ class Fill(_OfMembers):
         filter_id: The filter, whose task is the last; None where all groups are kept.
         tasks: Of one draw, in the global order.
         keeps: The values that later tasks read; of these, the rows of kept groups go on.
-        members: The ranks of its tasks, which agree on what is kept.
+        ranks: The ranks of its tasks, which agree on what is kept.
     """
 
     filter_id: str | None
     tasks: tuple[Task, ...]
     keeps: tuple[str, ...]
-    members: tuple[int, ...]
+    ranks: tuple[int, ...]
 
     def __str__(self) -> str:
         keeps = f"; keeps {', '.join(self.keeps)}" if self.keeps else ""
-        return f"fill      {self.filter_id or 'step'}: {rank_ranges(self.members)}{keeps}; repeats"
+        return f"fill      {self.filter_id or 'step'}: {rank_ranges(self.ranks)}{keeps}; repeats"
 
 
 @dataclass(frozen=True)
-class Reduce(_OfMembers):
+class Reduce(_InStep):
     """Reduce the step's metrics over all ranks, in one collective."""
 
-    members: tuple[int, ...]
+    ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"reduce    metrics: {rank_ranges(self.members)}"
+        return f"reduce    metrics: {rank_ranges(self.ranks)}"
+
+
+Task = Load | SyncWeights | Sleep | Tell | Exchange | RunNode | TrainNode | HoldBack | Fill | Reduce
 
 
 def task_lines(tasks: Sequence[Task]) -> Iterator[str]:

@@ -29,7 +29,7 @@ def test_a_filter_and_its_ancestors_repeat_and_all_else_comes_after_them() -> No
                 RunNode("useful", GROUPS, frees=()),
             ),
             keeps=("rollout", "rewards"),
-            members=BOTH,
+            ranks=BOTH,
         ),
         Sleep("actor", BOTH),
         Exchange("rollout", "rollout", GROUPS, BALANCED),
@@ -56,10 +56,10 @@ def test_responses_that_are_cut_off_are_held_back_before_anything_reads_them() -
             (
                 Load("batch", GROUPS),
                 RunNode("rollout", GROUPS, frees=()),
-                HoldBack("rollout", frees=("batch",), members=BOTH),
+                HoldBack("rollout", frees=("batch",), ranks=BOTH),
             ),
             keeps=("rollout",),
-            members=BOTH,
+            ranks=BOTH,
         ),
         Sleep("actor", BOTH),
         Exchange("rollout", "rollout", GROUPS, BALANCED),
@@ -76,7 +76,7 @@ def test_prompts_are_held_until_all_that_reads_them_has_run() -> None:
         def useful(self, rollout: Rollout, rewards: PerSample, difficulty: PerSample) -> PerSample: ...
 
     (fill,) = [task for task in cut_off(Module()).tasks if isinstance(task, Fill)]
-    assert HoldBack("rollout", frees=(), members=BOTH) in fill.tasks
+    assert HoldBack("rollout", frees=(), ranks=BOTH) in fill.tasks
     assert RunNode("difficulty", GROUPS, frees=("batch",)) in fill.tasks
 
 
@@ -88,7 +88,7 @@ def test_a_filter_reads_what_was_not_held_back() -> None:
     assert fill.tasks == (
         Load("batch", GROUPS),
         RunNode("rollout", GROUPS, frees=()),
-        HoldBack("rollout", frees=(), members=BOTH),
+        HoldBack("rollout", frees=(), ranks=BOTH),
         Exchange("batch", "rollout", GROUPS, GROUPS),
         RunNode("rewards", GROUPS, frees=("batch",)),
         RunNode("useful", GROUPS, frees=()),

@@ -47,7 +47,7 @@ def test_a_filter_runs_ahead_without_the_ranks_that_train() -> None:
     layouts = {"actor.rollout": Layout((0, 1), 2), "actor": Layout((2,), 1, "balanced")}
     planned = plan(Graph.read(Filtered(), ROLES), layouts, world_size=3, max_staleness=1)
     (fill,) = [task for task in planned.tasks if isinstance(task, Fill)]
-    assert fill.members == (0, 1)
+    assert fill.ranks == (0, 1)
     assert fill.lag == 0
     assert Tell("rollout", 0, (2,)) in planned.crossing()
 
@@ -118,5 +118,5 @@ def test_ranks_in_a_filters_tasks_know_the_rows_that_others_of_them_make() -> No
         for task in plan(Graph.read(Module(), ROLES), layouts, world_size=3, max_staleness=1).tasks
         if isinstance(task, Fill)
     ]
-    assert fill.members == (0, 2)
+    assert fill.ranks == (0, 2)
     assert [task for task in fill.tasks if isinstance(task, Tell)] == [Tell("batch", 0, (2,)), Tell("rollout", 0, (2,))]

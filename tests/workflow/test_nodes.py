@@ -12,7 +12,7 @@ import torch
 
 from rlflow.cli import main
 from rlflow.commands.fit import read_fit
-from rlflow.dag.call import NodeConfig
+from rlflow.dag.node import NodeConfig
 from rlflow.errors import UserError
 from rlflow.functional import KL, Clip, Importance, group_normalized_advantages
 from rlflow.run.prepare import read_graph
