@@ -28,7 +28,7 @@ from tests.strategies.update import Stage
 FLOAT32 = 1e-5  # norm of the difference over the norm
 FLOAT64 = 1e-10
 CLIPS = {"clip_low", "clip_high"}
-# What is not a sum over samples that look at their own group alone; the others' four ranks are in `make exact`.
+# What is not a sum over samples that look at their own group alone; the others' four ranks are in `make test-all`.
 ON_FOUR = ("GRPO", "DAPO", "ReMax", "REINFORCEPlusPlus", "OnPolicyDistillation", "PPO", "SFT", "DPO")
 # Beyond an algorithm that is here, a function of each row by itself.
 OF_ROWS = ("SAPO", "DPPO", "OffPolicySequenceMasking", "REINFORCE")
@@ -107,7 +107,7 @@ def test_the_step_is_the_same_by_fsdp(
     check(name, [Setting("fsdp", SMALL)], request.getfixturevalue(f"ranks{world_size}"), recording, expected, tmp_path)
 
 
-@pytest.mark.exact
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", RANKS)
 @pytest.mark.parametrize("name", ALL)
 def test_the_step_is_the_reference_in_every_setting(
@@ -185,7 +185,7 @@ def test_equal_rewards_move_no_weight(name: str, recording: Recording, tmp_path:
     assert all((tensor == 0.0).all() for tensor in gradient.values())
 
 
-@pytest.mark.exact
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in ALL.items() if case.objective is not None])
 def test_every_setting_of_the_recorded_step_matters(name: str, recording: Recording, expected: Truth) -> None:
     for other in without_one_setting(ALL[name]):

@@ -111,7 +111,7 @@ SHORT = (
     "gemma2",
     "smollm3",
 )  # in `make test`; capped, windowed, tied and scaled; served by vLLM's Transformers backend
-ALL = [pytest.param(name, marks=[] if name in SHORT else pytest.mark.exact, id=name) for name in FAMILIES]
+ALL = [pytest.param(name, marks=[] if name in SHORT else pytest.mark.slow, id=name) for name in FAMILIES]
 SERVED = [family for family in ALL if family.id not in NOT_IN_VLLM]
 
 

@@ -59,7 +59,7 @@ def test_two_ranks_hold_each_element_of_a_state_once_and_compute_with_it(
     holds_the_state(model, state, stage, precision, ranks2)
 
 
-@pytest.mark.exact
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3, "fsdp"])
 def test_at_every_stage_three_ranks_hold_each_element_of_a_state_once(
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_three_ranks_is_restored_by_one_two_and_four_and_by_anot
     goes_from_three_ranks(before, after, "bf16", model, tmp_path, ranks3, request.getfixturevalue(ranks))
 
 
-@pytest.mark.exact
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["ranks1", "ranks2", "ranks4"])
 @pytest.mark.parametrize("after", [0, 1, 2, 3, "fsdp"])
 @pytest.mark.parametrize("before", [0, 1, 2, 3, "fsdp"])
