@@ -28,6 +28,7 @@ slow = pytest.mark.slow
 EACH = ["qwen3_moe", pytest.param("mixtral", marks=slow), pytest.param("gpt_oss", marks=slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_two_ranks_that_divide_each_expert_answer_alike(name: str, family: Family, ranks2: RankPool) -> None:
     (first, first_gap, _), (second, second_gap, _) = ranks2.run(_generate, family(name), 2, SAME_SEEDS, timeout_s=300)

@@ -157,10 +157,10 @@ def counted_bytes(folder: Path, stage: Stage, precision: str) -> tuple[int, floa
 @pytest.mark.parametrize(
     ("stage", "precision"),
     [
-        (0, "fp32"),
-        (2, "fp32"),
         (3, "bf16"),
         ("fsdp", "bf16"),
+        pytest.param(0, "fp32", marks=pytest.mark.slow),
+        pytest.param(2, "fp32", marks=pytest.mark.slow),
         pytest.param(2, "bf16", marks=pytest.mark.slow),
         pytest.param(3, "fp32", marks=pytest.mark.slow),
         pytest.param("fsdp", "fp32", marks=pytest.mark.slow),
