@@ -11,7 +11,7 @@ UV_FLAGS ?=
 PYTHONS ?= python3.12 python3.13
 # More arguments for both stages of the quickstart, such as STAGES="--trainer.max_steps 20".
 STAGES ?=
-# The rows of the table of faults that `make faults` runs, by parts of their names, such as ROW="bad data,leaks".
+# The rows of its table that `make test-all` runs, by parts of their names, such as ROW="bad data,leaks".
 ROW ?=
 # Which of their tests it runs, such as PART=1/2 and then PART=2/2, where all of them take too long for one call.
 PART ?=
@@ -23,7 +23,7 @@ COMPILE := $(UV) pip compile --quiet $(UV_FLAGS) --python-version 3.11 --python-
 	--override requirements/overrides.txt --custom-compile-command "make lock"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart learn test exact faults check lint docs lock audit cuda-env wheel pythons clean
+.PHONY: help setup quickstart learn test test-all faults check lint docs lock audit cuda-env wheel pythons clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -38,14 +38,14 @@ quickstart: setup ## Train a small language model with SFT, then with GRPO on tw
 learn: setup ## Train every algorithm with three seeds and check what they learn; a finished training is not run again
 	$(RUN)/python -m benchmarks.learning $(LEARN)
 
-test: setup ## Run the tests, all but those of `make exact` and most of `make faults`
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2
+test: setup ## Run the tests but those of `make test-all`, in minutes
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist worksteal
 
-exact: setup ## Run the tests that `make test` leaves out: every algorithm, family and setting
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m exact
+test-all: setup ## Run what `make test` leaves out, in hours; what passed on this code is not run again: ROW="bad data" PART=1/6
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest $(TESTS) -m "slow or row" --rows "$(ROW)" --part "$(PART)"
 
-faults: setup ## Try every fault and print the table of what holds; what passed is not run again: ROW="bad data" PART=1/2
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest tests/faults -m "" --rows "$(ROW)" --part "$(PART)"
+faults: TESTS := tests/faults
+faults: test-all ## Try every fault and print the table of what holds, which `make test-all` does too: ROW="bad data" PART=1/2
 
 check: lint docs test ## Run what CI runs
 

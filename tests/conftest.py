@@ -16,13 +16,8 @@ from rlflow.models.tiny import write_tiny_model
 from rlflow.process.environment import PLACE
 from tests.leftovers import workers
 from tests.ranks import RankPool, return_freed_memory
-from tests.scheduling import (  # noqa: F401  # hooks of pytest
-    pytest_addoption,
-    pytest_collection_modifyitems,
-    pytest_terminal_summary,
-    pytest_xdist_make_scheduler,
-)
 
+pytest_plugins = ["tests.passed"]
 os.environ["RLFLOW_CACHE"] = ""  # nothing is kept for later runs
 os.environ["DS_ACCELERATOR"] = "cpu"  # the ranks of tests import deepspeed before a strategy has a device
 PLACE_AT_FIRST = {name: os.environ[name] for name in PLACE if name in os.environ}

@@ -48,7 +48,7 @@ def test_the_smallest_run_trains_in_an_empty_folder(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "first" / "model" / "model.safetensors").is_file()
 
 
-@pytest.mark.exact
+@pytest.mark.slow
 def test_from_a_model_that_adds_a_little_its_reward_rises(tmp_path: Path) -> None:
     """Of 60 steps the last ten are above the first ten by two standard errors of the difference."""
     dataset, training = blocks()

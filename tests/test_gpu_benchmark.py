@@ -25,6 +25,7 @@ def report(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     return ran.returncode, written["cases"], ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_gradients_of_one_batch_and_of_three_parts_on_two_ranks_are_those_of_float64(tmp_path: Path) -> None:
     code, cases, said = report(tmp_path, "--only", "gradients-zero3-two-ranks", "gradients-zero3-offload")
     assert code == 0, said
@@ -37,7 +38,7 @@ def test_gradients_of_one_batch_and_of_three_parts_on_two_ranks_are_those_of_flo
     assert len(errors) == 4
 
 
-@pytest.mark.exact
+@pytest.mark.slow
 def test_every_case_that_needs_no_gpu_passes_on_the_cpu(tmp_path: Path) -> None:
     code, cases, said = report(tmp_path)
     assert code == 0, said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from tests.controller.runs import FSDP, ZERO2, ZERO3, Fit, failing_fit, fit, grp
 from tests.faults.killed_runs import Kind
 from tests.ranks import RankPool
 from tests.saved import write_checkpoint, write_state
+from tests.slow import slow_but
 from tests.strategies.update import Stage, all_weights, backward, launch, trained
 
 ADAMW = Optimizer("adamw", lr=1e-2, weight_decay=0.1, warmup_steps=2, gradient_clipping=1.0)
@@ -58,7 +60,8 @@ def train_on(
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16"), ("fsdp", "bf16")]
+    ("stage", "precision"),
+    slow_but([(2, "bf16")], [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16"), ("fsdp", "bf16")]),
 )
 def test_updates_after_a_checkpoint_are_those_of_a_run_that_never_stopped(
     stage: Stage, precision: str, model: Path, tmp_path: Path, ranks2: RankPool
@@ -71,8 +74,10 @@ def test_updates_after_a_checkpoint_are_those_of_a_run_that_never_stopped(
         assert all(torch.equal(weights[name], weights_resumed[name]) for name in weights)
 
 
-@pytest.mark.parametrize("stage", [3, "fsdp"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    slow_but([(3, "fp32"), ("fsdp", "bf16")], [(3, "fp32"), ("fsdp", "fp32"), (3, "bf16"), ("fsdp", "bf16")]),
+)
 def test_tensors_that_three_ranks_do_not_divide_are_continued_to_the_bit(
     stage: Stage, precision: str, model: Path, tmp_path: Path, ranks3: RankPool
 ) -> None:
@@ -85,7 +90,9 @@ def test_tensors_that_three_ranks_do_not_divide_are_continued_to_the_bit(
         assert all(torch.equal(weights[name], weights_resumed[name]) for name in weights)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 0), (0, 1), ("fsdp", 3), (2, "fsdp")])
+@pytest.mark.parametrize(
+    ("before", "after"), slow_but([(3, 0), (2, "fsdp")], [(2, 3), (3, 0), (0, 1), ("fsdp", 3), (2, "fsdp")])
+)
 def test_another_stage_and_number_of_ranks_continue_a_checkpoint(
     before: Stage, after: Stage, model: Path, tmp_path: Path, ranks2: RankPool, ranks1: RankPool
 ) -> None:
@@ -278,9 +285,13 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.parametrize("kind", ["weight", "exp_avg"])
-@pytest.mark.parametrize("strategy", [ZERO2, ZERO3, FSDP])
+@pytest.mark.parametrize(
+    ("strategy", "kind", "async_save"),
+    slow_but(
+        [(ZERO3, "weight", False), (ZERO2, "exp_avg", True)],
+        itertools.product([ZERO2, ZERO3, FSDP], ["weight", "exp_avg"], [False, True]),
+    ),
+)
 def test_what_one_rank_has_infinite_or_nan_is_not_saved_and_the_last_good_files_stay(
     strategy: Callable[[], TrainingStrategy],
     kind: str,
@@ -321,7 +332,7 @@ def test_a_model_that_is_infinite_where_the_checkpoint_is_not_is_named_with_its_
     assert "first, so model after step 2 was not saved; what was saved before is still there" in first
 
 
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("async_save", slow_but([True], [False, True]))
 def test_the_models_of_other_roles_stay_where_one_has_nan(
     async_save: bool, model: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:

@@ -106,7 +106,7 @@ def test_the_same_conversations_are_held_on_two_ranks_in_workers_and_with_one_en
         assert said(rank.record[0]) == said(alone.record[0])
 
 
-@pytest.mark.exact
+@pytest.mark.slow
 def test_four_ranks_hold_the_same_conversations(alone: Result, policy: Path, tmp_path: Path, ranks4: RankPool) -> None:
     on_four = ranks4.run(fit, run(talking(policy), tmp_path / "four", FSDP))
     for step in range(2):

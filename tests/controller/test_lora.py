@@ -24,11 +24,14 @@ from tests.controller.runs import (
     sums,
 )
 from tests.ranks import RankPool
+from tests.slow import slow_but
 
 LENGTHS = (3, 9, 1, 12, 5, 2, 7, 4)
 
 
-@pytest.mark.parametrize("engine", ["transformers, one rank", "vLLM, two ranks at ZeRO 3"])
+@pytest.mark.parametrize(
+    "engine", slow_but(["transformers, one rank"], ["transformers, one rank", "vLLM, two ranks at ZeRO 3"])
+)
 def test_the_engine_generates_with_the_adapters_merged(
     engine: str, policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:

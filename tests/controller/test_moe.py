@@ -62,7 +62,7 @@ APART = {"placement": {"rollout": 0, "actor": 1}}  # every rollout is sent, with
     ("strategy", "placement"),
     [
         pytest.param(ZERO2, TOGETHER, id="zero2"),
-        pytest.param(ZERO3, TOGETHER, id="zero3", marks=pytest.mark.exact),
+        pytest.param(ZERO3, TOGETHER, id="zero3", marks=pytest.mark.slow),
         pytest.param(ZERO2, APART, id="apart"),
     ],
 )
@@ -77,7 +77,7 @@ def test_it_is_the_same_at_two_ranks(
     assert results[1].weights
 
 
-@pytest.mark.exact
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "parallel"), [(ZERO2, 1), (ZERO3, 2), (FSDP, 1)])
 def test_vllm_follows_a_mixture_that_is_trained(
     strategy: Any, parallel: int, experts: Path, tmp_path: Path, ranks2: RankPool

@@ -159,7 +159,7 @@ def test_metrics_are_of_the_responses_that_ended(alone: tuple[Result, list[dict[
         assert sum(step[name] * count for step, count in zip(steps, rows, strict=True)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("part", [LONGEST, 100])
+@pytest.mark.parametrize("part", [100])
 def test_parts_as_long_as_a_response_change_nothing(part: int, policy: Path, tmp_path: Path) -> None:
     whole = fit(given(policy, tmp_path / "whole", SingleProcess, partial_rollout=None))
     parts = fit(given(policy, tmp_path / "parts", SingleProcess, partial_rollout=part))
@@ -168,7 +168,7 @@ def test_parts_as_long_as_a_response_change_nothing(part: int, policy: Path, tmp
         assert all(torch.equal(step[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("part", [5, 1])
+@pytest.mark.parametrize("part", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_parts_need_not_divide_the_longest_response(part: int, policy: Path, tmp_path: Path) -> None:
     result, weights = fit_with_weights(given(policy, tmp_path, SingleProcess, partial_rollout=part))
     check_versions(result, weights, policy)
@@ -307,7 +307,7 @@ def test_roles_apart_train_on_the_same_groups(
     assert difference(results[2].weights, alone[0].weights) < FLOAT32
 
 
-@pytest.mark.parametrize("kind", [Recording, Picky])
+@pytest.mark.parametrize("kind", [pytest.param(Recording, marks=pytest.mark.slow), Picky])
 def test_steps_that_overlap_go_on_with_what_is_under_way_to_the_bit(
     kind: type[Recording], policy: Path, tmp_path: Path, ranks3: RankPool
 ) -> None:

@@ -142,7 +142,7 @@ def test_a_setting_that_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str]
     assert "`--num_nodes` is 0; give 1 or more" in capsys.readouterr().err
 
 
-@pytest.mark.exact
+@pytest.mark.slow
 def test_a_step_and_a_sync_of_every_engine_here_work(tmp_path: Path) -> None:
     code, printed = examined(tmp_path)
     assert code == 0, printed
@@ -151,7 +151,7 @@ def test_a_step_and_a_sync_of_every_engine_here_work(tmp_path: Path) -> None:
     assert "all that runs need works" in printed.splitlines()[-1]
 
 
-@pytest.mark.exact
+@pytest.mark.slow
 def test_a_step_that_cannot_be_is_broken_and_says_why(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDES.format(hidden=("accelerate",)))
     environment = os.environ.get("PYTHONPATH")

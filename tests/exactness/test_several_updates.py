@@ -19,6 +19,7 @@ from tests.exactness.step import Outcome, one_step
 from tests.exactness.test_algorithms import FLOAT32, FLOAT64, difference
 from tests.ranks import RankPool
 from tests.reference.update import Update
+from tests.slow import slow_but
 
 # Of 15 samples: mini-batches of 6, 6 and 3, so of four ranks one has nothing of the last.
 SEVERAL = {"epochs": 2, "samples_per_update": 6}
@@ -85,15 +86,11 @@ def test_in_float64_every_update_is_the_reference_s(
     assert all(x < FLOAT64 for x in apart), apart
 
 
-@pytest.mark.parametrize(
-    ("world_size", "setting"),
-    [
-        (2, Setting(2, SMALL)),
-        (4, Setting(3, LARGE, packing=False)),
-        pytest.param(4, Setting("fsdp", SMALL), marks=pytest.mark.exact),
-    ],
-)
-@pytest.mark.parametrize("name", BASES)
+ON_TWO, ON_FOUR, BY_FSDP = Setting(2, SMALL), Setting(3, LARGE, packing=False), Setting("fsdp", SMALL)
+RUNS = [(name, *each) for name in BASES for each in ((2, ON_TWO), (4, ON_FOUR), (4, BY_FSDP))]
+
+
+@pytest.mark.parametrize(("name", "world_size", "setting"), slow_but([("GRPO", 4, ON_FOUR), ("PPO", 2, ON_TWO)], RUNS))
 def test_on_many_ranks_every_update_is_the_reference_s(
     name: str, world_size: int, setting: Setting, recording: Recording, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 
 from rlflow.models.tiny import tiny_tokenizer
+from tests.slow import slow_but
 
 WINDOW = 8  # tokens: shorter than the sequences of the tests
 CONTEXT = 256
@@ -107,12 +107,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 NOT_IN_VLLM = ("glm4", "cohere2")
-SHORT = (
-    "gemma2",
-    "smollm3",
-)  # in `make test`; capped, windowed, tied and scaled; served by vLLM's Transformers backend
-ALL = [pytest.param(name, marks=[] if name in SHORT else pytest.mark.exact, id=name) for name in FAMILIES]
-SERVED = [family for family in ALL if family.id not in NOT_IN_VLLM]
+SHORT = ("gemma2", "smollm3")  # capped, windowed, tied and scaled; served by vLLM's Transformers backend
+ALL = slow_but(SHORT, FAMILIES)
+SERVED = slow_but(SHORT, (name for name in FAMILIES if name not in NOT_IN_VLLM))
 
 
 def write_family(name: str, folder: Path, seed: int = 0) -> Path:

@@ -29,8 +29,8 @@ from tests.strategies.reference import distance
 
 CPU = torch.device("cpu")
 Family = Callable[[str], Path]
-exact = pytest.mark.exact
-EACH = ["qwen3_moe", pytest.param("mixtral", marks=exact), pytest.param("gpt_oss", marks=exact)]
+slow = pytest.mark.slow
+EACH = ["qwen3_moe", pytest.param("mixtral", marks=slow), pytest.param("gpt_oss", marks=slow)]
 BALANCED = MoE(router_aux_loss_coef=COEF)
 REPLAYED = MoE(router_aux_loss_coef=COEF, routing_replay=True)
 FROZEN = MoE(freeze_router=True, routing_replay=True)
@@ -43,10 +43,10 @@ def gradient(name: str, folder: Path, coef: float, replay: bool, frozen: bool = 
 
 
 @pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("ranks", ["ranks2", pytest.param("ranks1", marks=exact)])
+@pytest.mark.parametrize("ranks", ["ranks2", pytest.param("ranks1", marks=slow)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    "moe", [pytest.param(BALANCED, id="balanced", marks=exact), pytest.param(REPLAYED, id="replayed")]
+    "moe", [pytest.param(BALANCED, id="balanced", marks=slow), pytest.param(REPLAYED, id="replayed")]
 )
 def test_the_gradient_is_that_of_single_rows(
     moe: MoE, strategy: str, ranks: str, name: str, family: Family, request: pytest.FixtureRequest
@@ -60,7 +60,7 @@ def test_the_gradient_is_that_of_single_rows(
 
 
 @pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=exact), "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=slow), "zero3"])
 def test_a_frozen_router_is_left_as_it_is_and_all_else_learns(
     strategy: str, name: str, family: Family, ranks2: RankPool
 ) -> None:
@@ -131,7 +131,7 @@ def test_the_reference_engine_tells_the_experts_of_every_token_that_it_reads(nam
         assert torch.equal(torch.from_numpy(completion.experts).long(), expected)
 
 
-@pytest.mark.exact
+@pytest.mark.slow
 def test_an_engine_in_a_process_of_its_own_tells_the_same_experts(family: Family) -> None:
     folder = family("qwen3_moe")
     _, model = attached(folder)

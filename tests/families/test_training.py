@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,8 +20,9 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.models.packing import pack
 from rlflow.models.scoring import ScoringModel
 from rlflow.values.layout import Layout
-from tests.families.models import ALL
+from tests.families.models import ALL, FAMILIES
 from tests.ranks import RankPool
+from tests.slow import slow_but
 from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS, distance, plain_update
 from tests.strategies.subsets import side_by_side
 from tests.strategies.update import Stage, one_update, rows_of, save_after_update
@@ -68,8 +70,9 @@ def test_the_packed_forward_and_its_gradient_are_those_of_single_rows(name: str,
     assert distance(gradient, reference(folder)[0]) < 1e-6  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("stage", [0, 2, 3, "fsdp"])
+@pytest.mark.parametrize(
+    ("stage", "name"), slow_but([(3, "gemma2"), ("fsdp", "gemma2")], itertools.product([0, 2, 3, "fsdp"], FAMILIES))
+)
 def test_an_update_on_two_ranks_is_that_of_single_rows(
     stage: Stage, name: str, family: Family, ranks2: RankPool
 ) -> None:
@@ -81,7 +84,7 @@ def test_an_update_on_two_ranks_is_that_of_single_rows(
 
 
 @pytest.mark.parametrize(
-    ("actor", "critic"), [pytest.param("gemma2", "gpt_oss"), pytest.param("granite", "phi3", marks=pytest.mark.exact)]
+    ("actor", "critic"), [pytest.param("gemma2", "gpt_oss"), pytest.param("granite", "phi3", marks=pytest.mark.slow)]
 )
 def test_ranks_divide_sequences_of_any_family(actor: str, critic: str, family: Family, ranks2: RankPool) -> None:
     # Each rank has half of the heads, and of their sinks.
@@ -92,7 +95,7 @@ def test_ranks_divide_sequences_of_any_family(actor: str, critic: str, family: F
             assert distance(seen[role].gradients[0], reference(folder)[0]) < 1e-5
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", slow_but(["gemma2"], FAMILIES))
 def test_a_trained_model_is_saved_loaded_and_scores_the_same(
     name: str, family: Family, ranks2: RankPool, tmp_path: Path
 ) -> None:

@@ -63,7 +63,7 @@ def last_changed(tensor: Tensor) -> Tensor:
 
 
 # vLLM has no models of its own for these two, and would decorate the classes that training uses.
-@pytest.mark.parametrize("name", ["smollm3", pytest.param("olmo2", marks=pytest.mark.exact)])
+@pytest.mark.parametrize("name", ["smollm3", pytest.param("olmo2", marks=pytest.mark.slow)])
 def test_an_engine_changes_no_class_that_training_uses(name: str, family: Family) -> None:
     folder = family(name)
     before = ScoringModel.load(folder, torch.float32, CPU)

@@ -24,10 +24,11 @@ from tests.rollout.trained import perturb, setup
 CPU = torch.device("cpu")
 SAME_SEEDS = [SEEDS] * 2
 Family = Callable[[str], Path]
-exact = pytest.mark.exact
-EACH = ["qwen3_moe", pytest.param("mixtral", marks=exact), pytest.param("gpt_oss", marks=exact)]
+slow = pytest.mark.slow
+EACH = ["qwen3_moe", pytest.param("mixtral", marks=slow), pytest.param("gpt_oss", marks=slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_two_ranks_that_divide_each_expert_answer_alike(name: str, family: Family, ranks2: RankPool) -> None:
     (first, first_gap, _), (second, second_gap, _) = ranks2.run(_generate, family(name), 2, SAME_SEEDS, timeout_s=300)
@@ -55,7 +56,7 @@ def engine(request: pytest.FixtureRequest) -> Any:
         made.close()
 
 
-@pytest.mark.exact
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_an_engine_in_a_process_of_its_own_follows_each_sync(name: str, family: Family, engine: Any) -> None:
     folder = family(name)
@@ -65,7 +66,7 @@ def test_an_engine_in_a_process_of_its_own_follows_each_sync(name: str, family: 
 
 
 @pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=exact)])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow)])
 def test_experts_that_are_not_packed_again_fail_the_sync(
     dtype: torch.dtype, name: str, family: Family, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

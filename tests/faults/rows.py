@@ -1,5 +1,6 @@
 """What runs can be trusted with: each promise, and the bar that shows it. In the order of the printed table."""
 
+OTHERS = "every setting"  # of what is in no other row
 ROWS = {
     "bit-exact resume": "killed at 24 kinds of points, a covering set of runs: all equal to the byte",
     "resume elsewhere": "2 ranks to 1, 3 and 4: the same prompts, losses within 1e-5; changed settings told",
@@ -20,4 +21,5 @@ ROWS = {
     "two runs, one folder": "the second is refused in one line; no folder of others is moved",
     "determinism": "metrics but times equal to the byte at equal ranks; the same prompts on 1, 2 and 4 ranks",
     "safety": "no code of models by itself, no pickle, ports on one interface, 16 secrets, none found; output escaped",
+    OTHERS: "what `make test` shows of one algorithm, family, engine or size, for all of them",
 }

@@ -115,7 +115,7 @@ def test_every_byte_of_the_manifest_counts(copied: Path) -> None:
             assert found == "a state.json that is not what was written", place
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", REAL)
 @pytest.mark.parametrize("name", ["actor-00000-of-00001.safetensors", "actor.json", "state.json"])
 def test_a_run_goes_on_from_the_older_checkpoint_and_says_so_in_a_line(
@@ -196,7 +196,7 @@ def test_files_are_on_the_disk_before_the_name_and_the_name_before_older_ones_go
     assert ("sync", str(tmp_path)) in synced[named:removed]  # the entry of `checkpoint` itself
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_disk_that_is_full_while_a_rank_writes_leaves_the_last_good_one(
     tmp_path: Path, seen: Callable[[str], None]
 ) -> None:

@@ -37,7 +37,7 @@ STRATEGIES = {
     "zero2-bf16": partial(DeepSpeedStrategy, 2, precision="bf16"),
     "fsdp-bf16": partial(FSDPStrategy, precision="bf16"),
 }
-SOME = [pytest.param(name, marks=() if name == "zero2" else pytest.mark.faults) for name in STRATEGIES]
+SOME = [pytest.param(name, marks=() if name == "zero2" else pytest.mark.slow) for name in STRATEGIES]
 ADAM = Optimizer("adamw", lr=1e-2)
 LENGTHS = (3, 9, 1, 12)
 TIMES = 20.0
@@ -160,7 +160,7 @@ def test_a_spike_just_after_a_resume_is_skipped_as_without_the_break(
         assert all(torch.equal(at_once.weights[key], continued.weights[key]) for key in at_once.weights)
 
 
-@pytest.mark.parametrize("factor", [float("nan"), pytest.param(1e6, marks=pytest.mark.faults)], ids=["nan", "spike"])
+@pytest.mark.parametrize("factor", [float("nan"), pytest.param(1e6, marks=pytest.mark.slow)], ids=["nan", "spike"])
 def test_the_third_in_a_row_ends_the_run_and_the_last_line_names_the_file_of_its_rows(
     factor: float, policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
@@ -184,7 +184,7 @@ REWARDS = [
 ]
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "told"), REWARDS)
 def test_a_reward_that_is_not_finite_ends_the_run_in_a_line(
     function: str, told: str, tmp_path: Path, seen: Callable[[str], None]

@@ -20,7 +20,7 @@ from tests.faults.running import fit
 from tests.own_folder import TWO_RANKS, write
 from tests.ranks import RankPool
 
-pytestmark = [pytest.mark.row("determinism"), pytest.mark.faults]
+pytestmark = [pytest.mark.row("determinism"), pytest.mark.slow]
 PASSING = ("time/", "tokens_per_second", "memory/")  # parts of names whose values are of the clock or the machine
 
 

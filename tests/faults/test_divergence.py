@@ -19,7 +19,7 @@ from tests import own_folder
 from tests.faults.running import Ended, Running
 from tests.own_folder import REMOVED, rewarded_by, write
 
-pytestmark = [pytest.mark.row("rank divergence"), pytest.mark.faults]
+pytestmark = [pytest.mark.row("rank divergence"), pytest.mark.slow]
 CHANGES = {
     "trainer.num_nodes": 2,
     "strategy": REMOVED,

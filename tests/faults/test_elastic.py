@@ -71,7 +71,7 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_with_the_same_w
     assert not (tmp_path / "parts-1").exists()  # the folder that it went on in
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(RUNS))
 def test_a_run_of_100_steps_that_loses_a_rank_every_20_comes_to_its_end(
     seed: int,

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.row("engine faults")
 SEEDS = list(range(len(PROMPTS)))
 SAMPLING = Sampling(24, 1.0, STOP)
 ENGINES = {"transformers": TransformersEngine, "vllm": lambda: VLLMEngine(kv_cache_gib=0.25)}
-EACH = ["transformers", pytest.param("vllm", marks=pytest.mark.faults)]
+EACH = ["transformers", pytest.param("vllm", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_an_engine_that_is_killed_is_started_again_with_its_weights_and_answers_
     seen("killed: one restart, the weights read back, the same tokens; killed again: the run ends")
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", EACH, indirect=True)
 def test_an_engine_that_was_killed_between_steps_gets_the_next_weights(engine: EngineSubprocess, model: Any) -> None:
     engine.update_weights(buckets(model), 0)
@@ -89,7 +89,7 @@ def test_an_engine_that_was_killed_between_steps_gets_the_next_weights(engine: E
     assert len(engine.generate(PROMPTS, SEEDS, SAMPLING, 1)) == len(PROMPTS)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["vllm"], indirect=True)
 def test_turns_in_progress_begin_again(engine: EngineSubprocess, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.update_weights(buckets(model), 0)
@@ -107,7 +107,7 @@ def test_turns_in_progress_begin_again(engine: EngineSubprocess, model: Any, mon
     assert len(calls) > 4
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", EACH, indirect=True)
 def test_an_engine_that_hangs_is_ended_and_started_again(engine: EngineSubprocess, model: Any) -> None:
     engine.update_weights(buckets(model), 0)
@@ -118,7 +118,7 @@ def test_an_engine_that_hangs_is_ended_and_started_again(engine: EngineSubproces
     assert engine._running()._popen.pid != stopped
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["transformers"], indirect=True)
 def test_after_a_failed_sync_there_are_no_weights_to_start_again_with(engine: EngineSubprocess, model: Any) -> None:
     engine.update_weights(buckets(model), 0)
@@ -141,7 +141,7 @@ class Raises(TransformersEngine):
 """
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_an_engine_in_the_ranks_own_process_that_raises_ends_the_run(
     tmp_path: Path, seen: Callable[[str], None]
 ) -> None:

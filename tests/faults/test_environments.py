@@ -54,7 +54,7 @@ def engine(model: Path) -> Iterator[RolloutEngine]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "none" else pytest.mark.faults) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=() if kind == "none" else pytest.mark.slow) for kind in KINDS]
 )
 def test_an_environment_that_misbehaves_costs_its_conversation_or_ends_the_run_in_a_line(
     kind: str,

@@ -70,7 +70,7 @@ def test_a_run_that_is_killed_goes_on_to_the_byte(
     check(kind, point, model, tmp_path / "run", uninterrupted)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "point"), runs(), ids=[f"{kind}: {point}" for kind, point in runs()])
 def test_runs_of_all_kinds_that_are_killed_anywhere_go_on_to_the_byte(
     kind: Kind, point: str, model: Path, tmp_path: Path, uninterrupted: Any, counted: Callable[..., None]

@@ -36,12 +36,12 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     ("ranks", "more"),
     [
         pytest.param(1, {}, id="one rank"),
-        pytest.param(2, TWO_RANKS, id="ZeRO-2", marks=pytest.mark.faults),
+        pytest.param(2, TWO_RANKS, id="ZeRO-2", marks=pytest.mark.slow),
         pytest.param(
             2,
             {**TWO_RANKS, "strategy": {"class_path": "rlflow.strategies.FSDPStrategy"}},
             id="FSDP",
-            marks=pytest.mark.faults,
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -27,7 +27,7 @@ def test_a_run_without_a_fault_ends_with_code_0_and_leaves_nothing(tmp_path: Pat
     seen("a run without a fault ends with code 0")
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_ranks_are_found_by_their_numbers(tmp_path: Path) -> None:
     own_folder.make(tmp_path)
     own_folder.write(tmp_path / "my.yaml", own_folder.TWO_RANKS)
@@ -70,9 +70,9 @@ def project(tmp_path: Path) -> Path:
     """A project of its own with two rows of the table: five tests and one."""
     faults = tmp_path / "tests/faults"
     faults.mkdir(parents=True)
-    for name in ("__init__.py", "conftest.py", "rows.py"):
-        shutil.copy(HERE / name, faults)
-    (tmp_path / "tests/__init__.py").touch()
+    for name in ("__init__.py", "passed.py", "faults/__init__.py", "faults/rows.py"):
+        shutil.copy(HERE.parent / name, tmp_path / "tests" / name)
+    (tmp_path / "tests/conftest.py").write_text('pytest_plugins = ["tests.passed"]\n')
     (tmp_path / "tests/helper.py").touch()
     (faults / "test_leaks.py").write_text(LEAKS)
     (faults / "test_other.py").write_text(OF_ANOTHER)
@@ -89,7 +89,7 @@ def table(project: Path, *options: str) -> tuple[int, str]:
 
 def ran(project: Path) -> list[int]:
     """Which of the five tests have run."""
-    return [int(name[-2]) for name in json.loads((project / "runs/faults.json").read_text())]
+    return [int(name[-2]) for name in json.loads((project / "runs/passed.json").read_text())]
 
 
 def test_a_row_is_run_in_parts_whatever_has_passed_before_and_is_printed_as_a_whole(project: Path) -> None:

@@ -89,7 +89,7 @@ def test_temporary_files_of_a_run_that_was_killed_are_removed(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_long_run_grows_in_nothing(tmp_path: Path, seen: Seen) -> None:
     own_folder.make(tmp_path)
     shutil.copy(Path(__file__).with_name("leaking.py"), tmp_path)
@@ -113,7 +113,7 @@ def test_a_long_run_grows_in_nothing(tmp_path: Path, seen: Seen) -> None:
     seen(f"{STEPS:,} steps: {grown / 1000:.2f} kB a step, {after[-1]['files']} files, {after[-1]['threads']} threads")
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_runs_that_are_killed_leave_nothing_in_the_folder_for_temporary_files(tmp_path: Path, seen: Seen) -> None:
     own_folder.make(tmp_path)
     temporary = tmp_path / "temporary"

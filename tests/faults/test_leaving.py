@@ -17,7 +17,7 @@ from tests import own_folder
 from tests.faults.running import Running, left_over
 from tests.own_folder import TWO_RANKS, write
 
-pytestmark = [pytest.mark.row("success means success"), pytest.mark.faults]
+pytestmark = [pytest.mark.row("success means success"), pytest.mark.slow]
 REWARDS = """
 import asyncio, atexit, multiprocessing, os, threading, time
 

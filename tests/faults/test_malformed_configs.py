@@ -86,7 +86,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "options"),
     [

@@ -15,7 +15,7 @@ from tests import own_folder
 from tests.faults.running import Ended, Running, fit
 from tests.own_folder import rewarded_by, write
 
-pytestmark = [pytest.mark.row("two runs, one folder"), pytest.mark.faults]
+pytestmark = [pytest.mark.row("two runs, one folder"), pytest.mark.slow]
 SLOW = "\n\ndef slow(response, row):\n    time.sleep(0.25)\n    return float(len(response))\n"  # 2 s a step
 
 

@@ -56,7 +56,7 @@ def test_a_signal_to_the_process_that_the_user_started_ends_two_ranks_with_one_l
     assert (ended.code, ended.errors) == (3, f"rlflow: {SAVED.format('SIGTERM')}\n")
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_ctrl_c_reaches_every_process_of_the_group_and_is_one_signal(tmp_path: Path) -> None:
     folder = preempted.make(tmp_path, **TWO_RANKS)
     ended = interrupted(folder, lambda run: os.killpg(run.process.pid, signal.SIGINT), seconds=0.5)
@@ -68,7 +68,7 @@ def hang_up(run: Running) -> None:
     os.killpg(run.process.pid, signal.SIGHUP)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_terminal_that_is_closed_ends_the_run_with_its_state_saved(
     tmp_path: Path, seen: Callable[[str], None]
 ) -> None:
@@ -77,7 +77,7 @@ def test_a_terminal_that_is_closed_ends_the_run_with_its_state_saved(
     seen("SIGHUP to the process group, as when a terminal is closed: saved")
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_below_nohup_a_terminal_that_is_closed_changes_nothing(tmp_path: Path) -> None:
     folder = preempted.make(tmp_path, **TWO_RANKS)
     ended = interrupted(folder, hang_up, seconds=0.5, command=("nohup", *COMMAND))
@@ -85,7 +85,7 @@ def test_below_nohup_a_terminal_that_is_closed_changes_nothing(tmp_path: Path) -
     assert len(preempted.left(folder / "runs/own")[1]) == 3
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_run_whose_session_has_lost_its_terminal_saves_its_state(tmp_path: Path) -> None:
     """The kernel tells the session's first process alone, which is the one that waits for the ranks."""
     folder = preempted.make(tmp_path)
@@ -111,7 +111,7 @@ def test_a_run_whose_session_has_lost_its_terminal_saves_its_state(tmp_path: Pat
     assert (folder / "runs/own/checkpoint/step-00000001").is_dir()
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, seen: Callable[[str], None]) -> None:
     def twice(run: Running) -> None:
         run.process.terminate()
@@ -124,7 +124,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, seen: Callable[[st
     seen("a second SIGTERM ends it at once")
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_the_end_of_the_grace_ends_the_run(tmp_path: Path) -> None:
     folder = preempted.make(tmp_path, **TWO_RANKS)
     ended = interrupted(folder, lambda run: run.process.terminate(), "--trainer.grace_s=4", seconds=120)
@@ -132,7 +132,7 @@ def test_the_end_of_the_grace_ends_the_run(tmp_path: Path) -> None:
     assert (ended.code, ended.errors) == (3, line)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_run_that_has_not_begun_ends_at_once(tmp_path: Path) -> None:
     folder = preempted.make(tmp_path)
     with left_over(folder) as left, Running(folder, "fit", "--config", "my.yaml") as run:
@@ -145,7 +145,7 @@ def test_a_run_that_has_not_begun_ends_at_once(tmp_path: Path) -> None:
     assert (ended.code, ended.errors, left) == (3, line, [])
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_signal_to_torchruns_agent_reaches_the_ranks_which_save_and_go_on(
     tmp_path: Path, seen: Callable[[str], None]
 ) -> None:

@@ -144,7 +144,7 @@ EVERY_TASK = [
 
 @pytest.mark.parametrize(
     ("number", "task", "receive", "saved"),
-    [*FEW, *(pytest.param(*each, marks=pytest.mark.faults) for each in EVERY_TASK if each not in FEW)],
+    [*FEW, *(pytest.param(*each, marks=pytest.mark.slow) for each in EVERY_TASK if each not in FEW)],
 )
 def test_a_signal_at_a_task_ends_all_ranks_alike_and_the_run_goes_on_to_the_byte(
     number: signal.Signals,

@@ -37,7 +37,7 @@ def run_of(model: Path, folder: Path, strategy: Any = ZERO2, **settings: Any) ->
     return Fit(module, recorded(LENGTHS, 4), folder, strategy, settings=given)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, ZERO2), (3, ZERO2), (4, ZERO3)], ids=["1", "3", "4"])
 def test_losses_on_recorded_responses_are_those_of_as_many_ranks_as_before(
     ranks: int, strategy: Any, model: Path, tmp_path: Path, ranks2: RankPool, seen: Callable[[str], None]
@@ -54,7 +54,7 @@ def test_losses_on_recorded_responses_are_those_of_as_many_ranks_as_before(
     seen(f"losses of 5 steps on {ranks} ranks within {apart:.0e}")
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_each_step_has_the_same_prompts(ranks: int, model: Path, tmp_path: Path, ranks2: RankPool) -> None:
     def run(folder: Path, **settings: Any) -> Fit:
@@ -89,7 +89,7 @@ CHANGED = {
 REFUSED = {"seed": 1, "module.init_args.actor.lora.rank": 2}
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_changed_setting_is_reported_in_a_line_and_one_that_cannot_be_taken_is_refused(
     tmp_path: Path, seen: Callable[[str], None]
 ) -> None:

@@ -28,7 +28,7 @@ def killed(folder: Path, *cases: str) -> dict[str, int]:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_no_kill_while_checkpoints_are_written_and_removed_loses_the_last_good_one(
     tmp_path: Path, seen: Callable[[str], None]
 ) -> None:
@@ -51,7 +51,7 @@ def waits(folder: Path, strategy: str) -> float:
     return beside["waits"] / beside["written"]
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ZeRO-2", "ZeRO-3", "FSDP2"])
 def test_a_step_waits_for_less_than_a_twentieth_of_the_writing(
     strategy: str, tmp_path: Path, counted: Callable[..., None], measured: Callable[[str, float], None]

@@ -37,7 +37,7 @@ CHEAP = ("spins_in_c", "none")
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in CHEAP else pytest.mark.faults) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=() if kind in CHEAP else pytest.mark.slow) for kind in KINDS]
 )
 def test_a_reward_that_misbehaves_costs_its_sample_or_ends_the_run_in_a_line(
     kind: str,

@@ -14,7 +14,7 @@ from tests import own_folder
 from tests.faults.running import COMMAND, Ended, Running
 from tests.own_folder import TWO_RANKS, write
 
-pytestmark = [pytest.mark.row("safety"), pytest.mark.faults]
+pytestmark = [pytest.mark.row("safety"), pytest.mark.slow]
 
 # Made up, each under a key that names a secret; and one in the environment.
 KEYS = {

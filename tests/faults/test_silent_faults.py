@@ -47,7 +47,7 @@ CASES = [
         engine,
         precision,
         id=f"{plant.__name__}-{engine.__name__}-{precision}",
-        marks=() if engine is HERE and precision == "bf16" else pytest.mark.faults,
+        marks=() if engine is HERE and precision == "bf16" else pytest.mark.slow,
     )
     for plant, told, engines in FAULTS
     for engine in engines
@@ -106,7 +106,7 @@ def run(
     return how(Fit(module, questions(), folder / "run", strategy, planted.made(engine), settings))
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("engine", [HERE, BY_VLLM])
 def test_without_a_fault_nothing_is_told(engine: type[Any], precision: Precision, model: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests import own_folder
 from tests.faults.running import Ended, Running, left_over
 from tests.own_folder import TWO_RANKS, write
 
-pytestmark = [pytest.mark.row("rank death or stall"), pytest.mark.faults]
+pytestmark = [pytest.mark.row("rank death or stall"), pytest.mark.slow]
 HERE = socket.gethostname()
 STALLS = Path(__file__).with_name("stalls.py")
 TIMEOUT_S = 20.0

@@ -15,7 +15,7 @@ from tests import own_folder
 from tests.faults.running import Ended, Running, left_over
 from tests.own_folder import TWO_RANKS, write
 
-pytestmark = [pytest.mark.row("success means success"), pytest.mark.faults]
+pytestmark = [pytest.mark.row("success means success"), pytest.mark.slow]
 HERE = socket.gethostname()
 WAYS = Path(__file__).with_name("early_ends.py")
 REWARD, REWARDS = "module.init_args.reward", "step 1, run rewards"

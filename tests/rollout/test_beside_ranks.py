@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -75,6 +76,7 @@ def test_vllm_beside_one_of_two_ranks_answers_as_it_does_alone(ranks2: RankPool,
     assert ranks2.run(_beside, tied, [1], timeout_s=300) == [[], expected]
 
 
+@pytest.mark.slow
 def test_vllm_beside_two_of_three_ranks_answers_as_it_does_on_two(
     ranks2: RankPool, ranks3: RankPool, tied: Path
 ) -> None:

@@ -129,6 +129,7 @@ def _two_of_a_rank(folders: dict[str, Path]) -> list[float]:
     return gaps
 
 
+@pytest.mark.slow
 def test_two_engines_of_each_rank_generate_with_their_own_weights(ranks2: RankPool, tied: Path, untied: Path) -> None:
     for gaps in ranks2.run(_two_of_a_rank, {"actor": tied, "opponent": untied}, timeout_s=300):
         assert max(gaps) < 1e-4

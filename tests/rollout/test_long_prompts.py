@@ -147,6 +147,7 @@ def test_requests_that_were_preempted_get_the_same_responses(folder: Path) -> No
     assert each_token_had_its_number(entered, together)
 
 
+@pytest.mark.slow
 def test_vllm_still_needs_random_numbers_that_it_can_take_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When this fails, rlflow/rollout/rewind.py can go."""
     monkeypatch.setattr(rlflow.rollout.vllm.engine, "make_rewindable", lambda runner: None)
@@ -154,6 +155,7 @@ def test_vllm_still_needs_random_numbers_that_it_can_take_back(folder: Path, mon
         answers(vllm(IN_PARTS), folder)
 
 
+@pytest.mark.slow
 def test_in_half_precision_the_same_numbers_are_drawn_and_the_logprobs_are_near(folder: Path) -> None:
     with random_numbers() as entered:
         completions = answers(vllm(IN_PARTS), folder, torch.bfloat16)
@@ -174,6 +176,7 @@ def mean_gap(model: Any, completions: list[Completion]) -> float:
     return float(torch.cat(gaps).mean())
 
 
+@pytest.mark.slow
 def test_an_engine_beside_its_rank_computes_prompts_in_parts(folder: Path, expected: list[Completion]) -> None:
     check_same(answers(EngineSubprocess(vllm(IN_PARTS), index=0, size=1, address=""), folder), expected)
 
@@ -193,6 +196,7 @@ def _of_two_ranks(folder: Path) -> list[tuple[list[Completion], bool]]:
     return found
 
 
+@pytest.mark.slow
 def test_an_engine_of_two_ranks_draws_the_same_numbers_for_the_same_tokens(
     ranks2: RankPool, folder: Path, expected: list[Completion]
 ) -> None:

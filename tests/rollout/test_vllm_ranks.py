@@ -88,13 +88,14 @@ def _last_changed(tensor: Tensor) -> Tensor:
     return changed
 
 
+@pytest.mark.slow
 def test_an_engine_for_each_rank_answers_with_its_ranks_seeds(ranks2: RankPool, tied: Path) -> None:
     (first, first_gap, _), (second, second_gap, _) = ranks2.run(_generate, tied, 1, OWN_SEEDS, timeout_s=300)
     assert max(first_gap, second_gap) < 1e-4
     assert all(one.token_ids != other.token_ids for one, other in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.parametrize("name", ["tied", pytest.param("untied", marks=pytest.mark.slow)])
 def test_an_engine_for_two_ranks_answers_alike_on_both(
     ranks2: RankPool, name: str, request: pytest.FixtureRequest
 ) -> None:
@@ -108,6 +109,7 @@ def test_an_engine_for_two_ranks_answers_alike_on_both(
     assert len({len(tokens) for tokens in conversations[0]}) > 1
 
 
+@pytest.mark.slow
 def test_a_key_head_that_both_ranks_hold_is_synced_to_both(ranks2: RankPool, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "one_key_head", layers=1, kv_heads=1, max_position=512)
     (first, first_gap, _), (second, second_gap, _) = ranks2.run(_generate, folder, 2, SAME_SEEDS, timeout_s=300)

@@ -70,8 +70,8 @@ def failing_fit_then_unlimited(run: Fit) -> str:
     [
         (ZERO2, False),
         (ZERO3, True),
-        pytest.param(ZERO2, True, marks=pytest.mark.exact),
-        pytest.param(ZERO3, False, marks=pytest.mark.exact),
+        pytest.param(ZERO2, True, marks=pytest.mark.slow),
+        pytest.param(ZERO3, False, marks=pytest.mark.slow),
     ],
 )
 def test_what_one_rank_cannot_write_is_said_by_all_and_the_last_good_files_stay(

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rlflow.models.optimizer import Optimizer
 from tests.ranks import RankPool
+from tests.slow import slow_but
 from tests.strategies.reference import distance, plain_update
 from tests.strategies.update import (
     Outcome,
@@ -28,6 +29,7 @@ from tests.strategies.update import (
 )
 
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3, "fsdp")
+FEW: tuple[Stage, ...] = (2, "fsdp")
 CLIP = 0.5  # the reference's gradients are longer
 SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=CLIP)
 
@@ -55,7 +57,7 @@ def outcomes(tiny: Path, ranks1: RankPool, ranks2: RankPool):  # type: ignore[no
     return run
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", slow_but([2], [1, 2]))
 @pytest.mark.parametrize("stage", STAGES)
 class TestOneUpdate:
     def test_the_gradient_is_that_of_the_whole_batch(self, stage, world_size, outcomes, reference) -> None:
@@ -79,7 +81,7 @@ class TestOneUpdate:
             assert distance(outcome.weights, reference[2]) < 1e-6
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but(FEW, STAGES))
 def test_adamw_with_a_warm_up_and_a_linear_schedule_follows_torch(stage: Stage, tiny: Path, ranks2: RankPool) -> None:
     # lr 0.01: half of it in the first of two warm-up updates, all in the second and third, 2/3 in the fourth of five
     settings = Optimizer(lr=0.01, eps=1e-3, weight_decay=0.1, warmup_steps=2, schedule="linear", gradient_clipping=CLIP)
@@ -97,7 +99,11 @@ def test_adamw_with_a_warm_up_and_a_linear_schedule_follows_torch(stage: Stage, 
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision"), [*((stage, "fp32") for stage in STAGES), (2, "bf16"), (3, "bf16"), ("fsdp", "bf16")]
+    ("stage", "precision"),
+    slow_but(
+        [(0, "fp32"), (2, "bf16"), (3, "fp32"), ("fsdp", "bf16")],
+        [*((stage, "fp32") for stage in STAGES), (2, "bf16"), (3, "bf16"), ("fsdp", "bf16")],
+    ),
 )
 def test_an_update_that_one_rank_spoils_is_skipped_by_all_and_leaves_no_trace(
     stage: Stage, precision: str, tiny: Path, ranks2: RankPool
@@ -110,7 +116,7 @@ def test_an_update_that_one_rank_spoils_is_skipped_by_all_and_leaves_no_trace(
         assert all(torch.equal(second.weights[key], weight) for key, weight in expected[rank].weights.items())
 
 
-@pytest.mark.parametrize("stage", [2, 3, "fsdp"])
+@pytest.mark.parametrize("stage", slow_but(FEW, [2, 3, "fsdp"]))
 def test_gradient_checkpointing_changes_no_gradient(
     stage: Stage, tiny: Path, ranks2: RankPool, reference: Reference
 ) -> None:
@@ -127,7 +133,7 @@ def test_a_bf16_gradient_is_the_reference_s_up_to_bf16(
         assert {weight.dtype for weight in outcome.weights.values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but((2, 3, "fsdp"), STAGES))
 def test_weights_come_full_under_their_names_in_buckets_of_the_size_asked_for(
     stage: Stage, untied: Path, ranks2: RankPool
 ) -> None:
@@ -148,7 +154,7 @@ def test_a_frozen_role_scores_without_an_optimizer_while_ranks_have_unequal_rows
     torch.testing.assert_close(first_row[0], all_rows[0, :9], rtol=0, atol=1e-5)  # row 0 has 9 response tokens
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3, "fsdp"])
+@pytest.mark.parametrize("stage", slow_but((3, "fsdp"), [0, 2, 3, "fsdp"]))
 def test_two_roles_in_one_process_train_as_each_would_alone(
     stage: Stage, tiny: Path, untied: Path, ranks2: RankPool
 ) -> None:

@@ -153,7 +153,7 @@ print("norm", update(launch("fsdp"), Path(sys.argv[1]), Optimizer()).norms[0] > 
 """
 
 
-@pytest.mark.exact
+@pytest.mark.slow
 def test_it_needs_no_deepspeed(tiny: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_DEEPSPEED, str(tiny)], capture_output=True, text=True, check=False

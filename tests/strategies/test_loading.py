@@ -88,7 +88,7 @@ def test_a_model_that_would_be_scored_wrongly_is_refused(tmp_path: Path, ranks2:
         assert "its own forward and the packed one differ by" in refusal
 
 
-@pytest.mark.exact
+@pytest.mark.slow
 def test_no_rank_ever_holds_more_than_its_part_and_a_layer(tmp_path: Path) -> None:
     small = write_tiny_model(tmp_path / "small")
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "layers": 24, "dtype": torch.bfloat16}

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlflow.strategies.single import SingleProcess
 from rlflow.values.layout import Layout
 from tests.ranks import RankPool
+from tests.slow import slow_but
 from tests.strategies.lora import SYNCS, UPDATES, Adapted, adapted_updates, on_ranks
 from tests.strategies.reference import distance
 from tests.strategies.update import Stage
@@ -33,7 +34,8 @@ def moved(weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "shards"), [(0, 2), (1, 2), (2, 2), (3, 2), (2, 1), (3, 1), ("fsdp", 2), ("fsdp", 1)]
+    ("stage", "shards"),
+    slow_but([(2, 2), (3, 1), ("fsdp", 2)], [(0, 2), (1, 2), (2, 2), (3, 2), (2, 1), (3, 1), ("fsdp", 2), ("fsdp", 1)]),
 )
 def test_adapters_train_alike_at_every_stage_and_on_divided_sequences(
     stage: Stage, shards: int, tiny: Path, alone: Adapted, tmp_path: Path, ranks2: RankPool

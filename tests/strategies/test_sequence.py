@@ -15,6 +15,7 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.single import SingleProcess
 from rlflow.values.layout import Layout
 from tests.ranks import RankPool
+from tests.slow import slow_but
 from tests.strategies.reference import TEMPERATURE, distance, plain_update
 from tests.strategies.subsets import bf16_gradient, held_bytes, scalar_updates, scalar_updates_by_two, side_by_side
 from tests.strategies.update import Outcome, Stage, rows_of
@@ -50,7 +51,7 @@ def refuse_unlike(outcome: Outcome, folder: Path) -> None:
     assert distance(outcome.weights, weights) < 1e-7
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but((2, "fsdp"), STAGES))
 def test_with_two_ranks_to_a_sequence_a_role_trains_as_in_one_process(
     stage: Stage, tiny: Path, untied: Path, ranks2: RankPool
 ) -> None:
@@ -64,7 +65,7 @@ def test_with_two_ranks_to_a_sequence_a_role_trains_as_in_one_process(
         torch.testing.assert_close(scores.double(), reference_scores(tiny), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but((3,), STAGES))
 def test_data_and_sequence_parallel_sizes_multiply_and_are_each_role_s_own(
     stage: Stage, tiny: Path, untied: Path, ranks4: RankPool
 ) -> None:
@@ -75,7 +76,7 @@ def test_data_and_sequence_parallel_sizes_multiply_and_are_each_role_s_own(
         refuse_unlike(seen["critic"], untied)
 
 
-@pytest.mark.parametrize("stage", [2, 3, "fsdp"])
+@pytest.mark.parametrize("stage", slow_but((3,), [2, 3, "fsdp"]))
 def test_a_critic_and_a_reward_model_train_on_divided_sequences(stage: Stage, tiny: Path, ranks2: RankPool) -> None:
     gradients, values, ends = scalar_updates(alone(), tiny)
     for found in ranks2.run(scalar_updates_by_two, tiny, stage):
@@ -84,7 +85,7 @@ def test_a_critic_and_a_reward_model_train_on_divided_sequences(stage: Stage, ti
         torch.testing.assert_close(found[2].double(), ends, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3, "fsdp"])
+@pytest.mark.parametrize("stage", slow_but((2,), [2, 3, "fsdp"]))
 def test_in_bf16_the_gradient_is_right_up_to_bf16(stage: Stage, tiny: Path, ranks2: RankPool) -> None:
     for gradient in ranks2.run(bf16_gradient, tiny, stage, SGD):
         assert distance(gradient, reference(tiny)[0][0]) < 0.03  # bf16 resolves 2 ** -8 = 0.004

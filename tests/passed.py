@@ -1,9 +1,9 @@
-"""The table of faults: `make faults` runs every test here, remembers those that passed, and prints what was seen.
+"""What passed on this code is not run again: `make test-all` remembers it, and prints what was seen of each promise.
 
-A module says which promise it shows, `pytestmark = pytest.mark.row("bad data")`. What is marked `faults` too is left
-out of `make test`. A test that passed is run again when the package, a lock, its file or a helper of its has changed.
-Figures are those of tests that passed: what each saw (`seen`), how many there are (`counted`), from least to most
-(`measured`).
+It runs the tests marked `slow`, which `make test` leaves out, and all that show a promise of the table of faults, which
+a module names: `pytestmark = pytest.mark.row("bad data")`. A test that passed is run again when the package, a lock,
+its file or a helper of its has changed. Figures are those of tests that passed: what each saw (`seen`), how many there
+are (`counted`), from least to most (`measured`).
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from typing import Any
 
 import pytest
 
-from tests.faults.rows import ROWS
+from tests.faults.rows import OTHERS, ROWS
 
 HERE = Path(__file__).parent
-PROJECT = HERE.parents[1]
-STORE = PROJECT / "runs" / "faults.json"
+PROJECT = HERE.parent
+STORE = PROJECT / "runs" / "passed.json"
 CODE = ("rlflow", "algorithms", "configs", "requirements/*.lock")
-SHARED = (PROJECT / "tests" / "conftest.py", HERE / "conftest.py")
+SHARED = (HERE / "conftest.py", HERE / "passed.py")
 LONGEST = 300  # characters of what was seen in a row of the table
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    rows = "show these rows of the table, by parts of names; all where empty"
+    rows = "run what has not passed of these rows of the table, by parts of names, all where empty, and print them"
     parser.addoption("--rows", metavar="NAMES", type=_rows, help=rows)
-    part = "run every N-th test of the rows, beginning with the I-th; all where empty"
+    part = "run every N-th test, beginning with the I-th; all where empty"
     parser.addoption("--part", metavar="I/N", type=_part, help=part)
 
 
+@pytest.hookimpl(trylast=True)  # of what `-m` has left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    here = [item for item in items if item.path.is_relative_to(HERE)]
-    for item in here:
-        if _row(item) not in ROWS:
-            raise pytest.UsageError(f"{item.nodeid} is marked with no row of {', '.join(ROWS)}")
-    rows, part = config.getoption("--rows", None), config.getoption("--part", None)
+    rows, part = config.getoption("--rows"), config.getoption("--part")
     if rows is None:
         if part is not None:
             raise pytest.UsageError("--part is of the tests of rows; give --rows, which may be empty")
         return
+    for item in items:
+        if _row(item) not in ROWS:
+            raise pytest.UsageError(f"{item.nodeid} is marked with no row of {', '.join(ROWS)}")
     first, every = part or (1, 1)
-    _tests.update((item.nodeid, (_row(item), item.path)) for item in here)
-    chosen = [item for item in here if _row(item) in rows][first - 1 :: every]  # whatever has passed before
+    _tests.update((item.nodeid, (_row(item), item.path)) for item in items)
+    chosen = [item for item in items if _row(item) in rows][first - 1 :: every]  # whatever has passed before
     stored = _stored()
     runs = [item for item in chosen if not _passed(stored.get(item.nodeid), item.path)]
     config.hook.pytest_deselected(items=[item for item in items if item not in runs])
@@ -94,7 +94,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if session.config.getoption("--rows", None) is None:
+    if session.config.getoption("--rows") is None:
         return
     if _skipped and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -103,10 +103,10 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    rows = config.getoption("--rows", None)
+    rows = config.getoption("--rows")
     if rows is None:
         return
-    terminalreporter.section("faults")
+    terminalreporter.section("what holds")
     for row in rows:
         terminalreporter.write_line(_line(row, ROWS[row]))
     for name in _skipped:
@@ -139,7 +139,7 @@ def _part(text: str) -> tuple[int, int] | None:
 
 def _row(item: pytest.Item) -> str:
     mark = item.get_closest_marker("row")
-    return str(mark.args[0]) if mark and mark.args else ""
+    return str(mark.args[0]) if mark and mark.args else OTHERS
 
 
 def _store(name: str, reports: list[pytest.TestReport]) -> None:
@@ -225,11 +225,11 @@ def _with_helpers(files: list[Path]) -> set[Path]:
 
 @cache
 def _named_by(file: Path) -> list[Path]:
-    """The modules of `tests` that a file imports or names in a text, by its place or its neighbour's name."""
+    """The modules of `tests` and `benchmarks` that a file imports or names, by their place or its neighbour's name."""
     found = []
     for name in _names(file):
         parts = [part for part in name.split(".") if part]
-        place = PROJECT if parts[0] == "tests" else file.parent
+        place = PROJECT if parts[0] in ("tests", "benchmarks") else file.parent
         modules = [place.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
         found += [each for module in modules for each in (module.with_suffix(".py"), module / "__init__.py")]
     return [module for module in dict.fromkeys(found) if module.is_file()]
