@@ -27,7 +27,16 @@ class RowSpace:
     """The rows of one step, the same object on every rank: prompts, or the samples that a rollout node made of them.
 
     All arrays are int64, and `dropped` is bool; they are on the CPU, in the order of the paths: by their first numbers,
-    then their second, and so on.
+    then their second, and so on. Two samples of each of two prompts, made on ranks 0 and 1 and trained on balanced:
+
+        name       "rollout"
+        path       4 0       4 1       7 0       7 1
+        lengths    3         2         7         7
+        tokens     5         4         10        10
+        versions   3         3         3         3
+        home       (Layout((0, 1), 2), rows 0 1 on rank 0 and rows 2 3 on rank 1)
+
+        partition(Layout((0, 1), 2, "balanced")) may be rows 0 2 and rows 1 3: 15 and 14 tokens in place of 9 and 20
 
     Attributes:
         name: Of the rows: "batch", or the rollout node's.

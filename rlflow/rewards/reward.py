@@ -100,6 +100,15 @@ class RewardInput:
 class Scores:
     """The scores of `B` samples.
 
+    Of four samples by a sum of `exact` and half of `short`; the second failed on one of them and is dropped, and `exact`
+    has nothing to say of the last:
+
+        total     [1.4, 0.0, 0.0, 0.3]
+        parts     {"exact": [1.0, 0.0, 0.0, None], "short": [0.8, 0.0, 0.0, 0.6]}
+        failed    {1: "drop"}
+        metrics   {"digits": [3.0, 1.0, 1.0, 2.0]}, logged as `reward/digits`
+        columns   {"judge": ["correct", "", "no number", ""]}, written to samples.jsonl
+
     Attributes:
         total: The reward of each sample.
         parts: Scores that went into the total, by name, each as long as `total`; no name of `TAKEN`. None for a part

@@ -31,6 +31,8 @@ class Sampling:
         temperature: Divides the logits; 0 takes the likeliest token.
         stop_token_ids: A response ends with the first of these, which belongs to it.
         limits: The longest response to each prompt, of which `max_tokens` is the largest; None where all have that.
+            Three responses that continue others of 2, 5 and 0 tokens to at most 8 have `max_tokens` 8 and the limits
+            `(6, 3, 8)`.
     """
 
     max_tokens: int
@@ -52,6 +54,12 @@ class Sampling:
 @dataclass(frozen=True)
 class Completion:
     """One response.
+
+    Of the response `20 21 2`, which the end token 2 ended, sampled at temperature 0.7:
+
+        token_ids   (20, 21, 2)
+        logprobs    (-0.11, -0.24, -0.31), of the distribution after it was divided by 0.7
+        finished    True
 
     Attributes:
         token_ids: The generated tokens, the stop token included.

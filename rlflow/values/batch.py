@@ -83,6 +83,16 @@ class _Placed:
 class Batch(_Placed):
     """Rows of the dataset. Without a response column `T` is 0 and the mask is empty.
 
+    Two rows of SFT with a prompt and a response each; `T` is 3, the end token is 2, and `.` stands for padding:
+
+        field          row 0                                  row 1
+        prompt_ids     10 11                                  12 13 14
+        response_ids   20 21 2                                22 2 .
+        loss_mask      1 1 1                                  1 1 .
+        lengths        3                                      2
+        rows           {"question": "2+3=", "answer": "5"}    {"question": "4+4+1=", "answer": "9"}
+        path           4                                      7
+
     Attributes:
         prompt_ids: Token ids of each prompt.
         response_ids: `[B, T]` int64, right-padded.
@@ -124,7 +134,14 @@ class _Responses(Protocol):
 class Pairs(_Placed):
     """Prompts that have two responses each, of which the chosen one was preferred: a dataset's, or made of samples.
 
-    A response ends with the end-of-sequence token. A model that scores both reads the prompt twice.
+    A response ends with the end-of-sequence token. A model that scores both reads the prompt twice. Two pairs:
+
+        field          row 0            row 1
+        prompt_ids     10 11            12 13 14
+        chosen_ids     20 21 2          22 2
+        rejected_ids   23 2             24 25 26 2
+        rows           {"question": "2+3=", "chosen": "5", "rejected": "6"}, ...
+        path           4                7
 
     Attributes:
         prompt_ids: Token ids of each prompt.

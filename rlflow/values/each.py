@@ -37,6 +37,14 @@ class Trained:
 class Each(Generic[T]):
     """For each row that a node sees, a value of all rows below it.
 
+    A node that sees three questions reads the rewards of their answers, of which the second question has none:
+
+        values     0.5 1.0 0.0 1.0 1.0
+        counts     2 0 3
+        parent     0 0 2 2 2
+        mean()     0.75 0.0 0.67
+        argmax()   1 -1 3
+
     Attributes:
         values: `K` rows: those below the first row in the order of their paths, then those below the second, and so on.
         counts: `[B]` int64, how many there are below each row; 0 where there is none.

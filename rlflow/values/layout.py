@@ -12,6 +12,13 @@ Dealing = Literal["groups", "balanced"]
 class Layout:
     """How rows lie over ranks. Two equal layouts hold the same rows in the same order, so nothing moves between them.
 
+    On the ranks 0 to 7:
+
+        Layout((0, ..., 7), 8)               each rank has rows of its own, the samples of a prompt on one rank
+        Layout((0, ..., 7), 8, "balanced")   each rank has about as many tokens, wherever a prompt's samples are
+        Layout((0, ..., 7), 4)               ranks 0 and 1 hold the same rows, as peers of one engine or one sequence
+        Layout((0, 1), 2)                    rows are on two ranks alone
+
     Attributes:
         ranks: Global ranks, in order; consecutive ones hold the same shard.
         shards: The data-parallel size; divides the number of ranks.

@@ -21,6 +21,17 @@ class RowPath:
     Two rows whose paths begin alike have an ancestor in common. The paths of a step's rows are known to all ranks that
     have to do with them, so that they are never sent with a value.
 
+    Two questions to each of two prompts, and two answers to the first of these questions:
+
+        levels     ("batch",)    ("batch", "question")    ("batch", "question", "answer")
+        numbers    4             4 0                      4 0 0
+                   7             4 1                      4 0 1
+                                 7 0
+                                 7 1
+
+    `group` of the questions is 4 4 7 7: samples of one prompt are compared with one another. `group_of("batch")` of the
+    answers is 4 4.
+
     Attributes:
         numbers: `[B, depth]` int64.
         levels: The names of the rows on the way: `batch`, then the nodes that made them, the last these rows' own.

@@ -13,7 +13,17 @@ from rlflow.values.host_copy import is_on_host, joined, on_device, on_host, reme
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows of different lengths without padding: `values` `[sum(lengths), ...]`, `lengths` `[B]` int64."""
+    """Rows of different lengths without padding.
+
+    The prompts `10 11`, one without tokens, and `12 13 14` are
+
+        values    10 11 12 13 14
+        lengths   2 0 3
+
+    Attributes:
+        values: `[sum(lengths), ...]`, the entries of all rows, one row after the other.
+        lengths: `[B]` int64, entries of each row.
+    """
 
     values: Tensor
     lengths: Tensor

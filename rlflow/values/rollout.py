@@ -37,6 +37,34 @@ class Ending(IntEnum):
 class Rollout:
     """Sampled responses, `n` consecutive rows for each prompt.
 
+    Two prompts with two samples each, in conversations with a calculator that one sample has called. `T` is 7, the end
+    token is 2, and `.` stands for padding, which is 0 or False:
+
+        field          row 0         row 1         row 2                  row 3
+        prompt_ids     10 11         10 11         12 13 14               12 13 14
+        response_ids   20 21 2 ....  22 2 .....    23 24 25 26 27 28 29   30 31 40 41 42 32 2
+        loss_mask      1 1 1 ....    1 1 .....     1 1 1 1 1 1 1          1 1 . . . 1 1
+        lengths        3             2             7                      7
+        logprobs       -.1 -.2 -.3   -.1 -.4       -.1 ... -.7            -.1 -.2 0 0 0 -.3 -.4
+        finished       True          True          False, it was cut      True
+        path           4 0           4 1           7 0                    7 1
+        version        3             3             3                      3
+        versions       3 3 3 ....    3 3 .....     3 3 3 3 3 3 3          3 3 3 3 3 3 3
+        inherited      0             0             0                      0
+        experts        none          none          none                   none
+        segments       3             2             7                      2 3 2
+        turn_rewards   1.0           0.0           0.0                    0.5 1.0
+        ended          DONE          DONE          TOKENS                 DONE
+        seat           0             0             0                      0
+        texts          "5"           "no"          "let me see, I"        "it is 5"
+        messages       all that was said, a list of dicts a row
+        rows           {"question": "2+3=", ...} of the dataset, for rows 0 and 1 alike
+        progress       {} where no conversation is cut off
+
+    From them follow `group` (4 4 7 7), `index` (0 1 0 1), `turns` (1 1 1 2), `policy_lengths` (3 2 7 4) and `turn`, of
+    row 3 (0 0 -1 -1 -1 1 1). A response that is one turn, without an environment, has no `segments`, `turn_rewards` and
+    `messages`.
+
     Attributes:
         prompt_ids: Token ids of each sample's prompt.
         response_ids: `[B, T]` int64, right-padded.
