@@ -100,7 +100,7 @@ class RewardInput:
 class Scores:
     """The scores of `B` samples.
 
-    Of four samples by a sum of `exact` and half of `short`; the second failed on one of them and is dropped, and `exact`
+    Of four samples, by a sum of `exact` and half of `short`. It failed on the second, which is dropped, and `exact`
     has nothing to say of the last:
 
         total     [1.4, 0.0, 0.0, 0.3]
