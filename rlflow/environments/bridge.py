@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 class ParsedTurn:
     """What a policy said in a turn.
 
+    A turn that is a call alone is `ParsedTurn("", (ToolCall("guess", {"word": "a"}),), "<tool_call>...</tool_call>")`
+    where the bridge tells calls from text.
+
     Attributes:
-        text: Without special tokens; where the bridge tells them apart, without thoughts and calls of tools.
+        text: Its text without special tokens; where the bridge tells them apart, without thoughts and calls of tools.
         calls: Calls of tools, in their order.
-        whole: All that it wrote, without special tokens.
+        whole: All of its text, without special tokens.
     """
 
     text: str
@@ -35,9 +38,15 @@ class ParsedTurn:
 class Bridge(ABC):
     """Writes and reads the turns of one environment's conversations. Tokens that were sampled stay as they are.
 
+    The tokens of a conversation are `begin(messages)`, then for each turn what the policy sampled and
+    `after(answer, sampled, before)`. In ChatML, `begin` ends with `<|im_start|>assistant` and a line end. After a turn
+    that ended itself, `after` gives a line end, `<|im_start|>user`, the answer, `<|im_end|>`, and the beginning of the
+    next turn.
+
     Attributes:
         ends: Tokens that end a turn of the policy; the first of them is the one that closes a turn which was cut.
-        form: In which calls of tools are read, of `TOOL_FORMS`; None where a renderer reads them, or there are none.
+        form: Form in which calls of tools are read, one of `TOOL_FORMS`; None where a renderer reads them, or there are
+            no tools.
     """
 
     ends: tuple[int, ...]
@@ -75,7 +84,7 @@ class Bridge(ABC):
 
     @abstractmethod
     def read(self, spoken: Sequence[int], before: Sequence[int] = ()) -> ParsedTurn:
-        """What the policy said, from the tokens of its turn; `before` as of `after`."""
+        """What the policy said, from the tokens of its turn; `before` has all tokens before it."""
 
 
 Message = dict[str, Any]

@@ -26,8 +26,8 @@ def bridge_of(
     Args:
         definition: Definition of the environment.
         tokenizer: Tokenizer of the model.
-        renderer: As of `data.renderer`; None for the model's chat template.
-        tool_calls: As of `data.tool_calls`.
+        renderer: Value of `data.renderer`; None for the model's chat template.
+        tool_calls: Value of `data.tool_calls`.
 
     Raises:
         UserError: The model's template, or the renderer, cannot write its turns.
@@ -46,10 +46,10 @@ def traced(
     token that ends each.
 
     Args:
-        messages: Those of the prompt; then turns of role `assistant`, whose content holds calls of tools as the model
-            is to write them, and between them what answers.
+        messages: Messages of the prompt; then turns of role `assistant`, whose content holds calls of tools as the
+            model is to write them, and between them what answers.
         bridge: Writes turns.
-        ids_of: Gives the ids of a turn's text.
+        ids_of: Function from a turn's text to its token ids.
         place: What errors call the messages.
         given: How many of the first are the prompt, turns of `assistant` among them too.
 

@@ -27,14 +27,24 @@ class Environment:
     the end; `step` gives rewards of turns, and in TRL's form an attribute `reward` will do. Methods may be coroutines.
     There is one instance for each conversation.
 
+        class Echo:                                   # Tinker's form: `Environment("my_env.Echo", max_turns=1)`
+            def reset(self, word):                    # the row's column `word`
+                self.word = word
+
+            def initial_observation(self):
+                return f"say {self.word}"
+
+            def step(self, message):
+                return {"reward": float(message["content"] == self.word), "episode_done": True}
+
     With `trainer.partial_rollout` a conversation may wait for a later step. Where the class has `state_dict()`, which
     gives JSON, and `load_state_dict(state)`, called in place of `reset` on one made anew, it waits in checkpoints too.
 
     Args:
         environment: Dotted path of the class, or the class; None where there are `tools` alone. Of several, by name:
             each row is answered by the one that its column `by` names.
-        tools: Functions that the policy may call beside methods, or their dotted paths.
-        arguments: That the class is made with; of several, by the same names.
+        tools: Functions that the policy may call in addition to methods, or their dotted paths.
+        arguments: Arguments that the class is made with; of several, by the same names.
         by: The column of the dataset that chooses of several.
         max_turns: Turns of the policy, at most.
         max_tool_calls: Calls after these are refused. The policy reads what the last one gave and may answer; a turn
@@ -101,7 +111,7 @@ class Environment:
         return {name: defined(cls, self._tools, self._arguments[name]) for name, cls in self._classes.items()}
 
     def definition_of(self, row: Mapping[str, Any]) -> Definition:
-        """Of what answers this row of the dataset.
+        """The definition of what answers this row of the dataset.
 
         Raises:
             UserError: There are several, and the row names none of them.
@@ -175,7 +185,7 @@ def _named(definition: Definition) -> str:
 
 
 def _arguments(classes: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Those of each of several classes."""
+    """The arguments of each of several classes."""
     for name, given in arguments.items():
         if name not in classes:
             raise UserError(
@@ -193,8 +203,8 @@ class Definition:
 
     Attributes:
         path: Dotted, of the class; empty where there are functions as tools alone.
-        arguments: That it is made with, by name.
-        tools: By name.
+        arguments: Arguments that it is made with, by name.
+        tools: Tools that the policy may call, by name.
         answers_messages: Whether it has `initial_observation` and `step`, and no tools.
         resets: Whether it has `reset`, and the names of the row's columns that this takes; None for all of them.
         rewards: Whether it has `get_reward`.
@@ -220,7 +230,7 @@ class Definition:
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
-        """Of the tools, in their order."""
+        """The JSON schemas of the tools, in their order."""
         return [tool.schema for tool in self.tools.values()]
 
     def given(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,12 +256,12 @@ def defined(
 
     Args:
         environment: The class or its dotted path; None for an environment of tools alone.
-        tools: Functions that the policy may call beside the methods, or their dotted paths.
-        arguments: That the class is made with, by name.
+        tools: Functions that the policy may call in addition to the methods, or their dotted paths.
+        arguments: Arguments that the class is made with, by name.
 
     Raises:
         UserError: There is no such class, it has neither tools nor `step`, or both, or does not take the arguments; or
-            as of `tools_of`.
+            for the reasons of `tools_of`.
     """
     if environment is None:
         functions = tools_of(None, tools)
@@ -380,7 +390,7 @@ class Tool:
     """What a policy may call.
 
     Attributes:
-        name: By which it calls.
+        name: Name by which the policy calls it.
         schema: JSON schema of a function, as chat templates take it.
         method: Whether it is a method of the environment; else a function of its own.
         path: Dotted path of a function, by which a worker imports it; of a method its class and name, for messages.
@@ -446,7 +456,7 @@ def _check_system(tool: Any) -> None:
 
 
 def _path(function: Callable[..., Any]) -> str:
-    """By which a worker imports it."""
+    """The dotted path by which a worker imports a function."""
     path = f"{function.__module__}.{getattr(function, '__qualname__', '<object>')}"
     if "<" in path:
         raise UserError(f"tool `{path}` is no function at the top of a module, where it is looked for; move it there")

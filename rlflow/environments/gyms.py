@@ -23,7 +23,7 @@ class TextGym:
 
     Args:
         gym: Dotted path of the class, or of a function that makes one.
-        options: That it is made with.
+        options: Arguments that it is made with.
     """
 
     def __init__(self, gym: str, options: Mapping[str, Any] | None = None) -> None:
@@ -51,7 +51,7 @@ class SkyRLGym:
 
     Args:
         gym: Dotted path of the class, such as `skyrl_gym.envs.gsm8k.multi_turn_env.GSM8kMultiTurnEnv`.
-        config: As `env_config`.
+        config: Given to the class as `env_config`.
         prompt: The column of the dataset that has the messages of the prompt.
     """
 
@@ -97,7 +97,7 @@ class TextArena:
         env_id: Id of the game, such as `GuessTheNumber-v0`, `TicTacToe-v0`, `Nim-v0` or `KuhnPoker-v0`. Some load word
             lists from the network.
         players: Players of the game.
-        options: That the game is made with, such as `{max_number: 50}`.
+        options: Settings that the game is made with, such as `{max_number: 50}`.
     """
 
     _drawing: ClassVar[Lock] = Lock()  # of the process-wide states
@@ -115,7 +115,7 @@ class TextArena:
 
     @classmethod
     def seats(cls, env_id: str, players: int = 1, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-        """By name; a game of one player has one.
+        """The names of the seats; a game of one player has one.
 
         Raises:
             UserError: There is no such package, or no such game.
@@ -148,7 +148,7 @@ class TextArena:
         return {"rewards": by_seat, "episode_done": True}
 
     def _observed(self) -> dict[str, Any]:
-        """Whose turn it is, and what it has not seen yet."""
+        """The seat that speaks next, and the messages that it has not seen yet."""
         with self._own_states():
             player, said = self._bare.get_observation()
         names = self._bare.state.role_mapping

@@ -7,8 +7,10 @@ import inspect
 import random
 import threading
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from importlib import import_module
 from types import TracebackType
 from typing import Any
@@ -46,7 +48,7 @@ class InProcess:
         """Begin a conversation: import what is at these paths, then seed `random` and NumPy for it."""
         self._draws = OwnDraws(seed)
         for path in paths:
-            self._value(path, lambda path=path: _at(path))
+            self._value(path, partial(_at, path))
         self._draws = OwnDraws(seed)  # whatever modules drew, where they were not imported before
         self._seed = seed
 
@@ -74,7 +76,9 @@ class InProcess:
 
     def text(self, name: str, method: bool, given: Mapping[str, Any]) -> str:
         """What a method of the environment, or else a function, returns, as text."""
-        return str(self._value(name, lambda: (getattr(self._kept, name) if method else _at(name))(**given), str))
+        said = self._value(name, lambda: (getattr(self._kept, name) if method else _at(name))(**given))
+        text: str = self._value(name, lambda: str(said))  # its own `__str__` is code of the environment too
+        return text
 
     def close(self) -> None:
         """End whatever runs."""
@@ -82,24 +86,20 @@ class InProcess:
         if self._owns:
             self._coroutines.close()
 
-    def _value(self, what: str, call: Any, form: Any = None) -> Any:
+    def _value(self, what: str, call: Callable[[], Any]) -> Any:
         try:
             value = self._coroutines.result(call, self._draws) if self._overlaps else self._here(call)
             if inspect.isawaitable(value):
                 value = self._coroutines.result(lambda: value, self._draws)
-            return value if form is None else self._formed(form, value)
+            return value
         except ENDING:
             raise
         except BaseException as error:  # such as `asyncio.CancelledError`
             raise HostError(f"`{what}` raised {type(error).__name__}: {one_line(error)}") from error
 
-    def _formed(self, form: Any, value: Any) -> Any:
-        """In the same place: a value's own `__str__` is code of the environment too."""
-        return self._coroutines.result(lambda: form(value), self._draws) if self._overlaps else self._here(form, value)
-
-    def _here(self, call: Any, *given: Any) -> Any:
+    def _here(self, call: Callable[[], Any]) -> Any:
         with self._draws.in_place() if self._draws is not None else nullcontext():
-            return call(*given)
+            return call()
 
 
 Host = InProcess | Worker  # runs the code of one environment at a time; a worker ends calls that take too long
@@ -110,7 +110,7 @@ def _at(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-END_SECONDS = 1.0  # that tasks which were cancelled are waited for
+END_SECONDS = 1.0  # that the end of cancelled tasks is waited for
 
 draws_of_task: ContextVar[OwnDraws | None] = ContextVar("draws_of_task", default=None)
 
@@ -119,36 +119,47 @@ class Coroutines:
     """Runs calls on one event loop, in a thread that begins with the first; a call may wait while others run.
 
     Whatever a task and the tasks that it makes draw from the process-wide `random` and NumPy is of the call's own
-    states. `results` is for several threads at once, each of which waits for its call.
+    states. `result` is for several threads at once, each of which waits for its call.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Event, threading.Thread] | None = None
 
     def result(self, call: Callable[[], Any], draws: OwnDraws | None) -> Any:
         """What a call returns, which is made on the loop; what it gives to await is awaited."""
         draws_of_task.set(draws)  # tasks have a copy of the context that they are made in
-        return asyncio.run_coroutine_threadsafe(_awaited(call), self._running()).result()
+        return asyncio.run_coroutine_threadsafe(_awaited(call), self._loop()).result()
 
     def close(self) -> None:
         """Cancel what is awaited and close the loop, where there is one; a later call has another."""
         with self._lock:
-            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
-        if loop is None or thread is None:
-            return
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(END_SECONDS)  # longer only where code blocks the loop: its thread is no reason to stay
+            running, self._running = self._running, None
+        if running is not None:
+            loop, stop, thread = running
+            loop.call_soon_threadsafe(stop.set)
+            thread.join(END_SECONDS)  # longer only where code blocks the loop: its thread is no reason to stay
 
-    def _running(self) -> asyncio.AbstractEventLoop:
+    def _loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._loop.set_task_factory(_task)
-                self._thread = threading.Thread(target=_run, args=[self._loop], name="coroutines", daemon=True)
-                self._thread.start()
-            return self._loop
+            if self._running is None:
+                started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+                thread = threading.Thread(target=_run, args=[started], name="coroutines", daemon=True)
+                thread.start()
+                self._running = (*started.result(), thread)
+            return self._running[0]
+
+
+def _run(started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+    """Run a loop until its event is set; what is awaited then is cancelled."""
+
+    async def until_stopped() -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        loop.set_task_factory(_task)
+        started.set_result((loop, stop))
+        await stop.wait()
+
+    asyncio.run(until_stopped())
 
 
 class DrawingCoroutine(Coroutine[Any, Any, Any]):
@@ -176,21 +187,6 @@ class DrawingCoroutine(Coroutine[Any, Any, Any]):
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **given: Any) -> asyncio.Task[Any]:
     draws = draws_of_task.get()
     return asyncio.Task(coroutine if draws is None else DrawingCoroutine(coroutine, draws), loop=loop, **given)
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop until it is stopped; what is awaited then is cancelled."""
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(asyncio.wait(left, timeout=END_SECONDS) if left else asyncio.sleep(0))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-    finally:
-        asyncio.set_event_loop(None)
-        loop.close()
 
 
 async def _awaited(call: Callable[[], Any]) -> Any:

@@ -49,7 +49,7 @@ class Session:
     Args:
         definition: Definition of the environment.
         host: Where its code runs; it keeps this environment alone until `close`.
-        row: Of the dataset, which errors name, on ranks too that make no calls; None where the beginning is given it
+        row: Row of the dataset, which errors name, on ranks too that make no calls; None where `begin` is given it
             first.
         max_tool_calls: Calls after these are refused, and a turn of them alone ends it; None for any number.
         seed: Seed of what its environment draws from the process-wide `random` and NumPy.
@@ -77,7 +77,7 @@ class Session:
 
     @property
     def seats(self) -> tuple[str, ...]:
-        """Of its environment; empty where there is one, without a name."""
+        """The names of the environment's seats; empty where there is one, without a name."""
         return self._definition.seats
 
     @property
@@ -131,7 +131,7 @@ class Session:
         """The messages of the first turn.
 
         Args:
-            prompt: Those of the dataset's row.
+            prompt: Messages of the dataset's row.
             row: All of its columns.
 
         Raises:
@@ -155,7 +155,7 @@ class Session:
 
     @naming_row
     def reward(self) -> float | None:
-        """Of the whole conversation, from `get_reward`, or else from what the environment keeps as its `reward`.
+        """The reward of the whole conversation, from `get_reward`, or else from its attribute `reward`.
 
         None where it has neither, and where it answers messages.
 
@@ -175,7 +175,7 @@ class Session:
         """The messages with which each seat begins, and who speaks first.
 
         Args:
-            prompt: Those of the dataset's row.
+            prompt: Messages of the dataset's row.
             row: All of its columns.
 
         Raises:
@@ -199,14 +199,14 @@ class Session:
 
     @naming_row
     def rewards(self) -> dict[str, float]:
-        """Of the whole game by seat, from `get_reward`; none where the environment has no such method."""
+        """The rewards of the whole game by seat, from `get_reward`; none where the environment has no such method."""
         if not self._definition.rewards:
             return {}
         return self._by_seat(self._host.call("get_reward"), f"`{self._definition.path}.get_reward`")
 
     @naming_row
     def group_rewards(self, conversations: Sequence[Mapping[str, Any]]) -> list[float]:
-        """What each conversation from one row gets beside the others, from `get_group_rewards`, when all are over.
+        """The reward of each conversation of a group, from one row, from `get_group_rewards`, when all are over.
 
         The environment is made anew, for those of the conversations may be gone.
 
@@ -311,7 +311,7 @@ class Session:
         return Reply(messages, done=left == 0, calls=len(calls), failed=failed, over="limit")
 
     def _result(self, call: ToolCall) -> tuple[str, bool]:
-        """What a tool says, and whether it gave a value. What went wrong is told to the policy, which may try again."""
+        """What a tool says, and whether it gave a value. The policy reads what went wrong, and may try again."""
         if call.problem:
             return call.problem, False
         tool = self._definition.tools.get(call.name)
@@ -381,7 +381,7 @@ class Move:
     Attributes:
         seat: Who speaks next; empty where it is over.
         messages: What that one reads: of what was said since it spoke last, what it may know.
-        rewards: By seat.
+        rewards: Rewards by seat.
         done: Whether it is over.
     """
 

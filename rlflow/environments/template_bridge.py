@@ -25,7 +25,7 @@ class TemplateBridge(Bridge):
     """Writes turns by a tokenizer's own chat template.
 
     Args:
-        tokenizer: With a chat template.
+        tokenizer: Tokenizer with a chat template.
         schemas: Schemas of the tools that the template tells the policy of. With some, only tools answer a turn.
         tool_calls: The form in which the policy calls tools, by its name in `TOOL_FORMS`; None for the form in which
             the template writes calls, or tells the policy to.

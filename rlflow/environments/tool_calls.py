@@ -36,9 +36,9 @@ class ToolCall:
 
     Attributes:
         name: Name of the tool; empty where the call cannot be read.
-        arguments: By name.
+        arguments: Values by the names of parameters.
         problem: Why the call cannot be read, in words for the policy; empty where it can.
-        id: By which the policy names the call, where its family does; else empty.
+        id: Id that the policy gave the call, where its family does so; else empty.
     """
 
     name: str
@@ -52,7 +52,7 @@ class ToolForm:
     """How a family writes calls.
 
     Attributes:
-        mark: With which a call begins, or may; a special token in the families that have it.
+        mark: Text with which a call begins, or may; a special token in the families that have it.
         calls: The calls in a turn, in their order. Given its text, in which the mark is not left out, and the schemas
             of the tools."""
 
@@ -138,7 +138,7 @@ def _decoded(text: str, what: str, more: bool = False) -> tuple[Any, str]:
 
     Args:
         text: The text.
-        what: Its beginning of the words, such as `this tool call is`.
+        what: How the words begin, such as `this tool call is`.
         more: Whether more text may follow.
     """
     try:
@@ -213,6 +213,6 @@ def _mistral_named(text: str) -> ToolCall:
 
 
 def _identified(call: ToolCall, given: Any) -> ToolCall:
-    """With the id of the object that it was read from, if the family's template takes it."""
+    """The call with the id of the object that it was read from, if the family's template takes such an id."""
     found = given.get("id") if isinstance(given, dict) else None
     return replace(call, id=found) if isinstance(found, str) and _MISTRAL_ID.fullmatch(found) else call

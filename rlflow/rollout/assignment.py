@@ -50,7 +50,7 @@ class EngineSettings:
 
     Attributes:
         rollout: Each policy's engine.
-        exceptions: By policy, other engines, or shares of another policy's.
+        exceptions: Other engines, or shares of another policy's engine, by policy.
     """
 
     rollout: RolloutEngine
@@ -95,7 +95,7 @@ class Engines:
 
     Attributes:
         own: Engines by the policy that each belongs to, in the order of the policies; no two are one object.
-        shared: Of each policy without an engine of its own, the policy whose engine it uses in turns.
+        shared: For each policy without an engine of its own, the policy whose engine it uses in turns.
     """
 
     own: Mapping[str, RolloutEngine]
@@ -274,14 +274,13 @@ class TimeSharedEngine(RolloutEngine):
     A sync of one policy ends the version of the others. `engine` is set up and closed once for all, and not by this.
 
     Args:
-        policy: Whose it is, in messages.
+        policy: Name of the policy, for messages.
         engine: The shared one.
         turns: What each policy that shares it sees of it, filled here: by name.
     """
 
     def __init__(self, policy: str, engine: RolloutEngine, turns: dict[str, TimeSharedEngine]) -> None:
         self.tensor_parallel_size = engine.tensor_parallel_size
-        self.needs_all_ranks = engine.needs_all_ranks
         self._policy = policy
         self._engine = engine
         self._turns = turns

@@ -32,20 +32,23 @@ PROGRESS = ("draw", "rewards", "calls", "failed", "why", "cut", "state")  # stor
 class Conversation:
     """One conversation, as far as it got.
 
+    The policy writes 3 tokens, the environment answers with 5, and the policy writes 2 more: `segments` is `[3, 5, 2]`,
+    `tokens`, `logprobs` and `written` have 10 entries, `written` is False at places 3 to 7, and `rewards` has 2.
+
     Attributes:
-        session: What answers.
+        session: Session of its environment.
         bridge: Writes its turns.
         prompt: Token ids of the first turn's prompt.
-        messages: All that was said, the prompt's among it.
-        tokens: Ids after the prompt, of the policy and of the environment.
-        logprobs: Logprobs of each token; 0 where the environment wrote it.
+        messages: All messages, those of the prompt among them.
+        tokens: Token ids after the prompt, of the policy and of the environment.
+        logprobs: Log-probability of each token; 0 where the environment wrote it.
         written: Whether the policy wrote each token.
-        segments: How many tokens each turn of the policy and each answer to it has, by turns.
-        rewards: Rewards of each turn.
+        segments: Number of tokens of each turn of the policy and of each answer to it, one after another.
+        rewards: Rewards of each turn of the policy.
         ended: Why it is over; None as long as it is not.
         why: The same in words, for people.
         cut: Whether the last turn of the policy was cut at its longest length.
-        seat: Whose view it is, as a number among the environment's seats.
+        seat: Number of the seat whose view it is, among the environment's seats.
         calls: Number of calls of tools.
         failed: How many of these gave no value.
         turn_open: Whether the last turn was cut off and is to be continued.
@@ -121,13 +124,13 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Rules:
-    """How conversations go.
+    """Which policy speaks in conversations, and how long they may get.
 
     Attributes:
-        policy: Whose turns they have.
-        max_turns: Of the policy, at most.
+        policy: The policy that takes the turns.
+        max_turns: Turns of the policy, at most.
         longest_prompt: Tokens of the first prompt, at most.
-        longest: Tokens after the prompt, at most: the policy's and the environment's.
+        longest: Tokens after the prompt, at most: the policy's and the environment's together.
         longest_turn: Tokens of a turn of the policy, at most.
         budget: Tokens of the policy in one call, after which a conversation is cut off; None where none is.
         on_failure: What becomes of a conversation whose environment failed, see `Environment`.
@@ -154,13 +157,13 @@ def converse(
     """A conversation, from the messages of its prompt or from where it was cut off, to its end or to its next cut.
 
     Args:
-        session: With its environment.
+        session: Session of its environment.
         bridge: Writes its turns.
         prompt: Prompt of the dataset's row.
         row: All of its columns.
         seed_of: The seed of each turn.
         rules: How it goes.
-        begun: As far as it got; None where it begins.
+        begun: The conversation as far as it got; None where it begins.
 
     Raises:
         UserError: The environment failed, where that ends the run; does not take the row; makes a prompt that is longer
@@ -178,7 +181,7 @@ def converse(
             if not (yield from _take_turn(conversation, seed_of, rules)):
                 conversation.state = (yield session.state) if session.keeps_state else None
                 break
-            yield from _answer(session, conversation, rules)
+            yield from _answer(conversation, rules)
     except HostError as error:
         _fail(conversation, error, rules)
     return conversation
@@ -261,9 +264,9 @@ def _unread(messages: Sequence[Message]) -> list[Message]:
     return [{**each, "unread": True} for each in messages]
 
 
-def _answer(session: Session, conversation: Conversation, rules: Rules) -> ConversationSteps[None]:
+def _answer(conversation: Conversation, rules: Rules) -> ConversationSteps[None]:
     """Let the environment answer the turn that was taken; where that ends the conversation, ask for its reward."""
-    given = yield partial(_reply, session, conversation, _parse_turn(conversation))
+    given = yield partial(_reply, conversation, _parse_turn(conversation))
     reply = Reply(**given)
     conversation.rewards[-1] += reply.reward
     conversation.calls += reply.calls
@@ -274,11 +277,11 @@ def _answer(session: Session, conversation: Conversation, rules: Rules) -> Conve
     else:
         _add_answer(conversation, reply.messages, rules)
     if conversation.ended is not None:
-        reward = yield session.reward
+        reward = yield conversation.session.reward
         conversation.rewards[-1] += reward or 0.0
 
 
-def _reply(session: Session, conversation: Conversation, parsed: ParsedTurn) -> dict[str, Any]:
+def _reply(conversation: Conversation, parsed: ParsedTurn) -> dict[str, Any]:
     if conversation.cut:  # so that it is not taken for bad JSON
         length = conversation.segments[-1]
         calls = (
@@ -286,7 +289,7 @@ def _reply(session: Session, conversation: Conversation, parsed: ParsedTurn) -> 
             for call in parsed.calls
         )
         parsed = replace(parsed, calls=tuple(calls))
-    return asdict(session.answer(parsed, conversation.turns - 1))
+    return asdict(conversation.session.answer(parsed, conversation.turns - 1))
 
 
 def _last_turn(conversation: Conversation) -> tuple[list[int], list[int]]:
@@ -311,7 +314,7 @@ def _fail(conversation: Conversation, error: HostError, rules: Rules) -> None:
     """End a conversation whose environment failed.
 
     Raises:
-        UserError: That ends the run.
+        UserError: `on_failure` is `raise`.
     """
     if rules.on_failure == "raise":
         raise UserError(
@@ -341,7 +344,7 @@ def play_game(
     seat that never had one has a turn without tokens, for its reward.
 
     Args:
-        game: With its environment.
+        game: Session of its environment.
         bridge: Writes the turns of all seats.
         prompt: Prompt of the dataset's row.
         row: All of its columns.
@@ -349,7 +352,7 @@ def play_game(
         rules: How the conversation of each seat goes, and who speaks in it.
 
     Raises:
-        UserError: As of `converse`; or a seat speaks or is rewarded that is none.
+        UserError: For the reasons of `converse`; or a seat that does not exist speaks or is rewarded.
     """
     table = _Table(game, bridge, prompt, rules)
     try:
@@ -394,7 +397,7 @@ class _Table:
         self._rewards = dict.fromkeys(rules, 0.0)  # not yet given to a turn
 
     def reads(self, move: Move) -> Conversation:
-        """That of the seat that speaks next, with what it reads before; it is over where there is no room for it."""
+        """The conversation of the seat that speaks next, with what it reads; over where there is no room for that."""
         if move.seat in self._seats:
             conversation = self._seats[move.seat]
             _add_answer(conversation, move.messages, self._rules[move.seat])
@@ -425,15 +428,15 @@ class _Table:
 
     def over(self) -> dict[str, Conversation]:
         """All, each with its end: that of the seat that could not go on, if one could not."""
-        cut = next((each for each in self._seats.values() if each.ended is not None), None)
+        views = self._seats.values()
+        cut = ((each.ended, f"another seat ended it: {each.why}") for each in views if each.ended is not None)
+        end = next(cut, (Ending.DONE, "the environment ended it"))
         for seat in self._rules:
             conversation = self._seats.get(seat) or self._seated(seat, ())
             if not conversation.turns:
                 conversation.segments, conversation.rewards = [0], [self._rewards[seat]]
-            if conversation.ended is None and cut is None:
-                conversation.end(Ending.DONE, "the environment ended it")
-            elif conversation.ended is None and cut is not None and cut.ended is not None:
-                conversation.end(cut.ended, f"another seat ended it: {cut.why}")
+            if conversation.ended is None:
+                conversation.end(*end)
         return {seat: self._seats[seat] for seat in self._rules}
 
     def failed(self, error: HostError) -> dict[str, Conversation]:

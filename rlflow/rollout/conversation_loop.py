@@ -66,7 +66,7 @@ class ConversationLoop(Generic[T]):
             at_once: How many are open together, at most.
 
         Raises:
-            UserError: Of a conversation or an engine. The others are given up.
+            UserError: A conversation or an engine raised it. The other conversations are given up.
         """
         self._next = iter(enumerate(conversations))
         try:
@@ -135,7 +135,7 @@ def run_alone(conversation: ConversationSteps[T], take_turn: Callable[[Turn], Co
     """The result of one conversation that waits for nobody else: its calls are made here.
 
     Args:
-        conversation: At its beginning.
+        conversation: A conversation that has not begun.
         take_turn: Takes each turn of its policies.
     """
     value: Any = None
@@ -212,7 +212,7 @@ class SharedCalls:
     Attributes:
         calls: Whether this rank makes the calls; one of them does.
         broadcast: Brings that rank's bytes to all of them, a collective.
-        seconds: After which those that wait are told that there is nothing yet; less than a collective may take.
+        seconds: Seconds after which the ranks that wait get an empty answer; less than a collective may take.
     """
 
     calls: bool
@@ -249,7 +249,7 @@ class EnvironmentCalls:
         """Make a call, if it is this rank that does.
 
         Args:
-            number: That tells it from others that are open.
+            number: Number of its conversation, which no other open call has.
             call: Returns what is JSON-able.
         """
         self.open += 1
@@ -264,7 +264,7 @@ class EnvironmentCalls:
         """What calls returned, by number; a `HostError` in place of what failed. Alike on ranks that share an engine.
 
         Args:
-            least: As many are waited for.
+            least: Number of answers that are waited for.
 
         Raises:
             UserError: One did.
@@ -308,7 +308,7 @@ class EnvironmentCalls:
             self._done.put((number, outcome))
 
     def _taken(self, least: int, seconds: float | None) -> list[Outcome]:
-        """All that are there; so many at least, unless that takes longer."""
+        """All answers that have come; at least `least`, unless that takes longer than `seconds`."""
         taken: list[Outcome] = []
         until = None if seconds is None else time.monotonic() + seconds
         while len(taken) < least or not self._done.empty():

@@ -24,10 +24,13 @@ NO_VERSION = -1
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled: from the whole distribution, for anything less has other logprobs than the trainer's.
+    """How responses are sampled: always from the whole distribution.
+
+    Top-k and top-p are left out, since their log-probabilities are not those of the trainer.
+    `Sampling(256, 0.7, (151645,))` samples up to 256 tokens with logits divided by 0.7, and ends at token 151645.
 
     Attributes:
-        max_tokens: The longest response.
+        max_tokens: Tokens of the longest response, at least 1.
         temperature: Divides the logits; 0 takes the likeliest token.
         stop_token_ids: A response ends with the first of these, which belongs to it.
         limits: The longest response to each prompt, of which `max_tokens` is the largest; None where all have that.
@@ -63,10 +66,11 @@ class Completion:
 
     Attributes:
         token_ids: The generated tokens, the stop token included.
-        logprobs: Logprobs of each of them, after temperature; of temperature 1 where sampling was greedy.
-        finished: Ending by a stop token, not by the longest allowed length.
-        experts: `[prompt + response - 1, layers, k]` uint8 or int16, which experts each token went to, where the engine
-            was asked to tell.
+        logprobs: Log-probability of each of them, in nats, after temperature; at temperature 1 where sampling was
+            greedy.
+        finished: Whether it ended by a stop token, and not by the longest allowed length.
+        experts: `[prompt + response - 1, layers, k]` uint8 or int16, the experts that each token went to; None where
+            the engine was not asked for them.
     """
 
     token_ids: tuple[int, ...]
@@ -81,9 +85,9 @@ class SyncReport:
 
     Attributes:
         version: The policy version that the engine now holds.
-        tensors: Tensors sent, all of them read back.
-        nbytes: Their bytes, in the engine's dtype.
-        seconds: Sending and reading back.
+        tensors: Number of tensors that were sent; all of them were read back.
+        nbytes: Bytes of these tensors, in the engine's dtype.
+        seconds: Seconds of sending and reading back.
     """
 
     version: int
@@ -94,7 +98,7 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What an engine takes of a rank's memory beside its weights.
+    """How much of a rank's memory an engine takes in addition to its weights.
 
     Attributes:
         at_once: Responses that are generated at once, at most.
@@ -116,11 +120,11 @@ class EnginePlace:
     Attributes:
         dtype: Dtype of weights and computation.
         device: Device of this rank.
-        rank: In the process group that is there already, if one is.
-        world_size: Size of that group, or 1.
+        rank: Rank in the process group of the job; 0 where there is none.
+        world_size: Size of that group; 1 where there is none.
         local_rank: Rank on this machine.
         seed: Seed of the run. What is sampled depends on the seeds given to `generate`, not on this one.
-        trust_remote_code: Whether code that lies beside the model's weights may run.
+        trust_remote_code: Whether code in the folder of the model's weights may run.
     """
 
     dtype: torch.dtype
@@ -133,14 +137,19 @@ class EnginePlace:
 
 
 class RolloutEngine(ABC):
-    """Generates responses with the weights that it was last given. Constructors only store; `setup` builds.
+    """Generates responses with the weights that it was last given.
+
+    Calls come in this order: the constructor, which only stores settings; `check_installed` and the other checks,
+    before processes start; `setup`, which builds the engine without weights; then for each step `wake_up`,
+    `update_weights`, any number of `generate` and `step`, and `sleep`; and `close`. Derive an engine of your own from
+    `InProcessEngine`, which stores the version and verifies each sync.
 
     Attributes:
-        tensor_parallel_size: Ranks that share one engine; each calls everything alike and gets the same responses.
+        tensor_parallel_size: Ranks that share one engine; each makes the same calls and gets the same responses.
         needs_all_ranks: Whether every rank of the job must build one, if it is built in the ranks' own processes. Where
             only some ranks have an engine, it then lives in a process of its own, see `EngineSubprocess`.
-        policy_version: Of the weights it holds; `NO_VERSION` before the first sync, after `sleep`, and after a sync
-            that failed.
+        policy_version: Version of the weights that it holds; `NO_VERSION` before the first sync, after `sleep`, and
+            after a sync that failed.
     """
 
     tensor_parallel_size: int = 1
@@ -286,17 +295,17 @@ class RolloutEngine(ABC):
         """
 
     def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
-        """Begin new turns beside those in progress, compute on, and give those that have ended, by number.
+        """Begin new turns in addition to those in progress, compute a step, and return those that ended, by number.
 
         One step of an engine that batches continuously; any other computes the new turns to their ends, as here.
 
         Args:
-            new: By a number that no turn in progress has.
+            new: New turns, by numbers that no turn in progress has.
             sampling: Shared by all; of the lengths, each turn's own counts.
             version: The policy version that must generate.
 
         Raises:
-            WeightSyncError, UserError: As of `generate`.
+            WeightSyncError, UserError: For the reasons of `generate`.
         """
         if not new:
             return {}
@@ -385,6 +394,10 @@ class WeightSyncError(RuntimeError):
 @dataclass(frozen=True)
 class Piece:
     """A slice of a tensor of the trainer, and where this rank's engine holds it.
+
+    An engine that holds queries (8 rows), keys and values (2 rows each) in one parameter `qkv` `[12, H]` has the piece
+    `Piece("k_proj.weight", "qkv", 2, row=8)`. On the second of two ranks, where each holds half of the queries,
+    `Piece("q_proj.weight", "qkv", 4, start=4)` is rows 4 to 7 of the trainer's tensor.
 
     Attributes:
         name: The trainer's (Hugging Face) name.
@@ -477,7 +490,12 @@ def _some(names: Sequence[str]) -> str:
 
 
 class InProcessEngine(RolloutEngine):
-    """An engine in this process."""
+    """An engine in this process: a subclass says how weights are loaded, read and used; this class verifies them.
+
+    `setup` of a subclass sets `_pieces`, one or more for each parameter of its model, `_dtype` and `_context`. Then
+    `update_weights` passes the trainer's tensors to `_load`, and compares what `_held` gives with what was sent, piece
+    by piece; `generate` refuses weights of another version and responses that do not fit, and calls `_generate`.
+    """
 
     _to_hold_more: str = "take a model of longer context"  # for a message
 
@@ -522,9 +540,8 @@ class InProcessEngine(RolloutEngine):
         self.check_context(*max(zip(map(len, prompts), limits, strict=True), key=sum, default=(0, 0)))
 
     @abstractmethod
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> list[Completion]: ...
+    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+        """One response to each prompt, in order; there is at least one, and all of them fit."""
 
     @abstractmethod
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:

@@ -62,10 +62,10 @@ class EngineSubprocess(RolloutEngine):
     back, and generates anew. A response depends on its prompt and seed, so it is the same.
 
     Args:
-        engine: As constructed; it is set up in the other process and never in this one.
+        engine: The engine as constructed; it is set up in the other process and never in this one.
         index: Index of this rank among those that share the engine.
         size: How many share it.
-        address: From `free_address` of the first of them; unused where there is one.
+        address: Address from `free_address` of the first of them; unused where there is only one.
         timeout_s: Bounds every wait.
     """
 
@@ -311,7 +311,7 @@ TAIL = 4096  # bytes of them that an error repeats
 
 
 class EngineProcessError(RuntimeError):
-    """The process beside a rank died, hung, or failed in a way that is no user's and no sync's fault."""
+    """The engine's process died, hung, or failed in a way that is no user's and no sync's fault."""
 
 
 class EngineProcessGone(EngineProcessError):
@@ -551,7 +551,7 @@ def _opened(connection: Connection, weight: SentWeight) -> Tensor:
 
 
 def fingerprints(tensor: Tensor, pieces: Sequence[Piece]) -> tuple[int, ...]:
-    """Of each piece, or of the whole where there are none."""
+    """The fingerprint of each piece, or of the whole tensor where there are none."""
     parts = [piece.sent(tensor) for piece in pieces] or [tensor]
     return tuple(torch.stack([fingerprint(part) for part in parts]).tolist())
 

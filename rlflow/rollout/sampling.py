@@ -170,7 +170,7 @@ class Part:
     """How far responses get at once, where long ones are cut off and continued later.
 
     Attributes:
-        max_tokens: By which a response grows at most.
+        max_tokens: Tokens by which a response grows at most.
         begun: The responses to the first prompts as far as they got, of the same sampling; None where all begin.
     """
 
@@ -198,13 +198,13 @@ class Responses:
 
     @classmethod
     def new(cls, count: int, dtype: torch.dtype) -> Responses:
-        """So many that are not begun, with logprobs of this dtype."""
+        """`count` responses without a token, with logprobs of this dtype."""
         none = torch.zeros(count, 0, dtype=torch.int64)
         return cls(none, none.to(dtype), none.int(), none.sum(dim=1), none.sum(dim=1).bool())
 
     @classmethod
     def after(cls, begun: Rollout, path: RowPath) -> Responses:
-        """Those of `begun`, then new ones.
+        """The responses of `begun`, then new ones.
 
         Args:
             begun: The first of them, as far as they got.
@@ -222,7 +222,7 @@ class Responses:
 
     @classmethod
     def of(cls, rollout: Rollout, rows: Tensor, dtype: torch.dtype) -> Responses:
-        """Those at `rows` `[K]` of `rollout`, to be continued, with logprobs of this dtype."""
+        """The responses at `rows` `[K]` of `rollout`, to be continued, with logprobs of this dtype."""
         there = to_device(rollout, torch.device("cpu")).take(rows)
         return cls(there.response_ids, there.logprobs.to(dtype), there.versions, there.lengths, there.finished)
 
@@ -232,12 +232,12 @@ class Responses:
         return left
 
     def tokens(self, row: int) -> list[int]:
-        """Those of one."""
+        """The tokens of one response."""
         tokens: list[int] = self.response_ids[row, : self.lengths[row]].tolist()
         return tokens
 
     def extended(self, completions: Mapping[int, Completion], version: int) -> Responses:
-        """With what `version` generated, by row, behind them."""
+        """The responses with what `version` generated, by row, after them."""
         made = [len(completions[row].token_ids) if row in completions else 0 for row in range(len(self.lengths))]
         lengths = self.lengths + torch.tensor(made, dtype=torch.int64)
         wider = max(lengths.tolist(), default=0) - self.response_ids.shape[1]
@@ -254,10 +254,10 @@ class Responses:
 
 
 def require_continued(begun: RowPath, path: RowPath) -> None:
-    """Refuse to continue responses beside other numbers of responses to a prompt.
+    """Refuse to continue responses with another number of responses to a prompt.
 
     Args:
-        begun: Begun of those that were cut off.
+        begun: Path of those that were cut off.
         path: Path of all that are asked for, which begin with those.
 
     Raises:
@@ -332,7 +332,7 @@ class Children:
         return [self.seed(row, run_seed, draw, turn) for row in range(len(self.path))]
 
     def seed(self, row: int, run_seed: int, draw: int, turn: int = 0, seat: str = "") -> int:
-        """That of one row, or of a seat of the game that begins with this row."""
+        """The seed of one row, or of a seat of the game that begins with this row."""
         above = self.path.numbers[row, :-1].tolist()
         node = self.path.levels[-1] + (f"/{seat}" if seat else "")
         return sampling_seed(run_seed, draw, node, above, int(self.number[row]), int(self.call[row]), turn)

@@ -200,7 +200,7 @@ def _float32_products(head: torch.nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def _experts_of(routings: Sequence[Routing], mask: Tensor) -> list[Tensor]:
-    """Of each row, `[tokens, layers, k]` of its new tokens, padding left out; none where no routing was watched."""
+    """The experts of each row's new tokens, `[tokens, layers, k]` without padding; none if no routing was watched."""
     if not routings:
         return []
     of_parts = [routing.own.unflatten(0, (len(mask), -1)) for routing in routings]  # [b, n, layers, k]
