@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
@@ -119,6 +119,7 @@ class ModelHandle(ABC):
     model: str
     trainable: bool = True
     optimizer: Optimizer | None = None
+    _: KW_ONLY
     epochs: int = 1
     samples_per_update: int | None = None
     start_step: int = 0

@@ -133,6 +133,10 @@ class ModelInput:
         return values.new_zeros(*self.mask.shape, *values.shape[1:]).masked_scatter(mask, values)
 
 
+def _as_they_are(values: tuple[Tensor, ...], counts: list[int]) -> tuple[Tensor, ...]:
+    return values
+
+
 @dataclass(frozen=True)
 class Peers:
     """The ranks that divide each line of a model among them, so that each holds the activations of its part.
@@ -146,7 +150,7 @@ class Peers:
 
     size: int = 1
     rank: int = 0
-    gather: Callable[[tuple[Tensor, ...], list[int]], tuple[Tensor, ...]] = lambda values, counts: values
+    gather: Callable[[tuple[Tensor, ...], list[int]], tuple[Tensor, ...]] = _as_they_are
 
 
 ALONE = Peers()
