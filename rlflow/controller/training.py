@@ -181,13 +181,13 @@ class Training:
             _check_shape(node, loss, counts)
             share = loss_sum(loss, loss_weights(counts, mode, longest)) / total
             loss_here = loss_here + share.detach().double()
-            routed = handle.take_routed()
-            if routed.loss is not None:
-                share = share + routed.loss / sequences
-                balance = routed.loss.detach().double() / sequences
+            uneven, otherwise, replayed = handle.take_routed()
+            if uneven is not None:
+                share = share + uneven / sequences
+                balance = uneven.detach().double() / sequences
                 balance_here = balance if balance_here is None else balance_here + balance
-            if routed.pairs:
-                metrics.mean(f"{role}/routed_otherwise", routed.otherwise, float(routed.pairs))
+            if replayed:
+                metrics.mean(f"{role}/routed_otherwise", otherwise, float(replayed))
             self._strategy.backward(role, share, last=part == most - 1)
         self._before_update(role)
         if layout.publishes(self._transport.rank):  # the shares of all shards add up to one loss an update

@@ -8,8 +8,6 @@ from rlflow.functional.advantages import group_normalized_advantages as group_no
 from rlflow.functional.advantages import opo_advantages as opo_advantages
 from rlflow.functional.advantages import rloo_advantages as rloo_advantages
 from rlflow.functional.pass_at_k import pass_at_k as pass_at_k
-from rlflow.functional.penalties import overlong_penalty as overlong_penalty
-from rlflow.functional.penalties import overlong_tokens as overlong_tokens
 from rlflow.functional.policy_gradient import KL as KL
 from rlflow.functional.policy_gradient import Aggregation as Aggregation
 from rlflow.functional.policy_gradient import Bounds as Bounds
@@ -36,6 +34,8 @@ from rlflow.functional.quantiles import quantiles as quantiles
 from rlflow.functional.returns import at_turns as at_turns
 from rlflow.functional.returns import gae as gae
 from rlflow.functional.returns import last_token_rewards as last_token_rewards
+from rlflow.functional.returns import overlong_penalty as overlong_penalty
+from rlflow.functional.returns import overlong_tokens as overlong_tokens
 from rlflow.functional.returns import reinforce_returns as reinforce_returns
 from rlflow.functional.returns import rewards_to_go as rewards_to_go
 from rlflow.functional.returns import value_loss as value_loss

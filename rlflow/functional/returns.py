@@ -1,9 +1,9 @@
-"""Returns and advantages along the tokens and turns of a response, from rewards per token; and the critic's loss.
+"""Rewards, returns and advantages along the tokens and turns of a response; and the critic's loss.
 
-They are constants to the gradient: computed from detached inputs in float64, returned in the dtype of the values, or
-of the rewards where there are none. Positions where the mask is 0 are stepped over, be they padding or, between
-generated tokens, the output of a tool: what stands there (reward, value) has no part in the result, and no discount is
-taken for them.
+Returns and advantages are constants to the gradient: computed from detached inputs in float64, returned in the dtype of
+the values, or of the rewards where there are none. Positions where the mask is 0 are stepped over, be they padding or,
+between generated tokens, the output of a tool: what stands there (reward, value) has no part in the result, and no
+discount is taken for them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlflow.errors import UserError
 from rlflow.functional.shapes import float_dtype, per_sample
 
 
@@ -29,6 +30,40 @@ def last_token_rewards(scores: Tensor, mask: Tensor, penalty: Tensor | None = No
     left = generated.flip(1).cumsum(1).flip(1)  # generated tokens from here to the end
     rewards = torch.where(generated & (left == 1), scores.detach().unsqueeze(1), 0.0).to(float_dtype(scores))
     return rewards if penalty is None else rewards - penalty.detach()
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int | float) -> Tensor:
+    """0 up to `max_length - buffer` tokens, from there down in a straight line to -1 at `max_length`, and -1 beyond.
+
+    The soft overlong punishment of DAPO, arXiv 2503.14476, equation 13. Detached.
+
+    Args:
+        lengths: `[B]`, response tokens.
+        max_length: Tokens at which the penalty is full.
+        buffer: Tokens before `max_length` over which it grows; below 1 their share of `max_length`, at least one token.
+
+    Returns:
+        `[B]`, between -1 and 0, in the default floating dtype unless `lengths` has one.
+
+    Raises:
+        UserError: As `overlong_tokens`.
+    """
+    tokens = overlong_tokens(max_length, buffer)
+    return ((max_length - tokens - lengths.detach().double()) / tokens).clamp(-1.0, 0.0).to(float_dtype(lengths))
+
+
+def overlong_tokens(max_length: int, buffer: int | float) -> int:
+    """Tokens before `max_length` over which the penalty grows: `buffer`, or below 1 its share, at least one token.
+
+    Raises:
+        UserError: The buffer is neither a whole number from 1 to `max_length` nor between 0 and 1.
+    """
+    if not (0 < buffer < 1 or (1 <= buffer <= max_length and buffer == int(buffer))):
+        raise UserError(
+            f"`overlong_buffer` is {buffer}; give a whole number of tokens from 1 to"
+            f" `max_response_length`, {max_length}, a share of it between 0 and 1, or null for no penalty"
+        )
+    return int(buffer) if buffer >= 1 else max(1, round(buffer * max_length))
 
 
 def gae(

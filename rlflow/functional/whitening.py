@@ -69,10 +69,15 @@ def row_moments(x: Tensor, mask: Tensor) -> Tensor:
 def merge_moments(parts: Tensor) -> Tensor:
     """The moments `[3]` of all entries together, from those of its parts `[R, 3]`; parts may be empty.
 
-    Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
+    Equal means give exactly themselves and no deviation. Chan, Golub and LeVeque, Updating formulae and a pairwise
+    algorithm for computing sample variances, 1979.
     """
     counts, means, squares = parts[parts[:, 0] > 0].unbind(dim=1)
-    return _pool(counts, means, squares)
+    if not len(means):
+        return means.new_zeros(3)
+    total, offset = counts.sum(), means.min()
+    mean = offset + (counts * (means - offset)).sum() / total
+    return torch.stack([total, mean, squares.sum() + (counts * (means - mean).square()).sum()])
 
 
 def standardize(x: Tensor, mask: Tensor, moments: Tensor, unbiased: bool = True) -> Tensor:
@@ -112,12 +117,3 @@ def _sums(x: Tensor) -> Tensor:
         width //= 2
         x = x[:, :width] + x[:, width:]
     return x[:, 0]
-
-
-def _pool(counts: Tensor, means: Tensor, squares: Tensor) -> Tensor:
-    """Moments of the union of `R` parts, given `[R]` each. Equal means give exactly themselves and no deviation."""
-    if not len(means):
-        return means.new_zeros(3)
-    total, offset = counts.sum(), means.min()
-    mean = offset + (counts * (means - offset)).sum() / total
-    return torch.stack([total, mean, squares.sum() + (counts * (means - mean).square()).sum()])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlflow.errors import UserError
-from rlflow.models.attention import Heads
+from rlflow.models.attention import heads_of
 from rlflow.models.logprobs import unknown_logit_settings
 from rlflow.models.remote_code import class_beside
 
@@ -194,11 +194,12 @@ def cached_bytes(config: Any, dtype: torch.dtype, ranks: int) -> int:
 
     Layers with a sliding window are left out, for they forget: the least that a long sequence takes.
     """
-    heads = Heads.of(config)
+    count, shared = heads_of(config)
     text = config.get_text_config()
+    width: int = getattr(text, "head_dim", None) or text.hidden_size // count
     kinds = getattr(text, "layer_types", None)
     if kinds is None:
-        layers = 0 if getattr(text, "sliding_window", None) else heads.layers
+        layers = 0 if getattr(text, "sliding_window", None) else text.num_hidden_layers
     else:
         layers = list(kinds).count("full_attention")
-    return 2 * layers * max(1, heads.shared // ranks) * heads.width * dtype.itemsize
+    return 2 * layers * max(1, shared // ranks) * width * dtype.itemsize

@@ -32,30 +32,11 @@ def register_packed_attention() -> None:
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
-@dataclass(frozen=True)
-class Heads:
-    """The attention heads of a model.
-
-    Attributes:
-        count: Of queries.
-        shared: Of keys and values.
-        width: Of each.
-        layers: That have them.
-    """
-
-    count: int
-    shared: int
-    width: int
-    layers: int
-
-    @classmethod
-    def of(cls, config: Any) -> Heads:
-        """Those of a transformers configuration."""
-        text = config.get_text_config()
-        count: int = text.num_attention_heads
-        shared = getattr(text, "num_key_value_heads", None) or count
-        width = getattr(text, "head_dim", None) or text.hidden_size // count
-        return cls(count, shared, width, text.num_hidden_layers)
+def heads_of(config: Any) -> tuple[int, int]:
+    """How many attention heads a model has by its transformers configuration: of queries, and of keys and values."""
+    text = config.get_text_config()
+    count: int = text.num_attention_heads
+    return count, getattr(text, "num_key_value_heads", None) or count
 
 
 def check_sequence_parallel(config: Any, size: int, role: str, packing: bool = True) -> None:
@@ -77,19 +58,14 @@ def check_sequence_parallel(config: Any, size: int, role: str, packing: bool = T
             f"`strategy.packing` is off, and {size} ranks divide the sequences of `{role}`, which are packed for it;"
             " turn it on, or divide none"
         )
-    heads = Heads.of(config)
-    legal = [fit for fit in range(1, heads.count + 1) if _fits(heads, fit)]
+    count, shared = heads_of(config)
+    # Each rank attends with its share of the heads; where keys and values are fewer, some ranks have the same.
+    legal = [fit for fit in range(1, count + 1) if count % fit == 0 and (shared % fit == 0 or fit % shared == 0)]
     if size not in legal:
         raise UserError(
-            f"the sequence-parallel size of `{role}` is {size}, and its model has {heads.count} attention heads and"
-            f" {heads.shared} of keys and values, which {size} ranks cannot divide; use one of"
-            f" {', '.join(map(str, legal))}"
+            f"the sequence-parallel size of `{role}` is {size}, and its model has {count} attention heads and"
+            f" {shared} of keys and values, which {size} ranks cannot divide; use one of {', '.join(map(str, legal))}"
         )
-
-
-def _fits(heads: Heads, size: int) -> bool:
-    """Each rank attends with its share of the heads; where keys and values are fewer, some ranks have the same."""
-    return heads.count % size == 0 and (heads.shared % size == 0 or size % heads.shared == 0)
 
 
 def packed_attention(

@@ -37,53 +37,47 @@ class _BlockAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.scale = scale
-        grouped = _Grouped(query, key)
-        k, v = grouped.shared(key), grouped.shared(value)
+        k, v = _shared(key), _shared(value)
         output = torch.empty_like(query)
         for start, end in _blocks(query.shape[2]):
-            weights = _weights(grouped.block(query, start, end), k[:, :end], scale, end - start)
-            grouped.put(output, start, end, torch.bmm(weights, v[:, :end]))
+            weights = _weights(_block(query, start, end, len(k)), k[:, :end], scale, end - start)
+            _put(output, start, end, torch.bmm(weights, v[:, :end]))
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value = ctx.saved_tensors
-        grouped = _Grouped(query, key)
-        k, v = grouped.shared(key), grouped.shared(value)
+        k, v = _shared(key), _shared(value)
         grad_query = torch.empty_like(query)
         # Sums over blocks, so kept wider than bfloat16.
         grad_k = torch.zeros(k.shape, dtype=torch.promote_types(k.dtype, torch.float32))
         grad_v = torch.zeros_like(grad_k)
         for start, end in _blocks(query.shape[2]):
-            q, grad = grouped.block(query, start, end), grouped.block(grads[0], start, end)
+            q, grad = _block(query, start, end, len(k)), _block(grads[0], start, end, len(k))
             weights = _weights(q, k[:, :end], ctx.scale, end - start)
             grad_v[:, :end] += torch.bmm(weights.transpose(1, 2), grad)
             grad_weights = torch.bmm(grad, v[:, :end].transpose(1, 2))
             # With w = softmax(z): dL/dz = w * (dL/dw - sum(w * dL/dw)).
             grad_scores = torch._softmax_backward_data(grad_weights, weights, 2, weights.dtype).mul_(ctx.scale)
-            grouped.put(grad_query, start, end, torch.bmm(grad_scores, k[:, :end]))
+            _put(grad_query, start, end, torch.bmm(grad_scores, k[:, :end]))
             grad_k[:, :end] += torch.bmm(grad_scores.transpose(1, 2), q)
         return grad_query, grad_k.to(key.dtype).view(key.shape), grad_v.to(value.dtype).view(value.shape), None
 
 
-class _Grouped:
-    """How heads of queries lie beside the keys that they share: `[S * kv_heads, group * queries, head_dim]`."""
+def _shared(states: Tensor) -> Tensor:
+    """Keys or values `[S, kv_heads, L, head_dim]` as `[S * kv_heads, L, head_dim]`; products of views are slow."""
+    return states.contiguous().flatten(0, 1)
 
-    def __init__(self, query: Tensor, key: Tensor) -> None:
-        self._heads = query.shape[1]
-        self._batch = key.shape[0] * key.shape[1]
 
-    def shared(self, states: Tensor) -> Tensor:
-        """`[S * kv_heads, L, head_dim]` of `[S, kv_heads, L, head_dim]`; products of views are slow."""
-        return states.contiguous().flatten(0, 1)
+def _block(states: Tensor, start: int, end: int, groups: int) -> Tensor:
+    """`[S * kv_heads, group * queries, head_dim]`, queries `start` to before `end` of each group that shares keys."""
+    return states[:, :, start:end].reshape(groups, -1, states.shape[3])
 
-    def block(self, states: Tensor, start: int, end: int) -> Tensor:
-        """Of `[S, heads, L, head_dim]`, the queries from `start` to before `end`."""
-        return states[:, :, start:end].reshape(self._batch, -1, states.shape[3])
 
-    def put(self, states: Tensor, start: int, end: int, block: Tensor) -> None:
-        """Write them back."""
-        states[:, :, start:end] = block.view(-1, self._heads, end - start, states.shape[3])
+def _put(states: Tensor, start: int, end: int, block: Tensor) -> None:
+    """Write a block back to where `_block` takes it from."""
+    into = states[:, :, start:end]
+    into.copy_(block.view(into.shape))
 
 
 def _blocks(length: int) -> Iterator[tuple[int, int]]:

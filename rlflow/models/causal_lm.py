@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from rlflow.functional import Aggregation
 from rlflow.models.handle import ModelHandle
 from rlflow.models.logprobs import Softmax, logprobs_of_tokens, token_kl
 from rlflow.models.lora import adapters_off
-from rlflow.models.moe import MoE, Routed, Routing, load_balancing_loss, routers, watch_routers
+from rlflow.models.moe import MoE, Routing, load_balancing_loss, routers, watch_routers
 from rlflow.models.packed import PackedModel
 from rlflow.models.packing import ModelInput, Scorable, response_mask, whole
 from rlflow.models.scoring import ScoringModel
@@ -27,14 +27,6 @@ from rlflow.values.host_copy import rows_at
 from rlflow.values.ragged import Ragged
 
 HOTTEST = 1e4  # a temperature; logits over its inverse are numbers in float16 still
-
-
-class Generator(Protocol):
-    """Samples responses with one model's weights."""
-
-    def __call__(
-        self, rows: Any, n: int, temperature: float, max_new_tokens: int | None, stop: tuple[int, ...]
-    ) -> Any: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -55,6 +47,9 @@ class CausalLM(ModelHandle):
         lora: Train adapters of these settings instead of all weights.
         moe: How routers and experts of a mixture of experts are trained; None for as all weights are.
         trust_remote_code: Run the code that lies beside its weights (`auto_map`) to load it; read that code first.
+
+    Attributes:
+        watch: Called with the rows and log-probabilities `[B, T]` of all responses that are scored.
     """
 
     loss_aggregation: Aggregation | None = field(default=None, init=False)  # that of the module
@@ -71,7 +66,7 @@ class CausalLM(ModelHandle):
         if self.moe is not None and not self.trainable:
             raise UserError(f"`moe` is given for {self.model!r}, which is frozen; set `trainable` or leave it out")
         self.watch: Callable[[Scorable, Tensor], None] = _ignore
-        self._generator: Generator | None = None
+        self._generator: Callable[..., Any] | None = None
         self._converser: Callable[..., Any] | None = None
         self._routed: list[tuple[Routing, ModelInput]] = []  # training forwards that nobody asked of
 
@@ -152,7 +147,7 @@ class CausalLM(ModelHandle):
         """
         if self._converser is None:
             raise UserError(
-                f"{self.model!r} converses in nodes that `Trainer.fit` runs; there is no step under way here"
+                f"{self.model!r} converses in nodes that `Trainer.fit` runs; there is no step in progress here"
             )
         return self._converser(rows, environment, n, temperature, tuple(stop), players)
 
@@ -276,9 +271,7 @@ class CausalLM(ModelHandle):
 
         def of_rows(own: Scorable, asked: Tensor | None) -> tuple[Tensor, ...]:
             if asked is not None:
-                places = (
-                    response_mask(own).flatten().nonzero().flatten()
-                )  # counted on the host: no device is waited for
+                places = response_mask(own).flatten().nonzero().flatten()  # on the host: no device is waited for
                 asked = rows_at(asked.flatten(0, 1), places)
             return self._score_once(own, self.temperature, readout, beside=asked)
 
@@ -286,7 +279,7 @@ class CausalLM(ModelHandle):
         self.watch(rows, logprobs)
         return tuple(found)
 
-    def attach_generator(self, generator: Generator, converser: Callable[..., Any]) -> None:
+    def attach_generator(self, generator: Callable[..., Any], converser: Callable[..., Any]) -> None:
         """Called before the first step, with what the module generates and converses with this model by."""
         self._generator = generator
         self._converser = converser
@@ -370,10 +363,10 @@ class CausalLM(ModelHandle):
         with super().training():
             yield
 
-    def take_routed(self) -> Routed:
+    def take_routed(self) -> tuple[Tensor | None, Tensor | int, int]:
         """See `ModelHandle.take_routed`."""
         if self.moe is None or not self._routed:
-            return Routed()
+            return super().take_routed()
         seen, self._routed = self._routed, []
         loss = None
         if self.moe.router_aux_loss_coef > 0:
@@ -385,7 +378,7 @@ class CausalLM(ModelHandle):
             loss = self.moe.router_aux_loss_coef * torch.stack(of_passes).sum()
         replayed = [routing for routing, _ in seen if routing.chosen is not None]
         otherwise = torch.stack([routing.otherwise() for routing in replayed]).sum() if replayed else 0
-        return Routed(loss, otherwise, sum(routing.used[..., 0].numel() for routing in replayed))
+        return loss, otherwise, sum(routing.used[..., 0].numel() for routing in replayed)
 
     def _prepare(self, model: PackedModel) -> None:
         if self.moe is None:

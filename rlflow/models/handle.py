@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from rlflow.errors import UserError
 from rlflow.functional import Aggregation
 from rlflow.models.lora import LoRA
-from rlflow.models.moe import Routed
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.packing import (
@@ -120,6 +119,7 @@ class ModelHandle(ABC):
     model: str
     trainable: bool = True
     optimizer: Optimizer | None = None
+    _: KW_ONLY
     epochs: int = 1
     samples_per_update: int | None = None
     start_step: int = 0
@@ -241,9 +241,15 @@ class ModelHandle(ABC):
         """Whether it is trained with the experts that the rollout engine chose."""
         return False
 
-    def take_routed(self) -> Routed:
-        """What the forward passes within the last `training` say of experts; asked once."""
-        return Routed()
+    def take_routed(self) -> tuple[Tensor | None, Tensor | int, int]:
+        """What the forward passes within the last `training` say of experts; asked once.
+
+        Returns:
+            The load-balancing loss, 0-dim, summed over their sequences and times its weight: divided by the sequences
+            of the whole update it is their part; None where there is none. Then, of pairs of a token and a layer, how
+            many had experts replayed that are not those of the model's router, and how many had any replayed.
+        """
+        return None, 0, 0
 
     def _prepare(self, model: PackedModel) -> None:  # noqa: B027 - most have no such settings
         """Change a model that was loaded as the handle's settings have it."""

@@ -94,6 +94,27 @@ class Weight:
         return merged.to(weight.dtype)
 
 
+def in_buckets(weights: Iterable[Weight], nbytes: Callable[[Weight], int], limit: int) -> Iterator[list[Weight]]:
+    """The weights in their order, in buckets of at most `limit` bytes, or of one larger weight.
+
+    Args:
+        weights: Of a model.
+        nbytes: The bytes of a whole weight.
+        limit: Bytes.
+    """
+    bucket: list[Weight] = []
+    filled = 0
+    for weight in weights:
+        size = nbytes(weight)
+        if bucket and filled + size > limit:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(weight)
+        filled += size
+    if bucket:
+        yield bucket
+
+
 def require_peft() -> None:
     """Refuse adapters where peft is missing, or is there and cannot be imported.
 

@@ -46,22 +46,6 @@ class MoE:
         return self.routing_replay or self.router_aux_loss_coef > 0
 
 
-@dataclass(frozen=True)
-class Routed:
-    """What some forward passes say of experts.
-
-    Attributes:
-        loss: Summed over their sequences, times its weight, 0-dim: divided by the sequences of the whole update it is
-            their part of the load-balancing loss. None where there is none.
-        otherwise: Pairs of a token and a layer whose experts were replayed, and are not those of the model's router.
-        pairs: All whose experts were replayed.
-    """
-
-    loss: Tensor | None = None
-    otherwise: Tensor | int = 0
-    pairs: int = 0
-
-
 class Routing:
     """Which experts one forward pass uses, and what its routers say. `N` tokens, `k` experts of `E` for each.
 

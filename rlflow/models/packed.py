@@ -16,9 +16,8 @@ from rlflow.errors import UserError
 from rlflow.models.attention import PACKED_ATTENTION, Attention, register_packed_attention
 from rlflow.models.lora import LoRA, Weight, adapter_of, add_adapters, is_adapter, plain_name, save_adapter
 from rlflow.models.moe import ROUTING, Routing
-from rlflow.models.packing import ALONE, Peers, pack
+from rlflow.models.packing import ALONE, Peers, pack, whole
 from rlflow.models.pretrained import read
-from rlflow.models.remote_code import save_code
 from rlflow.models.weight_files import WeightFiles
 from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged
@@ -121,19 +120,30 @@ class PackedModel(nn.Module):
         """
         forward.eval()
         rows = probe(self.model.config.get_text_config().vocab_size)
+        sequences = zip(whole(rows).prompt_ids.rows(), rows.prompt_ids.lengths.tolist(), strict=True)
         with self._as_transformers_has_it():
-            expected = each_row(rows, lambda tokens, prompt: self.own_scores(forward, tokens.to(device), prompt))
+            scores = [self.own_scores(forward, tokens.to(device), prompt) for tokens, prompt in sequences]
         line, attention, self.divided = pack(rows), self.divided, None
-        whole: Tensor = forward(*line.to(device).arguments())[0]
+        packed: Tensor = forward(*line.to(device).arguments())[0]
         self.divided = attention
-        dtype, name = self.dtype, type(self.model).__name__
-        refuse_unlike(whole, expected, dtype, name)
+        self._refuse_unlike(packed, torch.cat(scores), "its own forward and the packed one")
         if attention is None:
             return
         parts = line.divide(peers.size)
         values = forward(*parts[peers.rank].to(device).arguments())
         found, *_ = peers.gather(values, [len(part.scored) for part in parts])
-        refuse_unlike(found, whole, dtype, name, "forwards of whole sequences and of divided ones")
+        self._refuse_unlike(found, packed, "forwards of whole sequences and of divided ones")
+
+    def _refuse_unlike(self, found: Tensor, expected: Tensor, ways: str) -> None:
+        """Scaled or capped outputs, attention of its own or a state that runs on show as other scores `[R]`."""
+        largest = max(1.0, float(expected.abs().mean()))
+        allowed = largest * (1e-3 if self.dtype in (torch.float32, torch.float64) else 0.25)
+        difference = float((found - expected).abs().mean())
+        if not difference <= allowed:
+            raise UserError(
+                f"{type(self.model).__name__} cannot be scored here: {ways} differ by {difference:.2g} per token "
+                f"(allowed {allowed:.2g}); use a model with plain causal attention and plain logits"
+            )
 
     @contextmanager
     def _as_transformers_has_it(self) -> Iterator[None]:
@@ -219,7 +229,10 @@ class PackedModel(nn.Module):
         config = deepcopy(self.model.config)  # that of the model is read meanwhile
         config.dtype = str(self.dtype).removeprefix("torch.")
         config.architectures = [type(self.model).__name__]
-        save_code(self.model, config, folder)
+        if self.model._auto_class is not None:  # set where the model's class came from a folder: its code is copied
+            from transformers.dynamic_module_utils import custom_object_save
+
+            custom_object_save(self.model, folder, config=config)
         config.save_pretrained(folder)
         if self.model.can_generate():
             self.model.generation_config.save_pretrained(folder)
@@ -280,44 +293,6 @@ def probe(vocabulary: int) -> TokenRows:
     lengths = torch.tensor([6, 8])
     responses = tokens[4:].view(2, 8) * (torch.arange(8) < lengths[:, None])
     return TokenRows(Ragged(tokens[:4], torch.tensor([3, 1])), responses, lengths)
-
-
-@torch.no_grad()
-def each_row(rows: TokenRows, score: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """`[R]`: what `score(tokens, prompt_length)` `[response]` says of one row after another."""
-    found = []
-    for prompt, response, length in zip(rows.prompt_ids.rows(), rows.response_ids, rows.lengths, strict=True):
-        found.append(score(torch.cat([prompt, response[:length]]), len(prompt)))
-    return torch.cat(found)
-
-
-def refuse_unlike(
-    found: Tensor,
-    expected: Tensor,
-    dtype: torch.dtype,
-    name: str,
-    ways: str = "its own forward and the packed one",
-) -> None:
-    """Scaled or capped outputs, attention of its own or a state that runs on show as another score.
-
-    Args:
-        found: `[R]` scores by the packed forward.
-        expected: `[R]` by the model's own.
-        dtype: Of the model.
-        name: Of its class.
-        ways: How the two came about.
-
-    Raises:
-        UserError: They differ.
-    """
-    largest = max(1.0, float(expected.abs().mean()))
-    allowed = largest * (1e-3 if dtype in (torch.float32, torch.float64) else 0.25)
-    difference = float((found - expected).abs().mean())
-    if not difference <= allowed:
-        raise UserError(
-            f"{name} cannot be scored here: {ways} differ by {difference:.2g} per token "
-            f"(allowed {allowed:.2g}); use a model with plain causal attention and plain logits"
-        )
 
 
 def use_onednn(model: nn.Module) -> None:

@@ -78,17 +78,3 @@ def register_decoder(path: Path, trust_remote_code: bool) -> None:
         decoder = class_beside(config, "AutoModel")
         if decoder is not None:
             AutoModel.register(type(config), decoder)
-
-
-def save_code(model: Any, config: Any, folder: Path) -> None:
-    """Copy the code that a model is made of, so that the folder can be loaded as the first one was.
-
-    Args:
-        model: The transformers model.
-        config: Its configuration, as it is about to be written; it is told the place of the code.
-        folder: Where to; it is there.
-    """
-    from transformers.dynamic_module_utils import custom_object_save
-
-    if model._auto_class is not None:  # set where the model's class came from a folder
-        custom_object_save(model, folder, config=config)

@@ -111,10 +111,8 @@ class ScalarModel(PackedModel):
     def check(self, forward: nn.Module, device: torch.device, peers: Peers = ALONE) -> None:
         """See `PackedModel.check`; the zeros of a new output layer would hide every difference, so it has others."""
         self.output_layer.random = self.new_head
-        try:
-            super().check(forward, device, peers)
-        finally:
-            self.output_layer.random = False
+        super().check(forward, device, peers)
+        self.output_layer.random = False
 
     def own_scores(self, forward: nn.Module, tokens: Tensor, prompt: int) -> Tensor:
         """Numbers at the token before each token after the prompt; see `PackedModel.own_scores`."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlflow.models.logprobs import Softmax, token_logprobs
+from rlflow.models.lora import in_buckets
 from rlflow.models.moe import Routing
 from rlflow.models.packed import PackedModel
 
@@ -127,14 +128,5 @@ def stored_weights(
         trust_remote_code: Whether code that lies beside the weights may run.
     """
     model = ScoringModel.load(path, dtype, torch.device("cpu"), trust_remote_code=trust_remote_code)
-    bucket: list[tuple[str, Tensor]] = []
-    held = 0
-    for weight in model.weights():
-        tensor = weight.parameter.detach()
-        if bucket and held + tensor.nbytes > bucket_bytes:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append((weight.name, tensor))
-        held += tensor.nbytes
-    if bucket:
-        yield bucket
+    for bucket in in_buckets(model.weights(), lambda weight: weight.parameter.nbytes, bucket_bytes):
+        yield [(weight.name, weight.parameter.detach()) for weight in bucket]

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import Averaged, WithoutAdapters
 from rlflow.models.handle import ForwardPlan, ModelHandle
-from rlflow.models.lora import Weight, digest_of
+from rlflow.models.lora import Weight, digest_of, in_buckets
 from rlflow.models.packed import PackedModel
 from rlflow.models.shards import Unit, divided, fill, write_index, write_shard, write_shard_later
 from rlflow.models.weight_files import TensorRange, shard_name
@@ -428,22 +428,9 @@ class TrainingStrategy:
 
     def _full(self, weights: list[Weight], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """The values of `weights`, gathered bucket by bucket."""
-        for bucket in self._buckets(weights, bucket_bytes):
+        for bucket in in_buckets(weights, lambda weight: self._empty_whole(weight.parameter).nbytes, bucket_bytes):
             with self._gathered([parameter for weight in bucket for parameter in weight.parameters]):
                 yield [(weight.name, weight.value(self._whole)) for weight in bucket]
-
-    def _buckets(self, weights: list[Weight], limit: int) -> Iterator[list[Weight]]:
-        bucket: list[Weight] = []
-        filled = 0
-        for weight in weights:
-            size = self._empty_whole(weight.parameter).nbytes
-            if bucket and filled + size > limit:
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append(weight)
-            filled += size
-        if bucket:
-            yield bucket
 
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> AbstractContextManager[None]:
         return nullcontext()

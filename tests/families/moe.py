@@ -74,8 +74,9 @@ def moe_update(name: str, folder: Path, strategy: str, moe: MoE, checkpointing: 
         with handle.training():
             logprobs = handle.logprobs(routed_rows(numbers, experts))
         loss = -(weights[:, None] * logprobs).sum() / TOKENS
-        if (routed := handle.take_routed()).loss is not None:
-            loss = loss + routed.loss / len(ROWS)
+        uneven, *_ = handle.take_routed()
+        if uneven is not None:
+            loss = loss + uneven / len(ROWS)
         made.backward("actor", loss, last=part == count - 1)
     outcome.gradients.append({key: value.clone() for key, value in made.gradients("actor").items()})
     outcome.norms.append(made.step("actor"))
