@@ -15,5 +15,5 @@ def listening(address: str, port: int) -> socket.socket | None:
     """
     with contextlib.suppress(OSError):
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server((str(place[0]), int(place[1])), family=family, backlog=2048)
+        return socket.create_server(place, family=family, backlog=2048)
     return None

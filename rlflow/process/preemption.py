@@ -2,6 +2,9 @@
 
 A signal handler of Python runs in the main thread, between two of its instructions, and so not while that waits for a
 collective. So a thread of its own learns of signals, and ends the process when the time is over that the run was given.
+
+With `trainer.grace_s: 30`, a SIGTERM that rank 1 receives is noted there at 0 s; all ranks learn of it when they next
+gather something, say at 2 s; they save, say until 9 s, and exit with code 3. A rank that is not done at 30 s is ended.
 """
 
 from __future__ import annotations

@@ -38,14 +38,14 @@ class Answered(SystemExit):
 
 
 class Status(ctypes.Structure):
-    """A rank and what it is doing, in memory that processes share.
+    """A rank and what it is doing, in memory that processes share. Times are of `time.monotonic`, in seconds.
 
     Attributes:
         rank: Number of the rank.
         process: Number of the process; 0 before it has begun.
-        beat: When its interpreter last ran, of `time.monotonic`.
+        beat: When its interpreter last ran.
         limit_s: How long another rank waits for it, its strategy's `timeout_s`; 0 where none waits.
-        failed: When a collective of it failed, of `time.monotonic`; 0 if none has.
+        failed: When a collective of it failed; 0 if none has.
         code: What its exit code is to be, once it has ended.
         waits: How many collectives it waits in.
         saved: After how many steps there is a checkpoint; 0 for none.
@@ -124,6 +124,8 @@ class Status(ctypes.Structure):
 
 class Board:
     """The statuses of a machine's ranks, in a file without a name, which is gone with those that have it open.
+
+    `board[1].doing` is what the rank with the local rank 1 does, such as `step 3, run rewards: ranks 0-1`.
 
     Args:
         path: By which other processes of the same user open it, as long as the one that made it is there.

@@ -5,6 +5,11 @@ one that is stopped, or held by code in C, cannot act either. So a run of `rlflo
 anything is loaded, and its parent waits, and watches the ranks of this machine. Signals that another process sends to
 the parent are passed on; those of the terminal reach both. What the run started and left running ends with it. A
 command that has nothing left to do leaves, whatever code of the user's still runs in its process.
+
+    rlflow fit               waits for rank 0, passes signals on to it, reads the board (this file)
+      rank 0                 the command itself; waits for the other ranks (`strategies/launcher.py`)
+        rank 1, rank 2, ...  the same command once more, with LOCAL_RANK; each writes what it does to the board
+          workers, engines   of any rank, in processes of their own (`worker/`, `rollout/engine_subprocess.py`)
 """
 
 from __future__ import annotations

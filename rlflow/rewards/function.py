@@ -16,7 +16,7 @@ import torch
 from rlflow.dotted_path import function_at
 from rlflow.errors import UserError, did_you_mean
 from rlflow.rewards.reward import OnError, RewardInput, SampleReward, Scores, log
-from rlflow.worker import Limits, WorkerPool
+from rlflow.worker import Limits, Worker, WorkerPool
 from rlflow.worker.child import batch_call
 
 OF_A_SAMPLE = ("response", "completion", "prompt", "messages", "row", "info")
@@ -71,7 +71,8 @@ class CallableReward(SampleReward):
             self._call_batch: Callable[..., Any] = partial(batch_call, called)
         elif isinstance(function, str):
             pool = WorkerPool(Limits(seconds=seconds, memory_mb=memory_mb), workers)
-            self._call, self._call_batch = partial(pool.function, function), partial(pool.batch, function)
+            self._call = partial(pool.call, Worker.function, function)
+            self._call_batch = partial(pool.call, Worker.batch, function)
         else:
             raise UserError(
                 f"`seconds` is {seconds:g}, and `function` is {function!r:.60}, which no other process can import; give"

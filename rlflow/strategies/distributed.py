@@ -29,11 +29,18 @@ LONGEST_S = 1e9
 
 
 class DistributedStrategy(TrainingStrategy):
-    """Ranks that each have rows of their own. A subclass says what of a role is divided over its ranks."""
+    """Ranks that each have rows of their own. A subclass says what of a role is divided over its ranks.
+
+    Losses of all ranks add up to the loss of the update, so gradients are summed over ranks, never averaged. Ranks that
+    hold copies of the same rows (`Layout.copies`) divide each sequence among them.
+
+    Attributes:
+        within_setting: The setting that says how many consecutive ranks of a role gather weights among them.
+    """
 
     precisions = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
     otherwise = "for fp64 use `strategy: single`"
-    within_setting: str  # of how many consecutive ranks of a role gather weights among them
+    within_setting: str
     processes: ManyProcesses
 
     def _configure_ranks(
@@ -137,6 +144,9 @@ class DistributedStrategy(TrainingStrategy):
 class RoleGroups:
     """The groups of one role that this rank is in.
 
+    Of a role on ranks 0 to 7 that has two ranks to a sequence and divides weights within four, rank 5 has the peers 4
+    and 5, `within` 4 to 7, and `across` 1 and 5.
+
     Attributes:
         all: The role's ranks.
         peers: The ranks that hold copies of this rank's rows.
@@ -153,7 +163,10 @@ class RoleGroups:
 
 
 def consecutive(ranks: tuple[int, ...], width: int) -> list[tuple[int, ...]]:
-    """Ranks, `width` at a time; none where `width` does not divide them: those of an engine, which hold no role."""
+    """Ranks, `width` at a time; none where `width` does not divide them: those of an engine, which hold no role.
+
+    Ranks 4 to 7 with a width of 2 are `[(4, 5), (6, 7)]`.
+    """
     if len(ranks) % width:
         return []
     return [ranks[start : start + width] for start in range(0, len(ranks), width)]

@@ -151,7 +151,15 @@ class Average:
 
 
 def scheduled(settings: Optimizer, done: int, updates: int | None) -> float:
-    """The learning rate after `done` updates or steps: a linear warm-up, then constant, or falling to 0 after all."""
+    """The learning rate after `done` updates or steps: a linear warm-up, then constant, or falling to 0 after all.
+
+    With `lr: 1e-3` and `warmup_steps: 10` it is 1e-4, 2e-4, ... 1e-3 for the first ten updates.
+
+    Args:
+        settings: How the role is trained.
+        done: How many updates, or steps, there were before this one.
+        updates: How many there are in the whole run; only a schedule that falls needs it.
+    """
     if done < settings.warmup_steps:
         return settings.lr * (done + 1) / settings.warmup_steps
     if settings.schedule == "constant":
@@ -168,7 +176,12 @@ def is_taken(norm: float, most: float) -> bool:
 
 
 def begun(like: TensorRange, weights: TensorRange) -> TensorRange:
-    """What an average starts as: the range of `like`, which this rank has of the owner, of weights that hold it."""
+    """What an average starts as: a copy of the weights, in float32 or wider.
+
+    Args:
+        like: The range that this rank has of the owner's weights, and where it lies.
+        weights: A range of the same parameter that holds that one.
+    """
     first = like.start - weights.start
     values = weights.values[first : first + like.values.numel()]
     return TensorRange(
@@ -178,7 +191,13 @@ def begun(like: TensorRange, weights: TensorRange) -> TensorRange:
 
 @torch.no_grad()
 def move(average: TensorRange, weights: TensorRange, decay: float) -> None:
-    """a + (1 - decay) (w - a), rounded of each number alone, so that no division over ranks changes a bit."""
+    """Set the average a to a + (1 - decay) (w - a); each number is rounded alone, so dividing changes no bit.
+
+    Args:
+        average: This rank's part of the average; changed in place.
+        weights: The same range of the weights w that it follows.
+        decay: What stays of the average, from 0 to 1; with 0.9 a tenth of the difference is added.
+    """
     assert (average.start, len(average.values)) == (weights.start, len(weights.values))
     change: Tensor = weights.values.to(average.values) - average.values
     average.values.add_(change.mul_(1 - decay))

@@ -65,26 +65,50 @@ class TrainingStrategy:
     what a rank holds of each (`_materialize`, `_part_of`, `_state_parts_of`) and how it is gathered. A method that
     takes a role's name is called by all ranks of the role and by no others, in the same order. A role is on all ranks,
     each with rows of its own, unless `form_groups` says otherwise.
+
+    A run calls `check_roles` before processes start, then `form_groups` and `setup_role` for each role of the rank. An
+    update of a role is `backward` for each micro-batch and then `step`; after it `weights` are sent to the engine.
+
+    Attributes:
+        processes: Fabric's side: it starts the ranks, and knows which of them this process is.
+        roles: The roles that live on this rank, by name.
+        precisions: The dtypes that it trains in, by the names that users give: `{"bf16": torch.bfloat16, ...}`.
+        otherwise: What a user does who wants another precision; the end of an error's line.
+        dtype: Dtype of forward passes.
+        token_budget: Tokens of a micro-batch.
+        packing: Whether forward passes are without padding.
+        float32_head: Whether logits are computed in float32.
+        timeout: Time after which a collective that a rank does not join fails; None on one rank.
+        stage: Stage of ZeRO, or the one that divides as much: 0 nothing, 1 optimizer states, 2 and gradients, 3 and
+            weights. Gradients are summed in float32 then. None where nothing can be divided.
+        divides_weights: Whether no rank ever holds a whole model.
+        holds_masters: Whether trained weights are float32 and are rounded for forward passes; ZeRO has copies of them.
+        can_offload: Whether `offload_optimizer` is a setting of the strategy.
+        offload_optimizer: Whether the optimizer's states lie in the CPU's memory.
+        offload_parameters: Whether the weights do.
+        bucket_elements: The most elements of gradients that are reduced together, from ZeRO 1 on.
+        live_elements: The most elements of weights that are whole at a time at ZeRO 3; None for a layer's.
+        partition_within: How many ranks divide weights once more among them at ZeRO 3; None for none.
     """
 
-    processes: OneProcess | ManyProcesses  # Fabric's side: starts the ranks, and knows which this is
-    roles: dict[str, Role]  # that live on this rank
-    precisions: Mapping[str, torch.dtype]  # that it trains in, by the name that users give
-    otherwise: str  # what to do for another one
+    processes: OneProcess | ManyProcesses
+    roles: dict[str, Role]
+    precisions: Mapping[str, torch.dtype]
+    otherwise: str
     dtype: torch.dtype
     token_budget: int
     packing: bool
     float32_head: bool
-    timeout: timedelta | None = None  # of collectives
-    stage: int | None = None  # of ZeRO, or the one that divides as much; sums in float32; None where nothing is divided
-    can_offload: bool = False  # whether `offload_optimizer` is a setting
-    offload_optimizer: bool = False  # to the CPU's memory
-    holds_masters: bool = False  # trained weights are float32, rounded for forward passes; ZeRO has copies of them
-    divides_weights: bool = False  # no rank ever holds a whole model
-    offload_parameters: bool = False  # weights too
-    bucket_elements: int = 0  # gradients that are reduced at once, at most, from ZeRO 1 on
-    live_elements: int | None = None  # weights that are whole at a time, at most, at ZeRO 3; None for a layer's
-    partition_within: int | None = None  # ranks that divide weights once more among them, at ZeRO 3
+    timeout: timedelta | None = None
+    stage: int | None = None
+    divides_weights: bool = False
+    holds_masters: bool = False
+    can_offload: bool = False
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    bucket_elements: int = 0
+    live_elements: int | None = None
+    partition_within: int | None = None
 
     def _configure(
         self,
@@ -541,7 +565,10 @@ def _kinds_kept(role: Role, device: torch.device) -> int:
 
 
 def _share_of(part: TensorRange, place: int, count: int) -> TensorRange:
-    """The share of one of `count` ranks that hold the same part: ranges as even as can be."""
+    """The share of one of `count` ranks that hold the same part: ranges as even as can be.
+
+    Of 10 elements and 3 ranks, place 0 has elements 0 to 2, place 1 elements 3 to 5, place 2 the rest.
+    """
     length = part.values.numel()
     first, end = place * length // count, (place + 1) * length // count
     return TensorRange(part.start + first, part.values[first:end])

@@ -1,7 +1,7 @@
 """What a worker's process runs. It is started by its path and imports the standard library alone.
 
-Requests and answers are lines of JSON. They take standard input and output, in whose place the code has none and the
-pipe of its errors, so that what it prints is not in their way:
+Requests and answers are lines of JSON on a socket, which is standard input and output at first. Then the code's input
+is empty and its output goes where its errors go, so that what it prints is not in their way:
 
     {"function": "my_rewards.brevity", "args": ["...", {}]}      {"value": ...}     of this file too: `__main__.seed`
     {"make": "my_env.WordGame", "given": {}}                     {"value": null}    an object is kept

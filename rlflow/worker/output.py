@@ -12,11 +12,11 @@ class Output(threading.Thread):
 
     Args:
         pipe: What is read; closed at its end.
+        last: How many bytes of its end are kept, 1 or more.
         first: How many bytes of its beginning are kept.
-        last: How many bytes of its end are kept.
     """
 
-    def __init__(self, pipe: IO[bytes], first: int = 0, last: int = 0) -> None:
+    def __init__(self, pipe: IO[bytes], last: int, first: int = 0) -> None:
         super().__init__(daemon=True, name="output")
         self._pipe = pipe
         self._sizes = first, last

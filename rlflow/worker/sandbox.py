@@ -51,6 +51,8 @@ class Ran:
 class Sandbox:
     """Runs Python programs, each in namespaces of its own.
 
+        Sandbox(Limits(seconds=5)).run("print(2 * int(input()))", given="21").output  # "42\\n"
+
     On Linux, where a user may make namespaces. A program reads the files of Python and of installed packages, and
     writes into memory, up to 64 MB. Its processes, 64 at most where the run is not root's, have a limit of memory each;
     what they hold together, in files that lie in memory and no folder too, ends with the program's time alone.
@@ -120,7 +122,7 @@ def _run(program: str, given: str, limits: Limits, keep_kb: int) -> Ran:
     os.close(read)
     assert process.stdout is not None
     assert process.stderr is not None
-    output, errors = Output(process.stdout, first=keep_kb << 10, last=LAST), Output(process.stderr, last=LAST)
+    output, errors = Output(process.stdout, last=LAST, first=keep_kb << 10), Output(process.stderr, last=LAST)
     timed_out = False
     try:
         code = process.wait(limits.seconds)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import psutil
@@ -26,14 +26,15 @@ from rlflow.worker.output import Output
 
 CHILD = Path(__file__).with_name("child.py")
 MB = 1 << 20
-PIPE_BYTES = 4096  # that can be written at once where a pipe is writable
 MARK = "RLFLOW_WORKER"  # in the environment of a worker, and of all that it starts
 KILL_ROUNDS = 1000
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the code in a worker may take; a call that takes more ends, and its worker with it.
+    """What code in a worker or a sandbox may take; a call that takes more ends, and its worker with it.
 
     Args:
         seconds: Of one call, waiting included; the start of a process and its imports do not count.
@@ -76,6 +77,12 @@ class Worker:
     """A process of a session of its own; it starts with the first call, and anew with the call after its death.
 
     Calls are given and answered as JSON. Several threads take a worker each, not one together.
+
+        worker = Worker(Limits(seconds=10))
+        worker.function("my_rewards.brevity", "a response")  # -10.0; a `WorkerTimeout` after 10 seconds
+        worker.make("my_env.WordGame", word="house")  # an object that the worker keeps
+        worker.call("guess", letter="o")  # what its method returns
+        worker.close()
 
     Args:
         limits: What a call may take.
@@ -168,10 +175,7 @@ class Worker:
             return
         _kill_all(process.pid, self._mark)
         process.wait()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.close()
-        process.stdout.close()
+        self._socket.close()
         assert self._output is not None
         self._output.join()  # it ends when all processes that can print are gone
 
@@ -197,7 +201,8 @@ class Worker:
         seconds = self.limits.seconds if seconds is None else seconds
         until = time.monotonic() + seconds
         try:
-            self._send(line, until)
+            self._wait_until(until)
+            self._socket.sendall(line)
             answer = json.loads(self._received(until))
         except TimeoutError:
             self.close()
@@ -223,41 +228,42 @@ class Worker:
             "file_bytes": self.limits.file_mb * MB,
             "memory_bytes": None if self.limits.memory_mb is None else self.limits.memory_mb * MB,
         }
-        process = _in_lasting_thread(
-            [sys.executable, "-I", "-u", str(CHILD), json.dumps(settings)],
-            # beside the marks of the workers that this process runs in
-            {**os.environ, MARK: " ".join([*os.environ.get(MARK, "").split(), self._mark])},
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._process, self._requests, self._answers = process, process.stdin.fileno(), process.stdout.fileno()
-        os.set_blocking(self._requests, False)
+        command = [sys.executable, "-I", "-u", str(CHILD), json.dumps(settings)]
+        # Beside the marks of the workers that this process runs in.
+        environment = {**os.environ, MARK: " ".join([*os.environ.get(MARK, "").split(), self._mark])}
+        self._socket, of_child = socket.socketpair()
+        with of_child:
+            starts = _lasting_thread().submit(
+                lambda: subprocess.Popen(
+                    command,
+                    stdin=of_child.fileno(),
+                    stdout=of_child.fileno(),
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                    env=environment,
+                )
+            )
+            self._process = starts.result()
         self.starts += 1
         self._imported: set[str] = set()
         self._rest = b""
-        self._output = Output(process.stderr, last=self.limits.output_kb << 10)
-
-    def _send(self, line: bytes, until: float) -> None:
-        rest = memoryview(line)
-        while rest:
-            _, writable, _ = select.select([], [self._requests], [], max(0.0, until - time.monotonic()))
-            if not writable:
-                raise TimeoutError
-            rest = rest[os.write(self._requests, rest[:PIPE_BYTES]) :]
+        assert self._process.stderr is not None
+        self._output = Output(self._process.stderr, last=self.limits.output_kb << 10)
 
     def _received(self, until: float) -> bytes:
         parts = [self._rest]
         while b"\n" not in parts[-1]:
-            readable, _, _ = select.select([self._answers], [], [], max(0.0, until - time.monotonic()))
-            if not readable:
-                raise TimeoutError
-            part = os.read(self._answers, 1 << 16)
+            self._wait_until(until)
+            part = self._socket.recv(1 << 16)
             if not part:
                 raise EOFError
             parts.append(part)
         line, _, self._rest = b"".join(parts).partition(b"\n")
         return line
+
+    def _wait_until(self, until: float) -> None:
+        """Let what is sent or received next raise a `TimeoutError` then."""
+        self._socket.settimeout(max(0.001, until - time.monotonic()))
 
     def _ending(self) -> str:
         """What became of the process, which is gone or closed its pipes."""
@@ -287,63 +293,29 @@ class WorkerPool:
 
     def __init__(self, limits: Limits, workers: int) -> None:
         self._made = limits, workers
-        self._workers = [Worker(limits) for _ in range(workers)]
         self._free: SimpleQueue[Worker] = SimpleQueue()
-        for worker in self._workers:
-            self._free.put(worker)
+        for _ in range(workers):
+            self._free.put(Worker(limits))
 
-    def function(self, path: str, /, *args: Any, **given: Any) -> Any:
-        """What the function at `path` returns.
-
-        Raises:
-            WorkerError: It gave no value.
-        """
-        with self._worker() as worker:
-            return worker.function(path, *args, **given)
-
-    def batch(self, path: str, given: dict[str, Any], state: dict[str, Any] | None, logs: list[str]) -> list[Any]:
-        """See `batch_call`, of the function at `path`.
+    def call(self, method: Callable[..., Result], /, *args: Any, **given: Any) -> Result:
+        """What a method of `Worker` returns, called of one that is free.
 
         Raises:
             WorkerError: It gave no value.
         """
-        with self._worker() as worker:
-            return worker.batch(path, given, state, logs)
-
-    @contextmanager
-    def _worker(self) -> Iterator[Worker]:
         worker = self._free.get()
         try:
-            yield worker
+            return method(worker, *args, **given)
         finally:
             self._free.put(worker)
-
-    def close(self) -> None:
-        """Kill all processes; a later call starts new ones."""
-        for worker in self._workers:
-            worker.close()
 
     def __reduce__(self) -> tuple[type[WorkerPool], tuple[Limits, int]]:
         return WorkerPool, self._made
 
 
-def _in_lasting_thread(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start a worker from a thread that lasts as long as this process: it dies with the thread that started it.
-
-    See `PR_SET_PDEATHSIG` of prctl(2).
-    """
-
-    def start() -> subprocess.Popen[bytes]:
-        pipe = subprocess.PIPE
-        return subprocess.Popen(
-            command, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env=environment
-        )
-
-    return _lasting_thread().submit(start).result()
-
-
 @cache
 def _lasting_thread() -> ThreadPoolExecutor:
+    """One that lasts as long as this process: a worker that dies with its parent dies with its thread, prctl(2)."""
     return ThreadPoolExecutor(1, thread_name_prefix="starts-workers")
 
 

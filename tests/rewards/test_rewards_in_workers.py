@@ -49,7 +49,7 @@ def test_workers_score_side_by_side_and_live_from_step_to_step() -> None:
     assert reward.score(RewardInput(["a"] * 4, [{}] * 4)).total == [1.0] * 4
     assert time.monotonic() - began < 4 * 0.3
     pool: Any = reward._call.func.__self__  # type: ignore[attr-defined]
-    assert [worker.starts for worker in pool._workers] == [1] * 4
+    assert [pool._free.get().starts for _ in range(4)] == [1] * 4
 
 
 def test_a_copy_has_workers_of_its_own() -> None:
