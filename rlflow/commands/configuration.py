@@ -37,7 +37,16 @@ TOP_LEVEL = ("seed", "strategy", "rollout", "engines", "placement", "logger", "c
 
 @dataclass(frozen=True)
 class Configured:
-    """The objects of a config, and the config itself with all defaults; nothing is loaded."""
+    """The objects of a config, and the config itself with all defaults; nothing is loaded.
+
+    Attributes:
+        module: The algorithm.
+        data: Rows to train and validate on.
+        trainer: With all settings of the run.
+        config: As `config.yaml` of the run has it: all defaults, classes written as `class_path` and `init_args`.
+        keys: Keys as the user wrote them, for errors.
+        foretold: A prediction of the run, if one was asked for.
+    """
 
     module: RLModule
     data: PromptData
@@ -129,40 +138,36 @@ def configured(parser: OneLineParser, arguments: Sequence[str]) -> tuple[Configu
         UserError: Something is wrong with them.
     """
     with chdir("."):  # back at the end, wherever a module of the user's went when it was imported
-        return _configured(parser, arguments)
-
-
-def _configured(parser: OneLineParser, arguments: Sequence[str]) -> tuple[Configured, Namespace]:
-    asked = [argument for argument in arguments if _asks(argument)]
-    if asked and not all(_prints_config(argument) for argument in asked):
-        parser.parse_args(list(arguments))  # prints help and ends
-    alone = {action.dest: action.const for action in parser._actions if action.nargs in (0, "?")}
-    given = layers([argument for argument in arguments if argument not in asked], alone)
-    _replace_nodes(given)
-    shape = _shape(parser)
-    tree = merged(given, shape)
-    keys = WrittenKeys(given, tree)
-    parsed = _parsed(parser, tree, shape, keys)
-    if asked:
-        parser.parse_args([f"--{CONFIG}", yaml.safe_dump(tree, sort_keys=False), *asked])  # prints it and ends
-    resolved = parser.dump(parsed, skip_unset=False)
-    config = yaml.safe_load(resolved)
-    with keys.in_errors(config):
-        parts = {
-            name: built(parsed[name], shape.arguments[name].hint, (name,), keys.key)
-            for name in ("module", MODELS, NODES, "trainer", *TOP_LEVEL)
-        }
-        data = instance(PromptData, parsed.data, ("data",), ("data",), keys.key)
-        trainer = Trainer(**parts["trainer"], **{name: parts[name] for name in TOP_LEVEL})
-    for mistake in unreal_numbers(config):
-        raise mistake.error(keys.of(mistake.keys))
-    trainer.resolved_config = resolved
-    module = parts["module"]
-    if parts[MODELS]:
-        module.config_models = parts[MODELS]
-    if parts[NODES]:
-        module.config_nodes = parts[NODES]
-    return Configured(module, data, trainer, config, keys), parsed
+        asked = [argument for argument in arguments if _asks(argument)]
+        if asked and not all(_prints_config(argument) for argument in asked):
+            parser.parse_args(list(arguments))  # prints help and ends
+        alone = {action.dest: action.const for action in parser._actions if action.nargs in (0, "?")}
+        given = layers([argument for argument in arguments if argument not in asked], alone)
+        _replace_nodes(given)
+        shape = _shape(parser)
+        tree = merged(given, shape)
+        keys = WrittenKeys(given, tree)
+        parsed = _parsed(parser, tree, shape, keys)
+        if asked:
+            parser.parse_args([f"--{CONFIG}", yaml.safe_dump(tree, sort_keys=False), *asked])  # prints it and ends
+        resolved = parser.dump(parsed, skip_unset=False)
+        config = yaml.safe_load(resolved)
+        with keys.in_errors(config):
+            parts = {
+                name: built(parsed[name], shape.arguments[name].hint, (name,), keys.key)
+                for name in ("module", MODELS, NODES, "trainer", *TOP_LEVEL)
+            }
+            data = instance(PromptData, parsed.data, ("data",), ("data",), keys.key)
+            trainer = Trainer(**parts["trainer"], **{name: parts[name] for name in TOP_LEVEL})
+        for mistake in unreal_numbers(config):
+            raise mistake.error(keys.of(mistake.keys))
+        trainer.resolved_config = resolved
+        module = parts["module"]
+        if parts[MODELS]:
+            module.config_models = parts[MODELS]
+        if parts[NODES]:
+            module.config_nodes = parts[NODES]
+        return Configured(module, data, trainer, config, keys), parsed
 
 
 def _replace_nodes(given: Sequence[dict[str, Any]]) -> None:
