@@ -99,14 +99,10 @@ def config_parser(command: str, description: str) -> OneLineParser:
         f"--{NODES}", type=nodes, default={}, help="added or replaced, by the path of a function; or null"
     )
     _add_arguments(parser, PromptData, "data.", arguments_of(PromptData))
-    _add_arguments(parser, Trainer, "", {name: arguments_of(Trainer)[name] for name in TOP_LEVEL})
-    _add_arguments(parser, Trainer, "trainer.", _of_section())
+    of_trainer = arguments_of(Trainer)
+    _add_arguments(parser, Trainer, "", {name: of_trainer.pop(name) for name in TOP_LEVEL})
+    _add_arguments(parser, Trainer, "trainer.", of_trainer)
     return parser
-
-
-def _of_section() -> dict[str, Argument]:
-    """The arguments of `Trainer` that stand in a config's `trainer`."""
-    return {name: each for name, each in arguments_of(Trainer).items() if name not in TOP_LEVEL}
 
 
 def _add_arguments(parser: OneLineParser, cls: type, start: str, arguments: Mapping[str, Argument]) -> None:
@@ -202,7 +198,8 @@ def _parsed(parser: OneLineParser, tree: Mapping[str, Any], shape: Group, keys: 
 
 def _shape(parser: OneLineParser) -> Group:
     """The keys that a command's configs and options may have, by section."""
-    groups = {"data": Group(arguments_of(PromptData)), "trainer": Group(_of_section())}
+    trainer = {name: each for name, each in arguments_of(Trainer).items() if name not in TOP_LEVEL}
+    groups = {"data": Group(arguments_of(PromptData)), "trainer": Group(trainer)}
     return Group(keys_of(parser) | {name: Argument(group) for name, group in groups.items()})
 
 
