@@ -68,6 +68,9 @@ def function_at(path: str, said: str) -> Callable[..., Any]:
 def value_at(row: Mapping[str, Any], path: str) -> Any:
     """The row's column of that name; else dots step into its mappings, as in `metadata.expression`.
 
+    Example:
+        Of `{"question": "1+1", "metadata": {"answer": "2"}}` the value at `metadata.answer` is `"2"`.
+
     Raises:
         KeyError: The row has neither.
     """

@@ -24,6 +24,10 @@ _PLACE = "_place_in_config"
 class ConfigPlace:
     """Where the arguments of an object's constructor stand in a config.
 
+    Example:
+        Of the optimizer of `module: {class_path: grpo, init_args: {actor: {model: tiny, optimizer: {lr: 1e-5}}}}` the
+        name is `optimizer`, and the key of `lr` is `module.init_args.actor.optimizer.lr`.
+
     Attributes:
         name: The last key of the object's own: `optimizer`, say.
         keys: Of its arguments by name, as the user wrote them or would: `module.init_args.group_size`.
@@ -73,6 +77,10 @@ class UserError(ValueError):
     raises the error or `of` is given; any other by its key from the top of a config, `trainer.max_steps` say, or
     `module.max_response_length`, which is an attribute's name in Python as well. Both are printed as the key that the
     user wrote; without a config they stay as they are.
+
+    Example:
+        `UserError("`group_size` is 1; give 2 or more")`, raised in the constructor of the module, reads
+        "`module.init_args.group_size` is 1; give 2 or more" where the config has it there.
 
     Args:
         args: The message.

@@ -42,6 +42,10 @@ class StepMetrics:
 
     Numbers on a device stay there: the host waits for it once, where they are reduced.
 
+    Example:
+        Where one rank logs `mean("actor/kl", 1.0, 4)` and another `mean("actor/kl", 2.0, 2)`, the step's `actor/kl` is
+        (1 + 2) / (4 + 2) = 0.5, not the mean of 0.25 and 1.
+
     Attributes:
         step: From 0.
         logged: By kind and name.

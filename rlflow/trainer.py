@@ -46,6 +46,12 @@ class Trainer(RunningTrainer):
     A strategy, an engine, a logger or a callback may be given by its short name (`rlflow.short_names`) or by the dotted
     path of its class, and is then made with the defaults of the class.
 
+    Example:
+        ```python
+        trainer = Trainer("runs/first", max_steps=20, devices=2, strategy="fsdp", rollout="vllm", logger="wandb")
+        summary = trainer.fit(GRPO("Qwen/Qwen2.5-0.5B", reward=exact, group_size=8), "problems.jsonl")
+        ```
+
     Args:
         strategy: How training is spread over ranks; None for one process without DeepSpeed, else ZeRO-2.
         rollout: The engine that generates; None for transformers' own.

@@ -55,6 +55,14 @@ class Callback:
 
     Every rank calls its callbacks, with the same metrics, so a decision taken from them is the same on all ranks. A
     hook that differs between ranks (that writes a file, say) asks `trainer.is_global_zero`.
+
+    Example:
+        ```python
+        class Notes(Callback):
+            def on_step_end(self, trainer, module, step, metrics):
+                if trainer.is_global_zero and metrics["reward/mean"] > 0.9:
+                    print(f"step {step} of {trainer.max_steps} is good")
+        ```
     """
 
     @property

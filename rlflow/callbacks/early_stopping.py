@@ -15,6 +15,10 @@ class EarlyStopping(Callback):
 
     A metric of validation (`val...`) is looked at after each validation, any other after each step.
 
+    Example:
+        `EarlyStopping("val/accuracy", stopping_threshold=0.8)` ends the run after the first validation with an accuracy
+        of 0.8 or more, `EarlyStopping("actor/kl", mode="min", patience=50)` after 50 steps in a row without a lower KL.
+
     Args:
         monitor: Name of the metric.
         mode: Whether larger (`max`) or smaller (`min`) is better.

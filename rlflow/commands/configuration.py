@@ -37,7 +37,16 @@ TOP_LEVEL = ("seed", "strategy", "rollout", "engines", "placement", "logger", "c
 
 @dataclass(frozen=True)
 class Configured:
-    """The objects of a config, and the config itself with all defaults; nothing is loaded."""
+    """The objects of a config, and the config itself with all defaults; nothing is loaded.
+
+    Attributes:
+        module: The algorithm.
+        data: Rows to train and validate on.
+        trainer: With all settings of the run.
+        config: As `config.yaml` of the run has it: all defaults, classes written as `class_path` and `init_args`.
+        keys: Keys as the user wrote them, for errors.
+        foretold: A prediction of the run, if one was asked for.
+    """
 
     module: RLModule
     data: PromptData
@@ -94,14 +103,10 @@ def config_parser(command: str, description: str) -> OneLineParser:
         f"--{NODES}", type=nodes, default={}, help="added or replaced, by the path of a function; or null"
     )
     _add_arguments(parser, PromptData, "data.", arguments_of(PromptData))
-    _add_arguments(parser, Trainer, "", {name: arguments_of(Trainer)[name] for name in TOP_LEVEL})
-    _add_arguments(parser, Trainer, "trainer.", _of_section())
+    of_trainer = arguments_of(Trainer)
+    _add_arguments(parser, Trainer, "", {name: of_trainer.pop(name) for name in TOP_LEVEL})
+    _add_arguments(parser, Trainer, "trainer.", of_trainer)
     return parser
-
-
-def _of_section() -> dict[str, Argument]:
-    """The arguments of `Trainer` that stand in a config's `trainer`."""
-    return {name: each for name, each in arguments_of(Trainer).items() if name not in TOP_LEVEL}
 
 
 def _add_arguments(parser: OneLineParser, cls: type, start: str, arguments: Mapping[str, Argument]) -> None:
@@ -133,40 +138,36 @@ def configured(parser: OneLineParser, arguments: Sequence[str]) -> tuple[Configu
         UserError: Something is wrong with them.
     """
     with chdir("."):  # back at the end, wherever a module of the user's went when it was imported
-        return _configured(parser, arguments)
-
-
-def _configured(parser: OneLineParser, arguments: Sequence[str]) -> tuple[Configured, Namespace]:
-    asked = [argument for argument in arguments if _asks(argument)]
-    if asked and not all(_prints_config(argument) for argument in asked):
-        parser.parse_args(list(arguments))  # prints help and ends
-    alone = {action.dest: action.const for action in parser._actions if action.nargs in (0, "?")}
-    given = layers([argument for argument in arguments if argument not in asked], alone)
-    _replace_nodes(given)
-    shape = _shape(parser)
-    tree = merged(given, shape)
-    keys = WrittenKeys(given, tree)
-    parsed = _parsed(parser, tree, shape, keys)
-    if asked:
-        parser.parse_args([f"--{CONFIG}", yaml.safe_dump(tree, sort_keys=False), *asked])  # prints it and ends
-    resolved = parser.dump(parsed, skip_unset=False)
-    config = yaml.safe_load(resolved)
-    with keys.in_errors(config):
-        parts = {
-            name: built(parsed[name], shape.arguments[name].hint, (name,), keys.key)
-            for name in ("module", MODELS, NODES, "trainer", *TOP_LEVEL)
-        }
-        data = instance(PromptData, parsed.data, ("data",), ("data",), keys.key)
-        trainer = Trainer(**parts["trainer"], **{name: parts[name] for name in TOP_LEVEL})
-    for mistake in unreal_numbers(config):
-        raise mistake.error(keys.of(mistake.keys))
-    trainer.resolved_config = resolved
-    module = parts["module"]
-    if parts[MODELS]:
-        module.config_models = parts[MODELS]
-    if parts[NODES]:
-        module.config_nodes = parts[NODES]
-    return Configured(module, data, trainer, config, keys), parsed
+        asked = [argument for argument in arguments if _asks(argument)]
+        if asked and not all(_prints_config(argument) for argument in asked):
+            parser.parse_args(list(arguments))  # prints help and ends
+        alone = {action.dest: action.const for action in parser._actions if action.nargs in (0, "?")}
+        given = layers([argument for argument in arguments if argument not in asked], alone)
+        _replace_nodes(given)
+        shape = _shape(parser)
+        tree = merged(given, shape)
+        keys = WrittenKeys(given, tree)
+        parsed = _parsed(parser, tree, shape, keys)
+        if asked:
+            parser.parse_args([f"--{CONFIG}", yaml.safe_dump(tree, sort_keys=False), *asked])  # prints it and ends
+        resolved = parser.dump(parsed, skip_unset=False)
+        config = yaml.safe_load(resolved)
+        with keys.in_errors(config):
+            parts = {
+                name: built(parsed[name], shape.arguments[name].hint, (name,), keys.key)
+                for name in ("module", MODELS, NODES, "trainer", *TOP_LEVEL)
+            }
+            data = instance(PromptData, parsed.data, ("data",), ("data",), keys.key)
+            trainer = Trainer(**parts["trainer"], **{name: parts[name] for name in TOP_LEVEL})
+        for mistake in unreal_numbers(config):
+            raise mistake.error(keys.of(mistake.keys))
+        trainer.resolved_config = resolved
+        module = parts["module"]
+        if parts[MODELS]:
+            module.config_models = parts[MODELS]
+        if parts[NODES]:
+            module.config_nodes = parts[NODES]
+        return Configured(module, data, trainer, config, keys), parsed
 
 
 def _replace_nodes(given: Sequence[dict[str, Any]]) -> None:
@@ -201,7 +202,8 @@ def _parsed(parser: OneLineParser, tree: Mapping[str, Any], shape: Group, keys: 
 
 def _shape(parser: OneLineParser) -> Group:
     """The keys that a command's configs and options may have, by section."""
-    groups = {"data": Group(arguments_of(PromptData)), "trainer": Group(_of_section())}
+    trainer = {name: each for name, each in arguments_of(Trainer).items() if name not in TOP_LEVEL}
+    groups = {"data": Group(arguments_of(PromptData)), "trainer": Group(trainer)}
     return Group(keys_of(parser) | {name: Argument(group) for name, group in groups.items()})
 
 

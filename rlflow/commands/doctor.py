@@ -6,7 +6,6 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,48 +18,35 @@ from rlflow.process.status import Answered
 TRIAL_S = 120.0
 
 
-@dataclass(frozen=True)
-class Doctor:
-    """What is looked at.
+def doctor(machine: Machine, quick: bool = False, seconds: float = TRIAL_S, keep: Path | None = None) -> None:
+    """Print a line for each thing, and end with code 0 if all that a machine needs works, else 1.
 
-    Attributes:
-        machine: Which machine.
+    Args:
+        machine: Which machine is looked at.
         quick: Whether nothing is tried.
         seconds: That each trial may take.
-        keep: Where the children's files stay; None where they are removed.
+        keep: Where the files of trials stay; None where they are removed.
     """
-
-    machine: Machine
-    quick: bool = False
-    seconds: float = TRIAL_S
-    keep: Path | None = None
-
-    def show(self) -> None:
-        """Print a line for each thing, and end with code 0 if all that this machine needs works, else 1."""
-        if self.keep is not None:
-            self.keep.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="rlflow-doctor-") as folder:
-            found = self._look(Path(tempfile.mkdtemp(dir=self.keep)) if self.keep else Path(folder))
-        failing = [finding for finding in found if finding.fails]
-        for finding in failing:
-            print(f"needed: {finding}")
-        here = f"{'GPUs' if self.machine.gpu else 'the CPU'}, {self.machine.nodes} machine(s)"
-        print(f"{len(failing)} of {len(found)} need mending" if failing else f"all that runs need works ({here})")
-        raise Answered(1 if failing else 0)
-
-    def _look(self, folder: Path) -> list[Finding]:
-        machine = self.machine
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="rlflow-doctor-") as temporary:
+        folder = Path(tempfile.mkdtemp(dir=keep) if keep else temporary)
         found = _shown("packages", checks.packages(machine, folder))
         found += _shown("this machine", checks.this_machine(machine, folder))
         found += _shown("many machines", checks.many_machines(machine))
-        if not self.quick:
+        if not quick:
             gpus = checks.gpu_count(folder) if machine.gpu else 0
-            found += _shown("tried", trials(machine, gpus, folder, self.seconds))
-        return found
+            found += _shown("tried", trials(machine, gpus, folder, seconds))
+    failing = [finding for finding in found if finding.fails]
+    for finding in failing:
+        print(f"needed: {finding}")
+    here = f"{'GPUs' if machine.gpu else 'the CPU'}, {machine.nodes} machine(s)"
+    print(f"{len(failing)} of {len(found)} need mending" if failing else f"all that runs need works ({here})")
+    raise Answered(1 if failing else 0)
 
 
-def read_doctor(arguments: Sequence[str]) -> Doctor:
-    """What `rlflow doctor` looks at."""
+def main(arguments: Sequence[str]) -> None:
+    """Run `rlflow doctor`."""
     parser = _Parser(prog="rlflow doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="try nothing: no ranks, steps or engines")
     parser.add_argument(
@@ -78,7 +64,7 @@ def read_doctor(arguments: Sequence[str]) -> Doctor:
         if not value >= 1:
             raise UserError(f"`{name}` is {value}; give 1 or more")
     gpu = checks.has_gpu() if given.accelerator == "auto" else given.accelerator == "cuda"
-    return Doctor(Machine(gpu, nodes), given.quick, given.timeout_s, given.keep)
+    doctor(Machine(gpu, nodes), given.quick, given.timeout_s, given.keep)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -97,8 +83,3 @@ def _shown(title: str, findings: Iterable[Finding]) -> list[Finding]:
         sys.stdout.flush()
         found.append(finding)
     return found
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Run `rlflow doctor`."""
-    read_doctor(arguments).show()

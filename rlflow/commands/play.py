@@ -20,7 +20,7 @@ from rlflow.data.prompts import Encoder, PromptData
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, about, one_line
-from rlflow.loggers.transcript import text as written
+from rlflow.loggers.logger import text as written
 from rlflow.module import RLModule, environments, handles
 from rlflow.rewards.reward import RewardInput, scored
 from rlflow.rollout.conversation import Conversation
@@ -236,29 +236,19 @@ def by_script(path: Path) -> Iterator[str]:
     Raises:
         UserError: It cannot be read, or has too few.
     """
-    for number, line in enumerate(_lines(path), 1):
-        yield _text(line, f"`--replies` {path}, line {number}") if path.suffix == ".jsonl" else line
-    raise _too_few(f"`--replies` {path}", len(_lines(path)) + 1)
-
-
-def _lines(path: Path) -> list[str]:
+    what = f"`--replies` is {str(path)!r}"
     try:
-        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else one_line(error)
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        replies = [json.loads(line) for line in lines] if path.suffix == ".jsonl" else lines
+    except (OSError, ValueError) as error:
         raise UserError(
-            f"`--replies` is {str(path)!r}, which cannot be read ({reason}); name a file of lines"
+            f"{what}, which cannot be read ({one_line(error)}); name a file of lines, or of JSON strings (.jsonl)"
         ) from error
-
-
-def _text(line: str, where: str) -> str:
-    try:
-        text = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON ({one_line(error)}); write each reply as a JSON string") from error
-    if not isinstance(text, str):
-        raise UserError(f"{where} is {line!r:.60}, not a text; write each reply as a JSON string")
-    return text
+    for turn, reply in enumerate(replies, 1):
+        if not isinstance(reply, str):
+            raise UserError(f"{what}, whose line {turn} is no text; write each reply as a JSON string")
+        yield reply
+    raise _too_few(f"`--replies` {path}", len(replies) + 1)
 
 
 def _too_few(source: str, turn: int) -> UserError:

@@ -145,11 +145,6 @@ class Timeline:
         return sorted({span.rank for span in self.spans})
 
     @cached_property
-    def steps(self) -> list[int]:
-        """All of which there is a span."""
-        return sorted({span.step for span in self.spans})
-
-    @cached_property
     def tasks(self) -> list[Span]:
         """Without waits in them, and without those that only repeat others."""
         return [span for span in self.spans if is_task(span)]
@@ -240,15 +235,6 @@ def _name(task: str, category: str) -> str:
 
 
 MOST_RANKS = 48  # that are drawn; of more, as many evenly spread
-COLOURS = {
-    "load": "#bab0ac",
-    "weight sync": "#54a24b",
-    "exchange": "#e45756",
-    "reduce metrics": "#9d755d",
-    "save": "#eeca3b",
-    "tell": "#ff9da6",
-}
-NODES = ("#4c78a8", "#f58518", "#72b7b2", "#b279a2", "#9ecae9", "#d8a13a", "#2f6f6b", "#7d5177")
 
 
 def draw_timeline(timeline: Timeline, steps: Sequence[int], path: Path) -> None:
@@ -265,7 +251,8 @@ def draw_timeline(timeline: Timeline, steps: Sequence[int], path: Path) -> None:
     axes = figure.add_subplot()
     shown = [span for span in timeline.spans if span.rank in rows and span.within(start, end)]
     tasks = [span for span in shown if is_task(span)]
-    colours = _colours(tasks)
+    names = dict.fromkeys(span.name for span in tasks)
+    colours = {name: f"C{number}" for number, name in enumerate(names)}  # matplotlib's own, in turn
     for span in tasks:
         axes.barh(rows[span.rank], span.end - span.start, left=span.start - start, height=0.7, color=colours[span.name])
         if span.end - span.start > 0.07 * (end - start):
@@ -273,10 +260,11 @@ def draw_timeline(timeline: Timeline, steps: Sequence[int], path: Path) -> None:
             axes.text(middle, rows[span.rank], span.name, ha="center", va="center", fontsize=7, clip_on=True)
     for span in shown:
         if span.category == WAIT:
-            _draw_wait(axes, rows[span.rank], span, start)
+            bar = (rows[span.rank], span.end - span.start, 0.7, span.start - start)
+            axes.barh(*bar, color="white", alpha=0.75, hatch="////", edgecolor="#666666", linewidth=0)
         elif span.category == FLIGHT:
             ends = [span.start - start, span.end - start]
-            axes.plot(ends, [rows[span.rank] + 0.42] * 2, color=COLOURS["exchange"], linewidth=2)
+            axes.plot(ends, [rows[span.rank] + 0.42] * 2, color="#e45756", linewidth=2)
     _mark_steps(axes, timeline, steps, start)
     for name, colour in colours.items():
         axes.barh(0, 0, color=colour, label=name)
@@ -288,18 +276,6 @@ def draw_timeline(timeline: Timeline, steps: Sequence[int], path: Path) -> None:
     figure.legend(ncols=min(8, len(colours) + 1), loc="outside lower center", fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-
-
-def _colours(tasks: Sequence[Span]) -> dict[str, str]:
-    """A colour for each name: its own for what every run does, the next one for each node."""
-    names = dict.fromkeys(span.name for span in tasks)
-    nodes = [name for name in names if name not in COLOURS]
-    return {name: COLOURS[name] if name in COLOURS else NODES[nodes.index(name) % len(NODES)] for name in names}
-
-
-def _draw_wait(axes: Any, row: int, span: Span, start: float) -> None:
-    bar = (row, span.end - span.start, 0.7, span.start - start)
-    axes.barh(*bar, color="white", alpha=0.75, hatch="////", edgecolor="#666666", linewidth=0)
 
 
 def _mark_steps(axes: Any, timeline: Timeline, steps: Sequence[int], start: float) -> None:

@@ -10,10 +10,9 @@ from rlflow.commands.parser import call
 from rlflow.commands.screen import Screen
 from rlflow.errors import UserError, one_line
 from rlflow.loggers.jsonl import SAMPLES_FILE, read_samples
-from rlflow.loggers.transcript import speaker, text
+from rlflow.loggers.logger import speaker, text
 
 Ended = Literal["done", "turns", "tokens", "failed"]
-MOST_NAMED = 12  # steps in an error
 
 
 def samples(
@@ -78,24 +77,24 @@ def _of_steps(folder: Path, step: int | None, last: bool) -> Iterator[dict[str, 
     if last:
         step = max(steps)
     if step is not None and step not in steps:
-        raise UserError(f"`--step` is {step}, and `{folder}` has samples of {_named(sorted(steps))}; give one")
+        nearest = sorted(steps, key=lambda each: abs(each - step))[:3]
+        raise UserError(f"`--step` is {step}, and `{folder}` has no samples of it; the nearest steps are {nearest}")
     return (sample for sample in read_samples(folder) if step is None or sample["step"] == step)
 
 
 def show(sample: Mapping[str, Any], screen: Screen) -> None:
-    """Print a sample; of runs before there were turns, what there is."""
+    """Print a sample."""
     parts = ", ".join(
         f"{name} {'-' if value is None else format(value, 'g')}" for name, value in sample["parts"].items()
     )
-    facts = [f"step {sample['step']}"]
-    facts += [f"{name} {sample[name]}" for name in ("row", "sample") if name in sample]
+    messages, ended = sample["messages"], sample["ended"]
+    why = messages[-1].get("ended") if messages else ""
+    facts = [f"{name} {sample[name]}" for name in ("step", "row", "sample")]
     facts += [f"reward {sample['reward']:g}" + (f" ({parts})" if parts else "")]
     facts += [f"the reward failed on it ({sample['failed']})"] if sample.get("failed") else []
-    if messages := sample.get("messages"):
+    if messages:
         facts.append("1 turn" if sample["turns"] == 1 else f"{sample['turns']} turns")
-    if "ended" in sample:
-        why = messages[-1].get("ended") if messages else ""
-        facts.append(f"ended: {sample['ended']}" + (f", {why}" if why else ""))
+    facts.append(f"ended: {ended}" + (f", {why}" if why else ""))
     screen.line("  ".join(facts), "bold")
     if messages:
         if read := sample.get("read"):
@@ -114,13 +113,3 @@ def said_after(messages: Sequence[Mapping[str, Any]], turns: int) -> Sequence[Ma
     """What was said from the policy's first turn on: those of a prompt, examples among them, came before."""
     spoken = [place for place, each in enumerate(messages) if each["role"] == "assistant"]
     return messages[spoken[-turns] :] if 0 < turns <= len(spoken) else messages
-
-
-def _named(steps: Sequence[int]) -> str:
-    """Steps as an error names them."""
-    if len(steps) == 1:
-        return f"step {steps[0]} alone"
-    if steps[-1] - steps[0] == len(steps) - 1:
-        return f"steps {steps[0]} to {steps[-1]}"
-    named = [*map(str, steps[:MOST_NAMED])]
-    return "steps " + ", ".join(named if len(steps) <= MOST_NAMED else [*named, "...", str(steps[-1])])

@@ -40,12 +40,8 @@ class Screen:
         colour = COLOURS.get(speaker.partition(" ")[0], "")
         head = Text(INDENT + readable(speaker), f"bold {colour}".strip())
         self._write(head.append(f"  {readable(more)}" if more else "", "not bold dim"), "")
-        self.text(text, colour)
-
-    def text(self, text: str, style: str = "") -> None:
-        """Write a text, indented below a block's first line."""
         for line in readable(text).split("\n"):
-            self._write(Text(line, style), 2 * INDENT)
+            self._write(Text(line, colour), 2 * INDENT)
 
     def _write(self, text: Text, indent: str) -> None:
         width = self._console.width - len(indent)

@@ -16,7 +16,13 @@ from rlflow.dag.annotations import choices
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a constructor, or one key of a config."""
+    """One argument of a constructor, or one key of a config.
+
+    Attributes:
+        hint: Its type, `int | None` say.
+        required: Whether it has no default.
+        default: None where it has none.
+    """
 
     hint: Any
     required: bool = False
@@ -25,13 +31,21 @@ class Argument:
 
 @dataclass(frozen=True)
 class Group:
-    """Keys that stand below one: the sections of a config, or the arguments of a class that is not chosen."""
+    """Keys that stand below one: the sections of a config, or the arguments of a class that is not chosen.
+
+    Attributes:
+        arguments: By key.
+    """
 
     arguments: Mapping[str, Argument]
 
 
 def arguments_of(cls: type) -> dict[str, Argument]:
-    """The arguments of a constructor by name, with those of its bases where it passes `**kwargs` on."""
+    """The arguments of a constructor by name, with those of its bases where it passes `**kwargs` on.
+
+    Args:
+        cls: The class. An argument of the base counts only where the class's own constructor does not name it.
+    """
     found: dict[str, Argument] = {}
     for owner in cls.__mro__:
         constructor = vars(owner).get("__init__")

@@ -38,6 +38,10 @@ _TO_CHOOSE = {"class_path", "init_args", "dict_kwargs"}
 class Mistake:
     """One thing that is wrong.
 
+    Example:
+        Of `trainer: {max_steps: many}` the keys are `("trainer", "max_steps")`, the value is `"many"`, and what is
+        found is "is {value}; give an integer or null".
+
     Attributes:
         keys: Where, in the tree in which classes are written whole.
         found: What is wrong there; `{value}` stands for the value.

@@ -17,6 +17,10 @@ CLASS, ARGUMENTS = "class_path", "init_args"
 class WrittenKeys:
     """Keys as the user wrote them: with or without `init_args` in between, and `class_path` at their end.
 
+    Example:
+        `module.init_args.group_size` is `module.group_size` where the option `--module.group_size 8` gave it last, and
+        `strategy.class_path` is `strategy` where the config has `strategy: fsdp`.
+
     Args:
         layers: The trees of the configs and options, the last of which wins.
         tree: All of them as one, in which some classes are written by `class_path` and `init_args`.

@@ -26,7 +26,13 @@ CLASS, ARGUMENTS = "class_path", "init_args"
 
 
 def merged(layers: Iterable[Mapping[str, Any]], shape: Group) -> dict[str, Any]:
-    """The layers as one tree, in which every class is written as `class_path` and `init_args`."""
+    """The layers as one tree, in which every class is written as `class_path` and `init_args`.
+
+    Args:
+        layers: Configs and options; a later one wins, and keeps what it does not name. Where it names another class, of
+            the arguments of the one before it keeps those that both take.
+        shape: The keys that there may be, and their types.
+    """
     tree: dict[str, Any] = {}
     for layer in layers:
         tree = _mappings(tree, layer, shape.arguments)

@@ -23,7 +23,14 @@ _TAG = "tag:yaml.org,2002:"
 
 @dataclass(frozen=True)
 class Text:
-    """The value of an option: a text, or what it is as YAML, whichever fits the option's type."""
+    """The value of an option: a text, or what it is as YAML, whichever fits the option's type.
+
+    Example:
+        `Text("1e-5").value` is a number and `Text("[0, 1]").value` a list; a setting that takes texts gets `1e-5`.
+
+    Attributes:
+        text: As it stands on the command line.
+    """
 
     text: str
 
@@ -42,6 +49,10 @@ class Appended(list[Any]):
 
 def layers(arguments: Sequence[str], alone: Mapping[str, Any] = MappingProxyType({})) -> list[dict[str, Any]]:
     """The configs and options of a command line, in order, each a tree; values of options are `Text`.
+
+    Example:
+        `["--config", "my.yaml", "--trainer.max_steps", "9"]` gives the tree of `my.yaml` and then
+        `{"trainer": {"max_steps": Text("9")}}`.
 
     Args:
         arguments: `--key value` and `--key=value`; `--config FILE` for a config.

@@ -9,11 +9,10 @@ from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlflow.errors import UserError, importable, one_line, require
-from rlflow.loggers.logger import Logger
-from rlflow.loggers.transcript import MESSAGES, transcript
+from rlflow.loggers.logger import Logger, transcript
 
 if TYPE_CHECKING:
     from lightning.fabric.loggers.logger import Logger as FabricLogger
@@ -32,20 +31,18 @@ LoggerLike = Logger | FabricLogger  # what a user gives
 RUNS_FILE = "loggers.json"
 
 
-@runtime_checkable
-class LogsTables(Protocol):
-    """A logger that shows tables, as `lightning.pytorch.loggers.WandbLogger` does."""
-
-    def log_table(self, key: str, columns: list[str], data: list[list[Any]], *, step: int) -> None:
-        """Record a table."""
-
-
 class LightningLogger(Logger):
-    """Sends a run to a logger of Lightning's, or to any with its interface; samples go to one that shows tables.
+    """Sends a run to a logger of Lightning's, or to one with its interface; samples go to W&B, as a table.
 
     A run that is resumed in its folder continues the logger's own run of W&B, TensorBoard or MLflow, whose id is in
     `loggers.json` there; any other logger begins a new one. TensorBoard hides what was logged before of steps that are
     repeated; W&B and MLflow show both values.
+
+    A config names Lightning's own class, or a short name, and the run makes this of it:
+
+        logger:
+          - mlflow
+          - {class_path: wandb, init_args: {project: sums, mode: offline}}
 
     Args:
         logger: Such as `lightning.pytorch.loggers.MLFlowLogger`.
@@ -54,20 +51,30 @@ class LightningLogger(Logger):
         place: Its place among the run's loggers, by which its id is found again.
     """
 
+    place = 0
+
     def __init__(self, logger: FabricLogger) -> None:
         self._given = logger
-        self.place = 0
 
     def start(self, folder: Path, first_step: int = 0) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its own crash reports; read when it is imported
+        from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
+
         self._logger = self._made(folder)
+        self._wandb = self._logger if isinstance(self._logger, LightningWandbLogger) else None
         runs, key = _read_runs(folder), f"{self.place} {type(self._logger).__name__}"
         self._resumes = key in runs
-        with self._start_errors(), _command_line_hidden():
-            if self._resumes:
-                _resume(self._logger, runs[key], first_step)
-            self._wandb_run = _wandb_run(self._logger)
-            runs[key] = self._logger.version
+        try:
+            with _command_line_hidden():
+                if self._resumes:
+                    _resume(self._logger, runs[key], first_step)
+                if self._wandb is not None:
+                    self._wandb_run = self._wandb.experiment  # which starts it
+                runs[key] = self._logger.version
+        except Exception as error:
+            raise UserError(
+                f"`logger`: {type(self._logger).__name__} cannot start ({one_line(error)}); mend that, or leave it out"
+            ) from error
         (folder / RUNS_FILE).write_text(json.dumps(runs, indent=2) + "\n")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -75,12 +82,10 @@ class LightningLogger(Logger):
         self._logger.save()
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        if isinstance(self._logger, LogsTables) and rows:
-            shown = [_cells(row) for row in rows]
-            columns = list(shown[0])
-            self._logger.log_table(
-                "samples", columns, [[row[column] for column in columns] for row in shown], step=step
-            )
+        if self._wandb is not None and rows:
+            columns = list(rows[0])
+            shown = [{**row, "messages": transcript(row["messages"])} for row in rows]  # a conversation is one text
+            self._wandb.log_table("samples", columns, [[row[name] for name in columns] for row in shown], step=step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         if not self._resumes:  # MLflow refuses other values; what changed is in `config.yaml` and was reported
@@ -88,21 +93,12 @@ class LightningLogger(Logger):
 
     def finalize(self, status: str) -> None:
         self._logger.finalize(status)
-        if self._wandb_run is not None:  # Lightning leaves that to the end of the process
+        if self._wandb is not None:  # Lightning leaves that to the end of the process
             self._wandb_run.finish(exit_code=int(status != "success"))
 
     def _made(self, folder: Path) -> FabricLogger:
         """The logger, for a run in this folder."""
         return self._given
-
-    @contextmanager
-    def _start_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise UserError(
-                f"`logger`: {type(self._logger).__name__} cannot start ({one_line(error)}); mend that, or leave it out"
-            ) from error
 
 
 class WandbLogger(LightningLogger):
@@ -123,7 +119,6 @@ class WandbLogger(LightningLogger):
         mode: Literal["online", "offline"] | None = None,
     ) -> None:
         require("wandb", "WandbLogger", "wandb")
-        self.place = 0
         self.project = project
         self.name = name
         self.entity = entity
@@ -150,7 +145,6 @@ class TensorBoardLogger(LightningLogger):
 
     def __init__(self) -> None:
         require("tensorboard", "TensorBoardLogger", "tensorboard")
-        self.place = 0
 
     def _made(self, folder: Path) -> FabricLogger:
         from lightning.pytorch.loggers import TensorBoardLogger as LightningTensorBoardLogger
@@ -180,18 +174,6 @@ def _resume(logger: FabricLogger, run: Any, first_step: int) -> None:
     elif isinstance(logger, TensorBoardLogger):
         logger._version = run
         logger._kwargs.setdefault("purge_step", first_step)
-
-
-def _wandb_run(logger: FabricLogger) -> Any:
-    """The run of a logger for W&B, started here; None of any other."""
-    from lightning.pytorch.loggers import WandbLogger
-
-    return logger.experiment if isinstance(logger, WandbLogger) else None
-
-
-def _cells(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A sample as a row of the table, in which a conversation is one text."""
-    return {**row, MESSAGES: transcript(row[MESSAGES])} if MESSAGES in row else row
 
 
 @contextmanager

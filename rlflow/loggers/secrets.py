@@ -29,6 +29,10 @@ def without_secrets(config: Any) -> Any:
 
     Such keys are `api_key`, `hf_token`, `password` and others, see `is_secret`. In a list of texts so is what follows
     an option such as `--api_key`. Texts are not searched.
+
+    Example:
+        `{"url": "https://a.org", "api_key": "x", "run": ["serve", "--password", "y"]}` is shown as
+        `{"url": "https://a.org", "api_key": "***", "run": ["serve", "--password", "***"]}`.
     """
     if isinstance(config, Mapping):
         return {
@@ -58,7 +62,7 @@ def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
 def is_secret(key: Any, value: Any) -> bool:
     """Whether a value is a secret by its key; a value that is not set is none.
 
-    Under `token` and `pass`, which count as often, numbers are none.
+    Under `token` and `pass`, which count as often, numbers are none: `hf_token: hf_abc` is a secret, `token: 3` is not.
     """
     if value is None or value == "" or isinstance(value, bool):
         return False

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlflow.cli import main
+from rlflow.cli import COMMANDS, main
 from rlflow.commands.fit import read_fit
 from rlflow.errors import UserError
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
@@ -200,3 +200,19 @@ def test_options_take_short_names(folder: Path) -> None:
     assert [type(each).__name__ for each in found.trainer.loggers] == ["CSVLogger"]
     assert type(found.module).__name__ == "DAPO"
     assert type(found.module.reward).__name__ == type(read_fit(["--config", "my.yaml"]).module.reward).__name__
+
+
+def test_one_logger_needs_no_list_and_others_are_added_to_it(folder: Path) -> None:
+    (folder / "more.yaml").write_text("logger: csv\n")
+    found = read_fit(["--config", "my.yaml", "--config", "more.yaml"])
+    assert [type(each).__name__ for each in found.trainer.loggers] == ["CSVLogger"]
+    found = read_fit(["--config", "my.yaml", "--config", "more.yaml", "--logger+", "jsonl"])
+    assert [type(each).__name__ for each in found.trainer.loggers] == ["CSVLogger", "JSONLLogger"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_of_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert not ended.value.code
+    assert capsys.readouterr().out.startswith(f"usage: rlflow {command} ")

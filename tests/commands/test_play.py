@@ -175,7 +175,12 @@ def test_what_the_environment_said_to_nobody_is_shown(
         ({"environment": WORD}, ("--environment", "x"), "GRPO has the environments environment; name one by"),
         ({"environment": WORD}, ("--replies", "{}/no"), "`--replies` is '.*/no', which cannot be read .*; name a file"),
         ({"environment": WORD}, ("--replies", "{}/few"), "`--replies` .*/few has 1 replies, .* to turn 2; give more"),
-        ({"environment": WORD}, ("--replies", "{}/a.jsonl"), "`--replies` .*, line 1 is not JSON"),
+        ({"environment": WORD}, ("--replies", "{}/a.jsonl"), "`--replies` is .*a.jsonl', which cannot be read"),
+        (
+            {"environment": WORD},
+            ("--replies", "{}/b.jsonl"),
+            "`--replies` is .*b.jsonl', whose line 1 is no text; write",
+        ),
         ({"environment": "no.such.Game"}, (), "`environment` is 'no.such.Game', but there is no module no"),
     ],
 )
@@ -189,6 +194,7 @@ def test_what_cannot_be_is_one_line(
 ) -> None:
     for name in ("few", "a.jsonl"):
         (tmp_path / name).write_text(GUESS)
+    (tmp_path / "b.jsonl").write_text("3")
     reward = {"reward": {"class_path": "rlflow.rewards.ExactMatch"}} if environment is None else {}
     path = config(folder, "wrong", environment, **reward)
     with pytest.raises(SystemExit) as ended:

@@ -104,7 +104,7 @@ def test_where_none_is_so_a_line_says_of_how_many(folder: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ("--step 3", "`--step` is 3, and `{}` has samples of steps 2, 4, 5; give one"),
+        ("--step 3", "`--step` is 3, and `{}` has no samples of it; the nearest steps are [2, 4, 5]"),
         ("--step 2 --last", "`--step` is 2 and `--last` is given; give one of them"),
         ("--ended x", "`--ended` is 'x'; give one of 'done', 'turns', 'tokens', 'failed' or null"),
         ("--reward_below x", "`--reward_below` is 'x'; give a number or null"),
