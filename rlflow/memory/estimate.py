@@ -150,7 +150,11 @@ def _memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memo
         engines=here,
         held=_held(workload, rank),
         capacity=capacity,
-        together=tuple(tuple(policy for policy in names if policy in here) for names in workload.together),
+        together=tuple(
+            tuple(policy for policy in node.generates if policy in here)
+            for node in workload.graph.order
+            if len(node.generates) > 1
+        ),
     )
 
 

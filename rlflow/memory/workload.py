@@ -102,7 +102,6 @@ class Workload:
         group_size: Samples of each prompt.
         lengths: Lengths of a row.
         moves_rows: Whether rows are balanced over ranks.
-        together: Policies whose engines are awake at once, for one node generates with them; others are awake alone.
     """
 
     graph: Graph
@@ -114,7 +113,6 @@ class Workload:
     group_size: int
     lengths: Lengths
     moves_rows: bool
-    together: tuple[tuple[str, ...], ...] = ()
 
     def rows(self, space: str) -> int:
         """Of a row space in the step, as far as a graph tells.

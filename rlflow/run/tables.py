@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import psutil
 import torch
@@ -122,7 +121,7 @@ def run_workload(run: Run) -> Workload:
         UserError: The size of a model is not known from its config.
     """
     models, paths = handles(run.module), run.paths | run.policies
-    workload = workload_of(
+    return workload_of(
         run.module,
         run.data,
         run.graph,
@@ -134,8 +133,6 @@ def run_workload(run: Run) -> Workload:
         ranks=run.strategy.world_size,
         on_cpu=run.strategy.root_device.type == "cpu",
     )
-    together = tuple(node.generates for node in run.graph.order if len(node.generates) > 1)
-    return replace(workload, together=together)
 
 
 def device_memory(device: torch.device, ranks_here: int) -> tuple[float, float]:

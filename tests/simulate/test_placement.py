@@ -72,6 +72,13 @@ def test_a_rank_holds_what_lives_on_it() -> None:
     assert generating.engines["actor"].weights == pytest.approx(7_615_616_512 * 2 / 2)  # engines of two ranks
 
 
+def test_engines_of_a_node_with_two_policies_are_awake_at_once() -> None:
+    config = str(ROOT / "configs" / "agent_two_players.yaml")
+    (memory,) = read_simulate(["--config", config, "--module.actor.model=tiny"]).predicted.memories
+    assert len(memory.engines) == 2
+    assert memory.awake == sum(engine.awake(memory.capacity) for engine in memory.engines.values())
+
+
 def test_more_machines_take_the_place_of_each_rank() -> None:
     grown = simulation(*APART, "--nodes=4").predicted.workload
     assert grown.engines["actor"].placed == tuple(range(16))
