@@ -51,6 +51,8 @@ class TrainerState:
 class RewardInput:
     """What a reward is given: `B` responses, and what is known of them.
 
+        RewardInput(["42", "41"], [{"question": "6 * 7 =", "answer": "42"}] * 2)
+
     Attributes:
         texts: The decoded responses, without special tokens.
         rows: The dataset's row of each.
@@ -101,6 +103,8 @@ class RewardInput:
 class Scores:
     """The scores of `B` samples.
 
+        Scores([1.5, -0.2], parts={"right": [1.0, 0.0], "brevity": [0.5, -0.2]})
+
     Attributes:
         total: The reward of each sample.
         parts: Scores that went into the total, by name, each as long as `total`; no name of `TAKEN`. None for a part
@@ -133,6 +137,10 @@ class Scores:
 
 class Reward(ABC):
     """Scores responses.
+
+        class Brevity(Reward):
+            def score(self, responses: RewardInput) -> Scores:
+                return Scores([-0.01 * len(text) for text in responses.texts])
 
     Args:
         on_error: What a sample gets whose scorer raises or returns no finite number: `raise` ends the run and names
@@ -253,6 +261,10 @@ class Reward(ABC):
 
 class SampleReward(Reward):
     """A reward that looks at one sample at a time. It has no time limit on a sample, but where a subclass gives one.
+
+        class Exact(SampleReward):
+            def score_sample(self, text: str, row: dict[str, Any]) -> float:
+                return float(text.strip() == row["answer"])
 
     Args:
         on_error: What a sample gets that it fails on, see `Reward`.
