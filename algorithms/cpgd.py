@@ -1,7 +1,7 @@
 """Clipped Policy Gradient with Policy Drift: CPGD, arXiv 2505.12504."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from rlflow import PerSample, PerToken, UserError, node
 from rlflow.functional import (
@@ -15,17 +15,16 @@ from rlflow.functional import (
 )
 from rlflow.types import Grouped
 
-from .policy_gradient import Ratio, TurnCredit
+from .policy_gradient import GroupBaseline, Ratio, TurnCredit
 
 Weight = Literal["std", "filter", "none"]
 
 
 @dataclass(eq=False)
-class CPGD(Ratio, TurnCredit):
+class CPGD(GroupBaseline, Ratio, TurnCredit):
     """GRPO with log pi in place of the ratio, clipped where the ratio would be, and a drift term that holds it.
 
     Args:
-        group_size: Responses to each prompt, at least 2.
         clip: How far the ratio may leave 1 and still count.
         weight: Of a prompt's advantages `r_i - mean_g`: 1 over the deviation of its rewards (`std`); groups over groups
             whose rewards differ, at most `weight_cap`, which makes up for the others (`filter`); or 1 (`none`).
@@ -34,14 +33,11 @@ class CPGD(Ratio, TurnCredit):
         drift_clip: The largest gradient of the drift.
     """
 
-    group_size: int = 8
     clip: Bounds = Bounds()
     weight: Weight = "std"
     weight_cap: float = 3.0
     drift_coef: float = 0.01
     drift_clip: float = 2.0
-
-    compares_group: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

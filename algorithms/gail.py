@@ -1,7 +1,7 @@
 """Generative Adversarial Imitation Learning: arXiv 1606.03476; with the policy's loss of GRPO, arXiv 2402.03300."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from rlflow import Batch, Each, PerSample, PerToken, RewardModel, node
 from rlflow.types import Grown, Masked, Ragged, RowPath, Tokens, Trained
 
 from .grpo import GRPO
-from .policy_gradient import Clipped
+from .policy_gradient import Clipped, GroupBaseline
 
 
 class ResponseTokens(Masked, Protocol):
@@ -33,23 +33,20 @@ class Labelled:
 
 
 @dataclass(eq=False)
-class GAIL(Clipped):
+class GAIL(GroupBaseline, Clipped):
     """The judge's D(x, y) = sigmoid(s) tells the dataset's responses from samples; a sample is worth -log(1 - D).
 
     The judge ascends E_data[log D] + E_pi[log(1 - D)] (the paper's D is 1 minus this one), and judges the samples
     after its updates of the step. The dataset's rows need a response.
 
     Args:
-        group_size: Samples of each prompt, at least 2.
         normalize_std: Divide advantages by the deviation of the group's rewards.
         judge: Is trained along, from a reward model or a language model.
     """
 
-    group_size: int = 8
     normalize_std: bool = True
     judge: RewardModel | str = field(kw_only=True)
 
-    compares_group: ClassVar[bool] = True
     kl_penalty = None
 
     advantages = GRPO.advantages

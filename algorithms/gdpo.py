@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 
@@ -10,23 +9,20 @@ from rlflow import PerSample, UserError, node
 from rlflow.functional import group_has_signal, group_normalized_advantages
 from rlflow.types import Grouped, Written
 
-from .policy_gradient import Clipped
+from .policy_gradient import Clipped, GroupBaseline
 
 
 @dataclass(eq=False)
-class GDPO(Clipped):
+class GDPO(GroupBaseline, Clipped):
     """A = whitened sum_n w_n (r_n - mean_g) / std_g: each part of the reward is compared in the group by itself.
 
     Args:
-        group_size: Responses to each prompt, at least 2.
         part_weights: The parts that count, by name, and their weights; None for all parts, each with 1.
     """
 
-    group_size: int = 8
     part_weights: Mapping[str, float] | None = None
     environment: None = field(default=None, init=False)  # what it gives is no part of the reward
 
-    compares_group: ClassVar[bool] = True
     kl_penalty = None
 
     def __post_init__(self) -> None:
@@ -36,8 +32,7 @@ class GDPO(Clipped):
 
     @node
     def parts(self, rollout: Written) -> dict[str, PerSample]:
-        parts = self.reward_parts(rollout)
-        return parts if self.environment is None else parts | {"environment": self.environment_returns(rollout)}
+        return self.reward_parts(rollout)
 
     @node
     def advantages(self, rollout: Grouped, parts: dict[str, PerSample]) -> PerSample:

@@ -2,32 +2,27 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from rlflow import PerSample, PerToken
 from rlflow.functional import Aggregation, Bounds, Importance, gmpo_loss, ppo_is_clipped
 
 from .grpo import GRPO
-from .policy_gradient import Ratio, Scored
+from .policy_gradient import GroupBaseline, Ratio, Scored
 
 
 @dataclass(eq=False)
-class GMPO(Ratio, Scored):
+class GMPO(GroupBaseline, Ratio, Scored):
     """GRPO with the geometric mean of the clipped ratios of a sequence's tokens.
 
     Args:
-        group_size: Responses to each prompt, at least 2.
         normalize_std: Divide advantages by std_g.
         clip: How far the log ratio may leave 0 and still count.
     """
 
-    group_size: int = 8
     normalize_std: bool = True
     clip: Bounds = Bounds(0.4, 0.4)
     importance: Importance | None = Importance("geometric")
     loss_aggregation: Aggregation = "sequence-mean-token-mean"
-
-    compares_group: ClassVar[bool] = True
 
     advantages = GRPO.advantages
 

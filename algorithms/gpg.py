@@ -1,28 +1,20 @@
 """Group Policy Gradient: GPG, arXiv 2504.02546."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from rlflow import PerSample, node
 from rlflow.functional import group_has_signal, group_normalized_advantages
 from rlflow.types import Grouped
 
-from .policy_gradient import PolicyGradient, Scored
+from .policy_gradient import GroupBaseline, PolicyGradient, Scored
 
 
 @dataclass(eq=False)
-class GPG(PolicyGradient, Scored):
+class GPG(GroupBaseline, PolicyGradient, Scored):
     """A_i = alpha (r_i - mean_g) and loss -A log pi; alpha makes up for groups whose equal rewards teach nothing.
 
     Without a ratio the gradient is right for the policy that sampled alone, so there is one update a step.
-
-    Args:
-        group_size: Responses to each prompt, at least 2.
     """
-
-    group_size: int = 8
-
-    compares_group: ClassVar[bool] = True
 
     @node
     def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:

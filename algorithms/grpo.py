@@ -1,28 +1,23 @@
 """Group Relative Policy Optimization: DeepSeekMath, arXiv 2402.03300."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from rlflow import PerSample, node
 from rlflow.functional import group_has_signal, group_normalized_advantages
 from rlflow.types import Grouped
 
-from .policy_gradient import Clipped, Ratio, TurnCredit
+from .policy_gradient import Clipped, GroupBaseline, Ratio, TurnCredit
 
 
 @dataclass(eq=False)
-class GroupRelative(Ratio, TurnCredit):
+class GroupRelative(GroupBaseline, Ratio, TurnCredit):
     """A_i = (r_i - mean_g) / std_g over the group g of a prompt, for GRPO and what differs from it by the surrogate.
 
     Args:
-        group_size: Responses to each prompt, at least 2.
         normalize_std: Divide advantages by std_g.
     """
 
-    group_size: int = 8
     normalize_std: bool = True
-
-    compares_group: ClassVar[bool] = True
 
     @node
     def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
@@ -32,4 +27,11 @@ class GroupRelative(Ratio, TurnCredit):
 
 @dataclass(eq=False)
 class GRPO(GroupRelative, Clipped):
-    """A_i = (r_i - mean_g) / std_g over the group g of a prompt; PPO's clipped loss, KL to a frozen reference."""
+    """A_i = (r_i - mean_g) / std_g over the group g of a prompt; PPO's clipped loss, KL to a frozen reference.
+
+        loss_t = -w_t min(r_t A_i, clip(r_t, 1 - clip.low, 1 + clip.high) A_i) + kl.coef KL_t - entropy_coef H_t
+
+    With r_t = pi_t / old_t of token t; w_t and KL_t are those of `rlflow.functional.policy_gradient`. Four responses to
+    a prompt with the rewards 1, 0, 0, 0 have the mean 0.25 and the deviation 0.5, so the advantages 1.5 and three times
+    -0.5.
+    """

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from inspect import isfunction, signature
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -52,7 +52,7 @@ class Judged(RLModule):
 
     def _check_judged(self) -> None:
         """Refuse what the judge's grades would not reach, or not in full."""
-        name, longest = type(self).__name__, getattr(self, "max_response_length", None)
+        name, longest = type(self).__name__, self.max_response_length
         if hasattr(self, "greedy_model_scores"):
             raise UserError(
                 f"{name} has greedy responses, which `judge` would not grade; take another algorithm, such as RLOO"
@@ -61,13 +61,11 @@ class Judged(RLModule):
         methods = (getattr(type(self), each) for each in dir(type(self)) if each not in ("outcome", "scored"))
         if not any("model_scores" in signature(each).parameters for each in methods if isfunction(each)):
             raise UserError(f"no node of {name} reads `model_scores`, which `judge` gives; take one that does: GRPO")
-        if longest is not None and self.judge_length > longest:
+        if self.judge_length > longest:
             raise UserError(
                 f"`judge_length` is {self.judge_length}, and `max_response_length` {longest}, the most that engines"
                 " write; lower the one or raise the other"
             )
-        if self.on_too_long not in get_args(OnTooLong):
-            raise UserError(f"`on_too_long` is {self.on_too_long!r}; give one of {', '.join(get_args(OnTooLong))}")
 
     def configure_models(self) -> None:
         super().configure_models()

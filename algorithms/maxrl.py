@@ -1,7 +1,6 @@
 """Maximum Likelihood Reinforcement Learning: MaxRL, arXiv 2602.02710."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -9,21 +8,15 @@ from rlflow import PerSample, UserError, node
 from rlflow.functional import Aggregation, group_has_signal, group_normalized_advantages
 from rlflow.types import Grouped
 
-from .policy_gradient import Clipped, Scored
+from .policy_gradient import Clipped, GroupBaseline, Scored
 
 
 @dataclass(eq=False)
-class MaxRL(Clipped, Scored):
-    """A_i = (r_i - mean_g) / mean_g of rewards 0 and 1: hard prompts weigh as in the gradient of log p(right).
+class MaxRL(GroupBaseline, Clipped, Scored):
+    """A_i = (r_i - mean_g) / mean_g of rewards 0 and 1: hard prompts weigh as in the gradient of log p(right)."""
 
-    Args:
-        group_size: Responses to each prompt, at least 2.
-    """
-
-    group_size: int = 8
     loss_aggregation: Aggregation = "sequence-mean-token-sum"
 
-    compares_group: ClassVar[bool] = True
     kl_penalty = None
 
     @node

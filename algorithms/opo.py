@@ -7,24 +7,21 @@ from rlflow import PerSample, node
 from rlflow.functional import group_has_signal, opo_advantages
 from rlflow.types import Grouped
 
-from .policy_gradient import Clipped, PolicyLengths, Scored
+from .policy_gradient import Clipped, GroupBaseline, Scored
 
 
-class GroupedLengths(PolicyLengths, Grouped, Protocol):
+class GroupedLengths(Grouped, Protocol):
     """What the baseline reads: whose samples they are, and how much of them the policy wrote."""
+
+    @property
+    def policy_lengths(self) -> PerSample:
+        """`[B]`, how many tokens of each row the policy wrote."""
 
 
 @dataclass(eq=False)
-class OPO(Clipped, Scored):
-    """A_i = r_i - sum_j l_j r_j / sum_j l_j over the group, weighted by lengths l; exactly on-policy.
+class OPO(GroupBaseline, Clipped, Scored):
+    """A_i = r_i - sum_j l_j r_j / sum_j l_j over the group, weighted by lengths l; exactly on-policy."""
 
-    Args:
-        group_size: Responses to each prompt, at least 2.
-    """
-
-    group_size: int = 8
-
-    compares_group: ClassVar[bool] = True
     one_update: ClassVar[bool] = True
 
     @node

@@ -1,8 +1,20 @@
 """The policy gradient, Williams 1992, as language models are trained with it: InstructGPT, arXiv 2203.02155.
 
 What the algorithms that sample share, in the order of a step: `OnPolicy` samples responses, `Scored` scores them,
-`TurnCredit` credits the turns of conversations, and `PolicyGradient` descends the loss; `Ratio` and `Clipped` hold the
-policy near the one that sampled. An algorithm names those that it uses, and adds the node `advantages`.
+`GroupBaseline` compares those to one prompt, `TurnCredit` credits the turns of conversations, and `PolicyGradient`
+descends the loss; `Ratio` and `Clipped` hold the policy near the one that sampled. An algorithm names those that it
+uses, and adds the node `advantages`.
+
+The nodes in the order of a step; `B` samples are on this rank, and the longest has `T` tokens:
+
+    rollout         `group_size` responses to each of this rank's prompts
+    model_scores    [B]              of the reward model, where there is one
+    ref_logprobs    [B, T]           of the reference, where `kl.coef` is above 0
+    old_logprobs    [B, T]           of the policy at the start of the step, where a step makes several updates
+    kl_penalty      [B, T]           where the divergence comes off the reward
+    rewards         [B]              scores less penalties; [B, turns] where turns are compared
+    advantages      [B] or [B, T]    the algorithm's own
+    actor_loss      [B, T]           trains; `loss_aggregation` makes one number of it
 """
 
 from dataclasses import dataclass, field
@@ -70,13 +82,6 @@ class OnPolicy(RLModule):
     stop_token_ids: tuple[int, ...] = ()
     environment: Environment | None = field(default=None, kw_only=True)
 
-    compares_group: ClassVar[bool] = False  # whether advantages are relative to other samples of the prompt
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.compares_group and self.group_size < 2:
-            raise UserError(f"`group_size` is {self.group_size}; group-relative advantages need at least 2. Raise it")
-
     @node(role="rollout")
     def rollout(self, batch: Batch) -> Rollout:
         return self.sampled(batch, self.group_size)
@@ -86,6 +91,22 @@ class OnPolicy(RLModule):
         if self.environment is None:
             return self.generate(batch, n, temperature)
         return self.converse(batch, self.environment, n, temperature)
+
+
+@dataclass(eq=False)
+class GroupBaseline(OnPolicy):
+    """Compares a response with the others to its prompt.
+
+    Args:
+        group_size: Responses to each prompt, at least 2.
+    """
+
+    group_size: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.group_size < 2:
+            raise UserError(f"`group_size` is {self.group_size}; group-relative advantages need at least 2. Raise it")
 
 
 @dataclass(eq=False)
@@ -165,16 +186,12 @@ class Scored(OnPolicy):
         return outcome
 
 
-class PolicyLengths(Protocol):
-    """What a penalty of lengths reads."""
+class Earned(Protocol):
+    """What each turn of a conversation was given, and how much of the row the policy wrote."""
 
     @property
     def policy_lengths(self) -> PerSample:
         """`[B]`, how many tokens of each row the policy wrote."""
-
-
-class Earned(PolicyLengths, Protocol):
-    """What each turn of a conversation was given."""
 
     @property
     def turns(self) -> PerSample:

@@ -35,8 +35,7 @@ class RAFT(RLModule):
 
     @node(generates="actor")
     def rollout(self, batch: Batch) -> Rollout:
-        rollout: Rollout = self.actor.generate(batch, n=self.group_size)
-        return rollout
+        return self.generate(batch, self.group_size)
 
     @node
     def rewards(self, rollout: Written) -> PerSample:

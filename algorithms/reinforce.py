@@ -6,23 +6,17 @@ from typing import ClassVar
 from rlflow import PerSample, PerToken
 from rlflow.functional import Importance, cispo_loss
 
-from .policy_gradient import Anchor, Ratio, TurnCredit
+from .policy_gradient import Anchor, GroupBaseline, Ratio, TurnCredit
 from .rloo import RLOO
 
 
 @dataclass(eq=False)
-class REINFORCE(Ratio, TurnCredit):
-    """loss_t = -sg(pi_t / rollout_t) A log pi_t, A as RLOO's: no clip, no old policy, and no pass for its logprobs.
+class REINFORCE(GroupBaseline, Ratio, TurnCredit):
+    """loss_t = -sg(pi_t / rollout_t) A log pi_t, A as RLOO's: no clip, no old policy, and no pass for its logprobs."""
 
-    Args:
-        group_size: Responses to each prompt, at least 2.
-    """
-
-    group_size: int = 8
     anchor: Anchor = "rollout"
     importance: Importance | None = None
 
-    compares_group: ClassVar[bool] = True
     kl_in_reward: ClassVar[bool] = True
     unclipped: ClassVar[bool] = True
 

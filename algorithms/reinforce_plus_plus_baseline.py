@@ -7,7 +7,7 @@ from rlflow import PerSample, PerToken, node
 from rlflow.functional import KLEstimator, group_has_signal, group_normalized_advantages
 from rlflow.types import Grouped, Masked
 
-from .policy_gradient import Clipped, Scored
+from .policy_gradient import Clipped, GroupBaseline, Scored
 
 
 class MaskedGroups(Masked, Grouped, Protocol):
@@ -15,16 +15,9 @@ class MaskedGroups(Masked, Grouped, Protocol):
 
 
 @dataclass(eq=False)
-class REINFORCEPlusPlusBaseline(Clipped, Scored):
-    """A_i = r_i - mean_g, whitened over all tokens of the global batch; KL as k2 in the loss.
+class REINFORCEPlusPlusBaseline(GroupBaseline, Clipped, Scored):
+    """A_i = r_i - mean_g, whitened over all tokens of the global batch; KL as k2 in the loss."""
 
-    Args:
-        group_size: Responses to each prompt, at least 2.
-    """
-
-    group_size: int = 8
-
-    compares_group: ClassVar[bool] = True
     kl_in_loss: ClassVar[KLEstimator] = "k2"
 
     @node

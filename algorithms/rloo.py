@@ -7,20 +7,13 @@ from rlflow import PerSample, node
 from rlflow.functional import group_has_signal, rloo_advantages
 from rlflow.types import Grouped
 
-from .policy_gradient import Clipped, TurnCredit
+from .policy_gradient import Clipped, GroupBaseline, TurnCredit
 
 
 @dataclass(eq=False)
-class RLOO(Clipped, TurnCredit):
-    """A_i = r_i - mean of the group's other rewards, with r_i the score less beta KL of the whole response.
+class RLOO(GroupBaseline, Clipped, TurnCredit):
+    """A_i = r_i - mean of the group's other rewards, with r_i the score less beta KL of the whole response."""
 
-    Args:
-        group_size: Responses to each prompt, at least 2.
-    """
-
-    group_size: int = 8
-
-    compares_group: ClassVar[bool] = True
     kl_in_reward: ClassVar[bool] = True
 
     @node

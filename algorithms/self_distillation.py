@@ -38,8 +38,7 @@ class SelfDistillation(RLModule):
 
     @node(generates="actor")
     def rollout(self, batch: Batch) -> Rollout:
-        rollout: Rollout = self.actor.generate(batch, n=self.group_size)
-        return rollout
+        return self.generate(batch, self.group_size)
 
     @node
     def hinted(self, batch: Sourced) -> Ragged:

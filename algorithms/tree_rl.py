@@ -1,7 +1,6 @@
 """Responses that branch where the policy is least sure, with advantages by subtree: TreeRL, arXiv 2506.11902."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch.nn.functional import pad
@@ -9,11 +8,11 @@ from torch.nn.functional import pad
 from rlflow import Batch, Each, PerSample, PerToken, Rollout, UserError, node
 from rlflow.types import Grouped, Masked, Sampled
 
-from .policy_gradient import Clipped, Scored
+from .policy_gradient import Clipped, GroupBaseline, Scored
 
 
 @dataclass(eq=False)
-class TreeRL(Clipped, Scored):
+class TreeRL(GroupBaseline, Clipped, Scored):
     """A(s) = [V(s) - V(root)] + [V(s) - V(parent of s)],    V(s) = mean V of the children of s, of a leaf its reward.
 
     The root is a prompt, below it are trunks, and each forks once into `branches` leaves. A trunk that has ended before
@@ -22,18 +21,15 @@ class TreeRL(Clipped, Scored):
     it once in each of them; here a token that leaves share is trained once, and needs no weight.
 
     Args:
-        group_size: Leaves of each prompt, on `group_size / branches` trunks.
-        branches: Leaves of each trunk; the trunk itself, to its end, is one of them.
+        branches: Leaves of each trunk, so that a prompt has `group_size / branches` trunks; the trunk itself, to its
+            end, is one of them.
         trunk_tokens: Tokens after which a trunk forks; None for before the token that was least likely when it was
             sampled, TreeRL's measure of what the policy is unsure of.
     """
 
-    group_size: int = 8
     branches: int = 2
     trunk_tokens: int | None = None
     environment: None = field(default=None, init=False)  # none can continue from where a trunk forks
-
-    compares_group: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

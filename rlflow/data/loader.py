@@ -51,7 +51,7 @@ class Loader:
 
     Draw `k` takes `prompts_per_step` rows; which ones does not depend on the number of shards, nor on the draws before
     unless the module chooses, see `choose_by`. So a run continues anywhere. A step is one draw, or as many as it takes
-    to fill it.
+    to fill it. With 10 rows and 4 prompts a step an epoch has 2 draws, and shard 1 of 2 of draw 3 has ids 14 and 15.
 
     All rows are scanned once, before any is dealt out: at construction where there are few or a run before has kept
     their tokens, else by `scan_together`; after that a rank reads its own rows, which are not tokenised again.

@@ -16,19 +16,14 @@ from rlflow.environments.bridge import MARK, Bridge, SpecialTokens, text_of
 from rlflow.environments.conversation_format import bridge_of, traced
 from rlflow.environments.environment import Definition, Environment, defined
 from rlflow.errors import UserError, about, one_line, readable_line
+from rlflow.rewards.reward import PROMPTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 Learned = Literal["responses", "pairs"]  # what an algorithm learns from, where it is the dataset's
-# Columns that are read where none is set: the first that a row has.
-PROMPTS, RESPONSES, CHOSEN, REJECTED = (
-    ("prompt", "question"),
-    ("response", "completion", "messages"),
-    ("chosen",),
-    ("rejected",),
-)
+RESPONSES = ("response", "completion", "messages")  # columns of the response where none is named
 
 
 class PromptData:
@@ -90,10 +85,6 @@ class PromptData:
         }.items():
             if length is not None and length < 1:
                 raise UserError(f"`data.{name}` is {length}; it counts tokens, so give 1 or more")
-        if system_prompt is not None and chat_template is False:
-            raise UserError(
-                "`system_prompt` is set without `chat_template`, which writes it; set `chat_template: true`"
-            )
         if renderer is not None and tool_calls is not None:
             raise UserError(
                 "`data.renderer` and `data.tool_calls` are set, and a renderer parses calls of tools itself; leave"
@@ -132,15 +123,14 @@ class PromptData:
             row, place = self.train.read([0])[0], self.train.where(0)
         found = copy.copy(self)
         if learned == "pairs":
-            found.response = self.response or _first(row, CHOSEN, "response", place)
-            found.rejected = self.rejected or _first(row, REJECTED, "rejected", place)
+            found.response = self.response or _first(row, ("chosen",), "response", place)
+            found.rejected = self.rejected or _first(row, ("rejected",), "rejected", place)
         elif learned == "responses":
             found.response = self.response or _first(row, RESPONSES, "response", place)
         response = None if found.response is None else column_of(row, found.response, place)
         if self.prompt is None:
-            absent = (
-                PROMPTS[0] if _is_whole(response) else None
-            )  # it is not read then, but where conversations are held
+            # Of whole conversations it is not read, but where they are held.
+            absent = PROMPTS[0] if _is_whole(response) else None
             found.prompt = _first(row, PROMPTS, "prompt", place, absent)
         if self.chat_template is None:
             prompt = None if _is_whole(response) else column_of(row, str(found.prompt), place)
@@ -158,6 +148,10 @@ class Example:
     """One row in tokens; a response ends with the end-of-sequence token, and is empty without its column.
 
     Attributes:
+        row: Of the dataset, its columns by name.
+        prompt_ids: Token ids of the prompt, in the chat template if there is one.
+        response_ids: Of the response to learn; of pairs, of the chosen one.
+        rejected_ids: Of the rejected response of a pair, else empty.
         written: Of a response that is a conversation, which of its tokens the policy wrote; None where it wrote all.
     """
 
@@ -225,10 +219,7 @@ class Encoder:
                     source.require_form(self.bridge(self._definition_of(value)).form)
             return [self._conversation(value, place) for value, place in zip(values, places, strict=True)]
         prompts = [self._prompt(value, place) for value, place in zip(values, places, strict=True)]
-        prompt_ids = self._prompt_ids(prompts)
-        for ids, place in zip(prompt_ids, places, strict=True):
-            if not ids:
-                raise UserError(f"{place}: the prompt is empty, so nothing can follow it; remove the row")
+        prompt_ids = self._prompt_ids(prompts, places)
         response_ids = self._response_ids(self._data.response, values, places)
         rejected_ids = self._response_ids(self._data.rejected, values, places)
         if self._data.rejected is not None:
@@ -241,11 +232,8 @@ class Encoder:
         Raises:
             UserError: It is empty.
         """
-        prompt = self._chat(text, "a prompt that a node made") if self._data.chat_template else text
-        (ids,) = self._prompt_ids([prompt])
-        if not ids:
-            raise UserError("a prompt that a node made is empty, so nothing can follow it; write something into it")
-        return ids
+        place = "what a node made"
+        return self._prompt_ids([self._chat(text, place) if self._data.chat_template else text], [place])[0]
 
     def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """The messages of a row's prompt, the system's among them; a text is one of the user.
@@ -284,10 +272,8 @@ class Encoder:
         prompts = [self._prompt(row, place, write) for row, place in zip(rows, places, strict=True)]
         if not prompts:
             return []
-        ids = self._prompt_ids(prompts)
+        ids = self._prompt_ids(prompts, places)
         for of_row, place in zip(ids, places, strict=True):
-            if not of_row:
-                raise UserError(f"{place}: the prompt is empty, so nothing can follow it; write something into it")
             if len(of_row) > self._data.max_prompt_length:
                 raise UserError(
                     f"{place}: the prompt has {len(of_row)} tokens, and `data.max_prompt_length` is"
@@ -295,11 +281,18 @@ class Encoder:
                 )
         return ids
 
-    def _prompt_ids(self, prompts: list[str]) -> list[list[int]]:
+    def _prompt_ids(self, prompts: list[str], places: list[str]) -> list[list[int]]:
         """Of texts that a chat template wrote, with its own special tokens; else with those of the tokenizer."""
         chat = self._data.chat_template
-        ids: list[list[int]] = self._tokenizer(prompts, add_special_tokens=not chat)["input_ids"]
-        return [self._special.ids(text) if chat and MARK in text else of for text, of in zip(prompts, ids, strict=True)]
+        found: list[list[int]] = self._tokenizer(prompts, add_special_tokens=not chat)["input_ids"]
+        ids = [
+            self._special.ids(text) if chat and MARK in text else of for text, of in zip(prompts, found, strict=True)
+        ]
+        if (empty := next((place for of, place in zip(ids, places, strict=True) if not of), None)) is not None:
+            raise UserError(
+                f"{empty}: the prompt is empty, so nothing can follow it; write something into it, or remove the row"
+            )
+        return ids
 
     def _prompt(self, row: dict[str, Any], place: str, template: Template | None = None) -> str:
         prompt = column_of(row, self._prompt_column, place)

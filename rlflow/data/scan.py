@@ -95,14 +95,15 @@ def scan(source: Source, data: PromptData, numbers: Tensor) -> Scan:
     kept, dropped = fits.nonzero()[:, 0], (~fits).nonzero()[:, 0]
     places = tuple(source.where(row) for row in dropped[:SHOWN].tolist())
     if len(dropped) and (data.overlong == "error" or not len(kept)):
-        limits = f"`data.max_prompt_length` {data.max_prompt_length}"
-        longest = f"the longest prompt has {int(prompts.max())}"
-        if data.max_response_length is not None:
-            limits += f" or `data.max_response_length` {data.max_response_length}"
-            longest += f", the longest response {int(responses.max())}"
+        limits = {"prompt": (data.max_prompt_length, prompts), "response": (data.max_response_length, responses)}
+        exceeded, enough = list[str](), list[str]()
+        for what, (limit, lengths) in limits.items():
+            if limit is not None and (longest := int(lengths.max())) > limit:
+                exceeded.append(f"`data.max_{what}_length` {limit}")
+                enough.append(f"`data.max_{what}_length` to at least {longest}")
         raise UserError(
-            f"{len(dropped):,} of {len(numbers):,} rows exceed {limits} tokens, the first of them {places[0]};"
-            f" {longest}. Raise {_enough(data, prompts, responses)}"
+            f"{len(dropped):,} of {len(numbers):,} rows exceed {' or '.join(exceeded)} tokens, the first of them"
+            f" {places[0]}. To keep all, raise {' and '.join(enough)}"
             + (", or set `data.overlong: drop`" if len(kept) else "")
         )
     return Scan(
@@ -117,25 +118,12 @@ def scan(source: Source, data: PromptData, numbers: Tensor) -> Scan:
     )
 
 
-def _enough(data: PromptData, prompts: Tensor, responses: Tensor) -> str:
-    """The limits that are too low, and the least that keeps all rows; where rows are dropped, that keeps one."""
-    limits = {"max_prompt_length": data.max_prompt_length}
-    lengths = {"max_prompt_length": prompts}
-    if data.max_response_length is not None:
-        limits["max_response_length"] = data.max_response_length
-        lengths["max_response_length"] = responses
-    if data.overlong == "error":
-        needed = {name: int(of_rows.max()) for name, of_rows in lengths.items()}
-    else:
-        beyond = torch.stack([(of_rows - limits[name]).clamp(min=0) for name, of_rows in lengths.items()])
-        nearest = int(beyond.sum(dim=0).argmin())
-        needed = {name: int(of_rows[nearest]) for name, of_rows in lengths.items()}
-    return " and ".join(f"`data.{name}` to at least {each}" for name, each in needed.items() if each > limits[name])
-
-
 @dataclass(frozen=True, eq=False)
 class Counted:
     """Rows as they were encoded.
+
+    Of a row with the prompt `[7, 8]` and the response `[9, 2]`, whose first token alone the policy wrote, `ids` has
+    `7, 8, 9, ~2`, and `numbers` begins with `2, 2, 0`.
 
     Attributes:
         numbers: `[R, 6]` int32: of each row the tokens of its prompt, of its response and of its rejected response;

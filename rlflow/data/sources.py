@@ -30,7 +30,19 @@ HUB = re.compile(r"([\w-][\w.-]*/[\w-]+(?:\.[\d.]+)?)(?:/([\w.-]+))?(?:\[(.+)\])
 
 
 class Source(ABC):
-    """Rows of a dataset, read one by one in any order; every rank reads only those that it needs."""
+    """Rows of a dataset, read one by one in any order; every rank reads only those that it needs.
+
+    class Squares(Source):
+        @property
+        def name(self) -> str:
+            return "squares"
+
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, row: int) -> dict[str, Any]:
+            return {"question": f"{row}*{row}=", "answer": str(row * row)}
+    """
 
     @property
     @abstractmethod

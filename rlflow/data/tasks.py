@@ -24,6 +24,8 @@ class ReasoningGym(Source):
 
     The two splits are given the same `task`, `size`, `seed`, `validation_size` and `config`. A row is an entry of
     reasoning-gym: `question`, `answer` and `metadata`, so `ReasoningGymScore` scores it with the task's own scorer.
+    One of `chain_sum` has the question "State the final answer to the following arithmetic problem: 4 - 1 - 7 =", the
+    answer "-4" and `metadata.expression` "4 - 1 - 7".
 
     Args:
         task: Name of the task, such as `chain_sum`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from string import Formatter
 from typing import Any
 
@@ -11,7 +11,7 @@ from rlflow.errors import UserError
 PROMPT = "prompt"  # what a template calls the dataset's own prompt; other names are columns
 
 
-class Template(Formatter):
+class Template:
     """A text with places in braces: `{prompt} The answer is {metadata.answer}.`
 
     Args:
@@ -22,14 +22,13 @@ class Template(Formatter):
     """
 
     def __init__(self, text: str) -> None:
-        self._text = text
         try:
-            names = [name for _, name, _, _ in self.parse(text) if name is not None]
+            self._parts = list(Formatter().parse(text))
         except ValueError as error:  # such as a single brace
             raise UserError(
                 f"the prompt template {text!r} cannot be read ({error}); write `{{{{` for a brace"
             ) from error
-        if not all(names):
+        if any(name == "" for _, name, _, _ in self._parts):
             raise UserError(f"the prompt template {text!r} has a place without a name; name a column in it")
 
     def written(self, prompt: str, column: Callable[[str], Any]) -> str:
@@ -39,15 +38,10 @@ class Template(Formatter):
             prompt: The dataset's own.
             column: The column of a name, or dotted path, of the row.
         """
-        return self.vformat(self._text, (), {PROMPT: prompt, _COLUMN: column})
-
-    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
-        """A place's value; dots step into a column, as in `data.prompt`."""
-        value = kwargs[PROMPT] if field_name == PROMPT else kwargs[_COLUMN](field_name)
-        return value, field_name
-
-    def check_unused_args(self, used_args: Any, args: Any, kwargs: Any) -> None:
-        """A template need not say the prompt."""
-
-
-_COLUMN = "column of a row"  # no name in a template
+        text = ""
+        for before, name, form, conversion in self._parts:
+            text += before
+            if name is not None:
+                value = Formatter().convert_field(prompt if name == PROMPT else column(name), conversion)
+                text += format(value, form or "")
+        return text

@@ -28,6 +28,15 @@ ALREADY_COLUMNS = ("prompt", "info")  # a column of such a name is what the name
 class CallableReward(SampleReward):
     """What a function returns, plain or `async`, for each sample.
 
+        def exact(response: str, answer: str) -> float:                    # `answer` is a column of the dataset
+            return float(response.strip() == answer)
+
+        def graded(response: str, row: dict) -> dict[str, float]:          # a reward of two parts
+            return {"right": float(response == row["answer"]), "brevity": -0.01 * len(response)}
+
+        def of_trl(completions: list[str], answer: list[str], **columns) -> list[float]:
+            return [float(each == right) for each, right in zip(completions, answer)]
+
     The function's parameters choose what it is given: `response` (or `completion`), the text; `prompt`, as the dataset
     has it, a text or a list of messages; `messages`, the whole conversation; `row`, the dataset's row; `info`, the
     row's column of that name, an empty dict where there is none; or any column by its name; `**kwargs` gets all
@@ -165,9 +174,9 @@ class CallableReward(SampleReward):
         """The scores that a function of TRL's form gives; without samples it is not called."""
         if not len(responses):
             return Scores([])
-        named = {name: value for name, value in self._batch(responses) if self._takes_all or name in self._parameters}
-        logs = [name for name in ("log_extra", "log_metric") if self._takes_all or name in self._parameters]
-        state = asdict(responses.state) if self._takes_all or "trainer_state" in self._parameters else None
+        named = {name: value for name, value in self._batch(responses) if self._wants(name)}
+        logs = [name for name in ("log_extra", "log_metric") if self._wants(name)]
+        state = asdict(responses.state) if self._wants("trainer_state") else None
         missing = next((name for name in self._required if name not in {*named, *OF_A_BATCH}), None)
         if missing is not None:
             raise UserError(self._unknown(missing, responses.rows[0]))
@@ -194,12 +203,16 @@ class CallableReward(SampleReward):
         every = range(len(responses))
         for name in dict.fromkeys(name for row in responses.rows for name in row if name not in NOT_AS_COLUMNS):
             yield name, [row.get(name) for row in responses.rows]
-        if self._takes_all or "prompts" in self._parameters:
+        if self._wants("prompts"):
             yield "prompts", [self._prompt(responses, i) for i in every]
-        if self._takes_all or "completions" in self._parameters:
+        if self._wants("completions"):
             yield "completions", [responses.completion(i) for i in every]
-        if self._takes_all or "completion_ids" in self._parameters:
+        if self._wants("completion_ids"):
             yield "completion_ids", responses.token_ids()
+
+    def _wants(self, name: str) -> bool:
+        """Whether a function of TRL's form is given what has this name."""
+        return self._takes_all or name in self._parameters
 
     def __str__(self) -> str:
         return f"reward `{self.function if isinstance(self.function, str) else name_of(self.function)}`"

@@ -50,6 +50,8 @@ class TrainerState:
 class RewardInput:
     """What a reward is given: `B` responses, and what is known of them.
 
+        RewardInput(["42", "41"], [{"question": "6 * 7 =", "answer": "42"}] * 2)
+
     Attributes:
         texts: The decoded responses, without special tokens.
         rows: The dataset's row of each.
@@ -141,6 +143,10 @@ class Scores:
 
 class Reward(ABC):
     """Scores responses.
+
+        class Brevity(Reward):
+            def score(self, responses: RewardInput) -> Scores:
+                return Scores([-0.01 * len(text) for text in responses.texts])
 
     Args:
         on_error: What a sample gets whose scorer raises or returns no finite number: `raise` ends the run and names
@@ -261,6 +267,10 @@ class Reward(ABC):
 
 class SampleReward(Reward):
     """A reward that looks at one sample at a time. It has no time limit on a sample, but where a subclass gives one.
+
+        class Exact(SampleReward):
+            def score_sample(self, text: str, row: dict[str, Any]) -> float:
+                return float(text.strip() == row["answer"])
 
     Args:
         on_error: What a sample gets that it fails on, see `Reward`.

@@ -52,6 +52,8 @@ def as_reward(value: RewardLike) -> Reward:
 class WeightedSum(Reward):
     """The weighted sum of several rewards; each part is logged unweighted under its name.
 
+        WeightedSum({"right": ExactMatch(), "brevity": my_rewards.brevity}, {"right": 1.0, "brevity": 0.1})
+
     Of a reward that has parts of its own, such as a function that returns a dict, their sum is one part here. A part
     that does not apply to a sample does not count for it. A sample that several parts fail on counts once: where one of
     them says `drop` the whole sample is dropped, and under `zero` the part alone counts 0. A sample that no part

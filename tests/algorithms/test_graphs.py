@@ -8,6 +8,7 @@ import pytest
 
 from rlflow import CausalLM, LoRA, RewardModel, UserError, algorithms
 from rlflow.algorithms import GRPO, SFT, PolicyGradient
+from rlflow.algorithms.policy_gradient import GroupBaseline
 from rlflow.dag.graph import GraphError
 from rlflow.functional import KL
 from rlflow.models.causal_lm import WithoutAdapters
@@ -169,7 +170,7 @@ def test_dpo_needs_a_reference_and_reward_model_training_none() -> None:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [cls for cls in vars(algorithms).values() if isinstance(cls, type) and getattr(cls, "compares_group", False)],
+    [cls for cls in vars(algorithms).values() if isinstance(cls, type) and issubclass(cls, GroupBaseline)],
 )
 def test_a_group_of_one_is_refused(algorithm: type[PolicyGradient]) -> None:
     judge = {"judge": RewardModel("tiny")} if algorithm is algorithms.GAIL else {}

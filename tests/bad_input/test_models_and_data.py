@@ -78,7 +78,7 @@ CASES: list[Case] = [
     (
         "a prompt too long",
         {"data.max_prompt_length": 3},
-        "8 of 8 rows exceed `data.max_prompt_length` 3 tokens, the first of them rows.jsonl, line 1; the",
+        "8 of 8 rows exceed `data.max_prompt_length` 3 tokens, the first of them rows.jsonl, line 1. To",
     ),
     (
         "a prompt and a response beyond the model",

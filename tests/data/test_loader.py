@@ -161,8 +161,8 @@ def test_a_prompt_that_is_too_long_stops_the_run_by_default() -> None:
         loader([{"question": "a"}, {"question": "abcd"}, {"question": "abcde"}], max_prompt_length=3)
 
     assert str(raised.value) == (
-        "2 of 3 rows exceed `data.max_prompt_length` 3 tokens, the first of them listed, row 1; the longest prompt"
-        " has 5. Raise `data.max_prompt_length` to at least 5, or set `data.overlong: drop`"
+        "2 of 3 rows exceed `data.max_prompt_length` 3 tokens, the first of them listed, row 1. To keep all,"
+        " raise `data.max_prompt_length` to at least 5, or set `data.overlong: drop`"
     )
 
 
@@ -170,24 +170,28 @@ def test_a_response_that_is_too_long_counts_its_end() -> None:
     rows = [{"question": "a", "answer": "1234"}]
 
     assert loader(rows, response="answer", max_response_length=5).size == 1
-    with pytest.raises(UserError, match=r"`data.max_response_length` 4 tokens, .* the longest response 5"):
+    with pytest.raises(
+        UserError, match=r"exceed `data.max_response_length` 4 tokens, .* `data.max_response_length` to at least 5$"
+    ):
         loader(rows, response="answer", max_response_length=4)
 
 
 def test_dropping_every_row_is_an_error() -> None:
-    with pytest.raises(UserError, match=r"2 of 2 rows exceed .* Raise `data.max_prompt_length` to at least 2$"):
+    with pytest.raises(UserError, match=r"2 of 2 rows exceed .* raise `data.max_prompt_length` to at least 2$"):
         loader(numbered(12)[10:], max_prompt_length=1, overlong="drop")  # two digits each
 
 
-def test_the_limits_that_are_told_keep_all_rows_and_where_rows_are_dropped_the_nearest() -> None:
+def test_the_limits_that_an_error_names_keep_all_rows() -> None:
     rows = [{"question": "abcd", "answer": "12"}, {"question": "ab", "answer": "123"}]
     limits = {"response": "answer", "max_prompt_length": 1, "max_response_length": 2}
-    told = "Raise `data.max_prompt_length` to at least {} and `data.max_response_length` to at least {}"
-    with pytest.raises(UserError, match=told.format(4, 4) + "$"):
-        loader(rows, **limits)
-    with pytest.raises(UserError, match=told.format(2, 4) + "$"):
-        loader(rows, overlong="drop", **limits)
-    assert loader(rows, overlong="drop", **(limits | {"max_prompt_length": 2, "max_response_length": 4})).size == 1
+    told = (
+        "exceed `data.max_prompt_length` 1 or `data.max_response_length` 2 tokens, .* raise `data.max_prompt_length` to"
+        " at least 4 and `data.max_response_length` to at least 4$"
+    )
+    for overlong in ("error", "drop"):
+        with pytest.raises(UserError, match=told):
+            loader(rows, overlong=overlong, **limits)
+    assert loader(rows, **(limits | {"max_prompt_length": 4, "max_response_length": 4})).size == 2
 
 
 def test_an_empty_dataset_is_refused() -> None:

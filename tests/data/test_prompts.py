@@ -194,16 +194,9 @@ def test_a_tokenizer_without_an_end_cannot_end_responses() -> None:
         encode({"question": "hi", "answer": "2"}, tokenizer, response="answer")
 
 
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"prompts_per_step": 0}, "`prompts_per_step` is 0"),
-        ({"system_prompt": "x", "chat_template": False}, "set `chat_template: true`"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused_at_once(settings: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(UserError, match=complaint):
-        PromptData(Listed([]), **settings)
+def test_a_step_without_prompts_is_refused_at_once() -> None:
+    with pytest.raises(UserError, match="`prompts_per_step` is 0"):
+        PromptData(Listed([]), prompts_per_step=0)
 
 
 ASKED = [{"role": "user", "content": "1+1="}]
@@ -250,9 +243,10 @@ def test_a_first_row_without_what_is_learned_is_named(learned: Any, line: str) -
         PromptData([{"prompt": "1"}]).resolved(learned)
 
 
-def test_a_system_prompt_without_a_chat_template_is_refused_where_the_rows_have_none() -> None:
+@pytest.mark.parametrize("chat_template", [None, False])
+def test_a_system_prompt_without_a_chat_template_is_refused(chat_template: bool | None) -> None:
     with pytest.raises(UserError, match=r"`data.system_prompt` is set without `data.chat_template`"):
-        PromptData([{"prompt": "1"}], system_prompt="x").resolved()
+        PromptData([{"prompt": "1"}], system_prompt="x", chat_template=chat_template).resolved()
     assert PromptData([{"prompt": ASKED}], system_prompt="x").resolved().chat_template
 
 

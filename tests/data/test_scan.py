@@ -292,7 +292,7 @@ def test_a_conversation_s_first_prompt_is_counted_with_template_and_tools_as_it_
 def test_a_first_prompt_that_is_too_long_with_its_tools_is_refused_before_the_run() -> None:
     data = PromptData([{"question": "?"}], chat_template=True, prompts_per_step=1, max_prompt_length=30).resolved()
     assert Loader(data.train, data, tiny_tokenizer(), seed=0).scan.longest_prompt == 20
-    said = "1 of 1 rows exceed `data.max_prompt_length` 30 tokens, .*. Raise `data.max_prompt_length` to at least 48"
+    said = "1 of 1 rows exceed `data.max_prompt_length` 30 .* raise `data.max_prompt_length` to at least 48"
     with pytest.raises(UserError, match=said):
         Loader(data.train, data, tiny_tokenizer(), 0, environment=Environment("tests.environments.games.WordGame"))
 

@@ -179,7 +179,7 @@ NUMBERS = [
     *_of(
         "data.max_prompt_length",
         (10**30, "give at most 9,223"),
-        (3, "; the longest prompt has 4. Raise `data.max_prompt_length` to at least 4"),
+        (3, ". To keep all, raise `data.max_prompt_length` to at least 4"),
     ),
     *_of("data.prompts_per_step", (9, "rows.jsonl has 8 rows, fewer than"), (NAN, "is nan; give an integer")),
     *_of("trainer.max_steps", (10**30, "give at most 9,223"), ([2], "max_steps` is [2]; give an integer or null")),
