@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from rlflow.cli import main
 
 CONFIG: dict[str, Any] = {
     "seed": 0,
@@ -134,6 +138,19 @@ def write(path: Path, changes: dict[str, Any] | None = None) -> None:
         else:
             place[last] = value
     path.write_text(yaml.safe_dump(config))
+
+
+def command(folder: Path, *arguments: str) -> None:
+    """`rlflow` with these arguments, in this process and in `folder`, whose modules are forgotten afterwards."""
+    path, modules = [*sys.path], {*sys.modules}
+    try:
+        with contextlib.chdir(folder):
+            main([*arguments])
+    finally:
+        sys.path[:] = path
+        for name in {*sys.modules} - modules:
+            if Path(vars(sys.modules[name]).get("__file__") or "").is_relative_to(folder):
+                del sys.modules[name]
 
 
 def rewarded_by(function: str) -> dict[str, Any]:

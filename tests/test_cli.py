@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,30 +74,31 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def ends(folders: dict[str, Path]) -> dict[str, Ended]:
-    """How `rlflow fit` on two ranks ended in each folder, one after the other."""
-    return {name: end(start(folder, "fit", "--config", "my.yaml")) for name, folder in folders.items()}
+def ends(folders: dict[str, Path]) -> Callable[[str], Ended]:
+    """How `rlflow fit` on two ranks ends in a folder; each is run once."""
+    return cache(lambda name: end(start(folders[name], "fit", "--config", "my.yaml")))
 
 
 def test_a_user_s_own_algorithm_trains_from_the_folder_of_its_config(
-    folders: dict[str, Path], ends: dict[str, Ended]
+    folders: dict[str, Path], ends: Callable[[str], Ended]
 ) -> None:
-    assert ends["runs"].code == 0, ends["runs"].errors
+    assert ends("runs").code == 0, ends("runs").errors
     metrics = [json.loads(line) for line in (folders["runs"] / "runs/own/metrics.jsonl").read_text().splitlines()]
     assert [entry["reward/brevity"] < 0 for entry in metrics] == [True, True]
 
 
-def test_a_run_says_nothing_on_the_terminal_but_its_own_lines(ends: dict[str, Ended]) -> None:
-    assert ends["runs"].errors == ""
-    first_words = [line.split()[0] for line in ends["runs"].output.splitlines()]
+def test_a_run_says_nothing_on_the_terminal_but_its_own_lines(ends: Callable[[str], Ended]) -> None:
+    assert ends("runs").errors == ""
+    first_words = [line.split()[0] for line in ends("runs").output.splitlines()]
     memory = ["memory", "actor", "training", "engine"]
-    assert first_words == ["ranks", "per", "actor:", *memory, "before", "step", "step", "steps", "left"], ends[
+    assert first_words == ["ranks", "per", "actor:", *memory, "before", "step", "step", "steps", "left"], ends(
         "runs"
-    ].output
+    ).output
 
 
-def test_a_reward_that_raises_on_one_rank_ends_the_run_in_one_line(ends: dict[str, Ended]) -> None:
-    ended = ends["raises on rank 1"]
+@pytest.mark.slow
+def test_a_reward_that_raises_on_one_rank_ends_the_run_in_one_line(ends: Callable[[str], Ended]) -> None:
+    ended = ends("raises on rank 1")
     assert ended.code == 2, ended.errors
     (line,) = ended.errors.splitlines()
     assert line.startswith("rlflow: error: reward `my_rewards.raises_on_rank_1` failed on sample 0 with KeyError")
@@ -103,9 +106,9 @@ def test_a_reward_that_raises_on_one_rank_ends_the_run_in_one_line(ends: dict[st
 
 
 def test_a_rank_that_is_killed_ends_the_others_in_time_with_its_name(
-    folders: dict[str, Path], ends: dict[str, Ended]
+    folders: dict[str, Path], ends: Callable[[str], Ended]
 ) -> None:
-    ended = ends["killed on rank 1"]
+    ended = ends("killed on rank 1")
     assert ended.code == 1
     killed = rf"rank 1 on {HERE} was killed by SIGKILL"
     line = rf"{killed} \(step 1, run rewards: ranks 0-1, .*\); ended the other ranks"
@@ -114,8 +117,11 @@ def test_a_rank_that_is_killed_ends_the_others_in_time_with_its_name(
     assert ended.at - died_at < ENDS_WITHIN_S
 
 
-def test_a_reward_that_leaves_with_code_0_on_rank_0_is_named_and_the_run_has_failed(ends: dict[str, Ended]) -> None:
-    ended = ends["leaves on rank 0"]
+@pytest.mark.slow
+def test_a_reward_that_leaves_with_code_0_on_rank_0_is_named_and_the_run_has_failed(
+    ends: Callable[[str], Ended],
+) -> None:
+    ended = ends("leaves on rank 0")
     assert ended.code == 1
     (line,) = ended.errors.splitlines()
     left = rf"rlflow: error: rank 0 on {HERE} exited with code 0"

@@ -8,9 +8,7 @@ import inspect
 import itertools
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -31,6 +29,7 @@ from rlflow.rewards import ExactMatch
 from rlflow.run.prepare import read_graph
 from tests.controller.runs import Fit, OddCharacters, fit
 from tests.data.listed import Listed
+from tests.own_folder import command
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -47,25 +46,12 @@ def block_with(page: str, text: str) -> str:
     return found
 
 
-def rlflow(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The command, run in a folder."""
-    return subprocess.run(
-        [sys.executable, "-m", "rlflow.cli", *arguments],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def trained(folder: Path, page: str) -> Path:
     """The folder with the page's first algorithm and its config, written as the page says, and trained for a step."""
     algorithm = next(block for block in blocks(page, "python") if "\nclass " in block)
     (folder / "my_algorithm.py").write_text(algorithm, encoding="utf-8")
     (folder / "my.yaml").write_text(blocks(page, "yaml")[0], encoding="utf-8")
-    ran = rlflow("fit", "--config", "my.yaml", "--trainer.max_steps", "1", folder=folder)
-    assert ran.returncode == 0, ran.stderr
+    command(folder, "fit", "--config", "my.yaml", "--trainer.max_steps", "1")
     return folder
 
 
@@ -122,9 +108,7 @@ def test_the_workflow_and_its_variation_train_from_a_users_own_folder(tmp_path: 
     (tmp_path / "my_steps.py").write_text(blocks("workflow.md", "python")[0], encoding="utf-8")
     for name, text in zip(("my.yaml", "variation.yaml"), blocks("workflow.md", "yaml"), strict=True):
         (tmp_path / name).write_text(text, encoding="utf-8")
-    options = ("--config", "my.yaml", "--config", "variation.yaml", "--trainer.max_steps", "1")
-    ran = rlflow("fit", *options, folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
+    command(tmp_path, "fit", "--config", "my.yaml", "--config", "variation.yaml", "--trainer.max_steps", "1")
     (line,) = (tmp_path / "runs/workflow/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     logged = json.loads(line)
     assert logged["rollout/tokens_each"] == logged["rollout/length"]

@@ -32,9 +32,15 @@ def run(folder: Path, *command: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the problems were written, and a few steps of the config run."""
+    """Where the problems were written."""
     folder = tmp_path_factory.mktemp("own")
     run(folder, str(ROOT / "benchmarks/word_problems.py"), "write")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Path:
+    """There, after a few steps of the config."""
     changes = [f"--trainer.max_steps={STEPS}", "--data.prompts_per_step=16"]
     changes += [f"--rollout.init_args.max_num_batched_tokens={PREFILL_BUDGET}"]
     config = str(ROOT / "configs/grpo_word_problems.yaml")
@@ -53,5 +59,6 @@ def test_the_prompts_have_the_lengths_of_real_ones(folder: Path) -> None:
     assert found.longest_prompt == lengths[-1] > LONGEST - 50
 
 
-def test_vllm_agrees_with_training_at_each_step_and_the_reward_rises(folder: Path) -> None:
-    assert check(folder / FOLDER / "grpo" / "metrics.jsonl")["steps"] == STEPS
+@pytest.mark.slow
+def test_vllm_agrees_with_training_at_each_step_and_the_reward_rises(trained: Path) -> None:
+    assert check(trained / FOLDER / "grpo" / "metrics.jsonl")["steps"] == STEPS

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,8 @@ import yaml
 
 from rlflow.cli import main
 from tests.commands.test_replay import CONFIG, MINE
+from tests.own_folder import command
+from tests.slow import slow_but
 
 STEP = "inputs/step-00000002"
 RANK0 = "-00000-of-00001"
@@ -32,9 +33,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "mine.py").write_text(MINE)
     (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(8)))
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "rlflow.cli", "fit", "--config", "config.yaml"]
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert "it does not like prompt 11" in ran.stderr
+    with pytest.raises(ValueError, match="it does not like prompt 11"):
+        command(folder, "fit", "--config", "config.yaml")
     return folder
 
 
@@ -86,7 +86,11 @@ GONE_IS_NOT_KEPT = ("rewards.json", "rewards.made.json", f"rewards{RANK0}.json")
 
 
 @pytest.mark.parametrize(
-    ("name", "damage"), [(n, d) for n in FILES for d in DAMAGES if d is not Path.unlink or n not in GONE_IS_NOT_KEPT]
+    ("name", "damage"),
+    slow_but(
+        [*zip(FILES, itertools.cycle((cut, flip, empty))), (FILES[-3], Path.unlink)],
+        [(n, d) for n in FILES for d in DAMAGES if d is not Path.unlink or n not in GONE_IS_NOT_KEPT],
+    ),
 )
 def test_kept_inputs_that_are_not_what_was_written_are_named(
     folder: Path, refused: Callable[..., str], name: str, damage: Callable[[Path], object]
@@ -97,7 +101,10 @@ def test_kept_inputs_that_are_not_what_was_written_are_named(
 
 @pytest.mark.parametrize(  # a state may be anything
     ("name", "damage"),
-    [(n, d) for n in FILES for d in (cut, empty, other_json) if d is not other_json or "state" not in n],
+    slow_but(
+        [(FILES[0], other_json), (FILES[1], cut), (FILES[4], empty)],
+        [(n, d) for n in FILES for d in (cut, empty, other_json) if d is not other_json or "state" not in n],
+    ),
 )
 def test_kept_inputs_of_a_run_without_digests_are_named_where_they_cannot_be_read(
     folder: Path, refused: Callable[..., str], name: str, damage: Callable[[Path], object]

@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from rlflow.cli import main
+from tests.own_folder import command
+from tests.ranks import RankError, RankPool
 
 MINE = """
 import os
@@ -69,21 +71,14 @@ CONFIG = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool) -> Path:
     """Where a run of two ranks has kept steps 1 and 2, and has ended in step 3, in which a node raised on rank 1."""
     folder = tmp_path_factory.mktemp("replayed")
     (folder / "mine.py").write_text(MINE)
     (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(8)))
     (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-    ran = subprocess.run(
-        [sys.executable, "-m", "rlflow.cli", "fit", "--config", "config.yaml"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 1, ran.stderr
-    assert "it does not like prompt 11" in ran.stderr
+    with pytest.raises(RankError, match="it does not like prompt 11"):
+        ranks2.run(command, folder, "fit", "--config", "config.yaml")
     return folder
 
 

@@ -237,7 +237,7 @@ def test_masks_of_what_is_finished_and_rewards_of_whole_groups_are_as_of_convers
 AHEAD: dict[str, Any] = {"placement": {"rollout": 0, "actor": 1}, "max_staleness": 1}
 
 
-@pytest.mark.parametrize("part", [None, PART])
+@pytest.mark.parametrize("part", [pytest.param(None, marks=pytest.mark.slow), PART])
 def test_a_step_ahead_goes_on_with_conversations(
     part: int | None, policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:

@@ -26,6 +26,7 @@ from tests.controller.test_filling import Picky
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.making import made
 from tests.ranks import RankPool
+from tests.slow import slow_but
 
 STEPS, GROUP, NEEDED = 3, 4, 4
 APART = {"rollout": [0], "actor": [1]}
@@ -102,7 +103,7 @@ def same(one: Result, other: Result) -> bool:
     return all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean-token-sum", "constant"])
+@pytest.mark.parametrize("aggregation", slow_but(["constant"], ["token-mean", "sequence-mean-token-sum", "constant"]))
 def test_dropped_samples_count_as_those_whose_tokens_a_node_takes_out_of_the_loss(
     aggregation: str, policy: Path, tmp_path: Path
 ) -> None:
@@ -195,7 +196,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but(("overlapping", "partial"), WAYS))
 def test_marks_follow_their_rows_to_where_these_are_trained(
     way: str, policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
@@ -242,7 +243,7 @@ def test_a_surplus_takes_its_marks_to_the_next_step_and_through_a_checkpoint(
         assert same(through, continued)
 
 
-@pytest.mark.parametrize(("before", "after"), [("zero", "drop"), ("drop", "zero")])
+@pytest.mark.parametrize(("before", "after"), slow_but([("zero", "drop")], [("zero", "drop"), ("drop", "zero")]))
 def test_another_policy_goes_on_with_what_is_in_flight(
     before: OnError, after: OnError, policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:

@@ -307,7 +307,8 @@ def test_roles_apart_train_on_the_same_groups(
     assert difference(results[2].weights, alone[0].weights) < FLOAT32
 
 
-@pytest.mark.parametrize("kind", [pytest.param(Recording, marks=pytest.mark.slow), Picky])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Recording, Picky])
 def test_steps_that_overlap_go_on_with_what_is_under_way_to_the_bit(
     kind: type[Recording], policy: Path, tmp_path: Path, ranks3: RankPool
 ) -> None:

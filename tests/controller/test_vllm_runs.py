@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.controller.runs import (
     sums,
 )
 from tests.ranks import RankPool
+from tests.slow import slow_but
 from tests.strategies.update import Stage
 
 STEPS = 6  # syncs before the first update and after each of five
@@ -50,21 +52,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
+Runs = Callable[[int, Stage], list[tuple[Result, list[NewGroup]]]]
+Results = Callable[[int, Stage], Result]
+SETTINGS: list[tuple[int, Stage]] = [(1, 2), (1, 3), (2, 2), (2, 3), (2, "fsdp")]
+
+
 @pytest.fixture(scope="module")
-def runs(policy: Path, folder: Path, ranks2: RankPool) -> dict[tuple[int, Stage], list[tuple[Result, list[NewGroup]]]]:
-    """What each rank saw by tensor-parallel size and strategy; the run of (1, 2) was made twice in one folder."""
-    found = {}
-    for tensor_parallel_size, stage in ((1, 2), (1, 2), (2, 2), (1, 3), (2, 3), (2, "fsdp")):
+def runs(policy: Path, folder: Path, ranks2: RankPool) -> Runs:
+    """What each rank sees by tensor-parallel size and strategy; each run is made once."""
+
+    @cache
+    def run(tensor_parallel_size: int, stage: Stage) -> list[tuple[Result, list[NewGroup]]]:
         path = folder / f"tp{tensor_parallel_size}-zero{stage}"
         engine = VLLMEngine(tensor_parallel_size, kv_cache_gib=0.25)
-        found[tensor_parallel_size, stage] = ranks2.run(_fit, _run(policy, path, engine, stage), timeout_s=200)
-    return found
+        return ranks2.run(_fit, _run(policy, path, engine, stage), timeout_s=200)
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def results(runs: Any) -> dict[tuple[int, Stage], Result]:
+def results(runs: Runs) -> Results:
     """Rank 0's."""
-    return {settings: ranks[0][0] for settings, ranks in runs.items()}
+    return lambda *settings: runs(*settings)[0][0]
 
 
 def _lines(path: Path) -> list[str]:
@@ -73,58 +82,59 @@ def _lines(path: Path) -> list[str]:
     return [json.dumps({key: value for key, value in line.items() if not key.startswith("time/")}) for line in lines]
 
 
-def test_a_run_has_the_same_metrics_to_the_byte_when_it_is_run_again(results: Any, folder: Path) -> None:
-    first, again = _lines(folder / "tp1-zero2-1/metrics.jsonl"), _lines(folder / "tp1-zero2/metrics.jsonl")
+@pytest.mark.slow
+def test_a_run_logs_the_same_to_the_byte_when_it_is_run_again(
+    results: Results, policy: Path, folder: Path, ranks2: RankPool
+) -> None:
+    results(1, 2)
+    ranks2.run(fit, _run(policy, folder / "again", VLLMEngine(kv_cache_gib=0.25), 2), timeout_s=200)
+    first, again = (_lines(folder / name / "metrics.jsonl") for name in ("tp1-zero2", "again"))
     assert len(first) == 1 + STEPS  # the first one is of the validation before
     assert first == again
+    first_samples, samples = ((folder / name / "samples.jsonl").read_bytes() for name in ("tp1-zero2", "again"))
+    assert len(samples.splitlines()) == 4 * STEPS
+    assert first_samples == samples
 
 
-def test_a_run_has_the_same_samples_to_the_byte_when_it_is_run_again(results: Any, folder: Path) -> None:
-    first, again = ((folder / name / "samples.jsonl").read_bytes() for name in ("tp1-zero2-1", "tp1-zero2"))
-    assert len(first.splitlines()) == 4 * STEPS
-    assert first == again
-
-
-@pytest.mark.parametrize(("tensor_parallel_size", "stage"), [(1, 2), (1, 3), (2, 2), (2, 3), (2, "fsdp")])
+@pytest.mark.parametrize(("tensor_parallel_size", "stage"), slow_but([(1, 2), (2, 2)], SETTINGS))
 class TestWeightsInTheEngine:
     def test_vllm_says_what_the_trainer_says_after_every_sync(
-        self, results: dict[tuple[int, Stage], Result], tensor_parallel_size: int, stage: Stage
+        self, results: Results, tensor_parallel_size: int, stage: Stage
     ) -> None:
-        gaps = [step["sync/logprob_gap_max"] for step in results[tensor_parallel_size, stage].steps]
+        gaps = [step["sync/logprob_gap_max"] for step in results(tensor_parallel_size, stage).steps]
         assert len(gaps) == STEPS
         assert max(gaps) < 1e-4
 
     def test_every_step_syncs_and_verifies_every_tensor(
-        self, results: dict[tuple[int, Stage], Result], tensor_parallel_size: int, stage: Stage
+        self, results: Results, tensor_parallel_size: int, stage: Stage
     ) -> None:
-        synced = [step["sync/verified_tensors"] for step in results[tensor_parallel_size, stage].steps]
+        synced = [step["sync/verified_tensors"] for step in results(tensor_parallel_size, stage).steps]
         assert synced == [TENSORS] * STEPS
 
     def test_the_saved_model_is_the_trained_one(
-        self, results: dict[tuple[int, Stage], Result], folder: Path, tensor_parallel_size: int, stage: Stage
+        self, results: Results, folder: Path, tensor_parallel_size: int, stage: Stage
     ) -> None:
         path = folder / f"tp{tensor_parallel_size}-zero{stage}/model"
         saved = dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
-        trained = results[tensor_parallel_size, stage].weights
+        trained = results(tensor_parallel_size, stage).weights
         assert saved.keys() == trained.keys()
         assert all(torch.equal(saved[name], trained[name]) for name in trained)
         assert AutoTokenizer.from_pretrained(path).decode([49, 43]) == "1+"
 
 
+@pytest.mark.parametrize(("tensor_parallel_size", "stage"), slow_but([(1, 2), (2, 2)], SETTINGS))
 def test_ranks_form_the_same_groups_those_of_vllm_and_deepspeed_included(
-    runs: dict[tuple[int, Stage], list[tuple[Result, list[NewGroup]]]],
+    runs: Runs, tensor_parallel_size: int, stage: Stage
 ) -> None:
-    for settings, ((_, first), (_, second)) in runs.items():
-        assert first == second, settings
-        assert len(first) > 2 + 2 * 2, settings  # more than rlflow's own: of each rank, and vLLM's two worlds
+    (_, first), (_, second) = runs(tensor_parallel_size, stage)
+    assert first == second
+    assert len(first) > 2 + 2 * 2  # more than rlflow's own: of each rank, and vLLM's two worlds
 
 
-def test_a_run_with_shared_engines_moves_rows_to_the_ranks_that_score_them(
-    results: dict[tuple[int, Stage], Result],
-) -> None:
+def test_a_run_with_shared_engines_moves_rows_to_the_ranks_that_score_them(results: Results) -> None:
     # Both peers of an engine hold all of its rows, so its own values go nowhere, and what single ranks make does.
-    assert results[2, 2].steps[0]["exchange/bytes"] > 0
-    assert results[2, 2].steps[0]["rollout/tokens"] == results[1, 2].steps[0]["rollout/tokens"]
+    assert results(2, 2).steps[0]["exchange/bytes"] > 0
+    assert results(2, 2).steps[0]["rollout/tokens"] == results(1, 2).steps[0]["rollout/tokens"]
 
 
 def test_a_sync_that_is_skipped_stops_the_run_in_its_step(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
@@ -134,6 +144,7 @@ def test_a_sync_that_is_skipped_stops_the_run_in_its_step(policy: Path, tmp_path
         assert result.error.startswith("policy version 1 shall generate and the engine holds no version")
 
 
+@pytest.mark.slow
 def test_a_sync_that_leaves_one_tensor_out_stops_the_run_in_its_step_and_names_it(
     policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:

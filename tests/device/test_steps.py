@@ -19,6 +19,7 @@ from tests.data.listed import Listed
 from tests.device.runs import fit_on_both
 from tests.making import made
 from tests.ranks import RankPool
+from tests.slow import slow_but
 
 STOPS = tuple(range(40, 60))  # the random model ends a response after about six tokens
 OF_THE_MACHINE = ("time/", "balance/", "exchange/held_bytes_max")  # metrics of clocks and of memory
@@ -97,7 +98,7 @@ ALONE: dict[str, tuple[Callable[[Path], RLModule], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", slow_but(("grpo_in_several_updates", "lora", "pairs"), ALONE))
 def test_one_process_has_the_numbers_of_the_cpu(name: str, policy: Path, tmp_path: Path, device1: RankPool) -> None:
     make, settings = ALONE[name]
     data = pairs(4) if name == "pairs" else sums(14, 4, held_out=2)
@@ -118,7 +119,7 @@ AMONG_RANKS: dict[str, tuple[Callable[[Path], RLModule], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", AMONG_RANKS)
+@pytest.mark.parametrize("name", slow_but(AMONG_RANKS.keys() - {"roles_apart", "one_step_off"}, AMONG_RANKS))
 def test_two_ranks_have_the_numbers_of_the_cpu(name: str, policy: Path, tmp_path: Path, device2: RankPool) -> None:
     make, settings = AMONG_RANKS[name]
     given = {"max_steps": 2, **settings}

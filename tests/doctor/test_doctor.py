@@ -100,6 +100,7 @@ def test_what_many_nodes_need_is_needed_where_a_run_has_many(monkeypatch: pytest
     assert "which others cannot reach" in str(alone)
 
 
+@pytest.mark.slow
 def test_two_ranks_meet_by_gloo_and_a_network_that_is_not_there_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from rlflow.environments.host import InProcess
 from rlflow.environments.session import Session
 from tests.environments import games
 from tests.environments.test_session import call, spoken
+from tests.own_folder import command
 from tests.test_docs import block_with, blocks
 
 
@@ -37,15 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fit(folder: Path, config: str) -> list[dict[str, Any]]:
     """The metrics of the steps of `rlflow fit`."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "rlflow.cli", "fit", "--config", config],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    command(folder, "fit", "--config", config)
     run = folder / yaml.safe_load((folder / config).read_text())["trainer"]["run_dir"]
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 

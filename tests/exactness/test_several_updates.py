@@ -75,7 +75,13 @@ def differences(outcomes: dict[str, Outcome], expected: dict[str, list[Update]])
     return apart
 
 
-@pytest.mark.parametrize("past", [True, False], ids=["by a recorded policy", "by the policy itself"])
+@pytest.mark.parametrize(
+    "past",
+    [
+        pytest.param(True, id="by a recorded policy", marks=pytest.mark.slow),
+        pytest.param(False, id="by the policy itself"),
+    ],
+)
 @pytest.mark.parametrize("name", BASES)
 def test_in_float64_every_update_is_the_reference_s(
     name: str, past: bool, recording: Recording, tmp_path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.exactness.recording import LONGEST, Recording, record
 from tests.exactness.settings import COVER, SMALL, Setting
 from tests.exactness.step import one_step
 from tests.exactness.test_algorithms import FLOAT32, FLOAT64, differences
+from tests.slow import slow_but
 
 REFUSE = ("GDPO",)  # an environment
 
@@ -71,14 +73,21 @@ def test_conversations_have_several_turns_of_several_lengths(recording: Recordin
         assert min(answer.segments) > 0
 
 
-@pytest.mark.parametrize("name", TURNS)
+# Whatever looks at several tokens of a response at once, or at turns.
+MATTERS = ("GRPO", "RLOO", "OPO", "REINFORCEPlusPlus", "GSPO", "GMPO", "CPGD", "OffPolicySequenceMasking", "PPO")
+MATTERS += ("distillation of whole responses", "all that counts tokens", "GSPO by turn", "GRPO paid by turn")
+
+
+@pytest.mark.parametrize("name", slow_but(MATTERS, TURNS))
 def test_in_float64_the_step_is_the_reference_s(name: str, recording: Recording, tmp_path: Path) -> None:
     outcomes = one_step(recording, TURNS[name], Setting(None, SMALL, precision="fp64"), tmp_path)
     assert all(each < FLOAT64 for each in differences(outcomes, truth(TURNS[name], recording)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", ["GRPO", "PPO", "RLOO", "GRPO by turn"])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    slow_but([("GRPO by turn", 1), ("PPO", 2)], itertools.product(["GRPO", "PPO", "RLOO", "GRPO by turn"], [1, 2])),
+)
 def test_on_ranks_and_stages_the_step_is_the_reference_s(
     name: str, world_size: int, recording: Recording, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -90,7 +99,12 @@ def test_on_ranks_and_stages_the_step_is_the_reference_s(
             assert all(each <= FLOAT32 for each in apart), f"{setting}: {apart}"
 
 
-@pytest.mark.parametrize("name", ["all that counts tokens", "PPO", "RLOO", "KL in the reward of the sampler"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ["all that counts tokens", "PPO"], ["all that counts tokens", "PPO", "RLOO", "KL in the reward of the sampler"]
+    ),
+)
 def test_what_the_engine_says_of_an_environment_s_token_moves_no_bit(
     name: str, recording: Recording, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from rlflow.errors import UserError
 from rlflow.models.scoring import ScoringModel
 from tests.bad_input.refusal import refusal
 from tests.own_folder import FILES, ROWS, make, write
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.row("bad data")
 GOOD = FILES["rows.jsonl"].encode()
@@ -122,7 +124,9 @@ def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     return line
 
 
-@pytest.mark.parametrize(("name", "content", "changes", "line"), TEXTS, ids=[name for name, *_ in TEXTS])
+@pytest.mark.parametrize(
+    ("name", "content", "changes", "line"), slow_but(TEXTS[::4], TEXTS), ids=[name for name, *_ in TEXTS]
+)
 def test_a_rotten_row_is_refused_with_its_file_and_line(
     name: str,
     content: bytes,
@@ -163,8 +167,9 @@ SOURCES = ("JSONL", "Parquet", "HuggingFace")
 PATHS = ("empty", "fifo", "/dev/zero", "loop", "", "a" * 5000)
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("path", "kind"), slow_but([*itertools.product(PATHS, SOURCES)][::4], itertools.product(PATHS, SOURCES))
+)
 def test_what_is_no_dataset_is_refused_and_nothing_hangs(
     kind: str, path: str, refused: Callable[..., str], counted: Callable[[str], None]
 ) -> None:

@@ -26,6 +26,7 @@ from tests.controller.runs import Fit, OddCharacters, RaggedGRPO, Result, answer
 from tests.faults.running import fit as command
 from tests.making import made
 from tests.ranks import RankPool
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.row("bad steps")
 
@@ -129,7 +130,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", slow_but([*FAULTS][::3], FAULTS))
 def test_one_rank_spoils_an_update_and_all_leave_weights_and_optimizer_as_they_were(
     fault: str, name: str, policy: Path, tmp_path: Path, ranks2: RankPool, counted: Callable[..., None]
 ) -> None:

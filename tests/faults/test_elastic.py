@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rlflow.cli import main
 from tests import own_folder
 from tests.faults import preempted
 from tests.faults.running import Running, left_over
@@ -30,16 +28,6 @@ def dies(seed: int, every: int, at: int | None = None, until: int = 10**9) -> st
     return f"--callbacks={json.dumps([{'class_path': 'my_callbacks.Dies', 'init_args': given}])}"
 
 
-def fit_here(folder: Path, *arguments: str) -> None:
-    """`rlflow fit` in this rank."""
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        main(["fit", *arguments])
-    finally:
-        os.chdir(before)
-
-
 def finishes(folder: Path, steps: int, saves_every: int, killed: str, ranks: RankPool) -> tuple[int, float]:
     """A run whose ranks are killed comes to its end, with the weights of one whose ranks are not.
 
@@ -48,7 +36,7 @@ def finishes(folder: Path, steps: int, saves_every: int, killed: str, ranks: Ran
     """
     preempted.make(folder, **OF_RANKS)
     given = ["--config", "my.yaml", f"--trainer.max_steps={steps}"]
-    ranks.run(fit_here, folder, *given, "--trainer.run_dir=whole", timeout_s=400)
+    ranks.run(own_folder.command, folder, "fit", *given, "--trainer.run_dir=whole", timeout_s=400)
     again = ["--trainer.run_dir=parts", "--trainer.ckpt_path=auto", f"--trainer.save_every_n_steps={saves_every}"]
     command = (*TORCHRUN, "--max-restarts=60", "-m", "rlflow.cli", "fit", *given, *again, killed)
     with left_over(folder) as left, Running(folder, command=command) as run:
@@ -63,6 +51,7 @@ def finishes(folder: Path, steps: int, saves_every: int, killed: str, ranks: Ran
     return len((folder / "deaths.txt").read_text().splitlines()), useful / ended.seconds
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_with_the_same_weights(
     tmp_path: Path, ranks2: RankPool
 ) -> None:

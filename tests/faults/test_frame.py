@@ -19,6 +19,7 @@ from tests.faults.running import Running, fit, left_over
 pytestmark = pytest.mark.row("success means success")
 
 
+@pytest.mark.slow
 def test_a_run_without_a_fault_ends_with_code_0_and_leaves_nothing(tmp_path: Path, seen: Callable[[str], None]) -> None:
     own_folder.make(tmp_path)
     with left_over(tmp_path) as left:

@@ -15,6 +15,7 @@ from tests.bad_input.refusal import refusal
 from tests.faults.running import COMMAND, Running
 from tests.faults.wrong_configs import ALL, OWN, Wrong
 from tests.own_folder import make, write
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.row("malformed configs")
 MOST_BYTES, MOST_S = 2**30, 10.0
@@ -45,7 +46,7 @@ def write_case(folder: Path, case: Wrong) -> None:
         (folder / "my.yaml").write_bytes(content)
 
 
-@pytest.mark.parametrize("case", ALL, ids=[case.name for case in ALL])
+@pytest.mark.parametrize("case", slow_but(ALL[::5], ALL), ids=[case.name for case in ALL])
 def test_a_wrong_config_is_refused_in_one_line_and_no_model_is_loaded(
     case: Wrong,
     folder: Path,

@@ -30,6 +30,7 @@ def listening(run: Running) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_store_and_the_ranks_listen_on_the_loopback_alone(tmp_path: Path, seen: Callable[[str], None]) -> None:
     own_folder.make(tmp_path)
     (tmp_path / "my_rewards.py").write_text(own_folder.FILES["my_rewards.py"] + WAITS)

@@ -50,6 +50,7 @@ def interrupted(
     return ended
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_process_that_the_user_started_ends_two_ranks_with_one_line_and_code_3(tmp_path: Path) -> None:
     folder = preempted.make(tmp_path, **TWO_RANKS)
     ended = interrupted(folder, lambda run: run.process.terminate(), seconds=0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -34,6 +35,7 @@ from tests.checkpoint.test_checkpoint import StopAfter, content
 from tests.controller.runs import FSDP, ZERO2, ZERO3, Fit, Result, failing_fit, fit, grpo, sums
 from tests.families.models import write_family
 from tests.ranks import RankPool
+from tests.slow import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +70,8 @@ def failing_fit_then_unlimited(run: Fit) -> str:
 @pytest.mark.parametrize(
     ("strategy", "async_save"),
     [
-        (ZERO2, False),
         (ZERO3, True),
+        pytest.param(ZERO2, False, marks=pytest.mark.slow),
         pytest.param(ZERO2, True, marks=pytest.mark.slow),
         pytest.param(ZERO3, False, marks=pytest.mark.slow),
     ],
@@ -122,27 +124,27 @@ def test_a_file_that_the_disk_cuts_short_before_it_is_read_back_is_named_by_all(
     assert not [path.name for path in (tmp_path / "run").rglob("*.draft")]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+WAYS: dict[str, tuple[Any, str, Mapping[str, int]]] = {
+    "zero2": (ZERO2, "qwen2", {}),
+    "zero3": (ZERO3, "qwen2", {}),
+    "fsdp": (FSDP, "qwen2", {}),
+    "experts": (ZERO3, "qwen3_moe", {}),
+    "apart": (ZERO2, "qwen2", {"rollout": 0, "actor": 1}),
+}
+
+
 @pytest.mark.parametrize(
-    ("strategy", "family", "placement"),
-    [
-        (ZERO2, "qwen2", {}),
-        (ZERO3, "qwen2", {}),
-        (FSDP, "qwen2", {}),
-        (ZERO3, "qwen3_moe", {}),
-        (ZERO2, "qwen2", {"rollout": 0, "actor": 1}),
-    ],
-    ids=["zero2", "zero3", "fsdp", "experts", "apart"],
+    ("way", "precision"),
+    slow_but([("zero3", "bf16"), ("experts", "fp32"), ("apart", "bf16")], itertools.product(WAYS, ["fp32", "bf16"])),
 )
 def test_what_is_written_beside_the_steps_is_what_is_written_between_them(
-    strategy: Any,
-    family: str,
-    placement: Mapping[str, int],
+    way: str,
     precision: str,
     model: Path,
     tmp_path: Path,
     ranks2: RankPool,
 ) -> None:
+    strategy, family, placement = WAYS[way]
     if family != "qwen2":
         model = write_family(family, tmp_path / "model")
     for name, async_save in (("waits", False), ("goes on", True)):
@@ -195,7 +197,7 @@ def fit_with_the_second_step_kept(run: Fit) -> Result:
         return fit(replace(run, settings=settings))
 
 
-@pytest.mark.parametrize("strategy", [ZERO2, ZERO3, FSDP], ids=["zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize("strategy", slow_but([ZERO3], [ZERO2, ZERO3, FSDP]))
 def test_what_is_written_two_steps_later_is_the_state_of_the_step_that_was_saved(
     strategy: Any, model: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:

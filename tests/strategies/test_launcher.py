@@ -22,14 +22,6 @@ from rlflow.strategies.launcher import RankLauncher, _say, require_command
 
 HERE = socket.gethostname()
 SCRIPT = Path(__file__).with_name("ranks_script.py")
-HAPPENINGS = [
-    "rank 1 exits with 3 and rank 0 hangs",
-    "rank 1 leaves with code 0 and rank 0 hangs",
-    "rank 1 is killed and rank 0's collective fails",
-    "both ranks find a user's error",
-    "rank 0 is killed",
-    "rank 1 ends after rank 0",
-]
 
 
 @dataclass(frozen=True)
@@ -57,62 +49,59 @@ def _runs(pid: int) -> bool:
     )  # nobody reaps an orphan's zombie here
 
 
-@pytest.fixture(scope="module")
-def endings() -> dict[str, Ending]:
-    """How each script ended, all running side by side."""
+def ends(happening: str) -> Ending:
+    """How the script ends."""
     environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "MASTER_PORT")}
-    scripts = {
-        happening: subprocess.Popen(
-            [sys.executable, str(SCRIPT), happening],
-            cwd=SCRIPT.parents[2],
-            env=environment | {"PYTHONPATH": str(SCRIPT.parents[2])},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for happening in HAPPENINGS
-    }
+    script = subprocess.Popen(
+        [sys.executable, str(SCRIPT), happening],
+        cwd=SCRIPT.parents[2],
+        env=environment | {"PYTHONPATH": str(SCRIPT.parents[2])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
-        written = {happening: script.communicate(timeout=240) for happening, script in scripts.items()}
+        written = script.communicate(timeout=240)
     finally:
-        for script in scripts.values():
-            script.kill()  # its ranks follow it
-    return {happening: Ending(scripts[happening].returncode, *written[happening]) for happening in HAPPENINGS}
+        script.kill()  # its ranks follow it
+    return Ending(script.returncode, *written)
 
 
-def test_a_rank_that_exits_ends_one_that_hangs_with_its_code_and_one_line(endings: dict[str, Ending]) -> None:
-    ending = endings["rank 1 exits with 3 and rank 0 hangs"]
+def test_a_rank_that_exits_ends_one_that_hangs_with_its_code_and_one_line() -> None:
+    ending = ends("rank 1 exits with 3 and rank 0 hangs")
     why = "exited with code 3 (before its first step), before the run came to its end"
     line = f"rank 1 on {HERE} {why}; ended the other ranks\n"
     assert (ending.code, ending.errors) == (3, line)
     assert ending.ranks_alive() == []
 
 
-def test_a_rank_that_leaves_with_code_0_has_died_and_is_named_with_what_it_did(endings: dict[str, Ending]) -> None:
-    ending = endings["rank 1 leaves with code 0 and rank 0 hangs"]
+def test_a_rank_that_leaves_with_code_0_has_died_and_is_named_with_what_it_did() -> None:
+    ending = ends("rank 1 leaves with code 0 and rank 0 hangs")
     why = "exited with code 0 (step 2, run rewards), before the run came to its end"
     line = f"rank 1 on {HERE} {why}; ended the other ranks\n"
     assert (ending.code, ending.errors) == (1, line)
     assert ending.ranks_alive() == []
 
 
-def test_a_killed_rank_is_named_rather_than_the_collective_that_it_broke(endings: dict[str, Ending]) -> None:
-    ending = endings["rank 1 is killed and rank 0's collective fails"]
+@pytest.mark.slow
+def test_a_killed_rank_is_named_rather_than_the_collective_that_it_broke() -> None:
+    ending = ends("rank 1 is killed and rank 0's collective fails")
     line = f"rank 1 on {HERE} was killed by SIGKILL (before its first step); ended the other ranks\n"
     assert (ending.code, ending.errors) == (1, line)
     assert ending.ranks_alive() == []
 
 
-def test_a_user_s_error_that_all_ranks_find_is_told_once_by_rank_0(endings: dict[str, Ending]) -> None:
-    ending = endings["both ranks find a user's error"]
+@pytest.mark.slow
+def test_a_user_s_error_that_all_ranks_find_is_told_once_by_rank_0() -> None:
+    ending = ends("both ranks find a user's error")
     assert ending.code == 1  # of an uncaught exception
     assert ending.errors.count("UserError: `stage` is 7\n") == 1
     assert ending.errors.endswith("UserError: `stage` is 7\n")
     assert ending.ranks_alive() == []
 
 
-def test_when_rank_0_is_killed_the_others_end_and_say_so(endings: dict[str, Ending]) -> None:
-    ending = endings["rank 0 is killed"]
+def test_when_rank_0_is_killed_the_others_end_and_say_so() -> None:
+    ending = ends("rank 0 is killed")
     assert ending.errors == "rank 0 of this machine is gone without a word; ended the other ranks\n"
     assert ending.ranks_alive() == []
 
@@ -124,8 +113,9 @@ def test_a_terminal_that_is_gone_does_not_stop_the_ending() -> None:
     os.close(terminal)
 
 
-def test_a_rank_may_finish_after_rank_0(endings: dict[str, Ending]) -> None:
-    ending = endings["rank 1 ends after rank 0"]
+@pytest.mark.slow
+def test_a_rank_may_finish_after_rank_0() -> None:
+    ending = ends("rank 1 ends after rank 0")
     assert (ending.code, ending.errors) == (0, "")
     assert "rank 1 is done" in ending.output
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.values.layout import Layout
 from tests.ranks import RankPool
+from tests.slow import slow_but
 from tests.strategies.reference import distance, plain_update
 from tests.strategies.subsets import side_by_side, train_on
 from tests.strategies.update import Stage
@@ -32,7 +33,7 @@ def reference(folder: Path, updates: int, momentum: float = 0.0) -> Reference:
     return plain_update(folder, lambda p: torch.optim.SGD(p, lr=0.1, momentum=momentum), 0.5, updates)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but((3, "fsdp"), STAGES))
 def test_roles_on_overlapping_ranks_each_train_as_in_one_process(
     stage: Stage, tiny: Path, untied: Path, ranks3: RankPool, tmp_path: Path
 ) -> None:
@@ -55,12 +56,12 @@ def test_roles_on_overlapping_ranks_each_train_as_in_one_process(
 @pytest.mark.parametrize(
     ("stages", "before", "after"),
     [
-        ((2, 2), Layout((1, 2), 2), Layout((0, 1, 2), 3)),
         ((3, 3), Layout((0, 2), 1), Layout((1,), 1)),
-        ((3, 0), Layout((2,), 1), Layout((0, 1), 2)),
-        ((0, 3), Layout((0, 1, 2), 3), Layout((1, 2), 1)),
         (("fsdp", 2), Layout((1, 2), 2), Layout((0, 1, 2), 3)),
-        ((3, "fsdp"), Layout((0, 2), 2), Layout((0, 1, 2), 3)),
+        pytest.param((2, 2), Layout((1, 2), 2), Layout((0, 1, 2), 3), marks=pytest.mark.slow),
+        pytest.param((3, 0), Layout((2,), 1), Layout((0, 1), 2), marks=pytest.mark.slow),
+        pytest.param((0, 3), Layout((0, 1, 2), 3), Layout((1, 2), 1), marks=pytest.mark.slow),
+        pytest.param((3, "fsdp"), Layout((0, 2), 2), Layout((0, 1, 2), 3), marks=pytest.mark.slow),
     ],
 )
 def test_a_checkpoint_of_some_ranks_is_continued_by_others(
