@@ -11,7 +11,6 @@ import socket
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path, PurePath
 from typing import Any
@@ -28,18 +27,10 @@ DEEPEST = 6  # objects and containers in one another whose contents are compared
 PLAIN = (bool, int, float, str, PurePath, type(None))
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What must be the same on every rank.
-
-    Attributes:
-        lines: A line for each thing, in the order in which they are compared.
-        where_both: Things that one rank may know and another not, such as the code that it has imported: compared where
-            both know them, before the lines.
-    """
-
-    lines: list[str]
-    where_both: dict[str, str]
+# What must be the same on every rank. First a line for each thing, in the order in which they are compared; then, by name,
+# things that one rank may know and another not, such as the code that it has imported: compared, before the lines, where
+# both know them.
+Facts = tuple[list[str], dict[str, str]]
 
 
 def facts(
@@ -60,16 +51,14 @@ def facts(
     """
     digests = {f"code of {name}": digest for name, digest in _code().items()}
     digests |= {f"file {name} of `{role}`": digest for role, files in models.items() for name, digest in files.items()}
-    return Facts(
-        [
-            *(f"{name}: {value}" for name, value in _versions().items()),
-            *(f"{name}: {value}" for name, value in numbers.items()),
-            *(f"config: {line}" for line in (config or "").splitlines()),
-            *(f"plan: {line}" for line in plan.splitlines()),
-            *_arguments("module", module),
-        ],
-        digests,
-    )
+    lines = [
+        *(f"{name}: {value}" for name, value in _versions().items()),
+        *(f"{name}: {value}" for name, value in numbers.items()),
+        *(f"config: {line}" for line in (config or "").splitlines()),
+        *(f"plan: {line}" for line in plan.splitlines()),
+        *_arguments("module", module),
+    ]
+    return lines, digests
 
 
 def agree(transport: Transport, mine: Facts) -> None:
@@ -78,12 +67,13 @@ def agree(transport: Transport, mine: Facts) -> None:
     Raises:
         UserError: One has others; it is named, with the first line that differs from rank 0's.
     """
-    written = json.dumps([mine.lines, sorted(mine.where_both.items())]).encode()
+    lines, where_both = mine
+    written = json.dumps([lines, sorted(where_both.items())]).encode()
     digests = [from_message(each) for each in transport.all_gather(to_message(hashlib.sha256(written).digest()))]
     if all(theirs == digests[0] for theirs in digests):
         return
     of_all = [json.loads(from_message(each)) for each in transport.all_gather_ragged(to_message(written))]
-    first, *others = (Facts(lines, dict(known)) for lines, known in of_all)
+    first, *others = ((lines, dict(known)) for lines, known in of_all)
     for rank, theirs in enumerate(others, start=1):
         if (found := _difference(first, theirs)) is not None:
             here, there = found
@@ -94,15 +84,16 @@ def agree(transport: Transport, mine: Facts) -> None:
 
 
 def _difference(first: Facts, other: Facts) -> tuple[str, str] | None:
-    for name, digest in first.where_both.items():
-        if other.where_both.get(name, digest) != digest:
-            return f"{name}: {digest}", f"{name}: {other.where_both[name]}"
-    for here, there in zip(first.lines, other.lines, strict=False):
+    (first_lines, first_known), (other_lines, other_known) = first, other
+    for name, digest in first_known.items():
+        if other_known.get(name, digest) != digest:
+            return f"{name}: {digest}", f"{name}: {other_known[name]}"
+    for here, there in zip(first_lines, other_lines, strict=False):
         if here != there:
             return here, there
-    if len(first.lines) == len(other.lines):
+    if len(first_lines) == len(other_lines):
         return None
-    return _after(first.lines, len(other.lines)), _after(other.lines, len(first.lines))
+    return _after(first_lines, len(other_lines)), _after(other_lines, len(first_lines))
 
 
 def _after(lines: list[str], count: int) -> str:
