@@ -27,9 +27,8 @@ DEEPEST = 6  # objects and containers in one another whose contents are compared
 PLAIN = (bool, int, float, str, PurePath, type(None))
 
 
-# What must be the same on every rank. First a line for each thing, in the order in which they are compared; then, by name,
-# things that one rank may know and another not, such as the code that it has imported: compared, before the lines, where
-# both know them.
+# What must be the same on every rank: a line for each thing, in the order in which they are compared; and by name what
+# one rank may know and another not, such as the code that it has imported, which is compared first, where both know it.
 Facts = tuple[list[str], dict[str, str]]
 
 
