@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
@@ -202,11 +202,13 @@ class Definition:
     """An environment's class and what it has.
 
     Attributes:
-        path: Dotted, of the class; empty where there are functions as tools alone.
-        arguments: Arguments that it is made with, by name.
         tools: Tools that the policy may call, by name.
+        path: Dotted path of the class; empty where there are functions as tools alone.
+        arguments: Arguments that it is made with, by name.
         answers_messages: Whether it has `initial_observation` and `step`, and no tools.
-        resets: Whether it has `reset`, and the names of the row's columns that this takes; None for all of them.
+        resets: Whether it has `reset`.
+        columns: Names of the row's columns that `reset` takes; None for all of them.
+        required: Those of them that `reset` has no default for.
         rewards: Whether it has `get_reward`.
         rewards_groups: Whether it has `get_group_rewards`.
         keeps_state: Whether it can be continued in another process, by `state_dict` and `load_state_dict`; tools alone
@@ -215,14 +217,14 @@ class Definition:
         awaits: Whether it has a method or a tool that is a coroutine.
     """
 
-    path: str
-    arguments: Mapping[str, Any]
     tools: Mapping[str, Tool]
-    answers_messages: bool
-    resets: bool
-    columns: tuple[str, ...] | None
-    required: tuple[str, ...]
-    rewards: bool
+    path: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    answers_messages: bool = False
+    resets: bool = False
+    columns: tuple[str, ...] | None = None
+    required: tuple[str, ...] = ()
+    rewards: bool = False
     rewards_groups: bool = False
     keeps_state: bool = False
     seats: tuple[str, ...] = ()
@@ -265,8 +267,7 @@ def defined(
     """
     if environment is None:
         functions = tools_of(None, tools)
-        awaits = _awaits(None, functions)
-        return Definition("", {}, functions, False, False, None, (), False, keeps_state=True, awaits=awaits)
+        return Definition(functions, keeps_state=True, awaits=_awaits(None, functions))
     cls = _class_at(environment) if isinstance(environment, str) else environment
     path = f"{cls.__module__}.{cls.__qualname__}"
     answers_messages = hasattr(cls, "step") and hasattr(cls, "initial_observation")
@@ -285,18 +286,18 @@ def defined(
     _require_no_columns(cls, path)
     columns, required = _parameters(cls.reset) if hasattr(cls, "reset") else (None, ())
     return Definition(
+        found,
         path,
         arguments,
-        found,
         answers_messages,
-        hasattr(cls, "reset"),
-        columns,
-        required,
-        hasattr(cls, "get_reward"),
-        hasattr(cls, "get_group_rewards"),
-        _keeps_state(cls, path),
-        _seats(cls, path, arguments, answers_messages),
-        _awaits(cls, found),
+        resets=hasattr(cls, "reset"),
+        columns=columns,
+        required=required,
+        rewards=hasattr(cls, "get_reward"),
+        rewards_groups=hasattr(cls, "get_group_rewards"),
+        keeps_state=_keeps_state(cls, path),
+        seats=_seats(cls, path, arguments, answers_messages),
+        awaits=_awaits(cls, found),
     )
 
 

@@ -7,8 +7,7 @@ import inspect
 import random
 import threading
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
 from importlib import import_module
@@ -137,29 +136,25 @@ class Coroutines:
             running, self._running = self._running, None
         if running is not None:
             loop, stop, thread = running
-            loop.call_soon_threadsafe(stop.set)
+            with suppress(RuntimeError):  # a coroutine that called `sys.exit` has closed it
+                loop.call_soon_threadsafe(stop.set)
             thread.join(END_SECONDS)  # longer only where code blocks the loop: its thread is no reason to stay
 
     def _loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._running is None:
-                started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-                thread = threading.Thread(target=_run, args=[started], name="coroutines", daemon=True)
+                loop, stop = asyncio.new_event_loop(), asyncio.Event()
+                loop.set_task_factory(_task)
+                thread = threading.Thread(target=_run, args=[loop, stop], name="coroutines", daemon=True)
                 thread.start()
-                self._running = (*started.result(), thread)
+                self._running = loop, stop, thread
             return self._running[0]
 
 
-def _run(started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
-    """Run a loop until its event is set; what is awaited then is cancelled."""
-
-    async def until_stopped() -> None:
-        loop, stop = asyncio.get_running_loop(), asyncio.Event()
-        loop.set_task_factory(_task)
-        started.set_result((loop, stop))
-        await stop.wait()
-
-    asyncio.run(until_stopped())
+def _run(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """Run a loop until the event is set; what is awaited then is cancelled."""
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(stop.wait())
 
 
 class DrawingCoroutine(Coroutine[Any, Any, Any]):

@@ -339,6 +339,9 @@ def _outcome(call: Callable[[], Any]) -> dict[str, Any]:
         return {"failed": str(error)}
     except UserError as error:
         return {"problem": str(error)}
+    except SystemExit as error:  # which would end this thread alone, and nobody would hear of it
+        called = f"sys.exit({'' if error.code is None else repr(error.code)})"
+        return {"problem": f"an environment called `{called}` before the run came to its end; raise an error instead"}
     except Exception:
         return {"broken": traceback.format_exc()}  # what environments raise is a `WorkerError`
     try:

@@ -137,23 +137,14 @@ class EngineSubprocess(RolloutEngine):
         asked = [list(map(int, prompt)) for prompt in prompts]
         doing = f"generate {len(asked)} responses"
         completions: list[Completion]
-        try:
-            completions = self._call("generate", doing, asked, list(seeds), sampling, version)
-        except EngineProcessGone as gone:
-            self._restart(gone)
-            completions = self._call("generate", doing, asked, list(seeds), sampling, version)
+        completions = self._call_or_restart("generate", doing, asked, asked, list(seeds), sampling, version)
         return completions
 
     def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
         plain = {at: replace(turn, prompt=list(map(int, turn.prompt))) for at, turn in new.items()}
         self._turns |= plain
-        doing = "go on with its turns"
         ended: dict[int, Completion]
-        try:
-            ended = self._call("step", doing, plain, sampling, version)
-        except EngineProcessGone as gone:
-            self._restart(gone)
-            ended = self._call("step", doing, self._turns, sampling, version)
+        ended = self._call_or_restart("step", "go on with its turns", plain, self._turns, sampling, version)
         self._turns = {at: turn for at, turn in self._turns.items() if at not in ended}
         return ended
 
@@ -177,6 +168,18 @@ class EngineSubprocess(RolloutEngine):
         self._sent.clear()
         self._sent_version = NO_VERSION
 
+    def _call_or_restart(self, method: str, doing: str, new: Any, again: Any, *arguments: Any) -> Any:
+        """Call a method with what is `new`; where the process is gone, start it and call once more, with `again`.
+
+        Raises:
+            EngineProcessGone: It is not started again, see `_restart`.
+        """
+        try:
+            return self._call(method, doing, new, *arguments)
+        except EngineProcessGone as gone:
+            self._restart(gone)
+            return self._call(method, doing, again, *arguments)
+
     def _restart(self, gone: EngineProcessGone) -> None:
         """Start the process again, with the weights that it had.
 
@@ -196,7 +199,7 @@ class EngineSubprocess(RolloutEngine):
         """Send weights, which the engine reads back."""
         process, doing = self._running(), f"load the weights of version {version}"
         self.policy_version = NO_VERSION
-        process.send(("update_weights", (version,), {}), doing)
+        process.send(("update_weights", (version,)), doing)
         passing = self._kept(buckets) if keeps else buckets
         report: SyncReport = self._result(self._stream(process, passing, doing), doing)
         return report
@@ -222,7 +225,7 @@ class EngineSubprocess(RolloutEngine):
         self.policy_version = NO_VERSION
         if process is not None and process.runs:
             with suppress(EngineProcessError):  # it is to end, and is ended
-                process.send(("close", (), {}), "close")
+                process.send(("close", ()), "close")
                 process.receive("close")
         if process is not None:
             process.end(END_S)
@@ -267,9 +270,9 @@ class EngineSubprocess(RolloutEngine):
         parts = [piece.sent for piece in pieces]
         return SentWeight(name, tuple(tensor.shape), self._dtype, pieces, found), share(tensor, parts)
 
-    def _call(self, method: str, doing: str, *arguments: Any, **keywords: Any) -> Any:
+    def _call(self, method: str, doing: str, *arguments: Any) -> Any:
         process = self._running()
-        process.send((method, arguments, keywords), doing)
+        process.send((method, arguments), doing)
         return self._result(process.receive(doing), doing)
 
     def _result(self, answer: Any, doing: str) -> Any:
@@ -513,11 +516,11 @@ def _join(timeout_s: float) -> None:
 def _serve(connection: Connection, engine: RolloutEngine) -> None:
     """Call the engine as the rank says."""
     while True:
-        method, arguments, keywords = connection.recv()
+        method, arguments = connection.recv()
         if method == "update_weights":
             arguments = (_buckets(connection), *arguments)
         try:
-            result = getattr(engine, method)(*arguments, **keywords)
+            result = getattr(engine, method)(*arguments)
         except Exception as error:
             kind = type(error) if isinstance(error, TOLD_AS_THEY_ARE) else None
             text = str(error) if kind else f"{type(error).__name__}: {error}"

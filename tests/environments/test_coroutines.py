@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import time
+
+import pytest
 
 from rlflow.environments.bridge import ParsedTurn
 from rlflow.environments.environment import Environment
@@ -52,6 +55,11 @@ class Endless(Plain):
     async def step(self, message: dict[str, str]) -> dict[str, str]:  # type: ignore[override]
         await asyncio.sleep(3600)
         return {}
+
+
+class Exiting(Plain):
+    async def initial_observation(self) -> str:  # type: ignore[override]
+        sys.exit(3)
 
 
 async def wait(seconds: float) -> None:
@@ -111,3 +119,11 @@ def test_what_still_waits_when_all_is_closed_is_cancelled() -> None:
     coroutines.close()
     assert calls.close(), "its thread has ended"
     assert time.monotonic() - began < 30
+
+
+def test_a_coroutine_that_exits_is_noticed_where_it_was_called() -> None:
+    environment, coroutines = Environment(Exiting), Coroutines()
+    session = Session(environment.definition_of({}), environment.host(coroutines))
+    with pytest.raises(SystemExit):
+        session.begin([], {})
+    coroutines.close()

@@ -87,3 +87,8 @@ class LeavesAtReset:
             number: The number.
         """
         return "no"
+
+
+class CallsExitAtReset(LeavesAtReset):
+    def reset(self, **row: Any) -> str:
+        sys.exit(0)

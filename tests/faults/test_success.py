@@ -50,6 +50,11 @@ ONE_RANK: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"module.init_args.environment": PLAYED, REWARD: None},
         (f"rank 0 on {HERE} exited with code 0 (step 1, run rollout", BEFORE),
     ),
+    "an environment calls sys.exit": (
+        {"module.init_args.environment": {**PLAYED, "init_args": {"environment": "early_ends.CallsExitAtReset"}}}
+        | {REWARD: None},
+        ("an environment called `sys.exit(0)`", "raise an error instead"),
+    ),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -445,6 +446,16 @@ def test_an_error_of_our_own_ends_the_run_on_all_ranks_with_its_traceback() -> N
         calls.submit(0, lambda: {}["gone"])
         with pytest.raises(RuntimeError, match=r"(?s)Traceback.*test_conversation_turns.py.*KeyError: 'gone'"):
             calls.answers(1)
+
+
+@pytest.mark.parametrize(("code", "called"), [(3, r"`sys\.exit\(3\)`"), (None, r"`sys\.exit\(\)`")])
+def test_an_environment_that_exits_ends_the_run_in_one_line(code: int | None, called: str) -> None:
+    """The thread of the call would end without an answer, and the run would wait for one."""
+    calls = EnvironmentCalls(1)
+    calls.submit(0, lambda: sys.exit(code))
+    with pytest.raises(UserError, match=f"an environment called {called} .* raise an error instead"):
+        calls.answers(1)
+    assert calls.close()
 
 
 def add(a: float, b: float) -> float:
