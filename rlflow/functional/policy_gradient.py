@@ -445,8 +445,8 @@ def loss_weights(mask: Tensor, mode: Aggregation, max_length: int | None = None)
 
     Args:
         mask: `[B, T]` of a loss per token, or `[B]` of a loss per sample; nonzero on what counts.
-        mode: As in `aggregate`.
-        max_length: As in `aggregate`.
+        mode: See `aggregate`.
+        max_length: See `aggregate`.
 
     Returns:
         Of the shape of `mask`, float64, so that a float64 loss loses nothing; 0 where the mask is 0.
@@ -476,7 +476,7 @@ def loss_sum(loss: Tensor, weights: Tensor) -> Tensor:
 
     Args:
         loss: `[B, T]` or `[B]`.
-        weights: Of the shape of `loss`, from `loss_weights`.
+        weights: From `loss_weights`, shaped as `loss`.
     """
     assert loss.shape == weights.shape, f"a loss of shape {list(loss.shape)} beside weights {list(weights.shape)}"
     return (loss.where(weights > 0, 0.0) * weights).sum().to(loss.dtype)
@@ -488,7 +488,7 @@ def loss_count(mask: Tensor, mode: Aggregation) -> Tensor:
 
     Args:
         mask: `[B, T]` of a loss per token, or `[B]` of a loss per sample; nonzero on what counts.
-        mode: As in `aggregate`.
+        mode: See `aggregate`.
 
     Returns:
         0-dim int64; add up the counts of all parts before dividing.

@@ -21,7 +21,7 @@ def whiten(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
     Args:
         x: `[B]` or `[B, T]`.
-        mask: Of the shape of `x`.
+        mask: Nonzero on entries that count, shaped as `x`.
         unbiased: `N - 1` in the variance's denominator instead of `N`.
 
     Returns:
@@ -40,8 +40,8 @@ def moments(x: Tensor, mask: Tensor) -> Tensor:
     """Count, mean and sum of squared deviations of the entries where `mask` is nonzero: `[3]` float64, detached.
 
     Args:
-        x: Of any shape.
-        mask: Of the shape of `x`.
+        x: Numbers of any shape.
+        mask: Nonzero on entries that count, shaped as `x`.
     """
     return merge_moments(row_moments(x.flatten(1) if x.dim() > 1 else x, mask.flatten(1) if x.dim() > 1 else mask))
 
@@ -51,7 +51,7 @@ def row_moments(x: Tensor, mask: Tensor) -> Tensor:
 
     Args:
         x: `[B]` or `[B, T]`.
-        mask: Of the shape of `x`.
+        mask: Nonzero on entries that count, shaped as `x`.
     """
     entries, counts = x.detach().double(), mask.bool()
     if x.dim() == 1:
@@ -85,7 +85,7 @@ def standardize(x: Tensor, mask: Tensor, moments: Tensor, unbiased: bool = True)
 
     Args:
         x: `[B]` or `[B, T]`.
-        mask: Of the shape of `x`.
+        mask: Nonzero on entries that count, shaped as `x`.
         moments: `[3]`, as from `moments` or `merge_moments`.
         unbiased: `N - 1` in the variance's denominator instead of `N`.
     """

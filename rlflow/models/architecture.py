@@ -167,7 +167,7 @@ def check_positions(config: Any, tokens: int, role: str, of: str, prompt: int | 
 
     Args:
         config: The model's transformers configuration.
-        tokens: Of the longest sequence.
+        tokens: Length of the longest sequence.
         role: For the message.
         of: What the sequence is, for the message.
         prompt: Tokens of it that are the prompt's, where the rest is a response that is generated.

@@ -27,11 +27,12 @@ def check_fields(module: object) -> None:
                 f"{name} sets `{field.name}` to {value!r:.80} in its body, and its constructor sets it anew; write it"
                 f" as a field, `{field.name}: ... = ...`, and `@dataclass(eq=False)` above {name}"
             )
-        legal = _choices(hints.get(field.name))
+        hint = hints.get(field.name)
+        legal = get_args(hint) if get_origin(hint) is Literal else ()
         if legal and getattr(module, field.name) not in legal:
             known = ", ".join(map(str, legal))
             raise UserError(f"`{field.name}` is {getattr(module, field.name)!r}; give one of {known}")
-        _check_part(name, field.name, hints.get(field.name), getattr(module, field.name))
+        _check_part(name, field.name, hint, getattr(module, field.name))
 
 
 def _check_part(owner: str, name: str, wanted: Any, part: Any) -> None:
@@ -75,11 +76,6 @@ def _hints(annotated: Any) -> dict[str, Any]:
         return get_type_hints(annotated)
     except (NameError, AttributeError, TypeError, SyntaxError):  # of the user's own code
         return {}
-
-
-def _choices(annotation: Any) -> tuple[Any, ...]:
-    """The values that a `Literal` has; none of another type."""
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
 def _kind(annotation: Any) -> type[ModelHandle] | None:

@@ -90,7 +90,7 @@ def packed_attention(
         module: The attention layer.
         query: `[S, heads, L, head_dim]`.
         key: `[S, kv_heads, L, head_dim]`.
-        value: As `key`.
+        value: Shaped as `key`.
         attention_mask: None, as nothing makes one.
         scaling: Factor on the scores; None for `head_dim ** -0.5`.
         cu_seq_lens_q: `[sequences + 1]` int32, where the sequences of the one line start; None where each line is one.
@@ -205,7 +205,7 @@ def flexible(
     Args:
         query: `[1, heads, N, head_dim]`, the line.
         key: `[1, kv_heads, N, head_dim]`.
-        value: As `key`.
+        value: Shaped as `key`.
         scores: What the layer makes of the products.
         cu: `[sequences + 1]` int32, where the sequences of the line start.
         flex_attention: Torch's, compiled; uncompiled it computes the same without a kernel, on any device.
@@ -241,7 +241,7 @@ def seen_blocks(cu: Tensor, length: int, window: int | None) -> Any:
 
     Args:
         cu: `[sequences + 1]`, where the sequences of the line start.
-        length: Of the line.
+        length: Tokens of the line.
         window: How many tokens back a token sees, itself included; None for all.
     """
     from torch.nn.attention.flex_attention import BlockMask

@@ -24,7 +24,7 @@ def block_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> 
     Args:
         query: `[S, heads, L, head_dim]`.
         key: `[S, kv_heads, L, head_dim]`, each for `heads / kv_heads` heads of the query.
-        value: As `key`.
+        value: Shaped as `key`.
         scale: Factor on the products of queries and keys.
     """
     apply: Any = _BlockAttention.apply

@@ -39,7 +39,7 @@ class CausalLM(ModelHandle):
         model: A folder in Hugging Face form, a Hugging Face name, or `tiny`.
         trainable: Whether it is trained; a frozen model has no optimizer and no gradients.
         optimizer: How it is trained; `Optimizer()` where a trainable model is given none.
-        temperature: Of sampling, in validation too; divides the logits of every score alike.
+        temperature: Temperature of sampling, in validation too; divides the logits of every score alike.
         epochs: How often each step goes over its rows.
         samples_per_update: Rows of one optimizer update over all ranks; all rows of the step where None.
         start_step: The first step that trains it, counted from 0; before, its train nodes are left out.
@@ -143,7 +143,7 @@ class CausalLM(ModelHandle):
             others said is among what it read.
 
         Raises:
-            UserError: As of `generate`; or the environment failed, and its `on_failure` is `raise`.
+            UserError: See `generate`; or the environment failed, and its `on_failure` is `raise`.
         """
         if self._converser is None:
             raise UserError(
@@ -193,7 +193,7 @@ class CausalLM(ModelHandle):
         """The `k` likeliest tokens where each response token stands, the likeliest first.
 
         Args:
-            rows: As of `logprobs_of`.
+            rows: See `logprobs_of`.
             k: From 1 to the size of the vocabulary.
 
         Returns:
@@ -208,7 +208,7 @@ class CausalLM(ModelHandle):
         """What the output layer reads at the last token of each row; at the prompt's last where there is no response.
 
         Args:
-            rows: As of `logprobs_of`.
+            rows: See `logprobs_of`.
 
         Returns:
             `[B, H]` in float32 (float64 where the model is).
@@ -231,7 +231,7 @@ class CausalLM(ModelHandle):
         in the mark's `uses`, and read `given` as a value of its own, `Ragged`.
 
         Args:
-            rows: As of `logprobs_of`.
+            rows: See `logprobs_of`.
             other: A frozen model of the same vocabulary on the same ranks; no gradient goes to it.
             given: Other prompts, one a row, after which `other` reads the same responses; None for those of `rows`.
             over: Whose distribution the sum is weighted by: `other` gives KL(other || self), forward KL.
@@ -440,7 +440,7 @@ class Averaged(CausalLM):
 
     Args:
         owner: The trained model.
-        decay: Of the average, a step.
+        decay: Share of the average that a step keeps.
     """
 
     def __init__(self, owner: CausalLM, decay: float) -> None:
@@ -512,9 +512,9 @@ class FrozenLayer:
         Args:
             over_this: Whether it is KL(this || other) and not KL(other || this).
             hidden: See `rlflow.models.scoring.Readout`, also for the rest.
-            weight: Of the other layer.
+            weight: Weight of the other layer.
             targets: The response tokens.
-            softmax: That of the other layer.
+            softmax: Softmax of the other layer.
             beside: What `__call__` gave.
 
         Returns:

@@ -113,7 +113,7 @@ class ModelHandle(ABC):
         trust_remote_code: Run the code that lies beside its weights (`auto_map`) to load it; read that code first.
 
     Attributes:
-        default_optimizer: Of a trainable model that is given none.
+        default_optimizer: Optimizer of a trainable model that is given none.
     """
 
     model: str
@@ -157,7 +157,7 @@ class ModelHandle(ABC):
 
         Args:
             path: A folder in Hugging Face form, or a Hugging Face name.
-            dtype: Of the parameters.
+            dtype: Dtype of the parameters.
             device: Where they are.
             empty: Read no weights: parameters are on the device `meta` and take no memory; `fill` reads them.
 

@@ -43,14 +43,14 @@ class Softmax:
 
     @classmethod
     def of(cls, config: Any) -> Softmax:
-        """That of a transformers configuration whose type of model is known, see `unknown_logit_settings`."""
+        """The softmax of a transformers configuration whose type of model is known, see `unknown_logit_settings`."""
         text = config.get_text_config()
         known = {name: getattr(text, name, None) for name, types in LOGIT_SETTINGS.items() if text.model_type in types}
         scale = (known.get("logit_scale") or 1.0) / (known.get("logits_scaling") or 1.0)
         return cls(scale=scale, cap=known.get("final_logit_softcapping"))
 
     def products_in(self, hidden: Tensor) -> torch.dtype:
-        """In which products are taken."""
+        """The dtype in which products are taken."""
         return torch.promote_types(hidden.dtype, torch.float32) if self.wide else hidden.dtype
 
     def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -61,7 +61,7 @@ class Softmax:
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def derivative(self, logits: Tensor) -> Tensor | float:
-        """Of the logits by the products, at these logits."""
+        """The derivative of the logits by the products, at these logits."""
         if self.cap is None:
             return self.scale
         return logits.div(self.cap).square_().neg_().add_(1).mul_(self.scale)
@@ -236,10 +236,10 @@ def token_kl(
         hidden: `[N, H]`.
         weight: `[V, H]`.
         targets: `[N]` int64.
-        softmax: Of p.
+        softmax: How the products become p.
         other_hidden: `[N, H']`.
         other_weight: `[V, H']`.
-        other_softmax: Of q.
+        other_softmax: How the other products become q.
         over_other: Take KL(q || p).
         chunk_elements: Most logits held at once, of both together; at least one token's are.
 

@@ -34,7 +34,7 @@ class LoRA:
     """Train low-rank adapters of a model's linear layers, and leave the model itself as it is.
 
     Attributes:
-        rank: Of the adapters.
+        rank: Rank of the adapters.
         alpha: The adapters' product counts `alpha / rank` times.
         dropout: Share of a layer's inputs that its adapter does not see in training. It is drawn for every micro-batch,
             so a gradient then depends on how rows were split.
@@ -62,7 +62,7 @@ class Weight:
     """A tensor that a model computes with.
 
     Attributes:
-        name: In Hugging Face form.
+        name: Its name in Hugging Face form, `model.layers.0.self_attn.q_proj.weight` say.
         parameter: It, without its adapter.
         adapter: The peft layer that adds to it; None where nothing does.
     """
@@ -98,7 +98,7 @@ def in_buckets(weights: Iterable[Weight], nbytes: Callable[[Weight], int], limit
     """The weights in their order, in buckets of at most `limit` bytes, or of one larger weight.
 
     Args:
-        weights: Of a model.
+        weights: Weights of a model.
         nbytes: The bytes of a whole weight.
         limit: Bytes.
     """
@@ -165,8 +165,8 @@ def first_values(name: str, shape: torch.Size) -> Tensor:
     """What a new adapter's parameter starts with, on the CPU: as peft draws it, but by the run's seed and the layer.
 
     Args:
-        name: Of the parameter in its transformers model.
-        shape: Of the whole parameter.
+        name: The parameter's name in its transformers model.
+        shape: Shape of the whole parameter.
     """
     found = PARAMETER.search(name)
     assert found is not None, name
@@ -209,7 +209,7 @@ def digest_of(weights: Iterable[tuple[str, Tensor]]) -> str:
     """16 hexadecimal digits that differ when a weight of a model does.
 
     Args:
-        weights: By Hugging Face name, without adapters; each is looked at before the next is asked for.
+        weights: Weights by Hugging Face name, without adapters; each is looked at before the next is asked for.
     """
     fingerprints = {name: fingerprint(weight) for name, weight in weights}
     numbers = torch.stack(list(fingerprints.values())).tolist()

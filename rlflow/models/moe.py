@@ -94,7 +94,7 @@ def _normalised(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _softmax_of_chosen(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-    """As GPT-OSS has them."""
+    """Probabilities among the chosen experts alone, as GPT-OSS has them."""
     return logits.gather(-1, chosen).softmax(-1)
 
 
@@ -124,7 +124,7 @@ def check_moe(config: Any, said_by: str) -> None:
 
 
 def expert_dtype(config: Any) -> torch.dtype:
-    """In which the numbers of a model's experts are kept."""
+    """The dtype in which the numbers of a model's experts are kept."""
     found = experts(config.get_text_config().to_dict())
     return torch.uint8 if found is None or found[1] <= 256 else torch.int16
 

@@ -26,8 +26,8 @@ class Optimizer:
             divide its states it sees pieces of the weights, so one that looks at their shapes, such as Adafactor or
             Muon, is for ZeRO 0 and `SingleProcess` only.
         lr: The highest learning rate, reached after the warm-up.
-        betas: Of AdamW.
-        eps: Of AdamW.
+        betas: Decays of AdamW's two moments.
+        eps: Number that AdamW adds to its divisor.
         weight_decay: Decoupled from the gradient in AdamW, added to it in SGD.
         warmup_steps: Updates over which the learning rate rises from 0.
         schedule: How the learning rate goes on after the warm-up, until the last update.

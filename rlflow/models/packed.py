@@ -66,7 +66,7 @@ class PackedModel(nn.Module):
 
         Args:
             path: Folder or Hugging Face name.
-            dtype: Of the parameters.
+            dtype: Dtype of the parameters.
             device: Where they are.
             gradient_checkpointing: Keep each layer's input only, and compute the rest again in the backward pass.
             empty: See `ModelHandle.load`.
@@ -111,7 +111,7 @@ class PackedModel(nn.Module):
 
         Args:
             forward: This module, or what training runs it through; the ranks make equally many passes.
-            device: Of the inputs.
+            device: Device of the inputs.
             peers: Who has the other parts of lines, where they are divided.
 
         Raises:

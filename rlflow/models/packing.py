@@ -56,6 +56,15 @@ def experts_of(rows: Scorable) -> Ragged | None:
 class ModelInput:
     """What one forward pass reads, and where its results belong. `R` is the number of response tokens in it.
 
+    A prompt 5 6 with the response 7 8, and a prompt 9 with the response 10, are packed as
+
+        input_ids     [[5, 6, 7, 9]]       without 8 and 10, which nothing is scored from
+        position_ids  [[0, 1, 2, 0]]
+        cu_seqlens    [0, 3, 4]
+        scored        [1, 2, 3]            of 6, 7 and 9
+        targets       [7, 8, 10]
+        mask          [[1, 1], [1, 0]]
+
     Attributes:
         input_ids: `[1, N]`, all sequences in one line; or `[S, L]`, one sequence a line, right-padded.
         position_ids: Shaped like `input_ids`; starts at 0 in each sequence.

@@ -32,7 +32,7 @@ def read(
     Args:
         kind: The class that reads it, `AutoModelForCausalLM` say.
         path: Folder or Hugging Face name.
-        dtype: Of the parameters.
+        dtype: Dtype of the parameters.
         empty: Leave parameters without memory, on the device `meta`, for `fill`; buffers are on the CPU.
         trust_remote_code: Whether code that lies beside the weights may run.
         may_lack: Weights that may be missing; they are random numbers then.

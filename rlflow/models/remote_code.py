@@ -21,7 +21,7 @@ def code_beside(
         part: What is loaded, for errors.
         trust_remote_code: Whether code that lies there may run.
         said_by: What errors call the setting that named the model.
-        key: Of the setting that says whether.
+        key: Name of the setting that says whether.
 
     Raises:
         UserError: It is code that may not run, or code that fails.

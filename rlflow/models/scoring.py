@@ -123,7 +123,7 @@ def stored_weights(
 
     Args:
         path: A folder in Hugging Face form, or a Hugging Face name.
-        dtype: Of the tensors.
+        dtype: Dtype of the tensors.
         bucket_bytes: A bucket holds at most this, or one larger tensor.
         trust_remote_code: Whether code that lies beside the weights may run.
     """

@@ -37,7 +37,7 @@ def fill(
         model: Built by `ModelHandle.load` as empty, whose parameters have memory since then; it hands over its files.
         part_of: What this rank holds of a parameter.
         full_shape: The shape of a whole parameter.
-        device: Of buffers.
+        device: Device of buffers.
 
     Raises:
         UserError: A file is broken.
@@ -113,7 +113,7 @@ class Unit:
     """Weights that are written together.
 
     Attributes:
-        names: Of the weights.
+        names: Names of the weights.
         entries: What transformers' files have of them, such as each of a layer's experts.
         shard: The file, from 0.
     """
@@ -124,7 +124,7 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors."""
+        """Bytes of its tensors."""
         return sum(entry.nbytes for entry in self.entries)
 
 
@@ -134,7 +134,7 @@ def divided(model: PackedModel, empty: dict[str, Tensor], shards: int) -> list[U
     Where a file's tensor is made of several weights, all go to one file.
 
     Args:
-        model: Theirs.
+        model: Model that has the weights.
         empty: Each weight in full, on the device `meta`, in the order in which they are gathered.
         shards: Files at most.
     """
@@ -169,8 +169,8 @@ def write_shard(
     Args:
         path: The file.
         role: Whose weights they are.
-        model: Theirs.
-        units: Of this file.
+        model: Model that has the weights.
+        units: What this file holds.
         weights: Whole ones by name, of all files, in the order of `divided`; taken to the end, for gathering them is a
             collective. Each holds until the next.
         disk: Writes.
@@ -201,11 +201,11 @@ def write_shard_later(
     Args:
         path: The file.
         role: Whose weights they are.
-        model: Theirs.
-        units: Of this file.
+        model: Model that has the weights.
+        units: What this file holds.
         weights: Whole ones of these units by name, in the order of `divided`.
         disk: Writes.
-        what: As `write_shard`.
+        what: See `write_shard`.
     """
     if units:
         disk.do(lambda: _write(path, what, role, units, (tensor for _, tensor in _in_file(model, units, weights))))

@@ -26,8 +26,8 @@ class ModelSize:
         head_dim: Width of a head; None for `hidden / heads`.
         bias: Whether queries, keys and values have one.
         labels: Outputs of the output layer where they are not the vocabulary; such a layer is never tied.
-        experts: In each layer of a mixture of experts; 0 where there is none.
-        experts_per_token: Of these, those that a token goes to.
+        experts: Experts in each layer of a mixture of experts; 0 where there is none.
+        experts_per_token: How many of these a token goes to.
         qk_norm: Whether the queries and keys of a head are normed.
         sinks: Whether there are attention sinks, and biases of attention's output, of experts and routers: GPT-OSS.
     """
@@ -108,7 +108,7 @@ class ModelSize:
         return self.active - (0 if self.tied else self.embedding)
 
     def cache_bytes(self, width: int) -> int:
-        """Of one token's keys and values, of `width` bytes each number."""
+        """Bytes of one token's keys and values, of `width` bytes each number."""
         return 2 * self.layers * self.kv_heads * self.head_width * width
 
     def adapters(self, rank: int) -> int:

@@ -88,14 +88,14 @@ def write_tiny_model(
 
     Args:
         folder: Where to write.
-        seed: Of the random weights; the caller's random state is left alone.
+        seed: Seed of the random weights; the caller's random state is left alone.
         hidden_size: A multiple of `heads`.
         intermediate_size: Width inside the feed-forward layers.
         layers: Number of layers.
         heads: Number of query heads; a multiple of `kv_heads`.
         kv_heads: Number of key and value heads.
         tie: Whether the output layer is the embedding.
-        dtype: Of the weights on disk.
+        dtype: Dtype of the weights on disk.
         max_position: Longest sequence, in tokens.
     """
     if (folder / "config.json").is_file():

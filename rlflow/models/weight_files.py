@@ -21,7 +21,7 @@ CHUNK_BYTES = 32 * 2**20  # read at once, at most, or one row of a tensor
 
 
 def shard_name(number: int, count: int) -> str:
-    """Of a model's file in Hugging Face form, counted from 0."""
+    """The name of a model's file in Hugging Face form, counted from 0."""
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
@@ -49,21 +49,23 @@ class WeightFiles:
     """
 
     def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
         self._path = path
         self._tensors: dict[str, Any] = {}  # safetensors' views, which have read nothing
         for file in self._files():
             with self._readable(file):
                 # By `pread`: pages of a mapped file would count as this process's memory.
-                opened = _open(file)
+                opened = safe_open(file, framework="pt", backend="pread")
                 self._tensors |= {name: (file, opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return list(self._tensors)
 
     def shape(self, name: str) -> torch.Size:
-        """Of a tensor."""
+        """The shape of a tensor."""
         return torch.Size(self._tensors[name][1].get_shape())
 
     def whole(self, name: str, of_buffer: bool = False) -> Tensor:
@@ -122,9 +124,6 @@ class WeightFiles:
 
     def _file(self, name: str) -> Path | None:
         """A file of the model, wherever transformers keeps it; None if there is none."""
-        if self._path.is_dir():
-            file = self._path / name
-            return file if file.is_file() else None
         from transformers.utils.hub import cached_file
 
         try:
@@ -151,15 +150,9 @@ def not_finite(path: Path, name: str) -> str:
 
     Args:
         path: Folder or Hugging Face name of the model.
-        name: Of the tensor.
+        name: Name of the tensor.
     """
     return (
         f"`model` {str(path)!r} cannot be loaded: {name!r} has NaN or infinite values, which all scores would become;"
         " copy the model once more, or take one that was saved before they arose"
     )
-
-
-def _open(file: Path) -> Any:
-    from safetensors import safe_open
-
-    return safe_open(file, framework="pt", backend="pread")
