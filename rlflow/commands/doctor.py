@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rlflow.doctor import checks
-from rlflow.doctor.checks import Finding, Machine
+from rlflow.doctor.checks import Finding
 from rlflow.doctor.trials import trials
 from rlflow.errors import UserError
 from rlflow.process.status import Answered
@@ -24,13 +24,15 @@ class Doctor:
     """What is looked at.
 
     Attributes:
-        machine: Which machine.
+        gpu: Whether runs use this machine's GPUs.
+        nodes: Machines of a run.
         quick: Whether nothing is tried.
         seconds: That each trial may take.
         keep: Where the children's files stay; None where they are removed.
     """
 
-    machine: Machine
+    gpu: bool
+    nodes: int
     quick: bool = False
     seconds: float = TRIAL_S
     keep: Path | None = None
@@ -44,18 +46,17 @@ class Doctor:
         failing = [finding for finding in found if finding.fails]
         for finding in failing:
             print(f"needed: {finding}")
-        here = f"{'GPUs' if self.machine.gpu else 'the CPU'}, {self.machine.nodes} machine(s)"
+        here = f"{'GPUs' if self.gpu else 'the CPU'}, {self.nodes} machine(s)"
         print(f"{len(failing)} of {len(found)} need mending" if failing else f"all that runs need works ({here})")
         raise Answered(1 if failing else 0)
 
     def _look(self, folder: Path) -> list[Finding]:
-        machine = self.machine
-        found = _shown("packages", checks.packages(machine, folder))
-        found += _shown("this machine", checks.this_machine(machine, folder))
-        found += _shown("many machines", checks.many_machines(machine))
+        found = _shown("packages", checks.packages(self.gpu, folder))
+        found += _shown("this machine", checks.this_machine(self.gpu, self.nodes, folder))
+        found += _shown("many machines", checks.many_machines(self.gpu, self.nodes))
         if not self.quick:
-            gpus = checks.gpu_count(folder) if machine.gpu else 0
-            found += _shown("tried", trials(machine, gpus, folder, self.seconds))
+            gpus = checks.gpu_count(folder) if self.gpu else 0
+            found += _shown("tried", trials(self.gpu, gpus, folder, self.seconds))
         return found
 
 
@@ -78,7 +79,7 @@ def read_doctor(arguments: Sequence[str]) -> Doctor:
         if not value >= 1:
             raise UserError(f"`{name}` is {value}; give 1 or more")
     gpu = checks.has_gpu() if given.accelerator == "auto" else given.accelerator == "cuda"
-    return Doctor(Machine(gpu, nodes), given.quick, given.timeout_s, given.keep)
+    return Doctor(gpu, nodes, given.quick, given.timeout_s, given.keep)
 
 
 class _Parser(argparse.ArgumentParser):
