@@ -83,7 +83,11 @@ RANK_NAMES = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report.
+    """A line of the report, such as
+
+        ok       2 cores
+        missing  InfiniBand; set NCCL_IB_DISABLE=1 if that is meant (not needed here)
+        broken   MASTER_PORT=99999; give a number from 1 to 65535
 
     Attributes:
         what: Was looked at, with what was found of it.
