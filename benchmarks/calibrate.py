@@ -67,7 +67,7 @@ def main() -> None:
     options = [f"--{option}" for option in given.set]
     steps = [measured_step(given.config, options, part, bare) for part in (1, 2, 8)]
     for step in steps:
-        print({name: round(seconds, 4) for name, seconds in step.measured.seconds.items()}, flush=True)
+        print({name: round(seconds, 4) for name, seconds in step.measured[1].items()}, flush=True)
     machine = calibrated(bare, [step.measured for step in steps])
     given.to.parent.mkdir(parents=True, exist_ok=True)
     lengths = "".join(f"# {name}: {value:.3f}\n" for name, value in steps[0].lengths.items())
@@ -201,7 +201,7 @@ def measured_step(config: str, options: Sequence[str], part: int, bare: Hardware
     workload = read_simulate(arguments).predicted.workload
     os.unlink(bare_file)
     seconds = {name.removeprefix("time/"): median(lines, name) for name in lines[-1] if name.startswith("time/")}
-    return MeasuredStep(Measured(workload, {**seconds, STEP: seconds["step"]}), lengths)
+    return MeasuredStep((workload, {**seconds, STEP: seconds["step"]}), lengths)
 
 
 def run(config: str, options: Sequence[str], ranks: int, folder: Path, steps: int = STEPS) -> list[dict[str, float]]:

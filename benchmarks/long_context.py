@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rlflow.commands.simulate import read_simulate
 from rlflow.simulate.hardware import PRESETS, Hardware
-from rlflow.simulate.paper import BATCH_PER_NODE, CONSTANTS, CONTEXT_SPEEDUPS, FIGURES, PARAMETERS, Curve, Model, fit
+from rlflow.simulate.paper import BATCH_PER_NODE, CONSTANTS, CONTEXT_SPEEDUPS, FIGURES, PARAMETERS, Model, fit
 from rlflow.simulate.simulation import PredictedStep
 
 CONFIG = Path(__file__).parents[1] / "configs" / "grpo_math_16nodes.yaml"
@@ -79,10 +79,7 @@ def step(model: Model, response: int, nodes: int, machine: Hardware, peers: int 
 def fitted() -> Hardware:
     """H100s with a controller so slow that the speedups of 7B at 6k tokens are the paper's, in their geometric mean."""
     rates = {(figure.curve, figure.gpus): figure.rate for figure in FIGURES}
-    paper = [
-        rates[Curve("GRPO", "7B", "distflow"), gpus] / rates[Curve("GRPO", "7B", "verl"), gpus]
-        for gpus in (8, 16, 32, 64)
-    ]
+    paper = [rates[("GRPO", "7B", "distflow"), gpus] / rates[("GRPO", "7B", "verl"), gpus] for gpus in (8, 16, 32, 64)]
     low, high = 1e6, 1e9
     for _ in range(12):
         middle = math.sqrt(low * high)

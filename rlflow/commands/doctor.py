@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rlflow.doctor import checks
-from rlflow.doctor.checks import Finding, Machine
+from rlflow.doctor.checks import Finding
 from rlflow.doctor.trials import trials
 from rlflow.errors import UserError
 from rlflow.process.status import Answered
@@ -18,11 +18,12 @@ from rlflow.process.status import Answered
 TRIAL_S = 120.0
 
 
-def doctor(machine: Machine, quick: bool = False, seconds: float = TRIAL_S, keep: Path | None = None) -> None:
+def doctor(gpu: bool, nodes: int, quick: bool = False, seconds: float = TRIAL_S, keep: Path | None = None) -> None:
     """Print a line for each thing, and end with code 0 if all that a machine needs works, else 1.
 
     Args:
-        machine: Which machine is looked at.
+        gpu: Whether runs use this machine's GPUs.
+        nodes: Machines of a run.
         quick: Whether nothing is tried.
         seconds: That each trial may take.
         keep: Where the files of trials stay; None where they are removed.
@@ -31,16 +32,16 @@ def doctor(machine: Machine, quick: bool = False, seconds: float = TRIAL_S, keep
         keep.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rlflow-doctor-") as temporary:
         folder = Path(tempfile.mkdtemp(dir=keep) if keep else temporary)
-        found = _shown("packages", checks.packages(machine, folder))
-        found += _shown("this machine", checks.this_machine(machine, folder))
-        found += _shown("many machines", checks.many_machines(machine))
+        found = _shown("packages", checks.packages(gpu, folder))
+        found += _shown("this machine", checks.this_machine(gpu, nodes, folder))
+        found += _shown("many machines", checks.many_machines(gpu, nodes))
         if not quick:
-            gpus = checks.gpu_count(folder) if machine.gpu else 0
-            found += _shown("tried", trials(machine, gpus, folder, seconds))
+            gpus = checks.gpu_count(folder) if gpu else 0
+            found += _shown("tried", trials(gpu, gpus, folder, seconds))
     failing = [finding for finding in found if finding.fails]
     for finding in failing:
         print(f"needed: {finding}")
-    here = f"{'GPUs' if machine.gpu else 'the CPU'}, {machine.nodes} machine(s)"
+    here = f"{'GPUs' if gpu else 'the CPU'}, {nodes} machine(s)"
     print(f"{len(failing)} of {len(found)} need mending" if failing else f"all that runs need works ({here})")
     raise Answered(1 if failing else 0)
 
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str]) -> None:
         if not value >= 1:
             raise UserError(f"`{name}` is {value}; give 1 or more")
     gpu = checks.has_gpu() if given.accelerator == "auto" else given.accelerator == "cuda"
-    doctor(Machine(gpu, nodes), given.quick, given.timeout_s, given.keep)
+    doctor(gpu, nodes, given.quick, given.timeout_s, given.keep)
 
 
 class _Parser(argparse.ArgumentParser):

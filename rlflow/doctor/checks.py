@@ -83,7 +83,11 @@ RANK_NAMES = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report.
+    """A line of the report, such as
+
+        ok       2 cores
+        missing  InfiniBand; set NCCL_IB_DISABLE=1 if that is meant (not needed here)
+        broken   MASTER_PORT=99999; give a number from 1 to 65535
 
     Attributes:
         what: Was looked at, with what was found of it.
@@ -107,29 +111,16 @@ class Finding:
         return f"{self.state:<8} {self.what}{mend}{'' if self.needed or self.state == 'ok' else ' (not needed here)'}"
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What the machine is looked at for.
-
-    Attributes:
-        gpu: Whether runs use its GPUs.
-        nodes: Machines of a run.
-    """
-
-    gpu: bool
-    nodes: int = 1
-
-
 def checked(what: str, ok: bool, mend: str, needed: bool = True, state: State = "missing") -> Finding:
     """The finding of something that is ok, or else in this state."""
     return Finding(what) if ok else Finding(what, state, mend, needed)
 
 
-def packages(machine: Machine, folder: Path) -> Iterator[Finding]:
+def packages(gpu: bool, folder: Path) -> Iterator[Finding]:
     """Of Python and every package that rlflow names.
 
     Args:
-        machine: That is looked at.
+        gpu: Whether runs use this machine's GPUs.
         folder: Where children run.
     """
     yield _python()
@@ -146,7 +137,7 @@ def packages(machine: Machine, folder: Path) -> Iterator[Finding]:
     for each in named:
         has = found[each.name]
         if has is None:
-            if each.name not in VLLM or (not any(map(found.get, VLLM)) and each.name == VLLM[machine.gpu]):
+            if each.name not in VLLM or (not any(map(found.get, VLLM)) and each.name == VLLM[gpu]):
                 yield _missing(each)
             continue
         yield _installed(each, has, pins.get(each.name.lower()), says.get(modules[each.name], "was not reached"))
@@ -255,18 +246,19 @@ def gpu_count(folder: Path) -> int:
     return len(_facts(folder)[0].get("gpus", ()))
 
 
-def this_machine(machine: Machine, folder: Path) -> Iterator[Finding]:
+def this_machine(gpu: bool, nodes: int, folder: Path) -> Iterator[Finding]:
     """Of everything but packages and network.
 
     Args:
-        machine: That is looked at.
+        gpu: Whether runs use this machine's GPUs.
+        nodes: Machines of a run.
         folder: Where children run.
     """
     yield from _memory()
     yield from _folders()
-    yield from _limits(machine)
+    yield from _limits(gpu, nodes)
     yield _isolates()
-    if machine.gpu:
+    if gpu:
         yield from _gpus(folder)
     yield _loopback()
 
@@ -308,16 +300,16 @@ def _write_in(folder: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-def _limits(machine: Machine) -> Iterator[Finding]:
+def _limits(gpu: bool, nodes: int) -> Iterator[Finding]:
     try:
         shared = shutil.disk_usage(SHARED_MEMORY).total / GB
     except OSError:
         shared = 0.0
     size = f"shared memory of {shared:.2f} GB ({SHARED_MEMORY})"
-    yield checked(size, shared >= SHARED_GB, "start the container with --ipc=host or --shm-size=8g", machine.gpu)
+    yield checked(size, shared >= SHARED_GB, "start the container with --ipc=host or --shm-size=8g", gpu)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = files == resource.RLIM_INFINITY
-    enough = unlimited or files >= (FILES if machine.nodes == 1 else FILES_OF_NODES)
+    enough = unlimited or files >= (FILES if nodes == 1 else FILES_OF_NODES)
     shown = "any number of" if unlimited else f"{files:,}"
     yield checked(f"{shown} open files (ulimit -n)", enough, f"ulimit -n {FILES_OF_NODES}")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -325,7 +317,7 @@ def _limits(machine: Machine) -> Iterator[Finding]:
     how_much = "unlimited" if unlimited else f"{locked / GB:.3f} GB of"
     what = f"{how_much} locked memory (ulimit -l), by which InfiniBand reads it"
     mend = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
-    yield checked(what, unlimited, mend, machine.nodes > 1 and machine.gpu)
+    yield checked(what, unlimited, mend, nodes > 1 and gpu)
 
 
 def _isolates() -> Finding:
@@ -390,15 +382,20 @@ def nodes_here() -> int:
     return 1
 
 
-def many_machines(machine: Machine) -> Iterator[Finding]:
-    """Of the network and the launcher's variables."""
-    needed = machine.nodes > 1
+def many_machines(gpu: bool, nodes: int) -> Iterator[Finding]:
+    """Of the network and the launcher's variables.
+
+    Args:
+        gpu: Whether runs use this machine's GPUs.
+        nodes: Machines of a run.
+    """
+    needed = nodes > 1
     slurm = "SLURM_JOB_ID" in os.environ
     yield _launcher(slurm, needed)
     yield from _meeting(slurm, needed)
     yield _own_name(needed)
     yield from _interfaces()
-    yield from _infiniband(needed and machine.gpu)
+    yield from _infiniband(needed and gpu)
 
 
 def _launcher(slurm: bool, needed: bool) -> Finding:

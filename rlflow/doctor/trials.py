@@ -5,50 +5,45 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlflow.doctor.checks import VLLM, Finding, Machine, Tried, installed, tried
+from rlflow.doctor.checks import VLLM, Finding, Tried, installed, tried
 
 AT_ONCE = 2
 PROMPTS = ("1+1=", "1+2=", "2+2=", "3+2=")
 MEET = timedelta(seconds=30)  # that two ranks may take to meet
 STEPS = 2  # the second generates with the weights that the first trained and the sync brought
-TRANSFORMERS = {"class_path": "rlflow.rollout.TransformersEngine"}
 
 
-def trials(machine: Machine, gpus: int, folder: Path, seconds: float) -> Iterator[Finding]:
+def trials(gpu: bool, gpus: int, folder: Path, seconds: float) -> Iterator[Finding]:
     """Of the trials that this machine can do.
 
     Args:
-        machine: That is looked at.
+        gpu: Whether runs use its GPUs.
         gpus: How many it has.
         folder: Where children run.
         seconds: That each may take.
     """
-    chosen: list[Callable[[], Finding]] = [partial(_meet, "gloo", folder, seconds)]
-    if gpus >= 2:
-        chosen.append(partial(_meet, "nccl", folder, seconds))
-    train = partial(_train, machine, folder=folder, seconds=seconds)
-    chosen.append(partial(train, "transformers engine, one process", 1, "SingleProcess", TRANSFORMERS))
-    ranks = min(2, gpus) if machine.gpu else 2
-    if installed("deepspeed") is not None:
-        name = f"transformers engine, DeepSpeed ZeRO-2 on {ranks} ranks"
-        chosen.append(partial(train, name, ranks, "DeepSpeedStrategy", TRANSFORMERS))
-    else:
-        chosen.append(
-            partial(train, f"transformers engine, FSDP on {ranks} ranks", ranks, "FSDPStrategy", TRANSFORMERS)
-        )
+    backends = ["gloo", "nccl"] if gpus >= 2 else ["gloo"]
+    ranks = min(2, gpus) if gpu else 2
+    divided, called = ("deepspeed", "DeepSpeed ZeRO-2") if installed("deepspeed") is not None else ("fsdp", "FSDP")
+    runs: list[tuple[str, int, str, Any]] = [
+        ("transformers engine, one process", 1, "single", "transformers"),
+        (f"transformers engine, {called} on {ranks} ranks", ranks, divided, "transformers"),
+    ]
     if any(installed(name) for name in VLLM):
-        settings = {"gpu_memory_utilization": 0.3} if machine.gpu else {"kv_cache_gib": 0.25}
-        engine = {"class_path": "rlflow.rollout.VLLMEngine", "init_args": settings | {"max_num_seqs": 16}}
-        chosen.append(partial(train, "vLLM engine, one process", 1, "SingleProcess", engine))
+        settings = {"gpu_memory_utilization": 0.3} if gpu else {"kv_cache_gib": 0.25}
+        engine = {"class_path": "vllm", "init_args": settings | {"max_num_seqs": 16}}
+        runs.append(("vLLM engine, one process", 1, "single", engine))
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield from pool.map(lambda trial: trial(), chosen)
+        found = [pool.submit(_meet, backend, folder, seconds) for backend in backends]
+        found += [pool.submit(_train, gpu, *run, folder, seconds) for run in runs]
+        for finding in found:
+            yield finding.result()
 
 
 def _meet(backend: str, folder: Path, seconds: float) -> Finding:
@@ -69,14 +64,12 @@ def _rank(backend: str, rank: int, folder: Path, seconds: float) -> Tried:
     return tried(folder / f"rank{rank}", arguments, seconds)
 
 
-def _train(
-    machine: Machine, name: str, ranks: int, strategy: str, engine: dict[str, Any], folder: Path, seconds: float
-) -> Finding:
+def _train(gpu: bool, name: str, ranks: int, strategy: str, engine: Any, folder: Path, seconds: float) -> Finding:
     what = f"steps and syncs: {name}"
     here = folder / name.replace(" ", "-").replace(",", "")
     here.mkdir(parents=True)
     (here / "rows.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
-    (here / "config.yaml").write_text(json.dumps(_config(machine, ranks, strategy, engine)))
+    (here / "config.yaml").write_text(json.dumps(_config(gpu, ranks, strategy, engine)))
     ran = tried(here, ["-m", "rlflow.cli", "fit", "--config", "config.yaml"], seconds, {"OMP_NUM_THREADS": "1"})
     mend = f"the run's own errors: rlflow doctor --keep FOLDER, then {here.name}/run/logs in it"
     if ran.code != 0:
@@ -90,38 +83,31 @@ def _train(
     return Finding(f"{what}: {synced:.0f} tensors, log-probabilities {gap:.0e} apart, {ran.seconds:.1f} s")
 
 
-def _config(machine: Machine, ranks: int, strategy: str, engine: dict[str, Any]) -> dict[str, Any]:
+def _config(gpu: bool, ranks: int, strategy: str, engine: Any) -> dict[str, Any]:
     """Of a run so small that it takes seconds."""
     return {
         "module": {
-            "class_path": "rlflow.algorithms.GRPO",
+            "class_path": "GRPO",
             "init_args": {
                 "actor": {"model": "tiny", "optimizer": {"lr": 1e-3}},
                 "group_size": 4,
                 "max_response_length": 8,
-                "reward": {
-                    "class_path": "rlflow.rewards.CallableReward",
-                    "init_args": {"function": "rlflow.doctor.trials.share_of_digits"},
-                },
+                "reward": "rlflow.doctor.trials.share_of_digits",
             },
         },
-        "data": {
-            "train": {"class_path": "rlflow.data.JSONL", "init_args": {"path": "rows.jsonl"}},
-            "prompts_per_step": len(PROMPTS),
-            "prompt": "prompt",
-        },
+        "data": {"train": "rows.jsonl", "prompts_per_step": len(PROMPTS)},
         "trainer": {
             "run_dir": "run",
             "max_steps": STEPS,
             "devices": ranks,
-            "accelerator": "cuda" if machine.gpu else "cpu",
+            "accelerator": "cuda" if gpu else "cpu",
         },
-        "strategy": {"class_path": f"rlflow.strategies.{strategy}"},
+        "strategy": strategy,
         "rollout": engine,
     }
 
 
-def share_of_digits(response: str, row: dict[str, Any]) -> float:
+def share_of_digits(response: str) -> float:
     """How much of a response are digits: a reward in which random responses differ."""
     return sum(each.isdigit() for each in response) / max(1, len(response))
 

@@ -175,7 +175,17 @@ def _held(workload: Workload, rank: int) -> float:
 
 
 def memory_lines(memory: Memory, every: bool) -> Iterator[str]:
-    """What a rank holds, and what to do where it cannot; `every` if all ranks hold as much."""
+    """What a rank holds, and what to do where it cannot: a table such as
+
+        memory of a rank: 77.2 kB generating, 152.0 kB training, of 160.0 kB
+            actor      weights 7.7 kB, gradients 23.1 kB, optimizer 30.8 kB, activations 34.0 kB
+            training   logits 40.0 kB, gathered 0 B, reduced 15.4 kB; values of the step 1.0 kB
+            engine     weights 7.7 kB, cache 30.0 kB
+
+    Args:
+        memory: Of the rank.
+        every: Whether all ranks hold as much.
+    """
     of = "a rank" if every else rank_ranges(memory.ranks)
     yield (
         f"memory of {of}: {in_bytes(memory.generating)} generating, {in_bytes(memory.training)} training,"
@@ -200,7 +210,11 @@ def memory_lines(memory: Memory, every: bool) -> Iterator[str]:
 
 
 def does_not_fit(memory: Memory) -> str:
-    """Which rank lacks how many bytes, what takes most, and what to do about it."""
+    """Which rank lacks how many bytes, what takes most, and what to do about it: one line.
+
+    Args:
+        memory: Of a rank that does not hold it.
+    """
     rank, capacity = memory.ranks[0], memory.capacity
     for name, engine in memory.engines.items():
         if (cache := engine.cache(capacity)) < 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -16,17 +16,8 @@ from rlflow.simulate.hardware import Hardware
 STEP = "step"  # the whole of it, among the seconds of its parts
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A step of one rank.
-
-    Attributes:
-        workload: What was done.
-        seconds: Seconds of each node, of `sync`, and of the whole `step`.
-    """
-
-    workload: Workload
-    seconds: Mapping[str, float]
+# A step of one rank: what was done, and the seconds of each node, of `sync`, and of the whole `step`.
+Measured = tuple[Workload, Mapping[str, float]]
 
 
 def calibrated(bare: Hardware, steps: Sequence[Measured]) -> Hardware:
@@ -39,20 +30,20 @@ def calibrated(bare: Hardware, steps: Sequence[Measured]) -> Hardware:
         bare: With bandwidths, memory and peak as measured, and no fixed costs.
         steps: Of one rank.
     """
-    kinds = {node.id: node.kind for node in steps[0].workload.graph.order}
-    host = [node.id for node in steps[0].workload.graph.order if node.role is None and node.kind != "rollout"]
-    scored = [name for name, kind in kinds.items() if kind not in ("rollout", "train") and name not in host]
-    trained = [name for name, kind in kinds.items() if kind == "train"]
-    sampled = [name for name, kind in kinds.items() if kind == "rollout"]
+    nodes = steps[0][0].graph.order
+    sampled = [node.id for node in nodes if node.kind == "rollout"]
+    trained = [node.id for node in nodes if node.kind == "train"]
+    host = [node.id for node in nodes if node.role is None and node.id not in sampled]
+    scored = [node.id for node in nodes if node.id not in (*sampled, *trained, *host)]
     machine = bare
     machine = _fitted(machine, steps, scored, ("forward_efficiency", "micro_batch_seconds"))
     machine = _fitted(machine, steps, trained, ("train_efficiency", "update_seconds"))
     machine = _fitted(machine, steps, sampled, ("response_seconds", "decode_overhead"))
     machine = _fitted(machine, steps, host, ("row_seconds",))
     machine = _fitted(machine, steps, ["sync"], ("sync_seconds",))
-    parts = [sum(step.seconds.get(name, 0.0) for name in (*kinds, "sync")) for step in steps]
-    beside = float(np.median([step.seconds[STEP] - part for step, part in zip(steps, parts, strict=True)]))
-    return replace(machine, step_seconds=max(beside, 0.0))
+    parts = [*(node.id for node in nodes), "sync"]
+    beside = [seconds[STEP] - sum(seconds.get(name, 0.0) for name in parts) for _, seconds in steps]
+    return replace(machine, step_seconds=max(float(np.median(beside)), 0.0))
 
 
 def as_yaml(machine: Hardware, sharing: Mapping[int, float]) -> str:
@@ -65,39 +56,30 @@ def as_yaml(machine: Hardware, sharing: Mapping[int, float]) -> str:
 
 def _fitted(machine: Hardware, steps: Sequence[Measured], names: Sequence[str], constants: Sequence[str]) -> Hardware:
     """`machine` with the constants on which the seconds of these nodes depend, each of which they are linear in."""
-    pairs = [(step, name) for step in steps for name in names if step.seconds.get(name, 0.0) > 0]
+    pairs = [
+        (workload, name, seconds[name]) for workload, seconds in steps for name in names if seconds.get(name, 0.0) > 0
+    ]
     if not pairs:
         return machine
-    seen = np.array([step.seconds[name] for step, name in pairs])
+    seen = np.array([seconds for _, _, seconds in pairs])
+    rates = [constant.endswith("_efficiency") for constant in constants]  # whose inverse seconds grow with
+    free: dict[str, Any] = {constant: 1.0 if rate else 0.0 for constant, rate in zip(constants, rates, strict=True)}
 
-    def predicted(**values: float) -> NDArray[np.float64]:
-        changed = _with(machine, values)
-        return np.array([node_seconds(works(step.workload, changed, "rlflow"))[name] for step, name in pairs])
+    def predicted(values: dict[str, Any]) -> NDArray[np.float64]:
+        changed = replace(machine, **values)
+        return np.array([node_seconds(works(workload, changed, "rlflow"))[name] for workload, name, _ in pairs])
 
-    base, columns = predicted(**{constant: _free(constant) for constant in constants}), []
-    for constant in constants:
-        zero = {other: _free(other) for other in constants}
-        if constant.endswith("_efficiency"):  # seconds grow with its inverse
-            columns.append(predicted(**{**zero, constant: 0.5}) - base)
-        else:
-            columns.append(predicted(**{**zero, constant: 1.0}) - base)
-    for constant, column in zip(constants, columns, strict=True):
-        base = base - column if constant.endswith("_efficiency") else base
+    base, columns = predicted(free), []
+    for constant, rate in zip(constants, rates, strict=True):
+        columns.append(predicted({**free, constant: 0.5 if rate else 1.0}) - base)
+    for column, rate in zip(columns, rates, strict=True):
+        base = base - column if rate else base
     found = _not_negative(np.array(columns).T / seen[:, None], (seen - base) / seen)
     values = {
-        constant: 1 / max(value, 1.0) if constant.endswith("_efficiency") else value
-        for constant, value in zip(constants, found, strict=True)
+        constant: 1 / max(value, 1.0) if rate else value
+        for constant, value, rate in zip(constants, found, rates, strict=True)
     }
-    return _with(machine, values)
-
-
-def _with(machine: Hardware, values: Mapping[str, float]) -> Hardware:
-    changed: dict[str, Any] = {**values}
-    return replace(machine, **changed)
-
-
-def _free(constant: str) -> float:
-    return 1.0 if constant.endswith("_efficiency") else 0.0
+    return replace(machine, **{**free, **values})
 
 
 def _not_negative(columns: NDArray[np.float64], seen: NDArray[np.float64]) -> list[float]:

@@ -44,7 +44,13 @@ METADATA_BYTES = 40  # of a row: id, group, length, tokens and version, which ev
 
 
 def works(workload: Workload, hardware: Hardware, design: Design) -> list[WorkItem]:
-    """All work of a step, in the order of issue."""
+    """All work of a step, in the order of issue.
+
+    Args:
+        workload: What is to be done.
+        hardware: Hardware of a node.
+        design: How values move between nodes; `rlflow` moves them as its plan says.
+    """
     return list(_Step(workload, hardware, design).works())
 
 
@@ -295,7 +301,15 @@ class StepTimeline:
 
 
 def scheduled(works: Iterable[WorkItem]) -> StepTimeline:
-    """The works, one after the other on each lane, in the order given."""
+    """The works, one after the other on each lane, in the order given.
+
+    For example `rollout` takes 3 s on the ranks, its exchange 5 s on their links, `rewards` 1 s on the ranks, and
+    `actor_loss`, which needs the exchange, 2 s. They begin after 0, 3, 3 and 8 s: rewards are computed while the
+    exchange is in progress, and the step takes 10 s, whose critical path is rollout, exchange and `actor_loss`.
+
+    Args:
+        works: In the order of issue; each needs only works before it.
+    """
     found, last = dict[str, WorkItem](), dict[str, str]()
     for work in works:
         before = {*work.needs, *(last[lane] for lane in work.lanes if lane in last)}

@@ -27,6 +27,13 @@ def _check_sharing(sharing: object) -> None:
 class Hardware:
     """Nodes of GPUs. SI units: FLOP/s, bytes, bytes/s, seconds. Bandwidths are of one GPU and one direction.
 
+    A YAML file of one's own gives these arguments, or those in which a machine differs from a preset:
+
+        like: h100
+        memory: 96.0e+9
+        gpus_per_node: 4
+        sharing: {2: 1.1, 4: 2.3}
+
     Args:
         peak_flops: bf16 without sparsity.
         memory: Memory of one GPU.

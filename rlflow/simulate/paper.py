@@ -52,12 +52,9 @@ def lines() -> Iterator[str]:
     found = forecasts(FIGURES, GPUS)
     beyond, last = errors_beyond(FIGURES, known=32), last_out_errors(FIGURES)
     for curve in CURVES:
-        expected = found[curve]
-        interval = f"{expected.low:.1f} to {expected.high:.1f}"
-        yield (
-            f"  {curve!s:<17} {expected.rate:8.1f} {interval:>17} {_percent(beyond[curve]):>14}"
-            f" {_percent(last[curve]):>14}"
-        )
+        rate, low, high = found[curve]
+        interval, name = f"{low:.1f} to {high:.1f}", "{:<4} {:>3} {}".format(*curve)
+        yield f"  {name:<17} {rate:8.1f} {interval:>17} {_percent(beyond[curve]):>14} {_percent(last[curve]):>14}"
     yield f"  {'in all':<17} {'':8} {'':17} {_rms(beyond.values()):14.1%} {_rms(last.values()):14.1%}"
     yield f"  of the worst      {'':8} {'':17} {_worst(beyond):14.1%} {_worst(last):14.1%}"
     yield json.dumps(_nested(found))
@@ -65,8 +62,8 @@ def lines() -> Iterator[str]:
 
 def _nested(found: Mapping[Curve, Forecast]) -> dict[str, dict[str, dict[str, float]]]:
     nested: dict[str, dict[str, dict[str, float]]] = {}
-    for curve, expected in found.items():
-        nested.setdefault(curve.algorithm, {}).setdefault(curve.model, {})[curve.system] = round(expected.rate, 1)
+    for (algorithm, model, system), (rate, _, _) in found.items():
+        nested.setdefault(algorithm, {}).setdefault(model, {})[system] = round(rate, 1)
     return nested
 
 
@@ -101,22 +98,13 @@ START = np.array([0.15, 0.02, 1.0, 0.01, 0.02, 0.05, 0.005, 0.0])
 HUB_EXPONENTS = (0.85, 1.0, 1.15)  # of N, between which an interval does not choose; the model's is 1
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """What is expected of a curve, thousand tokens a second; nine of ten figures lie between `low` and `high`."""
-
-    rate: float
-    low: float
-    high: float
-
-
 def gpu_seconds(constants: Vector, curves: Sequence[Curve], gpus: Sequence[int], hub_exponent: float = 1.0) -> Vector:
     """T of the module's text `[F]`, for each pair of curve and number of GPUs."""
     fixed, compute, critic, reload, straggler, controller, hub, hub_ppo = constants
-    p = np.array([PARAMETERS[curve.model] for curve in curves])
-    rows = np.array([BATCH_PER_NODE[curve.algorithm, curve.model] for curve in curves])
-    ppo = np.array([curve.algorithm == "PPO" for curve in curves])
-    verl = np.array([curve.system == "verl" for curve in curves])
+    p = np.array([PARAMETERS[model] for _, model, _ in curves])
+    rows = np.array([BATCH_PER_NODE[algorithm, model] for algorithm, model, _ in curves])
+    ppo = np.array([algorithm == "PPO" for algorithm, _, _ in curves])
+    verl = np.array([system == "verl" for _, _, system in curves])
     n = np.array(gpus, dtype=float)
     work = fixed + p * (compute * (1 + critic * ppo) + reload * 1024 / rows)
     work = work * (1 + straggler * np.log2(n / 8)) * (1 + controller * np.sqrt(p / 10) * verl)
@@ -173,7 +161,7 @@ def errors_beyond(figures: Sequence[Figure], known: int) -> dict[Curve, float]:
 
 
 def forecasts(figures: Sequence[Figure], gpus: int, draws: int = 200, seed: int = 0) -> dict[Curve, Forecast]:
-    """What is expected at `gpus` GPUs of each curve, with an interval of nine tenths by bootstrap.
+    """What is expected at `gpus` GPUs of each curve: a rate, and the ends of an interval of nine tenths by bootstrap.
 
     A draw adds residuals of the fit, drawn with replacement, to the fitted figures, fits them with one of
     `HUB_EXPONENTS`, and adds an error of those that the last figures are forecast with.
@@ -194,10 +182,8 @@ def forecasts(figures: Sequence[Figure], gpus: int, draws: int = 200, seed: int 
         for curve in curves:
             error = generator.choice(last) * generator.choice((-1, 1))
             drawn[curve][draw] = forecast(refitted, figures, curve, gpus, exponent) * np.exp(error)
-    return {
-        curve: Forecast(forecast(constants, figures, curve, gpus), *np.quantile(drawn[curve], (0.05, 0.95)).tolist())
-        for curve in curves
-    }
+    ends = {curve: np.quantile(drawn[curve], (0.05, 0.95)).tolist() for curve in curves}
+    return {curve: (forecast(constants, figures, curve, gpus), low, high) for curve, (low, high) in ends.items()}
 
 
 def _least_squares(errors: Callable[[Vector], Vector], start: Vector, rounds: int) -> Vector:
@@ -227,18 +213,8 @@ def _least_squares(errors: Callable[[Vector], Vector], start: Vector, rounds: in
 Algorithm = Literal["GRPO", "PPO"]
 Model = Literal["7B", "32B", "72B"]
 System = Literal["verl", "distflow"]
-
-
-@dataclass(frozen=True)
-class Curve:
-    """What is measured at different sizes of cluster and else alike."""
-
-    algorithm: Algorithm
-    model: Model
-    system: System
-
-    def __str__(self) -> str:
-        return f"{self.algorithm:<4} {self.model:>3} {self.system}"
+Curve = tuple[Algorithm, Model, System]  # what is measured at different sizes of cluster and else alike
+Forecast = tuple[float, float, float]  # thousand tokens a second: what is expected; nine of ten lie between the others
 
 
 @dataclass(frozen=True)
@@ -268,7 +244,7 @@ BATCH_PER_NODE: dict[tuple[Algorithm, Model], int] = {
     ("PPO", "72B"): 512,
 }
 
-_RATES: dict[tuple[Algorithm, Model, System], dict[int, float]] = {
+_RATES: dict[Curve, dict[int, float]] = {
     ("GRPO", "7B", "verl"): {8: 19.3, 16: 35.3, 32: 59.3, 64: 91.3},
     ("GRPO", "7B", "distflow"): {8: 22.0, 16: 44.7, 32: 86.0, 64: 170.0},
     ("GRPO", "32B", "verl"): {16: 10.2, 32: 18.8, 64: 34.5},
@@ -283,10 +259,8 @@ _RATES: dict[tuple[Algorithm, Model, System], dict[int, float]] = {
     ("PPO", "72B", "distflow"): {32: 6.0, 64: 11.9},
 }
 
-FIGURES: tuple[Figure, ...] = tuple(
-    Figure(Curve(*names), gpus, rate) for names, rates in _RATES.items() for gpus, rate in rates.items()
-)
-CURVES: tuple[Curve, ...] = tuple(dict.fromkeys(figure.curve for figure in FIGURES))
+FIGURES = tuple(Figure(curve, gpus, rate) for curve, rates in _RATES.items() for gpus, rate in rates.items())
+CURVES = tuple(_RATES)
 
 # How many times as fast as verl DistFlow is at context lengths in tokens; verl's 32B has no figure at 65,536.
 CONTEXT_SPEEDUPS: dict[Model, dict[int, float]] = {

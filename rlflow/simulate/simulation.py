@@ -60,7 +60,12 @@ class PredictedStep:
 
 
 def predict(workload: Workload, hardware: Hardware) -> PredictedStep:
-    """A step in every design."""
+    """A step in every design.
+
+    Args:
+        workload: What is to be done.
+        hardware: Hardware of a node.
+    """
     timelines = {design: scheduled(works(workload, hardware, design)) for design in DESIGNS}
     return PredictedStep(workload, memories(workload, hardware.memory), timelines)
 
@@ -288,7 +293,12 @@ def run_phases(
 
 
 def phase_lines(found: Sequence[Phase], capacity: float) -> Iterator[str]:
-    """A table; `!` where a rank's memory does not take it."""
+    """A table; `!` where a rank's memory does not take it.
+
+    Args:
+        found: The phases.
+        capacity: Bytes of a rank's device.
+    """
     yield f"    {'phase':<10} {'takes':>11} {'memory':>9} {'a node moves':>13}"
     for phase in found:
         mark = " " if phase.memory <= capacity else "!"

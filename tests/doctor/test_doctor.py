@@ -15,7 +15,7 @@ import pytest
 
 from rlflow.cli import main
 from rlflow.doctor import trials
-from rlflow.doctor.checks import Finding, Machine, many_machines, tried
+from rlflow.doctor.checks import Finding, many_machines, tried
 
 # Python runs it at the start of every process whose path it is on.
 HIDES = """
@@ -87,7 +87,7 @@ def test_what_many_nodes_need_is_needed_where_a_run_has_many(monkeypatch: pytest
     for name in os.environ.keys() - cleaned().keys():
         monkeypatch.delenv(name)
     one, two = (
-        next(each for each in many_machines(Machine(gpu=False, nodes=nodes)) if each.what.startswith("MASTER_ADDR"))
+        next(each for each in many_machines(gpu=False, nodes=nodes) if each.what.startswith("MASTER_ADDR"))
         for nodes in (1, 2)
     )
     assert not one.fails
@@ -96,7 +96,7 @@ def test_what_many_nodes_need_is_needed_where_a_run_has_many(monkeypatch: pytest
     assert str(two).startswith("missing  MASTER_ADDR")
     assert "set MASTER_ADDR to the first machine's name" in str(two)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    (alone,) = (each for each in many_machines(Machine(gpu=False, nodes=2)) if each.what.startswith("MASTER_ADDR"))
+    (alone,) = (each for each in many_machines(gpu=False, nodes=2) if each.what.startswith("MASTER_ADDR"))
     assert "which others cannot reach" in str(alone)
 
 
@@ -158,7 +158,7 @@ def test_a_step_that_cannot_be_is_broken_and_says_why(tmp_path: Path) -> None:
     environment = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(tmp_path)
     try:
-        found = trials._train(Machine(gpu=False), "here", 1, "SingleProcess", trials.TRANSFORMERS, tmp_path, 120)
+        found = trials._train(False, "here", 1, "single", "transformers", tmp_path, 120)
     finally:
         os.environ.pop("PYTHONPATH") if environment is None else os.environ.update(PYTHONPATH=environment)
     assert found.state == "broken"

@@ -10,7 +10,7 @@ import pytest
 from rlflow.commands.simulate import read_simulate
 from rlflow.errors import UserError
 from rlflow.memory.workload import Workload
-from rlflow.simulate.calibration import STEP, Measured, as_yaml, calibrated
+from rlflow.simulate.calibration import STEP, as_yaml, calibrated
 from rlflow.simulate.designs import node_seconds, works
 from rlflow.simulate.hardware import PRESETS, Hardware, read_hardware
 from rlflow.simulate.simulation import Simulation
@@ -44,7 +44,7 @@ def test_the_constants_that_made_the_seconds_of_one_rank_are_found_again() -> No
     for prompts in (256, 16):  # so few responses that the longest counts, and not how many there are
         load = workload(prompts)
         seconds = node_seconds(works(load, TRUE, "rlflow"))
-        steps.append(Measured(load, {**seconds, STEP: sum(seconds.values())}))
+        steps.append((load, {**seconds, STEP: sum(seconds.values())}))
     found = calibrated(replace(BARE, train_efficiency=1.0, forward_efficiency=1.0), steps)
     for name in ("train_efficiency", "forward_efficiency", "decode_overhead", "row_seconds", "micro_batch_seconds"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
@@ -60,7 +60,7 @@ def test_a_constant_is_never_negative() -> None:
         bare = replace(TRUE, micro_batch_seconds=0.0, update_seconds=0.0)
         seconds = node_seconds(works(load, bare, "rlflow"))
         seconds = {name: value * factor for name, value in seconds.items()}
-        steps.append(Measured(load, {**seconds, STEP: sum(seconds.values())}))
+        steps.append((load, {**seconds, STEP: sum(seconds.values())}))
     found = calibrated(replace(BARE, train_efficiency=1.0, forward_efficiency=1.0), steps)
     assert found.update_seconds == 0
     assert 0.25 / 1.25 < found.train_efficiency < 0.25
