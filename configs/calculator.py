@@ -32,10 +32,7 @@ class Sums(Source):
         self.digits = digits
         self.seed = seed
         self.split = split
-
-    @property
-    def name(self) -> str:
-        return f"sums[{self.split}]"
+        self.name = f"sums[{split}]"
 
     def __len__(self) -> int:
         return self.size

@@ -53,16 +53,13 @@ class Played(Source):
                 f"{did_you_mean(tool_calls, TOOL_FORMS)}"
             )
         self.rows = as_source(rows, "rows")
+        self.name = f"{self.rows.name}, played"
         self.environment = environment
         self.script = script
         self.prompt = prompt
         self.seed = seed
         self.tool_calls = tool_calls
         self._played = cache(self._play)
-
-    @property
-    def name(self) -> str:
-        return f"{self.rows.name}, played"
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -32,22 +32,20 @@ HUB = re.compile(r"([\w-][\w.-]*/[\w-]+(?:\.[\d.]+)?)(?:/([\w.-]+))?(?:\[(.+)\])
 class Source(ABC):
     """Rows of a dataset, read one by one in any order; every rank reads only those that it needs.
 
-    class Squares(Source):
-        @property
-        def name(self) -> str:
-            return "squares"
+        class Squares(Source):
+            name = "squares"
 
-        def __len__(self) -> int:
-            return 100
+            def __len__(self) -> int:
+                return 100
 
-        def __getitem__(self, row: int) -> dict[str, Any]:
-            return {"question": f"{row}*{row}=", "answer": str(row * row)}
+            def __getitem__(self, row: int) -> dict[str, Any]:
+                return {"question": f"{row}*{row}=", "answer": str(row * row)}
+
+    Attributes:
+        name: What errors call the dataset.
     """
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """What errors call the dataset."""
+    name: str = "the dataset"
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -76,11 +74,7 @@ class JSONL(Source):
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path
-
-    @property
-    def name(self) -> str:
-        return self.path
+        self.path = self.name = path
 
     def __len__(self) -> int:
         return len(self._lines[0])
@@ -152,11 +146,7 @@ class Parquet(Source):
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path
-
-    @property
-    def name(self) -> str:
-        return self.path
+        self.path = self.name = path
 
     def __len__(self) -> int:
         return self._groups.ends[-1] if self._groups.ends else 0
@@ -247,11 +237,7 @@ class _LoadedDataset(Source):
     """A `datasets.Dataset` that is loaded."""
 
     def __init__(self, dataset: Any, name: str) -> None:
-        self._dataset, self._name = dataset, name
-
-    @property
-    def name(self) -> str:
-        return f"`{self._name}`"
+        self._dataset, self.name = dataset, name
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -281,10 +267,7 @@ class HuggingFace(_LoadedDataset):
         self.path = path
         self.split = split
         self.subset = subset
-
-    @property
-    def name(self) -> str:
-        return f"{self.path}[{self.split}]"
+        self.name = f"{path}[{split}]"
 
     @cached_property
     def _dataset(self) -> Any:
@@ -381,10 +364,10 @@ def as_source(data: DataLike, of: str = "data.train", split: str = "train") -> S
             " give a list of its rows"
         )
     if "datasets.Dataset" in bases:
-        return _LoadedDataset(data, of)
+        return _LoadedDataset(data, f"`{of}`")
     if isinstance(data, Mapping) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise UserError(f"{kind}; give a list of dicts, a dataset, or the path of a file")
-    return _Listed(cast("Rows", data), of)
+    return _Listed(cast("Rows", data), f"`{of}`")
 
 
 def is_data_module(data: object) -> bool:
@@ -413,11 +396,7 @@ class _Listed(Source):
     """Rows of a list, or of a map-style dataset, as JSON carries them."""
 
     def __init__(self, rows: Rows, name: str) -> None:
-        self._rows, self._name = rows, name
-
-    @property
-    def name(self) -> str:
-        return f"`{self._name}`"
+        self._rows, self.name = rows, name
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal, cast
 
@@ -19,6 +20,7 @@ MOST_ANSWERS_DRAWN = 100  # of other problems, until one is wrong for this one
 DrawRow = Callable[[random.Random], dict[str, Any]]
 
 
+@dataclass(eq=False)
 class ReasoningGym(Source):
     """Problems of a reasoning-gym task, each question once. Training and validation problems share none.
 
@@ -36,27 +38,17 @@ class ReasoningGym(Source):
         config: Settings of the task, such as `{max_terms: 2}`.
     """
 
-    def __init__(
-        self,
-        task: str,
-        size: int = 10_000,
-        seed: int = 0,
-        split: Literal["train", "validation"] = "train",
-        validation_size: int = 200,
-        config: dict[str, Any] | None = None,
-    ) -> None:
-        if validation_size < 0:
-            raise UserError(f"`validation_size` is {validation_size}; give 0 or more problems")
-        self.task = task
-        self.size = size
-        self.seed = seed
-        self.split = split
-        self.validation_size = validation_size
-        self.config = config or {}
+    task: str
+    size: int = 10_000
+    seed: int = 0
+    split: Literal["train", "validation"] = "train"
+    validation_size: int = 200
+    config: dict[str, Any] | None = None
 
-    @property
-    def name(self) -> str:
-        return f"reasoning-gym {self.task}[{self.split}]"
+    def __post_init__(self) -> None:
+        if self.validation_size < 0:
+            raise UserError(f"`validation_size` is {self.validation_size}; give 0 or more problems")
+        self.name = f"reasoning-gym {self.task}[{self.split}]"
 
     def __len__(self) -> int:
         return len(self._problems)
@@ -82,14 +74,14 @@ class ReasoningGym(Source):
         require("reasoning_gym", type(self).__name__, "tasks")
         import reasoning_gym
 
-        score = scorer_of(self.task)
+        score, config = scorer_of(self.task), self.config or {}
         # Problem i is drawn from seed + i, so neighbouring seeds would give nearly the same problems.
         first_seed = random.Random(self.seed).randrange(2**31)
         try:
-            generator = reasoning_gym.create_dataset(self.task, seed=first_seed, size=self.size, **self.config)
+            generator = reasoning_gym.create_dataset(self.task, seed=first_seed, size=self.size, **config)
         except (TypeError, AssertionError) as error:  # an unknown setting; a value out of range
             raise UserError(
-                f"reasoning-gym {self.task} refuses `size` {self.size} with `config` {self.config}: {one_line(error)}"
+                f"reasoning-gym {self.task} refuses `size` {self.size} with `config` {config}: {one_line(error)}"
             ) from error
         first = generator[0]
         if score(first["answer"], _travelled(first)) != score(first["answer"], first):
@@ -129,6 +121,7 @@ class ReasoningGymPairs(ReasoningGym):
         return problems
 
 
+@dataclass(eq=False)
 class ReasoningGymHints(ReasoningGym):
     """The problems of `ReasoningGym`, half of them with a hint, to teach a model what one is: for `prompt: prompt`.
 
@@ -139,20 +132,8 @@ class ReasoningGymHints(ReasoningGym):
         hint: What is written in its place, a template as of `RLModule.prompts`.
     """
 
-    def __init__(
-        self,
-        task: str,
-        size: int = 10_000,
-        seed: int = 0,
-        split: Literal["train", "validation"] = "train",
-        validation_size: int = 200,
-        config: dict[str, Any] | None = None,
-        column: str = "question",
-        hint: str = "{prompt} {answer}",
-    ) -> None:
-        super().__init__(task, size, seed, split, validation_size, config)
-        self.column = column
-        self.hint = hint
+    column: str = "question"
+    hint: str = "{prompt} {answer}"
 
     def _draw(self) -> list[dict[str, Any]]:
         problems, draws, hint = super()._draw(), random.Random(f"{self.seed}/hints"), Template(self.hint)
@@ -176,10 +157,7 @@ class RandomRows(Source):
         self.draw = draw
         self.size = size
         self.seed = seed
-
-    @property
-    def name(self) -> str:
-        return f"rows of {self.draw if isinstance(self.draw, str) else self.draw.__qualname__}"
+        self.name = f"rows of {draw if isinstance(draw, str) else draw.__qualname__}"
 
     def __len__(self) -> int:
         return self.size

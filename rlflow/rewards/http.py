@@ -8,6 +8,7 @@ import random
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}  # the codes of what may go wel
 LONGEST_WAIT_S = 60.0
 
 
+@dataclass(eq=False)
 class Endpoint:
     """A server that answers JSON, asked again where it fails for the moment.
 
@@ -33,17 +35,18 @@ class Endpoint:
         headers: Of each request.
     """
 
-    def __init__(self, url: str, seconds: float, retries: int, headers: Mapping[str, str] | None = None) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"`url` is {url!r}; give one that begins with http:// or https://")
-        if not seconds > 0:
-            raise UserError(f"`seconds` is {seconds:g}; give more than 0")
-        if retries < 0:
-            raise UserError(f"`retries` is {retries}; give 0 or more")
-        self.url = url
-        self._seconds = seconds
-        self._retries = retries
-        self._headers = dict(headers or {})
+    url: str
+    seconds: float
+    retries: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise UserError(f"`url` is {self.url!r}; give one that begins with http:// or https://")
+        if not self.seconds > 0:
+            raise UserError(f"`seconds` is {self.seconds:g}; give more than 0")
+        if self.retries < 0:
+            raise UserError(f"`retries` is {self.retries}; give 0 or more")
         self._chance = random.Random()  # of its own: what others draw does not depend on tries
 
     def post(self, body: Any) -> Any:
@@ -53,16 +56,16 @@ class Endpoint:
             httpx.HTTPError: The last try failed too.
             ValueError: The answer is no JSON, or nests too deep.
         """
-        for attempt in range(self._retries + 1):
+        for attempt in range(self.retries + 1):
             wait = min(LONGEST_WAIT_S, 2.0**attempt * self._chance.uniform(0.5, 1.5))
             try:
                 return json.loads(self._answer(body))
             except httpx.HTTPStatusError as error:
-                if error.response.status_code not in AGAIN or attempt == self._retries:
+                if error.response.status_code not in AGAIN or attempt == self.retries:
                     raise
                 wait = _asked_for(error.response, wait)
             except httpx.TransportError:
-                if attempt == self._retries:
+                if attempt == self.retries:
                     raise
             except RecursionError as error:
                 raise ValueError("the answer nests too deep") from error
@@ -71,13 +74,13 @@ class Endpoint:
 
     def _answer(self, body: Any) -> bytes:
         """The answer of one try, which ends in time though the server sends a letter now and then."""
-        ends, parts = time.monotonic() + self._seconds, list[bytes]()
-        with httpx.stream("POST", self.url, json=body, headers=self._headers, timeout=self._seconds) as response:
+        ends, parts = time.monotonic() + self.seconds, list[bytes]()
+        with httpx.stream("POST", self.url, json=body, headers=self.headers, timeout=self.seconds) as response:
             response.raise_for_status()
             for part in response.iter_bytes():
                 parts.append(part)
                 if time.monotonic() > ends:
-                    raise httpx.ReadTimeout(f"the answer took longer than {self._seconds:g} s")
+                    raise httpx.ReadTimeout(f"the answer took longer than {self.seconds:g} s")
         return b"".join(parts)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rlflow.errors import UserError
 
 MOST_ERROR = 0.2  # a single step changes the coefficient by at most this share, times rows over horizon
 
 
+@dataclass(eq=False)
 class AdaptiveCoefficient:
     """A coefficient that rises while what it restrains is above its target, and falls while below.
 
@@ -23,25 +26,27 @@ class AdaptiveCoefficient:
         value: Now.
     """
 
-    def __init__(self, value: float, target: float | None = None, horizon: float = 10_000.0) -> None:
+    value: float
+    target: float | None = None
+    horizon: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        value, target = self.value, self.target
         if not value >= 0:
             raise UserError(f"the coefficient is {value}; give 0 or more")
         if target is not None and not (target > 0 and value > 0):
             raise UserError(
                 f"the coefficient {value} with target {target} cannot adapt, as it is multiplied; give both above 0"
             )
-        if not horizon > 0:
-            raise UserError(f"the horizon of the coefficient is {horizon}; it is a number of rows above 0")
-        self.value = value
-        self._target = target
-        self._horizon = horizon
+        if not self.horizon > 0:
+            raise UserError(f"the horizon of the coefficient is {self.horizon}; it is a number of rows above 0")
 
     def update(self, observed: float, rows: int) -> None:
         """Adapt to what was `observed`, the mean over `rows` rows of all ranks: the same numbers on every rank.
 
         Exactly 0 says that nothing has moved yet, as before a policy's first update, and adapts nothing.
         """
-        if self._target is None or observed == 0:
+        if self.target is None or observed == 0:
             return
-        error = min(max(observed / self._target - 1.0, -MOST_ERROR), MOST_ERROR)
-        self.value *= 1.0 + error * rows / self._horizon
+        error = min(max(observed / self.target - 1.0, -MOST_ERROR), MOST_ERROR)
+        self.value *= 1.0 + error * rows / self.horizon

@@ -14,13 +14,11 @@ class Listed(Source):
         reads: Every row that was read, in order.
     """
 
+    name = "listed"
+
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = rows
         self.reads: list[int] = []
-
-    @property
-    def name(self) -> str:
-        return "listed"
 
     def __len__(self) -> int:
         return len(self.rows)
