@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.node import Node
 from rlflow.databuffer.kept import Kept, KeptValue
 from rlflow.databuffer.route import Partition
-from rlflow.databuffer.rows import NUMBERS, ROOT, RowSpace, ancestors, beside_parents
+from rlflow.databuffer.rows import NUMBERS, RowSpace, ancestors, beside_parents
 from rlflow.databuffer.transport import of_a_collective
 from rlflow.errors import UserError, one_line, readable, shown
 from rlflow.state.tensors import with_tensors, without_tensors
@@ -164,16 +164,7 @@ class NodeCall:
         """The rows as they lie in the node's layout, and in no other; dropped are those that the node does not see."""
         at = self._at(space) if partition is None else partition
         out = left_out(space, self.node, self.now, self.run.graph)
-        return RowSpace.known(
-            space.name,
-            space.arrays if out is None else {**space.arrays, "dropped": out},
-            (self.layout, at),
-            {self.layout: at},
-            seed=space.seed,
-            step=space.step,
-            balance=space.balance,
-            above=space.above,
-        )
+        return replace(space, dropped=space.dropped if out is None else out, lies={self.layout: at})
 
 
 def folder_of(folder: Path, step: int) -> Path:
@@ -287,7 +278,7 @@ class StoredInputs:
                 levels = run.graph.levels(key.removeprefix(EACH))
                 none = torch.empty(len(levels) + len(NUMBERS), 0, dtype=torch.int64)
                 shards = [none] * layout.shards
-                spaces[key] = RowSpace.of_shards(levels[-1], layout, shards, above=levels[:-1] or ROOT)
+                spaces[key] = RowSpace.of_shards(levels[-1], layout, shards, levels[:-1])
             read = read_rows(self.folder, name, described, Kept(layout.ranks[0], spaces, values), device)
         seed, balance = run.settings.seed, run.settings.balancing
         in_step = {key: space.at(seed=seed, step=step, balance=balance) for key, space in read.spaces.items()}
@@ -356,7 +347,7 @@ def difference(here: Any, there: Any, annotation: Any, lengths: Tensor) -> float
     """
     largest = 0.0
     for column in columns(annotation):
-        one, other = ((getattr(each, column.name) if column.name else each) for each in (here, there))
+        one, other = (column.of(each) for each in (here, there))
         if isinstance(one, Absent) or isinstance(other, Absent) or column.cut is Cut.PATH:
             continue
         if column.cut is Cut.TOKEN:

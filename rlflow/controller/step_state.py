@@ -13,7 +13,7 @@ from rlflow.dag.planner import Plan
 from rlflow.databuffer.balance import Balance
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.kept import Kept, KeptValue
-from rlflow.databuffer.rows import NUMBERS, ROOT, RowSpace
+from rlflow.databuffer.rows import NUMBERS, RowSpace
 from rlflow.metrics import StepMetrics
 
 
@@ -88,7 +88,7 @@ class Keeping:
         """All of them, without rows."""
         layouts = {name: self._layouts[name] for name in self._spaces}
         spaces = {
-            name: RowSpace.of_shards(name, layout, [_no_rows(len(levels))] * layout.shards, above=levels[:-1] or ROOT)
+            name: RowSpace.of_shards(name, layout, [_no_rows(len(levels))] * layout.shards, levels[:-1])
             for name, layout in layouts.items()
             if (levels := self._graph.levels(name))
         }

@@ -16,7 +16,7 @@ from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import Exchange, Load, RunNode, Task, Tell, TrainNode
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.kept import Kept
-from rlflow.databuffer.rows import ROOT, RowSpace, space_from_message, space_to_message
+from rlflow.databuffer.rows import RowSpace, space_from_message, space_to_message
 from rlflow.metrics import Metrics
 from rlflow.values.layout import Layout
 
@@ -76,7 +76,7 @@ class Steps:
             numbers: `[B]` each, see `RowSpace`.
         """
         run = self._run
-        now.spaces[name] = RowSpace.gather(
+        space = RowSpace.gather(
             name,
             self._transport,
             layout,
@@ -84,11 +84,9 @@ class Steps:
             lengths=numbers["lengths"],
             tokens=numbers["tokens"],
             versions=numbers.get("versions"),
-            seed=run.settings.seed,
-            step=now.step,
-            balance=run.settings.balancing,
-            above=run.graph.levels(name)[:-1] or ROOT,
+            above=run.graph.levels(name)[:-1],
         )
+        now.spaces[name] = space.at(seed=run.settings.seed, step=now.step, balance=run.settings.balancing)
         return now.spaces[name]
 
     def tell(self, task: Tell, step: int) -> None:
@@ -98,8 +96,8 @@ class Steps:
         message = self._transport.broadcast_bytes(message, task.teller, task.ranks)
         if self._transport.rank == task.teller:
             return
-        seed, balance = run.settings.seed, run.settings.balancing
-        space = space_from_message(message, name, seed=seed, step=step, balance=balance)
+        space = space_from_message(message)
+        space = space.at(seed=run.settings.seed, step=step, balance=run.settings.balancing)
         known = now.spaces.get(name)
         if known is not None and torch.equal(known.path, space.path):  # again, after they were scored
             known.dropped.copy_(space.dropped)
