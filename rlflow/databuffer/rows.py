@@ -198,7 +198,7 @@ class RowSpace:
                 read = beside_parents(reader._ancestors_of(self), read)
             elif reader is not self:
                 position = self._ancestors_of(reader)
-            self._routes[key] = Route.find(rank, source, target, made, read, position)
+            self._routes[key] = Route(rank, source, target, made, read, position)
         return self._routes[key]
 
     def counts_below(self, rows: Tensor, of: RowSpace) -> Tensor:
