@@ -41,7 +41,7 @@ from small_run import (
 from torch import Tensor
 
 from rlflow import CausalLM, PerSample, PerToken
-from rlflow.databuffer.balance import balanced_partition, group_partition
+from rlflow.databuffer.balance import deal, group_partition, grouped
 from rlflow.models.tiny import write_tiny_model
 from rlflow.types import Written
 
@@ -133,7 +133,7 @@ def simulate(ranks: int, sigma: float, draws: int) -> dict[str, float]:
         ids = torch.arange(len(tokens))
         stay.append(fullest(tokens, group_partition(ids // GROUP, ranks)))
         began = time.perf_counter()
-        balanced = balanced_partition(tokens, ids, ranks)
+        balanced = grouped(deal(tokens, ranks), ranks)
         seconds.append(time.perf_counter() - began)
         even.append(fullest(tokens, balanced))
     return {

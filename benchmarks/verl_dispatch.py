@@ -34,7 +34,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 from benchmarks.exchange import ROWS, _measure, lengths_of
-from rlflow.databuffer.balance import balanced_partition
+from rlflow.databuffer.balance import deal, grouped
 
 
 class Holder(Worker):
@@ -106,7 +106,7 @@ def _verl(ranks: int, megabytes: int, repeats: int, even: bool) -> list[float]:
         workers = RayWorkerGroup(pool, remote, device_name="cpu")
         workers.ready()
         lengths = lengths_of(ranks, megabytes, even)
-        shares = balanced_partition(lengths_of(ranks, megabytes), torch.arange(len(lengths)), ranks)
+        shares = grouped(deal(lengths_of(ranks, megabytes), ranks), ranks)
         order = torch.cat(shares)
         nothing = DataProto.from_dict({"order": torch.zeros(len(lengths), dtype=torch.int64)})
         seconds = []

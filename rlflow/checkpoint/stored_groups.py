@@ -156,7 +156,7 @@ def _columns(name: str, value: GroupValue) -> Iterator[tuple[str, Any]]:
     """The columns of this rank's rows under the names of their tensors."""
     for column in columns(value.annotation) if value.rows is not None else ():
         if column.cut is not Cut.PATH:  # the space has it
-            yield f"{name}/{column.name}", getattr(value.rows, column.name) if column.name else value.rows
+            yield f"{name}/{column.name}", column.of(value.rows)
 
 
 class _Written:

@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,16 +161,7 @@ class NodeCall:
         """The rows as they lie in the node's layout, and in no other; dropped are those that the node does not see."""
         at = self._at(space) if partition is None else partition
         out = left_out(space, self.node, self.step.spaces, self.run.graph)
-        return RowSpace.known(
-            space.name,
-            space.arrays if out is None else {**space.arrays, "dropped": out},
-            (self.layout, at),
-            {self.layout: at},
-            seed=space.seed,
-            step=space.step,
-            balance=space.balance,
-            above=space.above,
-        )
+        return replace(space, dropped=space.dropped if out is None else out, lies={self.layout: at})
 
 
 def folder_of(folder: Path, step: int) -> Path:
@@ -342,7 +333,7 @@ def difference(here: Any, there: Any, annotation: Any, lengths: Tensor) -> float
     """
     largest = 0.0
     for column in columns(annotation):
-        one, other = ((getattr(each, column.name) if column.name else each) for each in (here, there))
+        one, other = (column.of(each) for each in (here, there))
         if isinstance(one, Absent) or isinstance(other, Absent) or column.cut is Cut.PATH:
             continue
         if column.cut is Cut.TOKEN:

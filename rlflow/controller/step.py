@@ -14,7 +14,7 @@ from rlflow.dag.node import BATCH
 from rlflow.dag.tasks import Exchange, Load, RunNode, Task, Tell, TrainNode
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.groups import Groups, GroupValue, ReadGroups, no_rows
-from rlflow.databuffer.rows import ROOT, RowSpace, space_from_message, space_to_message
+from rlflow.databuffer.rows import RowSpace, space_from_message, space_to_message
 from rlflow.metrics import Metrics, StepMetrics
 from rlflow.values.layout import Layout
 
@@ -169,7 +169,7 @@ class Steps:
             numbers: `[B]` each, see `RowSpace`.
         """
         run = self._run
-        step.spaces[name] = RowSpace.gather(
+        space = RowSpace.gather(
             name,
             self._transport,
             layout,
@@ -177,11 +177,10 @@ class Steps:
             lengths=numbers["lengths"],
             tokens=numbers["tokens"],
             versions=numbers.get("versions"),
-            seed=run.settings.seed,
-            step=step.number,
-            balance=run.settings.balancing,
-            above=run.graph.levels(name)[:-1] or ROOT,
+            above=run.graph.levels(name)[:-1],
         )
+        settings = run.settings
+        step.spaces[name] = space.at(seed=settings.seed, step=step.number, balance=settings.balancing)
         return step.spaces[name]
 
     def tell(self, task: Tell, step: Step) -> None:
@@ -191,7 +190,8 @@ class Steps:
         message = self._transport.broadcast_bytes(message, task.teller, task.ranks)
         if self._transport.rank == task.teller:
             return
-        space = space_from_message(message, name, seed=settings.seed, step=step.number, balance=settings.balancing)
+        space = space_from_message(message)
+        space = space.at(seed=settings.seed, step=step.number, balance=settings.balancing)
         known = step.spaces.get(name)
         if known is not None and torch.equal(known.path, space.path):  # again, after they were scored
             known.dropped.copy_(space.dropped)

@@ -20,6 +20,7 @@ from rlflow.values.rollout import Rollout
 
 def missing(nodes: Mapping[str, Node], removed: Collection[str], module_class: type) -> Iterator[Problem]:
     """Values that are read and that no node makes; `removed` are the names of nodes that were set to None."""
+    values = [BATCH, *nodes]
     methods = [name for name in dir(module_class) if callable(getattr(module_class, name))]
     for node in nodes.values():
         for name in node.reads:
@@ -30,7 +31,9 @@ def missing(nodes: Mapping[str, Node], removed: Collection[str], module_class: t
                 elif name in methods:
                     why = "a method that is not a node. Mark it with `@node`"
                 else:
-                    why = "which no node makes." + (did_you_mean(name, [BATCH, *nodes]) or _values(nodes))
+                    why = "which no node makes." + (
+                        did_you_mean(name, values) or f" The values are {', '.join(values)}."
+                    )
                 yield node.problem(f"reads `{name}`, {why}")
             elif source is not None and not source.makes_value:
                 what = "a train node" if source.kind == "train" else "a node that returns None"
@@ -100,7 +103,7 @@ def mispaired(nodes: Mapping[str, Node]) -> Iterator[Problem]:
                 yield node.problem(f"reads `batch` as {types[0].__name__}, but {other}. Make them agree")
     paired = type_of_batch(nodes) is Pairs
     for node in nodes.values():
-        if paired and node.space == BATCH and node.kind != "rollout" and _has_tokens(node):
+        if paired and node.space == BATCH and node.kind != "rollout" and _has(node, Cut.TOKEN):
             text = f"returns {type_name(node.returns)} of pairs, and a pair has the tokens of two responses"
             yield node.problem(f"{text}. Return one number or vector for each pair, `-> PerSample`")
 
@@ -203,7 +206,7 @@ def misfiltered(nodes: Mapping[str, Node]) -> Iterator[Problem]:
             yield node.problem("is a filter and reads neither prompts nor samples. Read the rows that it chooses from")
     for node in nodes.values():
         for name in node.reads if node.id not in repeated else ():
-            if name in repeated and _has_scalar(nodes[name]):
+            if name in repeated and _has(nodes[name], Cut.SCALAR):
                 made = f"`{name}` ({nodes[name].place}), a Scalar of one draw, and the rows that pass the filter"
                 text = (
                     f"reads {made} `{filters[0].id}` are of several. Compute it in a node that comes after the filter"
@@ -230,12 +233,9 @@ def mislaid(order: Sequence[Node], nodes: Mapping[str, Node]) -> Iterator[Proble
             yield node.problem(f"{text} them. Read it as Each in a node before, which makes one value for each row")
 
 
-def _has_scalar(node: Node) -> bool:
-    return node.returns is not Any and any(column.cut is Cut.SCALAR for column in columns(node.returns))
-
-
-def _values(nodes: Mapping[str, Node]) -> str:
-    return f" The values are {', '.join([BATCH, *nodes])}."
+def _has(node: Node, cut: Cut) -> bool:
+    """Whether a column of its value is cut so."""
+    return node.returns is not Any and any(column.cut is cut for column in columns(node.returns))
 
 
 def _batch_types(read: Input) -> tuple[type, ...]:
@@ -243,10 +243,6 @@ def _batch_types(read: Input) -> tuple[type, ...]:
     if read.field:
         return tuple(kind for kind in (Batch, Pairs) if read.field in fields(kind))
     return tuple(kind for kind in (Batch, Pairs) if accepts(read.annotation, kind))
-
-
-def _has_tokens(node: Node) -> bool:
-    return node.returns is not Any and any(column.cut is Cut.TOKEN for column in columns(node.returns))
 
 
 def _is_trained_on(name: str, nodes: Mapping[str, Node]) -> bool:

@@ -14,12 +14,8 @@ from rlflow.values.absent import Absent
 from rlflow.values.batch import Pairs
 from rlflow.values.columns import Column, columns
 from rlflow.values.path import RowPath
-from rlflow.values.protocols import fields_behind
+from rlflow.values.protocols import MaskedTokens, Sampled, fields_behind
 from rlflow.values.rollout import Rollout
-
-_SCORED = ("prompt_ids", "response_ids", "lengths", "loss_mask")
-_PAIRED = ("prompt_ids", "chosen_ids", "rejected_ids")
-_COMPARED = ("prompt_ids", "response_ids", "lengths", "loss_mask", "logprobs", "version")
 
 
 @dataclass(frozen=True)
@@ -139,12 +135,12 @@ def _framework(
     if node.kind == "rollout":
         yield "samples carry it on", [column.name for column in every]
     if node.kind == "train" and made is Pairs:
-        yield "a loss is of it", _PAIRED
+        yield "a loss is of it", ("prompt_ids", "chosen_ids", "rejected_ids")
     if node.kind == "train" and any(column.name == "loss_mask" for column in every):
-        yield "a loss is of it", _SCORED
+        yield "a loss is of it", list(members(MaskedTokens))
     sampled = isinstance(made, type) and issubclass(made, Rollout)
     called = [name for name in (node.role, *node.uses) if name is not None and name in watched]
     if sampled and any(hasattr(getattr(module, name, None), "watch") for name in called):
-        yield "compared with the engine's logprobs", _COMPARED
+        yield "compared with the engine's logprobs", list(members(Sampled))
     if sampled and getattr(handle, "replays_routing", False):
         yield "trained with these experts", ("experts",)

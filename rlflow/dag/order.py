@@ -42,7 +42,8 @@ def in_order(
     """
     needs = {node.id: [name for name in node.needs if name in nodes] for node in nodes.values()}
     problems = _without_cycles(nodes, needs, "Break the cycle")
-    trained = [nodes[name] for name in needs if nodes[name].kind == "train" and _followed(nodes[name], nodes, needs)]
+    followed = {train for name in needs for train in nodes[name].after}
+    trained = [nodes[name] for name in needs if nodes[name].kind == "train" and name in followed]
     later = {train.id: _descendants(train.id, needs) for train in trained}
     for train in trained:
         using = [name for name in needs if _uses(nodes[name], train.role, averages)]
@@ -60,20 +61,20 @@ def in_order(
 
 def _without_cycles(nodes: Mapping[str, Node], needs: dict[str, list[str]], why: str) -> list[Problem]:
     """Take the nodes of all cycles out of `needs`; what is wrong with them."""
-    problems = []
-    while cycle := _cycle(needs):
+    problems: list[Problem] = []
+    while True:
+        try:
+            TopologicalSorter(needs).prepare()
+            return problems
+        except CycleError as error:
+            cycle: list[str] = error.args[1]  # each read by the next, the first once more at the end
         path = " -> ".join(f"`{name}`" for name in cycle)
         node = nodes[cycle[0]]
-        problems.append(Problem(node.file, node.line, f"`{node.id}` waits for itself: {path}. {why}"))
+        problems.append(node.problem(f"waits for itself: {path}. {why}"))
         for name in set(cycle):
             del needs[name]
         for name, of in needs.items():
             needs[name] = [needed for needed in of if needed in needs]
-    return problems
-
-
-def _followed(train: Node, nodes: Mapping[str, Node], needs: Mapping[str, Sequence[str]]) -> bool:
-    return any(train.id in nodes[name].after for name in needs)
 
 
 def _descendants(name: str, needs: Mapping[str, Sequence[str]]) -> set[str]:
@@ -93,13 +94,3 @@ def _uses(node: Node, role: str | None, averages: Mapping[str, str]) -> bool:
     called |= {owner for average, owner in averages.items() if average in called}
     generates = node.kind == "rollout" and not node.generates
     return node.kind != "train" and (generates or role in called)
-
-
-def _cycle(reads: Mapping[str, Sequence[str]]) -> list[str]:
-    """The nodes of one cycle, each read by the next, the first once more at the end; empty where there is none."""
-    try:
-        TopologicalSorter(reads).prepare()
-    except CycleError as error:
-        cycle: list[str] = error.args[1]
-        return cycle
-    return []

@@ -143,23 +143,6 @@ def deal(costs: Tensor, shards: int) -> Tensor:
     return shard
 
 
-def balanced_partition(costs: Tensor, ids: Tensor, shards: int) -> tuple[Tensor, ...]:
-    """The shares that `deal` makes.
-
-    Args:
-        costs: `[N]`, at least 0.
-        ids: `[N]`, distinct; break ties, so that all ranks deal alike.
-        shards: How many shares.
-
-    Returns:
-        For each shard the positions of its rows, ascending.
-    """
-    by_id = torch.argsort(ids)
-    shard = torch.empty_like(by_id)
-    shard[by_id] = deal(costs[by_id], shards)
-    return grouped(shard, shards)
-
-
 def grouped(shard: Tensor, shards: int) -> tuple[Tensor, ...]:
     """For each shard the positions of its rows, ascending.
 

@@ -18,7 +18,7 @@ from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.values.absent import Absent
-from rlflow.values.columns import Parts, columns, with_path
+from rlflow.values.columns import Parts, columns, nbytes, with_path
 from rlflow.values.cuts import Cut
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
@@ -77,7 +77,7 @@ class DataBuffer:
             held = space.held(layout, self._transport.rank)
             _check(name, value, annotation, space.lengths[held])
             value = with_path(value, annotation, space.paths(held), self._transport.device)
-        self._values[name] = _Made(value, annotation, space, layout, _nbytes(value, annotation))
+        self._values[name] = _Made(value, annotation, space, layout, nbytes(value, annotation))
         self._note_peak()
 
     def issue(
@@ -99,14 +99,13 @@ class DataBuffer:
         assert (target, reader) not in made.copies, f"`{name}` was sent to {target} before"
         rank = self._transport.rank
         route = made.space.route(rank, made.layout, target, reader)
-        begun = time.perf_counter()
         with self._waiting(name, target):
             held = made.space.held(made.layout, rank)
             everyone = made.space.paths()
             exchange = ValueExchange(
                 self._transport, route, made.space.lengths, held, made.annotation, made.value, columns, everyone
             )
-        made.copies[target, reader] = _Copy(exchange, begun)
+        made.copies[target, reader] = exchange
         self.bytes_sent += exchange.bytes_sent
         self.traffic[_label(name, target)] += exchange.bytes_sent
         self._note_peak()
@@ -127,9 +126,9 @@ class DataBuffer:
         if (layout, reader) == (made.layout, made.space):
             return made.value
         copy = made.copies[layout, reader]
-        if copy.exchange is not None:
-            self._finish(name, layout, made, copy)
-        return copy.value
+        if not copy.finished:
+            self._finish(name, layout, copy)
+        return copy.result
 
     def space(self, name: str) -> RowSpace:
         """The rows of a value."""
@@ -148,17 +147,15 @@ class DataBuffer:
         """Forget a value and its copies, when what this rank sends of it has left."""
         made = self._values.pop(name)
         for (layout, _), copy in made.copies.items():
-            if copy.exchange is not None:
+            if not copy.finished:
                 with self._waiting(name, layout):
-                    copy.exchange.wait()
+                    copy.wait()
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the tensors and messages held now."""
         return sum(
-            made.nbytes
-            + sum(copy.exchange.buffer_bytes if copy.exchange else copy.nbytes for copy in made.copies.values())
-            for made in self._values.values()
+            made.nbytes + sum(copy.held_bytes for copy in made.copies.values()) for made in self._values.values()
         )
 
     @property
@@ -175,16 +172,12 @@ class DataBuffer:
         self.peak_held_bytes = self.held_bytes
         self._metadata_before = self._transport.metadata_bytes
 
-    def _finish(self, name: str, layout: Layout, made: _Made, copy: _Copy) -> None:
-        exchange = copy.exchange
-        assert exchange is not None
+    def _finish(self, name: str, layout: Layout, exchange: ValueExchange) -> None:
         with self._waiting(name, layout):
             exchange.wait()
         if self._transport.watch is not None:
-            self._transport.watch.flight(_label(name, layout), copy.begun, time.perf_counter())
-        copy.value, copy.exchange = exchange.result(), None
-        if copy.value is not made.value:
-            copy.nbytes = _nbytes(copy.value, made.annotation)
+            self._transport.watch.flight(_label(name, layout), exchange.begun, time.perf_counter())
+        exchange.finish()
         self._transport.metadata_bytes += exchange.metadata_bytes
         self.bytes_received += exchange.bytes_received
         self.traffic[_label(name, layout)] += exchange.bytes_received
@@ -203,16 +196,6 @@ class DataBuffer:
         self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
 
 
-@dataclass
-class _Copy:
-    """A value in another layout: in progress since `begun` while `exchange` is set, then `value`."""
-
-    exchange: ValueExchange | None
-    begun: float
-    value: Any = None
-    nbytes: int = 0
-
-
 @dataclass(frozen=True)
 class _Made:
     """A value where it was made, and its copies by the layout and the rows that read it."""
@@ -222,7 +205,7 @@ class _Made:
     space: RowSpace
     layout: Layout
     nbytes: int
-    copies: dict[tuple[Layout, RowSpace], _Copy] = field(default_factory=dict)
+    copies: dict[tuple[Layout, RowSpace], ValueExchange] = field(default_factory=dict)
 
 
 _TYPES = {
@@ -247,7 +230,7 @@ def _check(name: str, value: Any, annotation: Any, lengths: Tensor) -> None:
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         _check_type(f"`{name}`", value, annotation)
     for column in columns(annotation):
-        data = getattr(value, column.name) if column.name else value
+        data = column.of(value)
         place = f"`{name}.{column.name}`" if column.name else f"`{name}`"
         if isinstance(data, Absent) or (column.cut is Cut.PATH and data is None):
             continue
@@ -292,19 +275,3 @@ def _check_type(place: str, data: Any, expected: type) -> None:
         raise UserError(
             f"{place} is a {type(data).__name__} and is annotated as {expected.__name__}; make the two agree"
         )
-
-
-def _nbytes(value: Any, annotation: Any) -> int:
-    """Bytes of the tensors of a value."""
-    if value is None:
-        return 0
-    total = 0
-    for column in columns(annotation):
-        data = getattr(value, column.name) if column.name else value
-        if isinstance(data, Ragged):
-            total += data.values.nbytes + data.lengths.nbytes
-        elif isinstance(data, Tensor):
-            total += data.nbytes
-        elif isinstance(data, dict):
-            total += sum(part.nbytes for part in data.values())
-    return total

@@ -9,6 +9,7 @@ rows are sent first. A rank that has made nothing receives dtypes and scalars at
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -20,7 +21,7 @@ from rlflow.databuffer.route import Route
 from rlflow.databuffer.transport import Transport, Work
 from rlflow.databuffer.wire import Data, Form, Piece, RowBytes, copied, from_bytes, to_bytes
 from rlflow.values.absent import Absent
-from rlflow.values.columns import Column, columns, to_device
+from rlflow.values.columns import Column, columns, nbytes, to_device
 from rlflow.values.cuts import Cut
 from rlflow.values.host_copy import on_device
 from rlflow.values.path import RowPath
@@ -30,7 +31,7 @@ _ALIGNED = 16  # bytes: what stands before a column leaves it readable as any dt
 
 
 class ValueExchange:
-    """The exchange of one value, seen from this rank: begun when it is made, ended by `result`.
+    """The exchange of one value, seen from this rank: begun when it is made, ended by `finish`, which sets `result`.
 
     Args:
         transport: Of this rank.
@@ -45,9 +46,13 @@ class ValueExchange:
 
     Attributes:
         bytes_sent: Payload for other ranks.
-        bytes_received: Payload from them, complete after `result`.
-        metadata_bytes: Sizes, dtypes and scalars from them, complete after `result`.
-        buffer_bytes: What the messages hold in memory until `result`.
+        bytes_received: Payload from them, complete once finished.
+        metadata_bytes: Sizes, dtypes and scalars from them, complete once finished.
+        held_bytes: Bytes of the messages, once finished of the value's tensors; 0 where it is the one that was made.
+        begun: When it was, in seconds of `time.perf_counter`.
+        finished: Whether `result` is there.
+        result: The value in the target layout; the very object that was made if this rank's rows are the same. Its
+            tensors may be views of the message that came.
     """
 
     def __init__(
@@ -61,7 +66,9 @@ class ValueExchange:
         only: Collection[str] | None = None,
         path: RowPath | None = None,
     ) -> None:
-        self.bytes_sent = self.bytes_received = self.metadata_bytes = self.buffer_bytes = 0
+        self.begun = time.perf_counter()
+        self.bytes_sent = self.bytes_received = self.metadata_bytes = self.held_bytes = 0
+        self.finished, self.result = False, value
         self._transport, self._route, self._all_lengths, self._annotation = transport, route, lengths, annotation
         self._lengths = lengths[held]  # [B]
         self._me = route.ranks.index(transport.rank)
@@ -70,8 +77,7 @@ class ValueExchange:
         self._travelling = [column for column in self._columns if column.sent(only)]
         self._absent = {column.name for column in self._columns if not column.asked(only)}
         self._sized = [column for column in self._travelling if column.cut in (Cut.RAGGED, Cut.JSON)]
-        self._value = value
-        self._data: dict[str, Data] = {} if value is None else {c.name: _data(value, c) for c in self._columns}
+        self._data: dict[str, Data] = {} if value is None else {c.name: c.of(value) for c in self._columns}
         self._forms = {c.name: Form.of(c.cut, self._data[c.name]) for c in self._travelling if c.name in self._data}
         self._work: Work | None = None
         if route.moves:
@@ -83,18 +89,18 @@ class ValueExchange:
             self._work.wait()
             self._work = None
 
-    def result(self) -> Any:
-        """The value in the target layout; the very object that was made if this rank's rows are the same. Once only.
-
-        Its tensors may be views of the message that came.
-        """
+    def finish(self) -> None:
+        """Make the value of what arrived."""
         self.wait()
         arrived = self._arrived() if self._route.moves else None
+        self.finished = True
         if self._route.same:
-            return self._value
-        arrived = arrived or {column.name: self._kept(column) for column in self._travelling}
+            return
+        mine = self._route.sends[self._me]  # what this rank has from itself
+        arrived = arrived or {column.name: self._bytes_of(column, mine) for column in self._travelling}
         fields = {column.name: self._column(column, arrived) for column in self._columns}
-        return fields[""] if "" in fields else self._annotation(**fields)
+        self.result = fields[""] if "" in fields else self._annotation(**fields)
+        self.held_bytes = nbytes(self.result, self._annotation)
 
     def _send(self) -> None:
         """Pack what each rank reads and let the messages go; sizes that rows do not give are sent meanwhile."""
@@ -115,7 +121,7 @@ class ValueExchange:
             self._message, send_sizes, self._receive_sizes, self._route.ranks
         )
         self.bytes_sent = int(payload.sum() - payload[self._me])
-        self.buffer_bytes = owned * self._message.nbytes + self._received.nbytes
+        self.held_bytes = owned * self._message.nbytes + self._received.nbytes
 
     def _bytes_of(self, column: Column, rows: Tensor) -> RowBytes:
         """The held rows at the indices `rows`."""
@@ -203,28 +209,19 @@ class ValueExchange:
         for column in self._travelling if not len(giver) else ():
             arrived[column.name] = RowBytes(self._received, giver, giver)
         del self._message, self._received
-        self.buffer_bytes = 0
+        self.held_bytes = 0
         return arrived
-
-    def _kept(self, column: Column) -> RowBytes:
-        """The rows that this rank has from itself."""
-        return self._bytes_of(column, self._route.sends[self._me])
 
     def _column(self, column: Column, arrived: dict[str, RowBytes]) -> Data:
         if column.cut is Cut.PATH:
-            return self._path_here()
+            assert self._path is not None
+            rows = torch.cat(self._route.receives)[self._route.order]  # that are read here
+            return to_device(self._path.take(rows), self._transport.device)
         if column.name in self._absent:
             return Absent(column.name)
         if column.cut is Cut.SCALAR:
             return self._data.get(column.name)
         return from_bytes(column.cut, self._forms[column.name], arrived[column.name], self._route.order)
-
-    def _path_here(self) -> RowPath:
-        """Of the rows that are read here."""
-        assert self._path is not None
-        rows = torch.cat(self._route.receives)[self._route.order]
-        path: RowPath = to_device(self._path.take(rows), self._transport.device)
-        return path
 
 
 _SizesSent = tuple[Tensor, Work, list[int]]
@@ -247,7 +244,3 @@ def _message(
         buffer, start, end = pieces[0]
         return buffer[start:end], False
     return copied(pieces, torch.empty(size, dtype=torch.uint8, device=device)), True
-
-
-def _data(value: Any, column: Column) -> Data:
-    return getattr(value, column.name) if column.name else value

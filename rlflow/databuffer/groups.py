@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.databuffer.rows import NUMBERS, ROOT, RowSpace
+from rlflow.databuffer.rows import NUMBERS, RowSpace
 from rlflow.values.columns import join_rows, take_rows, trim
 from rlflow.values.layout import Layout
 
@@ -111,4 +111,4 @@ ReadGroups = Callable[[str, Groups], Groups | None]
 def no_rows(levels: Sequence[str], layout: Layout) -> RowSpace:
     """A space of rows of these levels, prompts first, without any."""
     none = torch.empty(len(levels) + len(NUMBERS), 0, dtype=torch.int64)
-    return RowSpace.of_shards(levels[-1], layout, [none] * layout.shards, above=tuple(levels[:-1]) or ROOT)
+    return RowSpace.of_shards(levels[-1], layout, [none] * layout.shards, tuple(levels[:-1]))

@@ -35,134 +35,74 @@ class Partition:
         return shard, index
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Route:
-    """The ways of a row space's rows, seen from one rank; the same for every value of the space.
+    """The ways of a row space's rows from `source` to `target`, seen from one rank; the same for every value of theirs.
 
     A rank that holds a row and reads it has it from itself. Other rows come from the first peer that holds them, each
     once, in the order in which they are read. A row that is read several times (a prompt, beside its samples) comes
-    once and is repeated.
+    once and is repeated. Work and memory are those of one rank.
 
     Attributes:
-        ranks: Who takes part: the ranks of both layouts, ascending.
-        introducer: The one of them that sends newcomers the columns' dtypes.
-        newcomers: Ranks that read and have made nothing themselves.
-        sends: For each of `ranks`, itself included, the rows for it: indices into the rows that this rank holds.
-        receives: For each of `ranks`, itself included, the rows from it: positions in the row space.
-        order: For each row that this rank reads, its place among those received.
-        same: Whether this rank reads just the rows that it holds, in their order; then it needs none from itself.
-        moves: Whether any rank sends anything to another.
+        rank: A rank of either layout.
+        source: Where the rows were made.
+        target: Where they are read.
+        made: The rows in `source`.
+        read: Those beside which they are read, in `target`.
+        position: For each row that `read` deals, which row of `made` is read beside it; None for itself.
     """
-
-    ranks: tuple[int, ...]
-    introducer: int
-    newcomers: tuple[int, ...]
-    sends: tuple[Tensor, ...]
-    receives: tuple[Tensor, ...]
-    order: Tensor
-    same: bool
-    moves: bool
-
-    @classmethod
-    def find(
-        cls,
-        rank: int,
-        source: Layout,
-        target: Layout,
-        made: Partition,
-        read: Partition,
-        position: Tensor | None = None,
-    ) -> Route:
-        """The ways of rows that were made in `source` and are read in `target`; work and memory are those of one rank.
-
-        Args:
-            rank: A rank of either layout.
-            source: Where the rows were made.
-            target: Where they are read.
-            made: The rows in `source`.
-            read: Those beside which they are read, in `target`.
-            position: For each row that `read` deals, which row of `made` is read beside it; None for itself.
-        """
-        way = _Way(rank, source, target, made, read, position)
-        receives, order = way.receives()
-        sends = way.sends()
-        if same := way.stays():
-            receives, sends = (
-                tuple(NONE if other == rank else rows for other, rows in zip(way.ranks, of_ranks, strict=True))
-                for of_ranks in (receives, sends)
-            )
-        newcomers = tuple(sorted({*target.ranks} - {*source.ranks}))
-        return cls(
-            ranks=way.ranks,
-            introducer=source.ranks[0],
-            newcomers=newcomers,
-            sends=sends,
-            receives=receives,
-            order=order,
-            same=same,
-            moves=bool(newcomers) or way.some_reader_lacks_rows(),
-        )
-
-
-@dataclass(frozen=True)
-class _Way:
-    """Rows of one layout that are read in another, seen from one rank; the arguments are those of `Route.find`."""
 
     rank: int
     source: Layout
     target: Layout
     made: Partition
     read: Partition
-    position: Tensor | None
+    position: Tensor | None = None
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """`Route.ranks`."""
+        """Who takes part: the ranks of both layouts, ascending."""
         return tuple(sorted({*self.source.ranks, *self.target.ranks}))
 
-    @cached_property
-    def holds(self) -> dict[int, int]:
-        """The shard of each rank that made rows."""
-        return {holder: place // self.source.copies for place, holder in enumerate(self.source.ranks)}
+    @property
+    def introducer(self) -> int:
+        """The rank that sends newcomers the columns' dtypes."""
+        return self.source.ranks[0]
+
+    @property
+    def newcomers(self) -> tuple[int, ...]:
+        """Ranks that read and have made nothing themselves."""
+        return tuple(sorted({*self.target.ranks} - {*self.source.ranks}))
 
     @cached_property
-    def reads(self) -> dict[int, int]:
-        """The shard of each rank that reads rows."""
-        return {reader: place // self.target.copies for place, reader in enumerate(self.target.ranks)}
+    def moves(self) -> bool:
+        """Whether any rank sends anything to another."""
+        return bool(self.newcomers) or self._some_reader_lacks_rows()
 
     @cached_property
-    def wanted(self) -> Tensor:
-        """The rows that this rank reads, as positions among those made; none where it does not read."""
-        if self.rank not in self.reads:
-            return NONE
-        rows = self.read.shards[self.reads[self.rank]]
-        return rows if self.position is None else self.position[rows]
+    def same(self) -> bool:
+        """Whether this rank reads just the rows that it holds, in their order; then it needs none from itself."""
+        return self.rank in self._holds and torch.equal(self._wanted, self.made.shards[self._holds[self.rank]])
 
-    def stays(self) -> bool:
-        """`Route.same`."""
-        return self.rank in self.holds and torch.equal(self.wanted, self.made.shards[self.holds[self.rank]])
+    @cached_property
+    def receives(self) -> tuple[Tensor, ...]:
+        """For each of `ranks`, itself included, the rows from it: positions in the row space."""
+        return self._needed(self._received[0])
 
-    def receives(self) -> tuple[tuple[Tensor, ...], Tensor]:
-        """`Route.receives` and `Route.order`."""
-        if self.rank not in self.reads:
-            return (NONE,) * len(self.ranks), NONE
-        rows, place = _distinct(self.wanted)
-        shard = self.made.places[0][rows].long()
-        giver = torch.tensor(self.source.ranks)[shard * self.source.copies]  # the first peer that holds the row
-        if self.rank in self.holds:
-            giver[shard == self.holds[self.rank]] = self.rank
-        giver = torch.searchsorted(torch.tensor(self.ranks), giver)
-        by_giver = torch.argsort(giver, stable=True)
-        came = torch.empty_like(by_giver)
-        came[by_giver] = torch.arange(len(by_giver))
-        counts = torch.bincount(giver, minlength=len(self.ranks)).tolist()
-        return tuple(rows[by_giver].split(counts)), came[place]
+    @cached_property
+    def order(self) -> Tensor:
+        """For each row that this rank reads, its place among those received."""
+        return self._received[1]
 
+    @cached_property
     def sends(self) -> tuple[Tensor, ...]:
-        """`Route.sends`: for each taker the rows that it lacks, in the order in which it reads them first."""
-        if self.rank not in self.holds:
+        """For each of `ranks`, itself included, the rows that it lacks: indices into the rows that this rank holds.
+
+        They are in the order in which the taker reads them first.
+        """
+        if self.rank not in self._holds:
             return (NONE,) * len(self.ranks)
-        mine, position = self.holds[self.rank], self.position
+        mine, position = self._holds[self.rank], self.position
         if position is None:
             readers, index = self.made.shards[mine], torch.arange(len(self.made.shards[mine]))
         else:
@@ -175,19 +115,60 @@ class _Way:
         publishes = self.source.publishes(self.rank)
 
         def rows_for(taker: int) -> Tensor:
-            if taker not in self.reads:
+            if taker not in self._reads:
                 return NONE
-            has_them = self.holds.get(taker) == mine
+            has_them = self._holds.get(taker) == mine
             if taker != self.rank and (has_them or not publishes):
                 return NONE
-            rows = of_shard[self.reads[taker]]
+            rows = of_shard[self._reads[taker]]
             return rows if position is None else _distinct(rows)[0]
 
-        return tuple(rows_for(taker) for taker in self.ranks)
+        return self._needed(tuple(rows_for(taker) for taker in self.ranks))
 
-    def some_reader_lacks_rows(self) -> bool:
+    @cached_property
+    def _holds(self) -> dict[int, int]:
+        """The shard of each rank that made rows."""
+        return {holder: place // self.source.copies for place, holder in enumerate(self.source.ranks)}
+
+    @cached_property
+    def _reads(self) -> dict[int, int]:
+        """The shard of each rank that reads rows."""
+        return {reader: place // self.target.copies for place, reader in enumerate(self.target.ranks)}
+
+    @cached_property
+    def _wanted(self) -> Tensor:
+        """The rows that this rank reads, as positions among those made; none where it does not read."""
+        if self.rank not in self._reads:
+            return NONE
+        rows = self.read.shards[self._reads[self.rank]]
+        return rows if self.position is None else self.position[rows]
+
+    @cached_property
+    def _received(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """For each of `ranks` the rows that come from it, and `order`."""
+        if self.rank not in self._reads:
+            return (NONE,) * len(self.ranks), NONE
+        rows, place = _distinct(self._wanted)
+        shard = self.made.places[0][rows].long()
+        giver = torch.tensor(self.source.ranks)[shard * self.source.copies]  # the first peer that holds the row
+        if self.rank in self._holds:
+            giver[shard == self._holds[self.rank]] = self.rank
+        giver = torch.searchsorted(torch.tensor(self.ranks), giver)
+        by_giver = torch.argsort(giver, stable=True)
+        came = torch.empty_like(by_giver)
+        came[by_giver] = torch.arange(len(by_giver))
+        counts = torch.bincount(giver, minlength=len(self.ranks)).tolist()
+        return tuple(rows[by_giver].split(counts)), came[place]
+
+    def _needed(self, of_ranks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The rows for each rank, or from each; none from itself where it reads just what it holds."""
+        if not self.same:
+            return of_ranks
+        return tuple(NONE if other == self.rank else rows for other, rows in zip(self.ranks, of_ranks, strict=True))
+
+    def _some_reader_lacks_rows(self) -> bool:
         """Whether some reader lacks a row, where all readers hold rows."""
-        held = [{self.holds.get(peer, -1) for peer in self.target.peers(shard)} for shard in range(self.target.shards)]
+        held = [{self._holds.get(peer, -1) for peer in self.target.peers(shard)} for shard in range(self.target.shards)]
         only = torch.tensor([next(iter(shards)) if len(shards) == 1 else -1 for shards in held], dtype=torch.int32)
         shard = self.made.places[0] if self.position is None else self.made.places[0][self.position]
         return bool((only[self.read.places[0].long()] != shard).any())

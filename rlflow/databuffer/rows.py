@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,18 +40,18 @@ class RowSpace:
         partition(Layout((0, 1), 2, "balanced")) may be rows 0 2 and rows 1 3: 15 and 14 tokens in place of 9 and 20
 
     Attributes:
-        name: Of the rows: "batch", or the rollout node's.
+        name: Name of the rows: "batch", or the node that made them.
         path: `[N, depth]`, distinct over the whole run: the id of a row's prompt, then the number of each child below.
         lengths: `[N]`, response tokens: where `PerToken` columns are cut.
         tokens: `[N]`, prompt and response tokens: what a row costs in a forward pass.
         versions: `[N]`, of the policy that generated the row; -1 where none did.
         dropped: `[N]` bool, which rows a reward failed on whose `on_error` is `drop`; set when they are scored.
-        home: The layout in which the rows were made, and their partition there.
-        seed: Of the run; with `step` it decides which rows share a mini-batch.
-        step: Of the run, from 0.
+        lies: How the rows lie in layouts: first the one in which they were made, then others where it cannot be worked
+            out, as of rows that a filter kept.
+        above: Names of the rows above, that of the prompts first.
+        seed: Seed of the run; with `step` it decides which rows share a mini-batch.
+        step: Step of the run, from 0.
         balance: Whether rows move to even out their cost.
-        above: The names of the rows above, that of the prompts first.
-        dealt: How the rows lie in layouts where that cannot be worked out; see `known`.
     """
 
     name: str
@@ -59,14 +60,12 @@ class RowSpace:
     tokens: Tensor
     versions: Tensor
     dropped: Tensor
-    home: tuple[Layout, Partition]
+    lies: Mapping[Layout, Partition]
+    above: tuple[str, ...] = ROOT
     seed: int = 0
     step: int = 0
     balance: Balance = AUTO
-    above: tuple[str, ...] = ROOT
-    dealt: dict[Layout, Partition] = field(default_factory=dict, init=False, repr=False)
-    _partitions: dict[Layout, Partition] = field(default_factory=dict, init=False, repr=False)
-    _predicted: dict[Layout, Predicted] = field(default_factory=dict, init=False, repr=False)
+    _dealt: dict[Layout, tuple[Partition, Predicted]] = field(default_factory=dict, init=False, repr=False)
     _routes: dict[tuple[int, Layout, Layout, RowSpace], Route] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -80,9 +79,6 @@ class RowSpace:
         lengths: Tensor,
         tokens: Tensor,
         versions: Tensor | None = None,
-        seed: int = 0,
-        step: int = 0,
-        balance: Balance = AUTO,
         above: tuple[str, ...] = ROOT,
     ) -> RowSpace:
         """Tell the ranks of `layout` of the rows that its shards hold. A collective of these ranks.
@@ -95,31 +91,18 @@ class RowSpace:
         arrays = torch.stack([array.to("cpu", torch.int64) for array in every])
         gathered = transport.all_gather_ragged(arrays.flatten(), layout.ranks)
         shards = [of_rank.view(len(arrays), -1) for of_rank in gathered[:: layout.copies]]
-        return cls.of_shards(name, layout, shards, seed=seed, step=step, balance=balance, above=above)
+        return cls.of_shards(name, layout, shards, above)
 
     @classmethod
-    def of_shards(
-        cls,
-        name: str,
-        layout: Layout,
-        shards: Sequence[Tensor],
-        *,
-        seed: int = 0,
-        step: int = 0,
-        balance: Balance = AUTO,
-        above: tuple[str, ...] = ROOT,
-    ) -> RowSpace:
+    def of_shards(cls, name: str, layout: Layout, shards: Sequence[Tensor], above: tuple[str, ...] = ROOT) -> RowSpace:
         """The space of rows that all ranks know already.
 
         Args:
-            name: Of the rows.
+            name: Name of the rows.
             layout: Where they were made.
             shards: For each shard of `layout` `[depth + 3, n]` int64: the paths of its rows, then their lengths, tokens
                 and versions.
-            seed: Of the run.
-            step: Of the run.
-            balance: Whether rows move to even out their cost.
-            above: The names of the rows above.
+            above: Names of the rows above.
         """
         rows = torch.cat(list(shards), dim=1)  # [depth + 3, N]
         path = rows[: -len(NUMBERS)].T  # [N, depth]
@@ -128,12 +111,21 @@ class RowSpace:
         lengths, tokens, versions = rows[-len(NUMBERS) :, in_order]
         position = torch.empty_like(in_order)
         position[in_order] = torch.arange(len(in_order))
-        home = (layout, Partition(position.split([shard.shape[1] for shard in shards])))
+        made = Partition(position.split([shard.shape[1] for shard in shards]))
         dropped = torch.zeros(len(path), dtype=torch.bool)
-        return cls(name, path, lengths, tokens, versions, dropped, home, seed, step, balance, above)
+        return cls(name, path, lengths, tokens, versions, dropped, {layout: made}, above)
+
+    def at(self, *, seed: int = 0, step: int = 0, balance: Balance = AUTO) -> RowSpace:
+        """These rows where they lie, as rows of this step, though an earlier one or an earlier run made them."""
+        return replace(self, dropped=self.dropped.clone(), seed=seed, step=step, balance=balance)
 
     def __len__(self) -> int:
         return len(self.path)
+
+    @property
+    def home(self) -> tuple[Layout, Partition]:
+        """The layout in which the rows were made, and how they lie there."""
+        return next(iter(self.lies.items()))
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -185,9 +177,12 @@ class RowSpace:
 
     def partition(self, layout: Layout) -> Partition:
         """Where the rows lie in `layout`; computed once, by all ranks alike."""
-        if layout not in self._partitions:
-            self._partitions[layout] = self._deal(layout)
-        return self._partitions[layout]
+        if layout in self.lies:
+            return self.lies[layout]
+        if layout not in self._dealt:
+            balanced = layout.dealing == "balanced"
+            self._dealt[layout] = self._balanced(layout) if balanced else (self._in_groups(layout), Predicted())
+        return self._dealt[layout][0]
 
     def held(self, layout: Layout, rank: int) -> Tensor:
         """Positions of the rows that `rank` holds in `layout`, in its order; none where it is not one of its ranks."""
@@ -212,7 +207,7 @@ class RowSpace:
                 read = beside_parents(reader._ancestors_of(self), read)
             elif reader is not self:
                 position = self._ancestors_of(reader)
-            self._routes[key] = Route.find(rank, source, target, made, read, position)
+            self._routes[key] = Route(rank, source, target, made, read, position)
         return self._routes[key]
 
     def counts_below(self, rows: Tensor, of: RowSpace) -> Tensor:
@@ -241,7 +236,7 @@ class RowSpace:
         return self.in_order(layout, [entries.view(-1, *here.shape[1:]) for entries in of_ranks])
 
     def of_roots(self, roots: Tensor, layouts: Iterable[Layout]) -> RowSpace:
-        """The rows below these prompts, where they lie now in `layouts`, of which one is that of their home."""
+        """The rows below these prompts, where they lie now in `layouts`, the first of which is that of their home."""
         kept = torch.isin(self.roots, roots)
         position = kept.cumsum(0) - 1  # [N], in the new space
         dealt = {
@@ -252,11 +247,15 @@ class RowSpace:
 
     @classmethod
     def joined(cls, parts: Sequence[RowSpace], layouts: Iterable[Layout]) -> RowSpace:
-        """The rows of all parts, where they lie in `layouts`: in a shard those of earlier parts first.
+        """The rows of all parts, as rows of the last one's step: in a shard those of earlier parts first.
 
-        Home, as one of these, and step are those of the last part.
+        Args:
+            parts: Rows of one name.
+            layouts: Where they lie, the first of which is that of their home.
         """
-        order = rows_in_order(parts)
+        path = torch.cat([part.path for part in parts])
+        order = lexicographic(path)
+        _distinct(path[order], parts[0].name)
         arrays = {name: torch.cat([part.arrays[name] for part in parts])[order] for name in parts[0].arrays}
         position = order.argsort()  # of each row of the parts, one after the other
         starts = list(accumulate([0, *(len(part) for part in parts[:-1])]))
@@ -271,50 +270,15 @@ class RowSpace:
             )
         return parts[-1].renewed(arrays, dealt)
 
-    def at(self, *, seed: int, step: int, balance: Balance) -> RowSpace:
-        """These rows where they lie, as rows of this step, though an earlier one or an earlier run made them."""
-        known = {self.home[0]: self.home[1]} | self.dealt
-        return RowSpace.known(
-            self.name,
-            {**self.arrays, "dropped": self.dropped.clone()},
-            self.home,
-            known,
-            seed=seed,
-            step=step,
-            balance=balance,
-            above=self.above,
-        )
-
-    def renewed(self, arrays: Mapping[str, Tensor], dealt: Mapping[Layout, Partition]) -> RowSpace:
-        """Other rows of this name and step, of which it is known how they lie in some layouts, home among them."""
-        home = (self.home[0], dealt[self.home[0]])
-        return RowSpace.known(
-            self.name, arrays, home, dealt, seed=self.seed, step=self.step, balance=self.balance, above=self.above
-        )
-
-    @classmethod
-    def known(
-        cls,
-        name: str,
-        arrays: Mapping[str, Tensor],
-        home: tuple[Layout, Partition],
-        dealt: Mapping[Layout, Partition],
-        *,
-        seed: int,
-        step: int,
-        balance: Balance,
-        above: tuple[str, ...],
-    ) -> RowSpace:
-        """Rows of which it is known how they lie in some layouts, as those are that a filter kept."""
-        space = cls(name=name, **arrays, home=home, seed=seed, step=step, balance=balance, above=above)
-        space.dealt.update(dealt)
-        space._partitions.update(dealt)
-        return space
+    def renewed(self, arrays: Mapping[str, Tensor], lies: Mapping[Layout, Partition]) -> RowSpace:
+        """Other rows of this name and step, of which it is known how they lie in some layouts: first in their home."""
+        changed: dict[str, Any] = {**arrays, "lies": lies}
+        return replace(self, **changed)
 
     @property
     def predicted(self) -> Predicted:
         """What moving rows was predicted to save and to take, of all layouts dealt so far where they could stay."""
-        return sum(self._predicted.values(), Predicted())
+        return sum((predicted for _, predicted in self._dealt.values()), Predicted())
 
     def mini_batches(self, samples_per_update: int | None) -> list[Tensor]:
         """Positions of the rows of each mini-batch, ascending: a function of seed, step and paths, never of ranks.
@@ -346,19 +310,21 @@ class RowSpace:
         assert not bool((positions < 0).any()), f"rows of `{reader.name}` descend from none of `{self.name}`"
         return positions
 
-    def _deal(self, layout: Layout) -> Partition:
+    def _in_groups(self, layout: Layout) -> Partition:
+        """The rows of each prompt on one rank, which is where they were made if that can be."""
         made_in, at_home = self.home
-        if layout == made_in:
+        if layout.shards == made_in.shards and made_in.dealing == "groups":
             return at_home
-        can_stay = layout.shards == made_in.shards
-        if layout.dealing == "groups":
-            if can_stay and made_in.dealing == "groups":
-                return at_home
-            if layout.ranks == made_in.ranks and layout.shards % made_in.shards == 0:
-                return self._shared_out(at_home, layout.shards // made_in.shards)
-            return Partition(group_partition(self.roots, layout.shards))
+        if layout.ranks == made_in.ranks and layout.shards % made_in.shards == 0:
+            return self._shared_out(at_home, layout.shards // made_in.shards)
+        return Partition(group_partition(self.roots, layout.shards))
+
+    def _balanced(self, layout: Layout) -> tuple[Partition, Predicted]:
+        """Rows of even cost on each rank; where they were made if moving them does not pay."""
+        made_in, at_home = self.home
+        can_stay, predicted = layout.shards == made_in.shards, Predicted()
         if can_stay and self.balance.mode == "off":
-            return at_home
+            return at_home, predicted
         update, updates = self._updates(layout.samples_per_update)
         costs = self.balance.costs(self.tokens)
         shard = torch.empty_like(self.lengths)
@@ -366,24 +332,16 @@ class RowSpace:
             shard[rows] = deal(costs[rows], layout.shards)
         if can_stay:
             here, travels = at_home.places[0].long(), _travels(made_in, layout)
-            self._predicted[layout] = self.balance.predict(self.tokens, update, here, shard, travels)
-            if not self._predicted[layout].pays:
-                return at_home
+            predicted = self.balance.predict(self.tokens, update, here, shard, travels)
+            if not predicted.pays:
+                return at_home, predicted
         made = torch.cat(at_home.shards)  # in a shard rows from one rank follow one another, as that rank holds them
-        return Partition(tuple(made[held] for held in grouped(shard[made], layout.shards)))
+        return Partition(tuple(made[held] for held in grouped(shard[made], layout.shards))), predicted
 
     def _shared_out(self, at_home: Partition, among: int) -> Partition:
         """The groups of each shard dealt among its own ranks, so that none needs what another shard made."""
         shares = [(rows, group_partition(self.roots[rows], among)) for rows in at_home.shards]
         return Partition(tuple(rows[share] for rows, dealt in shares for share in dealt))
-
-
-def rows_in_order(parts: Sequence[RowSpace]) -> Tensor:
-    """`[N]`, which of the rows of all parts, one after the other, come first by their paths."""
-    path = torch.cat([part.path for part in parts])
-    order = lexicographic(path)
-    _distinct(path[order], parts[0].name)
-    return order
 
 
 def _distinct(path: Tensor, name: str) -> Tensor:
@@ -434,40 +392,28 @@ def beside_parents(parents: Tensor, read: Partition) -> Partition:
 
 def space_to_message(space: RowSpace) -> Tensor:
     """The rows, and where they lie in every layout that cannot be worked out from them, as uint8."""
-    known = {space.home[0]: space.home[1]} | space.dealt
-    layouts = [[asdict(layout), [len(rows) for rows in dealt.shards]] for layout, dealt in known.items()]
+    layouts = [[asdict(layout), [len(rows) for rows in dealt.shards]] for layout, dealt in space.lies.items()]
     header = json.dumps({"rows": len(space), "levels": space.levels, "layouts": layouts}).encode()
     header += b" " * (-len(header) % _SIZE)  # the numbers behind it are read in place
     arrays = [space.path.flatten(), *(getattr(space, name) for name in NUMBERS), space.dropped.long()]
-    positions = [rows for dealt in known.values() for rows in dealt.shards]
+    positions = [rows for dealt in space.lies.values() for rows in dealt.shards]
     body = torch.cat([torch.tensor([len(header)]), *arrays, *positions]).view(torch.uint8)
     return torch.cat([body[:_SIZE], to_message(header), body[_SIZE:]])
 
 
-def space_from_message(message: Tensor, name: str, *, seed: int, step: int, balance: Balance) -> RowSpace:
-    """The space that `space_to_message` wrote, the same as at the sender's.
-
-    Args:
-        message: Bytes.
-        name: Of the rows.
-        seed: Of the run.
-        step: Of the run.
-        balance: Whether rows may move to even out tokens.
-    """
+def space_from_message(message: Tensor) -> RowSpace:
+    """The space that `space_to_message` wrote, the same as at the sender's but for its step, see `RowSpace.at`."""
     message = message.cpu()
     size = int(message[:_SIZE].clone().view(torch.int64))
     header = json.loads(from_message(message[_SIZE : _SIZE + size]))
     body = message[_SIZE + size :].clone().view(torch.int64)
-    rows, depth = header["rows"], len(header["levels"])
-    of_rows = [depth * rows, *[rows] * len(NUMBERS), rows]
-    path, *numbers, dropped, positions = body.split([*of_rows, len(body) - sum(of_rows)])
-    numbered = dict(zip(NUMBERS, numbers, strict=True))
-    arrays = {"path": path.view(rows, depth), **numbered, "dropped": dropped.bool()}
-    known: dict[Layout, Partition] = {}
+    rows, levels = header["rows"], tuple(header["levels"])
+    of_rows = [len(levels) * rows, *[rows] * len(NUMBERS), rows]
+    path, lengths, tokens, versions, dropped, positions = body.split([*of_rows, len(body) - sum(of_rows)])
+    lies: dict[Layout, Partition] = {}
     for written, sizes in header["layouts"]:
         layout = Layout(**{**written, "ranks": tuple(written["ranks"])})
-        known[layout] = Partition(tuple(positions[: sum(sizes)].split(sizes)))
+        lies[layout] = Partition(tuple(positions[: sum(sizes)].split(sizes)))
         positions = positions[sum(sizes) :]
-    home = next(iter(known.items()))
-    above = tuple(header["levels"][:-1]) or ROOT
-    return RowSpace.known(name, arrays, home, known, seed=seed, step=step, balance=balance, above=above)
+    path = path.view(rows, len(levels))
+    return RowSpace(levels[-1], path, lengths, tokens, versions, dropped.bool(), lies, levels[:-1])

@@ -16,7 +16,7 @@ from rlflow.errors import UserError
 from rlflow.values.cuts import Cut, Home, PerSample, PerToken
 from rlflow.values.host_copy import is_on_host, on_host, remember
 from rlflow.values.path import RowPath
-from rlflow.values.protocols import computed_from
+from rlflow.values.protocols import Sourced, Tokens, computed_from
 from rlflow.values.ragged import Ragged
 
 
@@ -46,15 +46,19 @@ class TokenRows:
         return cls(prompt_ids, padded, response_ids.lengths)
 
 
-class _Placed:
-    """Rows that know their place among those of a step."""
+class Placed:
+    """Rows that know their place among those of a step: prompts, or samples.
+
+    Attributes:
+        path: Who each row is; None where rows belong to no step.
+    """
 
     path: RowPath | None
 
     @property
     @computed_from("path")
     def group(self) -> PerSample:
-        """`[B]` int64, alike where rows have one parent; of prompts their own id."""
+        """`[B]` int64, alike where rows have one parent; of samples of prompts the prompt's id, of prompts theirs."""
         return self._path.group
 
     @property
@@ -80,7 +84,7 @@ class _Placed:
 
 
 @dataclass(frozen=True)
-class Batch(_Placed):
+class Batch(Placed):
     """Rows of the dataset. Without a response column `T` is 0 and the mask is empty.
 
     Two rows of SFT with a prompt and a response each; `T` is 3, the end token is 2, and `.` stands for padding:
@@ -115,23 +119,15 @@ class Batch(_Placed):
         return self.prompt_ids.lengths + self.lengths
 
 
-class _Responses(Protocol):
+class _Responses(Tokens, Sourced, Protocol):
     """What of samples is a pair's."""
 
-    @property
-    def prompt_ids(self) -> Ragged: ...
-    @property
-    def response_ids(self) -> Tensor: ...
-    @property
-    def lengths(self) -> Tensor: ...
-    @property
-    def rows(self) -> list[dict[str, Any]]: ...
     @property
     def path(self) -> RowPath | None: ...
 
 
 @dataclass(frozen=True)
-class Pairs(_Placed):
+class Pairs(Placed):
     """Prompts that have two responses each, of which the chosen one was preferred: a dataset's, or made of samples.
 
     A response ends with the end-of-sequence token. A model that scores both reads the prompt twice. Two pairs:

@@ -22,11 +22,23 @@ from rlflow.values.ragged import Ragged
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a value: the field's name ("" for a bare tensor), its cut, and whether it is marked `Home`."""
+    """One column of a value, such as `logprobs` of a `Rollout`: `Column("logprobs", Cut.TOKEN)`.
+
+    Whoever packs, sends, joins, stores or compares values goes by their columns, which follow from their type alone.
+
+    Attributes:
+        name: The field's name; "" where the value is a bare tensor.
+        cut: How it is cut by rows, and so its shape: `[B, ...]`, `[B, T, ...]`, see `Cut`.
+        home: Whether it is marked `Home`, so that it goes only to nodes whose types name it.
+    """
 
     name: str
     cut: Cut
     home: bool = False
+
+    def of(self, value: Any) -> Any:
+        """Its data in a value: a field, or the value itself where that is a bare tensor."""
+        return getattr(value, self.name) if self.name else value
 
     def asked(self, only: Collection[str] | None) -> bool:
         """Whether somebody elsewhere reads it.
@@ -79,14 +91,25 @@ def _column(name: str, annotation: Any) -> Column:
 
 def countable(value: Any, annotation: Any) -> list[Tensor]:
     """The tensors of a value that are not floating point: of these the host counts, and cuts others by them."""
-    found: list[Tensor] = []
-    for column in columns(annotation):
-        data = getattr(value, column.name) if column.name else value
-        if isinstance(data, Ragged):
-            found += [data.values, data.lengths]
-        elif isinstance(data, Tensor | RowPath):
-            found.append(data.numbers if isinstance(data, RowPath) else data)
+    found = [tensor for column in columns(annotation) for tensor in _tensors(column.of(value))]
     return [tensor for tensor in found if not tensor.is_floating_point()]
+
+
+def nbytes(value: Any, annotation: Any) -> int:
+    """Bytes of the tensors of a value, but for its path; 0 of None."""
+    every = () if value is None else columns(annotation)
+    return sum(tensor.nbytes for column in every if column.cut is not Cut.PATH for tensor in _tensors(column.of(value)))
+
+
+def _tensors(data: Any) -> list[Tensor]:
+    """The tensors of one column; texts have none."""
+    if isinstance(data, Tensor):
+        return [data]
+    if isinstance(data, Ragged):
+        return [data.values, data.lengths]
+    if isinstance(data, RowPath):
+        return [data.numbers]
+    return list(data.values()) if isinstance(data, dict) else []
 
 
 def take_rows(value: Any, annotation: Any, index: Tensor) -> Any:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rlflow.errors import UserError
 from rlflow.values.absent import Absent
-from rlflow.values.batch import Batch
-from rlflow.values.columns import join_rows, take_rows
+from rlflow.values.batch import Batch, Placed
+from rlflow.values.columns import columns, join_rows, take_rows
 from rlflow.values.cuts import Cut, Home, PerSample, PerToken
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.path import RowPath
@@ -34,7 +34,7 @@ class Ending(IntEnum):
 
 
 @dataclass(frozen=True)
-class Rollout:
+class Rollout(Placed):
     """Sampled responses, `n` consecutive rows for each prompt.
 
     Two prompts with two samples each, in conversations with a calculator that one sample has called. `T` is 7, the end
@@ -118,27 +118,6 @@ class Rollout:
     progress: Annotated[list[dict[str, Any]], Cut.JSON, Home]
 
     @property
-    @computed_from("path")
-    def group(self) -> PerSample:
-        """`[B]` int64, alike where samples have one parent; the id of the prompt where that is one."""
-        return self.path.group
-
-    @property
-    @computed_from("path")
-    def index(self) -> PerSample:
-        """`[B]` int64, the number of each sample among those of its parent."""
-        return self.path.index
-
-    @computed_from("path")
-    def group_of(self, level: str) -> Tensor:
-        """`[B]` int64, alike where samples descend from one row of `level`: `batch`, or the node that made the rows.
-
-        Raises:
-            UserError: There is no such level above these samples.
-        """
-        return self.path.group_of(level)
-
-    @property
     @computed_from("inherited", "loss_mask")
     def inherited_mask(self) -> PerToken:
         """`[B, T]` bool, True on tokens that came with the row that is continued.
@@ -217,19 +196,19 @@ class Rollout:
         kept = torch.arange(self.response_ids.shape[1]) < lengths[:, None]  # [B, T]
 
         def shortened(column: Tensor) -> Tensor:
+            beyond = ~kept.view(*kept.shape, *[1] * (column.dim() - 2))
             if column.is_floating_point():
-                return column.masked_fill(on_device(~kept, device), 0)
-            return on_device(on_host(column).masked_fill(~kept, 0), device)
+                return column.masked_fill(on_device(beyond, device), 0)
+            return on_device(on_host(column).masked_fill(beyond, 0), device)
 
+        every = (column for column in columns(type(self)) if column.cut is Cut.TOKEN)
+        per_token: dict[str, Any] = {column.name: shortened(column.of(self)) for column in every}
         texts: Any = Absent("texts", "`cut` shortened the responses; generate from them, and read the texts of that")
         return replace(
             self,
-            response_ids=shortened(self.response_ids),
-            loss_mask=shortened(self.loss_mask),
+            **per_token,
             lengths=on_device(lengths, device),
-            logprobs=shortened(self.logprobs),
             finished=on_device(on_host(self.finished) & ~lost, device),
-            versions=shortened(self.versions),
             inherited=on_device(torch.minimum(on_host(self.inherited), lengths), device),
             experts=self.experts.shortened(before - lengths),
             ended=on_device(on_host(self.ended).masked_fill(lost, Ending.TOKENS), device),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlflow.databuffer.balance import Balance, Predicted, balanced_partition, even_parts, group_partition
+from rlflow.databuffer.balance import Balance, Predicted, deal, even_parts, group_partition, grouped
 from rlflow.errors import UserError
 
 KNOWN = json.loads((Path(__file__).parents[1] / "known_answers.json").read_text())["balance"]
@@ -24,7 +24,7 @@ def _sums(costs: Tensor, shares: tuple[Tensor, ...]) -> list[int]:
 @pytest.mark.parametrize(("shards", "sums"), [(2, [2000, 1900]), (4, [1000, 1000, 1000, 900])])
 def test_balance_gives_the_known_answers(shards: int, sums: list[int]) -> None:
     costs = torch.tensor(KNOWN["lengths"])
-    shares = balanced_partition(costs, torch.arange(8), shards)
+    shares = grouped(deal(costs, shards), shards)
     assert _sums(costs, shares) == sums
     assert {len(rows) for rows in shares} == {8 // shards}
 
@@ -34,7 +34,7 @@ def test_every_row_has_one_shard_counts_differ_by_one_and_sums_by_at_most_one_ro
     costs: list[int], shards: int
 ) -> None:
     cost = torch.tensor(costs, dtype=torch.int64)
-    shares = balanced_partition(cost, torch.arange(len(costs)), shards)
+    shares = grouped(deal(cost, shards), shards)
     assert sorted(torch.cat(shares).tolist()) == list(range(len(costs)))
     counts, sums = [len(rows) for rows in shares], _sums(cost, shares)
     assert max(counts) - min(counts) <= 1
@@ -44,16 +44,7 @@ def test_every_row_has_one_shard_counts_differ_by_one_and_sums_by_at_most_one_ro
 def test_a_shard_with_a_dear_row_gets_cheap_ones_until_the_others_have_caught_up() -> None:
     costs = torch.tensor([100, 40, 40, 40, 5, 5, 5, 5])
     # 100 | 40, then 5 | 40 since 40 + 40 < 100, then 5 | 40 as 80 is poorer than 105, then 5 | 5: 115 | 125
-    assert _sums(costs, balanced_partition(costs, torch.arange(8), 2)) == [125, 115]
-
-
-@given(order=st.permutations(range(12)))
-def test_shares_depend_on_ids_and_not_on_the_order_of_rows(order: list[int]) -> None:
-    cost_of = torch.tensor([5, 5, 5, 5, 1, 1, 1, 9, 9, 9, 2, 2])  # many ties
-    ids = torch.tensor(order)
-    shares = balanced_partition(cost_of[ids], ids, 3)
-    plain = balanced_partition(cost_of, torch.arange(12), 3)
-    assert [sorted(ids[rows].tolist()) for rows in shares] == [rows.tolist() for rows in plain]
+    assert _sums(costs, grouped(deal(costs, 2), 2)) == [125, 115]
 
 
 def test_groups_are_dealt_whole_and_in_order() -> None:

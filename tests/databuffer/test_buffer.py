@@ -31,7 +31,7 @@ def _space(layout: Layout, shards: list[list[int]], lengths: list[int], balance:
         )
         for ids in shards
     ]
-    return RowSpace.of_shards("rollout", layout, arrays, balance=balance)
+    return RowSpace.of_shards("rollout", layout, arrays).at(balance=balance)
 
 
 def test_the_same_layout_gives_the_same_object_and_no_byte_moves() -> None:

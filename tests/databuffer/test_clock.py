@@ -93,7 +93,7 @@ def _exchanged() -> tuple[float, dict[str, float], float, dict[str, float], int]
     made, read = Layout((0,), 1), Layout((1,), 1, "balanced")
     rows = torch.tensor([[0, 1], [0, 1], [3, 4], [3, 4], [0, 0]])
     buffer = DataBuffer(transport)
-    space = RowSpace.of_shards("rollout", made, [rows], balance=Balance("off"))
+    space = RowSpace.of_shards("rollout", made, [rows]).at(balance=Balance("off"))
     transport.form_groups([(0, 1)])
     transport.watch = noted
     stream.busy_until = 7.0  # of work that the exchange waits behind, which is no wait

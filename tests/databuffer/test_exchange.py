@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from rlflow.data.loader import collate_pairs
 from rlflow.data.prompts import Example
-from rlflow.databuffer.balance import Balance
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.rows import RowSpace, space_from_message, space_to_message
 from rlflow.databuffer.transport import Transport
@@ -104,7 +103,7 @@ def _bring(case: Case) -> Seen:
     message = None if space is None else space_to_message(space)
     everyone, teller = tuple(range(transport.world_size)), case.source.ranks[0]
     message = transport.broadcast_bytes(message if rank == teller else None, teller, everyone)
-    space = space or space_from_message(message, "rollout", seed=0, step=0, balance=Balance())
+    space = space or space_from_message(message)
     if rank not in {*case.source.ranks, *case.target.ranks}:
         return Seen(None, [], 0, 0)
     buffer = DataBuffer(transport)

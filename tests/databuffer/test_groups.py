@@ -61,7 +61,7 @@ def drawn(rank: int, number: int, prompts: int) -> Groups:
         own = ids[start:end]
         lengths = torch.tensor([length(row) for row in own.tolist()], dtype=torch.int64)
         shards.append(torch.stack([own // GROUP, own, lengths, lengths + 1, own * 0 + number]))
-    space = RowSpace.of_shards("rollout", HOME, shards, step=number)
+    space = RowSpace.of_shards("rollout", HOME, shards).at(step=number)
     values = {
         name: GroupValue(Value, "rollout", layout, value(space.path[space.held(layout, rank), -1].tolist()))
         for name, layout in {"made": HOME, "scored": BALANCED}.items()

@@ -133,7 +133,7 @@ def space_of(source: Layout) -> RowSpace:
     held = [torch.tensor(ids, dtype=torch.int64) for ids in home_of(source)]
     lengths = torch.tensor(LENGTHS)
     shards = [torch.stack([ids // GROUP_SIZE, ids, lengths[ids], lengths[ids] + 1, ids * 0]) for ids in held]
-    return RowSpace.of_shards("rollout", Layout(source.ranks, source.shards), shards, balance=FREE)
+    return RowSpace.of_shards("rollout", Layout(source.ranks, source.shards), shards).at(balance=FREE)
 
 
 def bring_from(source: Layout) -> list[Brought | None]:

@@ -30,7 +30,7 @@ def _space(name: str, shards: list[list[tuple[int, ...]]], tokens: dict[int, int
         lengths = torch.tensor([[tokens[row[0]] for row in rows]])
         return torch.cat([path.T, lengths, lengths, zeros.long()])
 
-    return RowSpace.of_shards(name, MADE, [of(rows) for rows in shards], balance=Balance(bytes_per_s=1e30))
+    return RowSpace.of_shards(name, MADE, [of(rows) for rows in shards]).at(balance=Balance(bytes_per_s=1e30))
 
 
 def _read_above() -> tuple[list[int], list[float], list[list[float]], int]:
@@ -130,7 +130,7 @@ def test_dropped_samples_take_rows_below_them_along_and_above_them_where_none_is
 def test_the_mark_goes_wherever_rows_go() -> None:
     rollout = _marked()["rollout"]
     rollout.drop(torch.tensor([[0, 1], [2, 0]]))
-    sent = space_from_message(space_to_message(rollout), "rollout", seed=0, step=0, balance=Balance())
+    sent = space_from_message(space_to_message(rollout))
     assert sent.dropped.tolist() == rollout.dropped.tolist()
     part = rollout.of_roots(torch.tensor([2]), [MADE])
     assert _paths(part, part.dropped) == [[2, 0]]

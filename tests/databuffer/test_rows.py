@@ -21,7 +21,7 @@ def _space(tokens: list[int], group_size: int = 1, step: int = 0, balance: Balan
     ids = torch.arange(len(tokens))
     rows = torch.stack([ids // group_size, ids, torch.tensor(tokens), torch.tensor(tokens), ids * 0])
     half = len(tokens) // 2
-    return RowSpace.of_shards("rollout", HOME, [rows[:, :half], rows[:, half:]], seed=1, step=step, balance=balance)
+    return RowSpace.of_shards("rollout", HOME, [rows[:, :half], rows[:, half:]]).at(seed=1, step=step, balance=balance)
 
 
 def _gathered() -> tuple[dict[str, list[int]], list[list[int]]]:
@@ -201,7 +201,7 @@ def test_a_row_sees_the_row_of_each_level_that_it_descends_from() -> None:
 
 def test_rows_of_three_levels_are_told_as_they_are() -> None:
     space = _below("answer", TREE, ("batch", "question"))
-    found = space_from_message(space_to_message(space), "answer", seed=0, step=0, balance=AUTO)
+    found = space_from_message(space_to_message(space))
     assert found.levels == space.levels
     assert torch.equal(found.path, space.path)
     assert [rows.tolist() for rows in found.partition(HOME).shards] == [[4, 2, 3], [5, 1, 0]]

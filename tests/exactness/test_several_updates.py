@@ -47,7 +47,7 @@ def mini_batches(seed: int) -> list[list[int]]:
     ids = torch.arange(PROMPTS * GROUP)
     here = Layout((0,), 1)
     rows = torch.stack([ids // GROUP, ids, *[torch.ones_like(ids)] * 3])
-    of_ids = RowSpace.of_shards("rollout", here, [rows], seed=seed).mini_batches(SEVERAL["samples_per_update"])
+    of_ids = RowSpace.of_shards("rollout", here, [rows]).at(seed=seed).mini_batches(SEVERAL["samples_per_update"])
     again = torch.randperm(len(of_ids), generator=generator(sampling_seed(seed, 0, "epoch", (1,), 0))).tolist()
     number = numbers(seed)
     return [number[of_ids[n]].tolist() for n in (*range(len(of_ids)), *again)]
