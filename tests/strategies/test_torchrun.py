@@ -86,7 +86,7 @@ def test_two_agents_of_torchrun_train_as_two_devices_do(config: Path, tmp_path: 
     agent = [*TORCHRUN, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1"]
     fit = [*agent, "-m", "rlflow.cli", "fit", *given("torchrun", devices=1, nodes=2)]
     finish([start(fit) for _ in range(2)])
-    ranks2.run(command, tmp_path, "fit", *given("fabric", devices=2, nodes=1))
+    ranks2.run(command, tmp_path, "fit", *given("fabric", devices=2, nodes=1), timeout_s=300)
 
     before = load_file(config.parent / "policy/model.safetensors")
     found, expected = (load_model(tmp_path / name / "model") for name in ("torchrun", "fabric"))
