@@ -141,7 +141,10 @@ def write(path: Path, changes: dict[str, Any] | None = None) -> None:
 
 
 def command(folder: Path, name: str, *arguments: str) -> None:
-    """A command of `rlflow`, in this process and in `folder`, whose modules are forgotten afterwards; errors pass."""
+    """A command of `rlflow`, in this process and in `folder`, whose modules are forgotten afterwards.
+
+    A run of several ranks needs processes that are ranks already, for a launcher starts the command of this process.
+    """
     path, modules = [*sys.path], {*sys.modules}
     sys.path.insert(0, str(folder))
     try:
