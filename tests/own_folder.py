@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rlflow.cli import main
+from rlflow.cli import COMMANDS
 
 CONFIG: dict[str, Any] = {
     "seed": 0,
@@ -140,17 +140,21 @@ def write(path: Path, changes: dict[str, Any] | None = None) -> None:
     path.write_text(yaml.safe_dump(config))
 
 
-def command(folder: Path, *arguments: str) -> None:
-    """`rlflow` with these arguments, in this process and in `folder`, whose modules are forgotten afterwards."""
+def command(folder: Path, name: str, *arguments: str) -> None:
+    """A command of `rlflow`, in this process and in `folder`, whose modules are forgotten afterwards.
+
+    A run of several ranks needs processes that are ranks already, for a launcher starts the command of this process.
+    """
     path, modules = [*sys.path], {*sys.modules}
+    sys.path.insert(0, str(folder))
     try:
         with contextlib.chdir(folder):
-            main([*arguments])
+            COMMANDS[name](arguments)
     finally:
         sys.path[:] = path
-        for name in {*sys.modules} - modules:
-            if Path(vars(sys.modules[name]).get("__file__") or "").is_relative_to(folder):
-                del sys.modules[name]
+        for made in {*sys.modules} - modules:
+            if Path(vars(sys.modules[made]).get("__file__") or "").is_relative_to(folder):
+                del sys.modules[made]
 
 
 def rewarded_by(function: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from rlflow.configs.calculator import FailingCalculator, Sums, unsure
 from rlflow.configs.guessing import MOST, GuessingGame, careless, secret
 from rlflow.data import Played, RandomRows
 from rlflow.data.sources import Source
+from tests.slow import slow_but
 
 ROOT = Path(__file__).parent.parent
 IN_ONE_PROCESS = [
@@ -28,7 +29,7 @@ IN_ONE_PROCESS = [
 NAMES = {path.stem for path in (ROOT / "configs").glob("agent_*.yaml")} - {"agent_two_players"}  # without validation
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
+@pytest.mark.parametrize("name", slow_but(("agent_sft", "agent_failing_tool"), sorted(NAMES)))
 def test_a_config_trains(name: str, tmp_path: Path) -> None:
     few = "--data.{}.init_args.rows.init_args.size={}" if name.endswith("sft") else "--data.{}.init_args.size={}"
     sizes = [few.format(part, 4) for part in ("train", "validation")]

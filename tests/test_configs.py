@@ -9,6 +9,8 @@ import yaml
 
 from rlflow.commands.fit import read_fit
 from rlflow.commands.graph import main
+from tests.slow import slow_but
+from tests.test_docs import drawing
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -33,7 +35,7 @@ RANKS = {  # others: 1
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
 def test_the_last_rank_of_a_config_has_a_plan_that_trains(
-    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a graph is read without model, dataset and network")
@@ -44,13 +46,16 @@ def test_the_last_rank_of_a_config_has_a_plan_that_trains(
     ranks = RANKS.get(config.stem, 1)
     trainer = yaml.safe_load(config.read_text(encoding="utf-8")).get("trainer", {})
     assert trainer.get("devices", 1) * trainer.get("num_nodes", 1) == ranks
-    main(["--config", str(config), "--rank", str(ranks - 1)])
+    drawn = tmp_path / "graph.mmd"
+    main(["--config", str(config), "--rank", str(ranks - 1), "--draw", str(drawn)])
     planned = capsys.readouterr().out
     assert f"plan of rank {ranks - 1}" in planned
     assert "  train     " in planned
+    in_the_docs = [text for name, text in drawing.graphs() if name == f"configs/{config.name}"]
+    assert all(text == drawn.read_text() for text in in_the_docs), "python docs/pictures/draw.py"
 
 
-@pytest.mark.parametrize("config", LEARN, ids=lambda config: config.stem)
+@pytest.mark.parametrize("config", slow_but(LEARN[:2], LEARN), ids=lambda config: config.stem)
 def test_a_config_of_the_learning_benchmark_has_settings_that_exist(config: Path) -> None:
     assert read_fit(["--config", str(config)]).trainer.settings.devices == 1
 

@@ -195,12 +195,6 @@ def test_the_policy_that_thinks_twice_trains_on_both_of_its_answers(tmp_path: Pa
     assert step["sync/logprob_gap"] < 1e-5
 
 
-@pytest.mark.parametrize(("config", "shown"), drawing.graphs(), ids=[config for config, _ in drawing.graphs()])
-def test_a_graph_in_the_docs_is_what_is_drawn_now(config: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    assert shown == drawing.drawn(config), "python docs/pictures/draw.py"
-
-
 @pytest.mark.parametrize("name", sorted({*algorithms.__all__} - {"PolicyGradient"}))
 def test_every_algorithm_is_shown_with_its_config_and_its_graph(name: str) -> None:
     page = (DOCS / "algorithms.md").read_text(encoding="utf-8")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
+import runpy
 import statistics
 import subprocess
 import sys
@@ -42,9 +44,12 @@ def rewards(folder: Path) -> list[float]:
 def test_the_smallest_run_trains_in_an_empty_folder(tmp_path: Path) -> None:
     dataset, training = blocks()
     assert len(dataset.split("\n")) - dataset.count("\n\n") - 1 == 3  # without blank lines
-    run(dataset, tmp_path)
-    run(training, tmp_path)
-    assert len(rewards(tmp_path)) == 20
+    assert training.count("max_steps=20") == 1
+    for name, code in (("dataset.py", dataset), ("first.py", training.replace("max_steps=20", "max_steps=3"))):
+        (tmp_path / name).write_text(code, encoding="utf-8")
+        with contextlib.chdir(tmp_path):
+            runpy.run_path(name, run_name="__main__")
+    assert len(rewards(tmp_path)) == 3
     assert (tmp_path / "runs" / "first" / "model" / "model.safetensors").is_file()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -60,10 +61,13 @@ def process(*arguments: str, **how: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, text=True, **{"stdout": pipe, "stderr": pipe, **how})
 
 
-def test_an_environment_of_tools_is_played_by_a_pipe(folder: Path) -> None:
-    played = process("--config", config(folder, "word", {"environment": WORD}), stdin=subprocess.PIPE)
-    output, errors = played.communicate(f"{GUESS}\nIt is house.\n", timeout=60)
-    assert (played.returncode, errors) == (0, "")
+def test_an_environment_of_tools_is_played_by_a_pipe(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{GUESS}\nIt is house.\n"))
+    main(["play", "--config", config(folder, "word", {"environment": WORD})])
+    output, errors = capsys.readouterr()
+    assert errors == ""
     assert "Play. It has 5 letters.<|im_end|>" in output
     assert "guess(word)" in output.split("  policy")[0], "the template tells of the tool"
     assert output.count(GUESS + "<|im_end|>") == 1

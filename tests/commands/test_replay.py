@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -78,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool) -> Path:
     (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(8)))
     (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     with pytest.raises(RankError, match="it does not like prompt 11"):
-        ranks2.run(command, folder, "fit", "--config", "config.yaml")
+        ranks2.run(command, folder, "fit", "--config", "config.yaml", timeout_s=300)
     return folder
 
 
@@ -168,18 +168,16 @@ def test_what_was_not_kept_is_one_line(
         assert line in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_debugger_stops_where_a_node_begins(folder: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "rlflow.cli", "replay", "run", "--step", "2", "--node", "of_prompt", "--pdb"],
-        cwd=folder,
-        input="next\np rewards.counts.tolist()\ncontinue\n",
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert "mine.py" in ran.stdout
-    assert "[4, 4, 4, 4]" in ran.stdout, ran.stdout + ran.stderr
-    assert "of_prompt: 4 rows, equal to the run's, to the bit" in ran.stdout
+def test_a_debugger_stops_where_a_node_begins(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("next\np rewards.counts.tolist()\ncontinue\n"))
+    main(["replay", "run", "--step", "2", "--node", "of_prompt", "--pdb"])
+    printed = capsys.readouterr().out
+    assert "mine.py" in printed
+    assert "[4, 4, 4, 4]" in printed
+    assert "of_prompt: 4 rows, equal to the run's, to the bit" in printed
 
 
 SKIPPING = """

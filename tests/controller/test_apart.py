@@ -347,8 +347,8 @@ def restrained(model: Path) -> RLModule:
     ("algorithm", "placement"),
     [
         (restrained, {"rollout": [0], "actor": [1, 2], "reference": [2]}),
-        (remax, {"rollout": [0, 1], "actor": [1, 2]}),
-        (distillation, {"rollout": 2, "actor": [0, 1], "teacher": 1}),
+        pytest.param(remax, {"rollout": [0, 1], "actor": [1, 2]}, marks=pytest.mark.slow),
+        pytest.param(distillation, {"rollout": 2, "actor": [0, 1], "teacher": 1}, marks=pytest.mark.slow),
         (adapters, {"rollout": [0, 1], "actor": 2}),
     ],
 )

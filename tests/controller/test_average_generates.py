@@ -16,6 +16,7 @@ from rlflow.types import Tokens, Trained
 from tests.controller.policies import STOPS, paths_of
 from tests.controller.runs import ZERO2, Fit, Lies, Result, StopsAfter, failing_fit, fit, sums
 from tests.ranks import RankPool
+from tests.slow import slow_but
 from tests.strategies.update import Stage, strategy_of
 
 STEPS = 3
@@ -137,7 +138,7 @@ def test_what_it_scores_of_its_own_is_compared_with_its_engine(policy: Path, tmp
     assert all(0 < step["sync/logprob_gap/teacher"] < 1e-5 for step in found.steps)
 
 
-@pytest.mark.parametrize("stage", [2, 3, "fsdp"])
+@pytest.mark.parametrize("stage", slow_but((3,), [2, 3, "fsdp"]))
 def test_so_it_does_on_two_ranks(stage: Stage, policy: Path, alone: Result, tmp_path: Path, ranks2: RankPool) -> None:
     strategy: partial[TrainingStrategy] = partial(strategy_of, stage, token_budget=40)
     assert tokens(ranks2.run(fit, run(FromAverage(policy), tmp_path, strategy=strategy))) == tokens([alone])

@@ -21,6 +21,7 @@ from rlflow.strategies import DeepSpeedStrategy
 from tests.controller.new_groups import recording
 from tests.controller.runs import ZERO2, ZERO3, Fit, fit, grpo, sums, trainer_of
 from tests.ranks import RankPool
+from tests.slow import slow_but
 
 # Numbers of ranks, tensor-parallel size, placement, steps ahead
 MEETINGS: dict[str, tuple[int, int, dict[str, Any], int]] = {
@@ -72,7 +73,7 @@ class NeverBuilt(VLLMEngine):
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize("name", MEETINGS)
+@pytest.mark.parametrize("name", slow_but([*MEETINGS][::3], MEETINGS))
 def test_ranks_that_meet_form_the_same_groups_in_the_same_order(
     name: str, policy: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -19,6 +19,7 @@ from rlflow.values.absent import Absent
 from rlflow.values.layout import Layout
 from tests.databuffer.everything import Everything, differences, everything
 from tests.ranks import RankPool
+from tests.slow import slow_but
 
 # ranks and shards: one to four shards, on some ranks or all, held once or by two to four peers
 PLACES = [
@@ -157,7 +158,7 @@ def bring_from(source: Layout) -> list[Brought | None]:
     return seen
 
 
-@pytest.mark.parametrize("source", FAMILY, ids=str)
+@pytest.mark.parametrize("source", slow_but(FAMILY[::3], FAMILY), ids=str)
 def test_every_layout_reaches_every_other_bit_by_bit_and_byte_by_byte(ranks4: RankPool, source: Layout) -> None:
     seen = ranks4.run(bring_from, source)
     home = home_of(source)

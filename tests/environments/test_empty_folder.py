@@ -16,6 +16,7 @@ from rlflow.environments.session import Session
 from tests.environments import games
 from tests.environments.test_session import call, spoken
 from tests.own_folder import command
+from tests.ranks import RankPool
 from tests.test_docs import block_with, blocks
 
 
@@ -33,14 +34,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def fit(folder: Path, config: str) -> list[dict[str, Any]]:
+def fit(folder: Path, config: str, ranks: RankPool) -> list[dict[str, Any]]:
     """The metrics of the steps of `rlflow fit`."""
-    command(folder, "fit", "--config", config)
+    ranks.run(command, folder, "fit", "--config", config, timeout_s=300)
     run = folder / yaml.safe_load((folder / config).read_text())["trainer"]["run_dir"]
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_page_s_folder_trains_and_so_do_environments_of_trl_s_form(folder: Path) -> None:
+def test_the_page_s_folder_trains_and_so_do_environments_of_trl_s_form(folder: Path, ranks2: RankPool) -> None:
     """One run holds both: the page's class, and others of TRL's form by a column, one of them asynchronous."""
     config = yaml.safe_load((folder / "agent.yaml").read_text())
     given = config["module"]["init_args"]["environment"]["init_args"]
@@ -55,7 +56,7 @@ def test_the_page_s_folder_trains_and_so_do_environments_of_trl_s_form(folder: P
     rows = [json.loads(line) for line in (folder / "words.jsonl").read_text().splitlines()]
     named = [{**row, "environment": name} for row, name in zip(rows, ["page", "trl", "later", "page"], strict=True)]
     (folder / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in named))
-    (step,) = [line for line in fit(folder, "several.yaml") if "actor/loss" in line]
+    (step,) = [line for line in fit(folder, "several.yaml", ranks2) if "actor/loss" in line]
     assert 1 <= step["rollout/turns"] <= 3
     assert step["reward/environment"] == step["reward/outcome"]
     assert step["rollout/ended_failed"] == 0

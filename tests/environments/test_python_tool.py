@@ -74,7 +74,9 @@ def test_a_program_does_not_reach(
 
 
 @isolated
-@pytest.mark.parametrize("apart", [False, True], ids=["in process", "in a worker"])
+@pytest.mark.parametrize(
+    "apart", [pytest.param(False, marks=pytest.mark.slow), True], ids=["in process", "in a worker"]
+)
 def test_a_policy_calls_it_as_a_function_and_as_a_method(apart: bool) -> None:
     said = ParsedTurn("", (ToolCall("python", {"code": "print(2 ** 10)"}),))
     for definition in (

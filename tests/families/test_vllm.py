@@ -23,6 +23,7 @@ from rlflow.values.ragged import Ragged
 from tests.families.gap import follow_three_syncs, tensors
 from tests.families.models import SERVED
 from tests.rollout.trained import PROMPTS, setup
+from tests.slow import slow_but
 
 CPU = torch.device("cpu")
 Family = Callable[[str], Path]
@@ -38,7 +39,7 @@ def engine(request: pytest.FixtureRequest, family: Family) -> Iterator[tuple[Rol
     engine.close()
 
 
-@pytest.mark.parametrize("engine", SERVED, indirect=True)
+@pytest.mark.parametrize("engine", slow_but(["smollm3"], SERVED), indirect=True)
 def test_logprobs_are_training_s_after_each_sync_and_every_tensor_is_read_back(
     engine: tuple[Any, ScoringModel],
 ) -> None:

@@ -36,6 +36,7 @@ def test_two_ranks_that_divide_each_expert_answer_alike(name: str, family: Famil
     assert first == second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_each_rank_reads_back_its_part_of_each_expert(name: str, family: Family, ranks2: RankPool) -> None:
     first, second = ranks2.run(_syncs_with_one_element_changed, family(name), timeout_s=300)

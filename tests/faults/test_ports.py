@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +46,27 @@ def test_the_store_and_the_ranks_listen_on_the_loopback_alone(tmp_path: Path, se
     assert found, "a run of two ranks has a store"
     assert {address.removeprefix("::ffff:") for address in found} <= {"127.0.0.1", "::1"}
     seen("ports of two ranks: loopback alone")
+
+
+JOINS = """
+import psutil, sys
+from datetime import timedelta
+from rlflow.strategies.processes import join_group
+
+join_group("gloo", 0, 1, "127.0.0.1", int(sys.argv[1]), timedelta(seconds=60))
+print(*{each.laddr.ip for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN})
+"""
+
+
+def test_a_rank_that_serves_the_store_listens_on_the_loopback_alone(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with Running(tmp_path, JOINS, str(port), command=(sys.executable, "-c")) as run:
+        ended = run.ended()
+    assert ended.code == 0, ended
+    found = ended.output.split()
+    assert found, "it serves the store"
+    assert {address.removeprefix("::ffff:") for address in found} <= {"127.0.0.1", "::1"}
 
 
 def test_the_store_where_an_engine_s_processes_meet_listens_on_one_interface() -> None:

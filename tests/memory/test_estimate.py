@@ -147,7 +147,7 @@ def counted_bytes(folder: Path, stage: Stage, precision: str) -> tuple[int, floa
     ("stage", "precision"),
     [
         (3, "bf16"),
-        ("fsdp", "bf16"),
+        pytest.param("fsdp", "bf16", marks=pytest.mark.slow),
         pytest.param(0, "fp32", marks=pytest.mark.slow),
         pytest.param(2, "fp32", marks=pytest.mark.slow),
         pytest.param(2, "bf16", marks=pytest.mark.slow),

@@ -27,7 +27,7 @@ SEEDS = list(range(len(PROMPTS)))
 VERSIONS = itertools.count()
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
 def folder(request: pytest.FixtureRequest) -> Path:
     folder: Path = request.getfixturevalue(request.param)
     return folder

@@ -18,6 +18,7 @@ from rlflow.rollout.conversation_loop import SharedCalls
 from tests.ranks import RankPool
 from tests.rollout.test_conversation_turns import BrokenEcho, SlowEcho, held
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, logprob_gap, perturb
+from tests.slow import slow_but
 
 SAME_SEEDS = [list(range(len(PROMPTS)))] * 2
 OWN_SEEDS = [[seed + 100 * rank for seed in range(len(PROMPTS))] for rank in range(2)]
@@ -95,7 +96,13 @@ def test_an_engine_for_each_rank_answers_with_its_ranks_seeds(ranks2: RankPool, 
     assert all(one.token_ids != other.token_ids for one, other in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("name", ["tied", pytest.param("untied", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module")
+def one_key_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose one head of keys and values both ranks hold."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "one", layers=2, kv_heads=1, max_position=512)
+
+
+@pytest.mark.parametrize("name", slow_but(["one_key_head"], ["tied", "untied", "one_key_head"]))
 def test_an_engine_for_two_ranks_answers_alike_on_both(
     ranks2: RankPool, name: str, request: pytest.FixtureRequest
 ) -> None:
@@ -107,14 +114,6 @@ def test_an_engine_for_two_ranks_answers_alike_on_both(
     assert first == second
     assert conversations[0] == conversations[1] == others[0] == others[1]
     assert len({len(tokens) for tokens in conversations[0]}) > 1
-
-
-@pytest.mark.slow
-def test_a_key_head_that_both_ranks_hold_is_synced_to_both(ranks2: RankPool, tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "one_key_head", layers=1, kv_heads=1, max_position=512)
-    (first, first_gap, _), (second, second_gap, _) = ranks2.run(_generate, folder, 2, SAME_SEEDS, timeout_s=300)
-    assert max(first_gap, second_gap) < 1e-4
-    assert first == second
 
 
 def test_each_rank_reads_back_its_own_slice(ranks2: RankPool, untied: Path) -> None:

@@ -14,6 +14,8 @@ import yaml
 from safetensors.torch import load_file
 
 from rlflow.models.tiny import write_tiny_model
+from tests.own_folder import command
+from tests.ranks import RankPool
 from tests.saved import load_model
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
@@ -47,13 +49,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def start(command: list[str], arguments: list[str]) -> subprocess.Popen[str]:
+def start(arguments: list[str]) -> subprocess.Popen[str]:
     """A command line in an environment that knows nothing of ranks yet."""
     set_by_launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in set_by_launchers}
     root = Path(__file__).parents[2]
     return subprocess.Popen(
-        [*command, "-m", "rlflow.cli", "fit", *arguments],
+        arguments,
         cwd=root,
         env=environment | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -72,7 +74,7 @@ def finish(processes: list[subprocess.Popen[str]]) -> None:
     assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(said)
 
 
-def test_two_agents_of_torchrun_train_as_two_devices_do(config: Path, tmp_path: Path) -> None:
+def test_two_agents_of_torchrun_train_as_two_devices_do(config: Path, tmp_path: Path, ranks2: RankPool) -> None:
     def given(name: str, devices: int, nodes: int) -> list[str]:
         settings = {"run_dir": str(tmp_path / name), "devices": str(devices), "num_nodes": str(nodes)}
         options = [part for key, value in settings.items() for part in (f"--trainer.{key}", value)]
@@ -82,8 +84,9 @@ def test_two_agents_of_torchrun_train_as_two_devices_do(config: Path, tmp_path: 
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     agent = [*TORCHRUN, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1"]
-    finish([start(agent, given("torchrun", devices=1, nodes=2)) for _ in range(2)])
-    finish([start([sys.executable], given("fabric", devices=2, nodes=1))])
+    fit = [*agent, "-m", "rlflow.cli", "fit", *given("torchrun", devices=1, nodes=2)]
+    finish([start(fit) for _ in range(2)])
+    ranks2.run(command, tmp_path, "fit", *given("fabric", devices=2, nodes=1), timeout_s=300)
 
     before = load_file(config.parent / "policy/model.safetensors")
     found, expected = (load_model(tmp_path / name / "model") for name in ("torchrun", "fabric"))

@@ -16,6 +16,7 @@ import pytest
 
 from rlflow.errors import UserError
 from rlflow.worker import Limits, Worker, WorkerDied, WorkerRaised, WorkerTimeout
+from tests.slow import slow_but
 
 SHORT = Limits(seconds=0.5, memory_mb=2048, file_mb=4, output_kb=8)
 
@@ -94,7 +95,9 @@ def test_long_arguments_and_values_pass() -> None:
         assert len(worker.function("harm.add", "a" * (1 << 20), "b" * (1 << 20))) == 2 << 20
 
 
-@pytest.mark.parametrize(("function", "processes"), [("start_others", 2), ("start_a_large_one", 1)])
+@pytest.mark.parametrize(
+    ("function", "processes"), slow_but([("start_others", 2)], [("start_others", 2), ("start_a_large_one", 1)])
+)
 def test_nothing_that_it_started_is_left(function: str, processes: int, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     with closing(Worker(Limits(seconds=6))) as worker, pytest.raises(WorkerTimeout):
