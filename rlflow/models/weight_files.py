@@ -56,7 +56,7 @@ class WeightFiles:
         for file in self._files():
             with self._readable(file):
                 # By `pread`: pages of a mapped file would count as this process's memory.
-                opened = safe_open(file, framework="pt", backend="pread")
+                opened: Any = safe_open(file, framework="pt", backend="pread")
                 self._tensors |= {name: (file, opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
 
     @property
