@@ -53,7 +53,7 @@ from rlflow.data.loader import Loader, Prefetch
 from rlflow.databuffer.balance import Balance
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.rows import RowSpace
-from rlflow.databuffer.transport import Transport, Work
+from rlflow.databuffer.transport import Transport
 from rlflow.functional import KL
 from rlflow.models.tiny import write_tiny_model
 from rlflow.values.layout import Layout
@@ -147,7 +147,7 @@ def run(folder: Path, steps: int, design: Design) -> Trained:
 class Emulated:
     """A message that is there no sooner than `ready`, of `time.perf_counter`."""
 
-    def __init__(self, work: Work, ready: float) -> None:
+    def __init__(self, work: dist.Work, ready: float) -> None:
         self._work, self._ready = work, ready
 
     def wait(self) -> None:
@@ -162,7 +162,7 @@ class OneLink:
     def __init__(self) -> None:
         self._free = 0.0
 
-    def carry(self, work: Work, *hops: int) -> Work:
+    def carry(self, work: dist.Work, *hops: int) -> dist.Work:
         """The work, delayed by as many messages of these bytes, one after the other."""
         self._free = max(self._free, time.perf_counter()) + sum(LATENCY_S + nbytes / BYTES_PER_S for nbytes in hops)
         return Emulated(work, self._free)
@@ -177,7 +177,7 @@ class Link(Transport):
 
     def all_to_all(
         self, send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], ranks: tuple[int, ...]
-    ) -> tuple[Tensor, Work]:
+    ) -> tuple[Tensor, dist.Work]:
         received, work = super().all_to_all(send, send_sizes, receive_sizes, ranks)
         own = send_sizes[ranks.index(self.rank)]
         moved = send.element_size() * (max(sum(send_sizes), sum(receive_sizes)) - own)
@@ -193,7 +193,7 @@ class HubLink(Hub):
 
     def all_to_all(
         self, send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], ranks: tuple[int, ...]
-    ) -> tuple[Tensor, Work]:
+    ) -> tuple[Tensor, dist.Work]:
         received, work = super().all_to_all(send, send_sizes, receive_sizes, ranks)
         return received, self._link.carry(work, *self.last_bytes)
 

@@ -14,11 +14,12 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.route import Route
-from rlflow.databuffer.transport import Transport, Work
+from rlflow.databuffer.transport import Transport
 from rlflow.databuffer.wire import Data, Form, Piece, RowBytes, copied, from_bytes, to_bytes
 from rlflow.values.absent import Absent
 from rlflow.values.columns import Column, columns, nbytes, to_device
@@ -79,7 +80,7 @@ class ValueExchange:
         self._sized = [column for column in self._travelling if column.cut in (Cut.RAGGED, Cut.JSON)]
         self._data: dict[str, Data] = {} if value is None else {c.name: c.of(value) for c in self._columns}
         self._forms = {c.name: Form.of(c.cut, self._data[c.name]) for c in self._travelling if c.name in self._data}
-        self._work: Work | None = None
+        self._work: dist.Work | None = None
         if route.moves:
             self._send()
 
@@ -163,7 +164,7 @@ class ValueExchange:
             on_device(sent, self._transport.device), sends, receives, self._route.ranks
         ), receives
 
-    def _await_sizes(self, received: Tensor, work: Work, counts: list[int]) -> list[int]:
+    def _await_sizes(self, received: Tensor, work: dist.Work, counts: list[int]) -> list[int]:
         work.wait()
         parts = received.cpu().split(counts)
         self.metadata_bytes += _SIZE * (sum(counts) - counts[self._me])
@@ -224,7 +225,7 @@ class ValueExchange:
         return from_bytes(column.cut, self._forms[column.name], arrived[column.name], self._route.order)
 
 
-_SizesSent = tuple[Tensor, Work, list[int]]
+_SizesSent = tuple[Tensor, dist.Work, list[int]]
 
 
 def _message(

@@ -25,13 +25,6 @@ _world: dist.ProcessGroup | None = None  # in which the groups of this process w
 _formed: dict[tuple[tuple[int, ...], timedelta | None], dist.ProcessGroup | None] = {}
 
 
-class Work(Protocol):
-    """A collective in progress."""
-
-    def wait(self) -> object:
-        """Return when it is done; raises what went wrong with it."""
-
-
 class Watch(Protocol):
     """Learns what a rank waits for; times are of `time.perf_counter`, seconds."""
 
@@ -171,7 +164,7 @@ class Transport:
 
     def all_to_all(
         self, send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], ranks: tuple[int, ...]
-    ) -> tuple[Tensor, Work]:
+    ) -> tuple[Tensor, dist.Work]:
         """Start to send a part of `send` to each of `ranks`; only they call this, with the same `ranks`.
 
         Args:
