@@ -33,6 +33,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 import torch
+import torch.distributed as dist
 from hub import Hub
 from small_run import (
     EmulatedGRPO,
