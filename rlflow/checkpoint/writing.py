@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,51 +30,52 @@ Mode = Literal["min", "max"]
 ALL = -1  # `save_top_k` for all checkpoints
 
 
-class RoleShare:
-    """What one rank writes of a role.
+def role_share(strategy: TrainingStrategy, role: str, disk: Disk) -> tuple[dict[str, Any], Callable[[Path], str]]:
+    """What one rank records of a role, and the function that writes the rank's file of it.
 
     Args:
-        strategy: Holds it.
-        role: Its name.
-        disk: Writes it; copies it now if the run goes on meanwhile.
+        strategy: Holds the role.
+        role: Name of the role.
+        disk: Writes the file; its tensors are copied now where the run goes on meanwhile.
+
+    Returns:
+        The record for `index_of`, JSON-able; and a function that writes the file at a path and gives its SHA-256.
     """
+    entries: list[StoredTensor] = []
+    copies: list[Tensor] = []
+    shapes: dict[str, Sequence[int]] = {}
+    ranges: dict[str, tuple[int, int]] = {}
+    kinds: list[str] = []
+    for parameter, shape, parts in strategy.state_parts(role):
+        shapes[parameter], kinds = shape, list(parts)
+        ((start, length),) = {(part.start, part.values.numel()) for part in parts.values()}
+        if length:
+            ranges[parameter] = start, length
+        for key, values in _named(parameter, parts):
+            entries.append(StoredTensor.of(key, values))
+            if disk.asynchronous:
+                copies.append(disk.copy(f"{role}/{key}", values))
+    record: dict[str, Any] = {"ranges": ranges}
+    if strategy.leads(role):
+        scale = strategy.roles[role].loss_scale
+        record |= {
+            "loss_scale": None if scale is None else scale.record(),
+            "updates": strategy.roles[role].done,
+            "untrained": strategy.roles[role].model.untrained_record(),
+            "kinds": kinds,
+            "shapes": shapes,
+        }
 
-    def __init__(self, strategy: TrainingStrategy, role: str, disk: Disk) -> None:
-        self._strategy, self.role = strategy, role
-        self._entries: list[StoredTensor] = []
-        self._copies: list[Tensor] | None = [] if disk.asynchronous else None
-        shapes: dict[str, Sequence[int]] = {}
-        ranges: dict[str, tuple[int, int]] = {}
-        kinds: list[str] = []
-        for parameter, shape, parts in strategy.state_parts(role):
-            shapes[parameter], kinds = shape, list(parts)
-            ((start, length),) = {(part.start, part.values.numel()) for part in parts.values()}
-            if length:
-                ranges[parameter] = start, length
-            for key, values in _named(parameter, parts):
-                self._entries.append(StoredTensor.of(key, values))
-                if self._copies is not None:
-                    self._copies.append(disk.copy(f"{role}/{key}", values))
-        self.more: dict[str, Any] = {"ranges": ranges}
-        if strategy.leads(role):
-            scale = strategy.roles[role].loss_scale
-            self.more |= {
-                "loss_scale": None if scale is None else scale.record(),
-                "updates": strategy.roles[role].done,
-                "untrained": strategy.roles[role].model.untrained_record(),
-                "kinds": kinds,
-                "shapes": shapes,
-            }
-
-    def write(self, path: Path) -> str:
-        """The file, tensor by tensor; its SHA-256."""
-        values = self._values() if self._copies is None else self._copies
-        return write_tensors(path, self._entries, all_finite(path.parent.stem, self.role, self._entries, values))
-
-    def _values(self) -> Iterator[Tensor]:
-        for parameter, _, parts in self._strategy.state_parts(self.role):
+    def values_now() -> Iterator[Tensor]:
+        for parameter, _, parts in strategy.state_parts(role):
             for _, values in _named(parameter, parts):
                 yield values
+
+    def write(path: Path) -> str:
+        values = copies if disk.asynchronous else values_now()
+        return write_tensors(path, entries, all_finite(path.parent.stem, role, entries, values))
+
+    return record, write
 
 
 def _file_of(role: str, rank: int, world_size: int) -> str:
@@ -132,24 +133,24 @@ def write_share(
             digests |= dict.fromkeys(write_groups(draft.path, name, carried, len(nodes)), "")
     except (OSError, SafetensorError) as error:
         failed.append(error)
-    shares = [RoleShare(strategy, role, disk) for role in roles if strategy.holds(role)]
+    shares = {role: role_share(strategy, role, disk) for role in roles if strategy.holds(role)}
 
     def write() -> None:
         if failed:
             raise failed[0]
-        for share in shares:
-            name = _file_of(share.role, rank, len(nodes))
-            digests[name] = share.write(draft.path / name)
+        for role, (_, write_file) in shares.items():
+            name = _file_of(role, rank, len(nodes))
+            digests[name] = write_file(draft.path / name)
 
     def record(error: BaseException | None) -> None:
         if error is None:
-            more = {share.role: share.more for share in shares}
+            more = {role: of_role for role, (of_role, _) in shares.items()}
             draft.add(Record(rank, draft.file_records(digests), more))
         else:
             for name in digests:
                 (draft.path / name).unlink(missing_ok=True)
-            for share in shares:  # what is cut short too: its room is needed to say so
-                (draft.path / _file_of(share.role, rank, len(nodes))).unlink(missing_ok=True)
+            for role in shares:  # what is cut short too: its room is needed to say so
+                (draft.path / _file_of(role, rank, len(nodes))).unlink(missing_ok=True)
             draft.add(Record(rank, error=not_written(error, draft.target, rank, nodes[rank])))
 
     disk.do(write)

@@ -19,7 +19,13 @@ from rlflow.errors import UserError, importable, require
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.weight_files import TensorRange
-from rlflow.strategies.distributed import DistributedStrategy, RoleGroups, consecutive, replace_parameters
+from rlflow.strategies.distributed import (
+    TIMEOUT_S,
+    DistributedStrategy,
+    RoleGroups,
+    consecutive,
+    replace_parameters,
+)
 from rlflow.strategies.role import FIRST, Role
 from rlflow.strategies.strategy import WEIGHT
 
@@ -70,7 +76,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         bucket_elements: int = BUCKET_ELEMENTS,
         live_elements: int | None = None,
         partition_within: int | None = None,
-        timeout_s: float = 600.0,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         require("deepspeed", "DeepSpeedStrategy", "deepspeed")
         if stage not in (0, 1, 2, 3):

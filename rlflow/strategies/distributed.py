@@ -25,6 +25,7 @@ from rlflow.values.layout import Layout
 if TYPE_CHECKING:
     from rlflow.strategies.processes import ManyProcesses
 
+TIMEOUT_S = 600.0  # of a collective, where `timeout_s` does not say another one
 LONGEST_S = 1e9
 
 

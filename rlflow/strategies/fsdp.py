@@ -16,7 +16,7 @@ from rlflow.errors import UserError
 from rlflow.models.handle import ModelHandle
 from rlflow.models.packed import PackedModel
 from rlflow.models.weight_files import TensorRange
-from rlflow.strategies.distributed import DistributedStrategy, replace_parameters
+from rlflow.strategies.distributed import TIMEOUT_S, DistributedStrategy, replace_parameters
 from rlflow.values.layout import Layout
 
 
@@ -49,7 +49,7 @@ class FSDPStrategy(DistributedStrategy):
         packing: bool = True,
         float32_head: bool = False,
         within: int | None = None,
-        timeout_s: float = 600.0,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         if within is not None and within < 1:
             raise UserError(f"`within` is {within}; give 1 or more ranks, or null for all ranks of a role.")
