@@ -6,12 +6,11 @@ import contextlib
 import copy
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import yaml
-
-from rlflow.cli import COMMANDS
 
 CONFIG: dict[str, Any] = {
     "seed": 0,
@@ -149,7 +148,7 @@ def command(folder: Path, name: str, *arguments: str) -> None:
     sys.path.insert(0, str(folder))
     try:
         with contextlib.chdir(folder):
-            COMMANDS[name](arguments)
+            import_module(f"rlflow.commands.{name}").main(arguments)
     finally:
         sys.path[:] = path
         for made in {*sys.modules} - modules:

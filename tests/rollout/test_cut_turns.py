@@ -30,6 +30,6 @@ def test_that_the_turn_was_cut_is_said(finished: bool, told: str) -> None:
     conversation = Conversation(session, TemplateBridge(tiny_tokenizer()), [1], [])
     conversation.add_turn(Completion((5, 6, 7), (0.0,) * 3, finished))
     calls = (ToolCall("", {}, "no JSON"), ToolCall("double", {"number": 2}))
-    reply = _reply(session, conversation, ParsedTurn("", calls))
+    reply = _reply(conversation, ParsedTurn("", calls))
     assert [each["content"] for each in reply["messages"]] == [told, "4"]
     assert (reply["calls"], reply["failed"]) == (2, 1)
