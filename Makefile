@@ -11,7 +11,7 @@ UV_FLAGS ?=
 PYTHONS ?= python3.12 python3.13
 # More arguments for both stages of the quickstart, such as STAGES="--trainer.max_steps 20".
 STAGES ?=
-# The rows of its table that `make test-all` runs, by parts of their names, such as ROW="bad data,leaks".
+# The rows of the table of faults that `make test-all` and `make faults` run, by parts of their names, such as ROW="bad data,leaks".
 ROW ?=
 # Which of their tests it runs, such as PART=1/2 and then PART=2/2, where all of them take too long for one call.
 PART ?=

@@ -30,8 +30,8 @@ from rlflow.checkpoint.manifest import (
     read_progress,
 )
 from rlflow.checkpoint.reading import restore
+from rlflow.checkpoint.retention import Retention
 from rlflow.checkpoint.writing import (
-    Retention,
     complete,
     draft_of,
     leave,

@@ -6,9 +6,8 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -16,18 +15,16 @@ from torch import Tensor
 
 from rlflow.checkpoint.manifest import NAME, Progress, lacks, monitored_value, write_manifest
 from rlflow.checkpoint.reading import RoleIndex, Stored, index_name
+from rlflow.checkpoint.retention import Retention
 from rlflow.checkpoint.stored_groups import write_groups
 from rlflow.databuffer.groups import Groups
-from rlflow.models.weight_files import TensorRange
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import LEFT, Draft, Record, not_written, of_rank
-from rlflow.storage.tensors import StoredTensor, all_finite, write_tensors
+from rlflow.storage.tensors import StoredTensor, TensorRange, all_finite, write_tensors
 from rlflow.strategies.strategy import TrainingStrategy
 
 OF_RANK = "logged"  # in the names of files of what a rank alone has
 MODULE = "module-state"  # in the names of files of the module's tensors; no role is called so
-Mode = Literal["min", "max"]
-ALL = -1  # `save_top_k` for all checkpoints
 
 
 def role_share(strategy: TrainingStrategy, role: str, disk: Disk) -> tuple[dict[str, Any], Callable[[Path], str]]:
@@ -262,43 +259,3 @@ def read_module_tensors(folder: Path) -> dict[str, Tensor]:
 def read_of_rank(folder: Path, rank: int, world_size: int) -> list[Any]:
     """What each rank wrote that it alone had, of as many ranks as wrote it, shared out among the ranks of now."""
     return [json.loads(file.read_text()) for file in sorted(folder.glob(f"{OF_RANK}-*.json"))[rank::world_size]]
-
-
-@dataclass(frozen=True)
-class Retention:
-    """What stays; the names and meanings are those of Lightning's `ModelCheckpoint`, but for `last`, which is a number.
-
-    Args:
-        last: So many of the last ones.
-        top_k: And so many of the best by `monitor`, which may be among the last; -1 for all checkpoints.
-        monitor: A metric.
-        mode: Whether a smaller (`min`) or a larger (`max`) value is better.
-    """
-
-    last: int
-    top_k: int = 0
-    monitor: str | None = None
-    mode: Mode = "min"
-
-    def staying(self, values: Mapping[Path, float | None]) -> list[Path]:
-        """Those that stay, in the order of their steps.
-
-        Args:
-            values: Of the metric by checkpoint, in the order of their steps; None where it was not measured. Of equal
-                values the later is better.
-        """
-        folders = list(values)
-        if self.top_k == ALL:
-            return folders
-        measured = [of for of, value in values.items() if value is not None and not math.isnan(value)]
-        best = sorted(measured, key=lambda of: (self._badness(values[of]), -folders.index(of)))[: self.top_k]
-        last = folders[-self.last :]
-        return [folder for folder in folders if folder in last or folder in best]
-
-    def most(self, saves: int) -> int:
-        """Checkpoints that are on the disk at once in a run of so many saves, one that is being written among them."""
-        return saves if self.top_k == ALL else min(self.last + self.top_k + 1, saves)
-
-    def _badness(self, value: float | None) -> float:
-        assert value is not None
-        return value if self.mode == "min" else -value

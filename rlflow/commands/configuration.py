@@ -45,7 +45,7 @@ class Configured:
         trainer: With all settings of the run.
         config: As `config.yaml` of the run has it: all defaults, classes written as `class_path` and `init_args`.
         keys: Keys as the user wrote them, for errors.
-        foretold: A prediction of the run, if one was asked for.
+        simulation: What predicts the run, if that was asked for.
     """
 
     module: RLModule

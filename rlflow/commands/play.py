@@ -20,7 +20,7 @@ from rlflow.data.prompts import Encoder, PromptData
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, about, one_line
-from rlflow.loggers.logger import text as written
+from rlflow.loggers.transcript import text as written
 from rlflow.module import RLModule, environments, handles
 from rlflow.rewards.reward import RewardInput, scored
 from rlflow.rollout.conversation import Conversation

@@ -10,7 +10,7 @@ from rlflow.commands.parser import call
 from rlflow.commands.screen import Screen
 from rlflow.errors import UserError, one_line
 from rlflow.loggers.jsonl import SAMPLES_FILE, read_samples
-from rlflow.loggers.logger import speaker, text
+from rlflow.loggers.transcript import speaker, text
 
 Ended = Literal["done", "turns", "tokens", "failed"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -180,13 +180,29 @@ class Nodes:
     def _made(self, node: Node, layout: Layout, step: Step, result: Any, above: RowSpace, calls: Calls) -> RowSpace:
         """The rows that a node made, below those that it saw, and the metrics of its responses."""
         rows = new_rows(node, result, above, layout, self._transport.rank)
-        space = self._steps.gather(node.id, layout, step, **rows)
+        space = self._steps.gather(node.id, layout, step, rows.path, rows.lengths, rows.tokens, rows.versions)
         if node.generates and not self._draws.cuts_off and layout.publishes(self._transport.rank):
             measure(node.id, result, step.metrics, calls.tokens)
         return space
 
 
-def new_rows(node: Node, value: Any, above: RowSpace, layout: Layout, rank: int) -> dict[str, Tensor]:
+class NewRows(NamedTuple):
+    """What other ranks must know of the rows that a node made on one; on the CPU.
+
+    Attributes:
+        path: `[B, depth]`, the path of the parent, then the number among its children.
+        lengths: `[B]`, response tokens of each.
+        tokens: `[B]`, what a model reads of each.
+        versions: `[B]`, version of the policy that generated it; -1 where none did.
+    """
+
+    path: Tensor
+    lengths: Tensor
+    tokens: Tensor
+    versions: Tensor
+
+
+def new_rows(node: Node, value: Any, above: RowSpace, layout: Layout, rank: int) -> NewRows:
     """The rows of `value`, children of those above them that the fronts of their paths name, in their order.
 
     Args:
@@ -195,11 +211,6 @@ def new_rows(node: Node, value: Any, above: RowSpace, layout: Layout, rank: int)
         above: The rows that the node saw.
         layout: Where these lie.
         rank: This one.
-
-    Returns:
-        What other ranks must know of the rows, on the CPU: `path` `[B, depth]`, that of the parent and the number among
-        its children; and of each row, `[B]`, its response tokens (`lengths`), what a model reads of it (`tokens`), and
-        the version of the policy that generated it, -1 where none did (`versions`).
 
     Raises:
         UserError: The value has no paths, or a row descends from none of those that the node saw here.
@@ -231,7 +242,7 @@ def new_rows(node: Node, value: Any, above: RowSpace, layout: Layout, rank: int)
     own = RowPath(numbers, path.levels).below(depth, node.id).numbers
     lengths = on_cpu.get("lengths", torch.zeros_like(none))
     tokens = on_cpu.get("tokens", lengths + on_cpu.get("prompts", 0))
-    return {"path": own, "lengths": lengths, "tokens": tokens, "versions": on_cpu.get("versions", none)}
+    return NewRows(own, lengths, tokens, on_cpu.get("versions", none))
 
 
 def _counts(value: Any) -> dict[str, Tensor]:

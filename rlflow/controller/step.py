@@ -158,15 +158,26 @@ class Steps:
             metrics.largest("balance/predicted_gain_s", sum(each.gain_s for each in predicted))
             metrics.largest("balance/predicted_cost_s", sum(each.cost_s for each in predicted))
 
-    def gather(self, name: str, layout: Layout, step: Step, path: Tensor, **numbers: Tensor) -> RowSpace:
+    def gather(
+        self,
+        name: str,
+        layout: Layout,
+        step: Step,
+        path: Tensor,
+        lengths: Tensor,
+        tokens: Tensor,
+        versions: Tensor | None = None,
+    ) -> RowSpace:
         """Let the ranks of `layout` know all rows that they just made; a collective of theirs.
 
         Args:
             name: Name of the rows.
             layout: Where they were made.
             step: The step that gets them.
-            path: `[B, depth]`, of this rank's.
-            numbers: `[B]` each, see `RowSpace`.
+            path: `[B, depth]`, paths of this rank's rows.
+            lengths: `[B]`, response tokens of each.
+            tokens: `[B]`, what a model reads of each.
+            versions: `[B]`, version of the policy that generated each; None where none did.
         """
         run = self._run
         space = RowSpace.gather(
@@ -174,9 +185,9 @@ class Steps:
             self._transport,
             layout,
             path=path,
-            lengths=numbers["lengths"],
-            tokens=numbers["tokens"],
-            versions=numbers.get("versions"),
+            lengths=lengths,
+            tokens=tokens,
+            versions=versions,
             above=run.graph.levels(name)[:-1],
         )
         settings = run.settings

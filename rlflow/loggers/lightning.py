@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlflow.errors import UserError, importable, one_line, require
-from rlflow.loggers.logger import Logger, transcript
+from rlflow.loggers.logger import Logger
+from rlflow.loggers.transcript import transcript
 
 if TYPE_CHECKING:
     from lightning.fabric.loggers.logger import Logger as FabricLogger

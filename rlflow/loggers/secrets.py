@@ -9,9 +9,10 @@ from typing import Any
 HIDDEN = "***"
 # Of a key's words in lower case and the singular, joined by `_`: `wandb_password`, `client_secret`, `aws_access_key`.
 _SECRET = re.compile(
-    r"(^|_)(pass(phrase|wd|word)|pwd|secret|credential|authorization|(api|access|private)_?key|(access|auth)_?token)(_|$)"
+    r"(^|_)(pass(phrase|wd|word)|pwd|secret|credential|authorization|(api|access|private|secret)_?key|(access|auth)_?token)(_|$)"
     r"|(^|_)(auth|bearer|cookie|dsn|pat|webhook)$"
-    r"|(^|_)(account|admin|auth|client|db|deploy|encryption|license|master|root|service|signing|ssh|storage|user)_(\w+_)?key$"
+    r"|(^|_)(access|account|admin|api|auth|client|db|deploy|encryption|license|master|private|root|secret|service|signing|ssh"
+    r"|storage|user)_(\w+_)?key$"
 )
 _OFTEN_NONE = re.compile(r"(^|_)(pass|token)$")
 # `hf_token` is a secret and `eos_token` is a text; `password_file` says where it is, not what.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
@@ -54,6 +54,7 @@ class CausalLM(ModelHandle):
 
     loss_aggregation: Aggregation | None = field(default=None, init=False)  # that of the module
     temperature: float = 1.0
+    _: KW_ONLY
     moe: MoE | None = None
 
     def __post_init__(self) -> None:

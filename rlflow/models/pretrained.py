@@ -12,8 +12,8 @@ from torch import nn
 
 from rlflow.errors import UserError
 from rlflow.models.remote_code import code_beside, register_decoder
-from rlflow.models.weight_files import TensorRange, WeightFiles, not_finite
-from rlflow.storage.tensors import is_finite
+from rlflow.models.weight_files import WeightFiles, not_finite
+from rlflow.storage.tensors import TensorRange, is_finite
 
 OUTPUT_LAYERS = ("lm_head", "score")  # that a model of the other kind leaves in its files
 

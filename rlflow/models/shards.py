@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from rlflow.models.lora import first_values, is_adapter, plain_name
 from rlflow.models.packed import PackedModel
-from rlflow.models.weight_files import INDEX, TensorRange, WeightFiles, shard_name
+from rlflow.models.weight_files import INDEX, WeightFiles, shard_name
 from rlflow.storage.disk import Disk
-from rlflow.storage.tensors import StoredTensor, all_finite, write_tensors
+from rlflow.storage.tensors import StoredTensor, TensorRange, all_finite, write_tensors
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError, one_line
-from rlflow.storage.tensors import is_finite
+from rlflow.storage.tensors import TensorRange, is_finite
 
 INDEX = "model.safetensors.index.json"
 CHUNK_BYTES = 32 * 2**20  # read at once, at most, or one row of a tensor
@@ -23,19 +22,6 @@ CHUNK_BYTES = 32 * 2**20  # read at once, at most, or one row of a tensor
 def shard_name(number: int, count: int) -> str:
     """The name of a model's file in Hugging Face form, counted from 0."""
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-@dataclass(frozen=True)
-class TensorRange:
-    """A contiguous range of a flattened tensor, on the rank that holds it.
-
-    Attributes:
-        start: Its first element's place in the flattened whole.
-        values: `[n]`, the elements, a view of where they are held; may be empty.
-    """
-
-    start: int
-    values: Tensor
 
 
 class WeightFiles:

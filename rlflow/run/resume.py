@@ -137,7 +137,7 @@ def _require_parts(run: Run, folder: Path) -> None:
     """Every rank looks before anything is loaded, so all end alike."""
     planned = run.plan
     lost = {
-        "responses under way": not planned.cuts_off and (folder / f"{UNFINISHED}.json").is_file(),
+        "unfinished responses": not planned.cuts_off and (folder / f"{UNFINISHED}.json").is_file(),
         "groups that wait for the next step": planned.fill is None and (folder / f"{SURPLUS}.json").is_file(),
     }
     for what, is_lost in lost.items():

@@ -57,6 +57,19 @@ class StoredTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class TensorRange:
+    """A contiguous range of a flattened tensor, on the rank that holds it.
+
+    Attributes:
+        start: Its first element's place in the flattened whole.
+        values: `[n]`, the elements, a view of where they are held; may be empty.
+    """
+
+    start: int
+    values: Tensor
+
+
 def write_tensors(
     path: Path, entries: Sequence[StoredTensor], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:

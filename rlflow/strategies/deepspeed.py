@@ -18,7 +18,7 @@ from torch import Tensor
 from rlflow.errors import UserError, importable, require
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
-from rlflow.models.weight_files import TensorRange
+from rlflow.storage.tensors import TensorRange
 from rlflow.strategies.distributed import (
     TIMEOUT_S,
     DistributedStrategy,

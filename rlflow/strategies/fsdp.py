@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from rlflow.errors import UserError
 from rlflow.models.handle import ModelHandle
 from rlflow.models.packed import PackedModel
-from rlflow.models.weight_files import TensorRange
+from rlflow.storage.tensors import TensorRange
 from rlflow.strategies.distributed import TIMEOUT_S, DistributedStrategy, replace_parameters
 from rlflow.values.layout import Layout
 

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
-from rlflow.models.weight_files import TensorRange
+from rlflow.storage.tensors import TensorRange
 
 FIRST = 2.0**14
 LEAST = 1.0

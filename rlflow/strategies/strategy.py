@@ -21,9 +21,9 @@ from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.lora import Weight, digest_of, in_buckets
 from rlflow.models.packed import PackedModel
 from rlflow.models.shards import Unit, divided, fill, write_index, write_shard, write_shard_later
-from rlflow.models.weight_files import TensorRange, shard_name
+from rlflow.models.weight_files import shard_name
 from rlflow.storage.disk import Disk
-from rlflow.storage.tensors import StoredTensor, all_finite
+from rlflow.storage.tensors import StoredTensor, TensorRange, all_finite
 from rlflow.strategies.role import Average, LossScale, Role, begun, is_taken, move
 from rlflow.values.layout import Layout
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlflow import UserError
-from rlflow.controller.training import FEWEST, UpdateWatch
+from rlflow.controller.bad_updates import FEWEST, UpdateWatch
 from rlflow.metrics import Metrics
 
 

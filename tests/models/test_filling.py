@@ -20,7 +20,8 @@ from rlflow.models.packed import PackedModel
 from rlflow.models.scalar import ValueModel
 from rlflow.models.shards import fill
 from rlflow.models.tiny import write_tiny_model
-from rlflow.models.weight_files import CHUNK_BYTES, TensorRange, WeightFiles
+from rlflow.models.weight_files import CHUNK_BYTES, WeightFiles
+from rlflow.storage.tensors import TensorRange
 from tests.families.models import ALL, write_family
 from tests.models.test_scoring import write
 

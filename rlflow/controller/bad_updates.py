@@ -1,0 +1,161 @@
+"""Updates that are not made: their gradient is infinite, NaN, or many times as large as those before."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlflow.errors import UserError
+from rlflow.metrics import StepMetrics
+from rlflow.strategies.role import LossScale
+from rlflow.values.host_copy import on_host
+from rlflow.values.ragged import Ragged
+
+NORMS = 32  # of the last updates that had a gradient, whose median is what a norm is compared with
+FEWEST = 8  # of them; before, none is too large
+
+
+@dataclass
+class UpdateWatch:
+    """Decides which updates are not made, and when the run ends; alike on all ranks, for the norms are.
+
+    Attributes:
+        folder: Folder of the run, where each rank writes its rows of the last update that was not made; None for
+            nowhere.
+        rank: This rank.
+        times: A gradient's norm of more than so many times the median of the last ones is too large; None for any.
+        most: So many updates of a role in a row that were not made end the run.
+    """
+
+    folder: Path | None = None
+    rank: int = 0
+    times: float | None = None
+    most: int = 3
+    _skipped: Counter[str] = field(default_factory=Counter)  # in a row, by role
+    _norms: dict[str, deque[float]] = field(default_factory=dict)
+
+    @property
+    def history(self) -> dict[str, dict[str, Any]]:
+        """By role, what its next update is compared with, for a checkpoint; JSON-able."""
+        roles = sorted({*self._norms, *self._skipped})
+        return {role: {"norms": [*self._norms.get(role, ())], "skipped": self._skipped[role]} for role in roles}
+
+    def restore(self, history: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take back what `history` gave."""
+        for role, of in history.items():
+            self._norms[role] = deque(of["norms"], maxlen=NORMS)
+            self._skipped[role] = of["skipped"]
+
+    def largest(self, role: str) -> float:
+        """The largest norm of a gradient that is taken."""
+        norms = self._norms.setdefault(role, deque(maxlen=NORMS))
+        if self.times is None or len(norms) < FEWEST:
+            return math.inf
+        return self.times * statistics.median(norms)
+
+    def note(
+        self,
+        role: str,
+        norm: float,
+        largest: float,
+        scale: LossScale | None,
+        metrics: StepMetrics,
+        rows: Mapping[str, Any],
+    ) -> None:
+        """An update was made, or was not.
+
+        Args:
+            role: That is trained.
+            norm: Of its gradient.
+            largest: That was taken.
+            scale: Of losses in float16.
+            metrics: Of the step.
+            rows: This rank's of the update, by the inputs of the node that trains.
+
+        Raises:
+            UserError: Too many in a row were not made.
+        """
+        if scale is not None:
+            metrics.number(f"{role}/loss_scale", scale.factor)
+        if math.isfinite(norm):
+            metrics.number(f"{role}/grad_norm", norm)
+            if norm <= largest:
+                self._skipped[role] = 0
+                if norm > 0:  # where all advantages are 0 there is none
+                    self._norms.setdefault(role, deque(maxlen=NORMS)).append(norm)
+                return
+        metrics.number(f"{role}/skipped_updates", 1.0)
+        if scale is not None and scale.can_fall:  # the next update is tried with a smaller one
+            return
+        how = f"{norm:.3g}, where up to {largest:.3g} is usual," if math.isfinite(norm) else "infinite or NaN"
+        remedy = "Lower the learning rate, or look for NaN in rewards and loss"
+        self._count(role, f"the gradient of `{role}` was {how}", remedy, rows)
+
+    def note_dropped(self, role: str, metrics: StepMetrics, rows: Mapping[str, Any]) -> None:
+        """An update was not made, for a reward failed on all of its samples, which were dropped.
+
+        Args:
+            role: That is trained.
+            metrics: Of the step.
+            rows: As `note`.
+
+        Raises:
+            UserError: Too many in a row were not made.
+        """
+        metrics.number(f"{role}/skipped_updates", 1.0)
+        self._count(role, f"the reward of `{role}` failed on all samples", "Mend the reward", rows)
+
+    def _count(self, role: str, what: str, remedy: str, rows: Mapping[str, Any]) -> None:
+        """One more update in a row was skipped, for this reason."""
+        self._skipped[role] += 1
+        if self._skipped[role] < self.most:
+            return
+        raise UserError(
+            f"{what} in {self._skipped[role]} updates in a row, which were skipped; what was saved before is still"
+            f" there. {remedy}{self._kept(role, rows)}"
+        )
+
+    def _kept(self, role: str, rows: Mapping[str, Any]) -> str:
+        """Where the rows of the last update are, for the message."""
+        if self.folder is None:
+            return ""
+        file = self.folder / "logs" / f"bad-update-{role}-rank{self.rank}.jsonl"
+        try:
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows_of(rows)))
+        except OSError:
+            return "; its rows could not be written"
+        return f"; this rank's rows of the last are in {file}"
+
+
+def rows_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What values hold of each row, JSON-able: texts, token ids, and numbers by the value's name.
+
+    Args:
+        values: By name; of as many rows each, or of none.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    for name, value in values.items():
+        parts = (
+            {name: value} if isinstance(value, Tensor) else {f"{name}.{key}": part for key, part in vars(value).items()}
+        )
+        for key, part in parts.items():
+            for row, of_row in enumerate(_by_row(part)):
+                rows.setdefault(row, {})[key] = of_row
+    return [rows[row] for row in sorted(rows)]
+
+
+def _by_row(part: Any) -> list[Any]:
+    if isinstance(part, Tensor):
+        listed: list[Any] = on_host(part).tolist() if part.dim() else []
+        return listed
+    if isinstance(part, Ragged):
+        return [row.tolist() for row in part.on_host().rows()]
+    return list(part) if isinstance(part, list) and all(isinstance(each, str) for each in part) else []
