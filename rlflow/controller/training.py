@@ -1,4 +1,4 @@
-"""How a train node runs: mini-batches of the whole batch, micro-batches of this rank, one denominator for all."""
+"""`Training` runs a train node: epochs, mini-batches over all ranks, micro-batches on each, one loss denominator."""
 
 from __future__ import annotations
 
@@ -40,10 +40,12 @@ FEWEST = 8  # of them; before, none is too large
 
 
 class StepGivenUp(BaseException):
-    """A rank was asked to end, and no rank has changed a weight in this step: all of them leave it here.
+    """A rank received a signal before the step's first update: all ranks raise this, and no weight has changed.
+
+    Only where every train node runs on all ranks of the run, which then meet before each update.
 
     Args:
-        number: Of the signal.
+        number: Number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -55,15 +57,18 @@ class Training:
     """Runs train nodes so that the gradient depends on neither micro-batches, packing, ranks nor ZeRO stage.
 
     The masked loss of every micro-batch is divided by the token (or sample) count of the whole mini-batch over all
-    ranks and micro-batches, which is agreed before its first backward pass.
+    ranks and micro-batches, which ranks exchange before its first backward pass. With `token-mean`, a mini-batch of 10
+    tokens in three micro-batches, whose token losses sum to s1, s2 (rank 0) and s3 (rank 1), has the gradient of
+
+        s1 / 10 + s2 / 10 + s3 / 10
 
     Args:
         run: The run on this rank.
         before_update: Called with a role whose weights are about to change.
 
     Attributes:
-        tried: Updates of the last step by role, those among them that were skipped or had nothing to learn from.
-        watch: What decides which updates are skipped.
+        tried: Updates of the last step by role; also those that were skipped, or had no token to learn from.
+        watch: Decides which updates are skipped, and when too many were.
     """
 
     def __init__(self, run: Run, before_update: Callable[[str], None]) -> None:
@@ -84,16 +89,16 @@ class Training:
             self.watch = UpdateWatch(most=sys.maxsize)
 
     def begin(self, at_first_update: Callable[[], None]) -> None:
-        """A step begins.
+        """Begin a step; called by `Controller.step`.
 
         Args:
-            at_first_update: Called before the step's first update, unless it is given up there.
+            at_first_update: Called before the step's first update on this rank, unless the step is given up there.
         """
         self.tried.clear()
         self._at_first_update = at_first_update
 
     def begun(self, node: Node, step: int) -> bool:
-        """Whether the node's role is trained at this step already."""
+        """Whether the role is trained at this step, counted from 0: from its handle's `start_step` on."""
         assert node.role is not None
         handle: ModelHandle = getattr(self._module, node.role)
         return step >= handle.start_step
@@ -101,17 +106,22 @@ class Training:
     def run(
         self, node: Node, values: Mapping[str, Any], step: Step, layout: Layout, dropped: Tensor | None = None
     ) -> None:
-        """All epochs and mini-batches of one step.
+        """Run all epochs and mini-batches of one train node in one step; by all ranks of the role.
+
+        An update per mini-batch: exchange counts, then per micro-batch call the node's method, which returns a loss
+        `[B, T]` or `[B]`, and backpropagate; then clip and step the optimizer. Later epochs shuffle their order.
+        All ranks make as many micro-batches as the one that needs most, so that their collectives match.
 
         Args:
-            node: The node that trains.
-            values: This rank's rows in `layout`, by the node's inputs.
-            step: The step.
-            layout: Where the rows lie.
-            dropped: `[B]` bool on the CPU, this rank's rows that count in no loss; None where there is none.
+            node: The train node.
+            values: This rank's rows in `layout`, by the node's parameters.
+            step: The step, whose metrics get `<role>/loss`, `<role>/grad_norm` and the like.
+            layout: How the rows lie on the ranks; `samples_per_update` is the size of a mini-batch over all of them.
+            dropped: `[B]` bool on the CPU, this rank's rows that count in no loss; None where there are none.
 
         Raises:
-            StepGivenUp: A rank was asked to end before the step's first update.
+            StepGivenUp: A rank received a signal before the step's first update.
+            UserError: The loss has another shape than the mask, or too many updates in a row were skipped.
         """
         assert node.role is not None
         seed, rank = self._run.settings.seed, self._transport.rank
@@ -203,7 +213,11 @@ class Training:
         return {name: take_rows(value, self._graph.type_of(name), rows) for name, value in values.items()}
 
     def _agree(self, counts: tuple[int, int, int, int], micro_batches: int, layout: Layout) -> tuple[int, ...]:
-        """Of all ranks: the counts of the mini-batch, the most micro-batches, and what asks to end between these."""
+        """Exchange what ranks must know before an update; a collective of the ranks of `layout`.
+
+        `counts` are of this rank's rows of the mini-batch: the loss's denominator, entries in the mask, dropped rows,
+        and sequences. Returned are their sums, the largest `micro_batches`, and the signal that a rank received, or 0.
+        """
         here = torch.tensor([*counts, micro_batches, preemption.received()])
         every = torch.stack(self._transport.all_gather(here, layout.ranks))  # [ranks, 6]
         summed = every[:: layout.copies, :4].sum(dim=0).tolist()
@@ -225,7 +239,7 @@ def _scored(values: Mapping[str, Any]) -> Any:
 
 
 def _sequences(scored: Any) -> int:
-    """How many a model reads of these rows; a pair is two."""
+    """Sequences that a model reads for these rows: rows with a response token; for pairs two each."""
     return 2 * len(scored.prompt_ids) if isinstance(scored, Pairs) else int((on_host(scored.lengths) > 0).sum())
 
 
@@ -243,14 +257,16 @@ def _mask(scored: Any, per_sample: bool) -> Tensor:
 
 @dataclass
 class UpdateWatch:
-    """Decides which updates are not made, and when the run ends; alike on all ranks, for the norms are.
+    """Decides which updates are skipped, and ends the run when too many were; all ranks see the same norms.
+
+    With `skip_spikes: 10` and norms of about 0.5 in the last updates, one with the norm 7 is skipped.
 
     Attributes:
-        folder: Folder of the run, where each rank writes its rows of the last update that was not made; None for
-            nowhere.
+        folder: Folder of the run, where each rank writes its rows of the last skipped update; None to write nothing.
         rank: This rank.
-        times: A gradient's norm of more than so many times the median of the last ones is too large; None for any.
-        most: So many updates of a role in a row that were not made end the run.
+        times: `trainer.skip_spikes`: a norm above so many times the median of the role's last norms is too large; None
+            to skip only infinite and NaN norms.
+        most: `trainer.max_skipped`: so many skipped updates of a role in a row end the run.
     """
 
     folder: Path | None = None
@@ -267,13 +283,13 @@ class UpdateWatch:
         return {role: {"norms": [*self._norms.get(role, ())], "skipped": self._skipped[role]} for role in roles}
 
     def restore(self, history: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take back what `history` gave."""
+        """Restore what `history` returned when the checkpoint was taken."""
         for role, of in history.items():
             self._norms[role] = deque(of["norms"], maxlen=NORMS)
             self._skipped[role] = of["skipped"]
 
     def largest(self, role: str) -> float:
-        """The largest norm of a gradient that is taken."""
+        """The largest gradient norm that is not skipped; infinite without `times`, or before `FEWEST` norms."""
         norms = self._norms.setdefault(role, deque(maxlen=NORMS))
         if self.times is None or len(norms) < FEWEST:
             return math.inf
@@ -288,18 +304,18 @@ class UpdateWatch:
         metrics: StepMetrics,
         rows: Mapping[str, Any],
     ) -> None:
-        """An update was made, or was not.
+        """Log an update and count it as made or skipped: skipped if `norm` is above `largest`, infinite or NaN.
 
         Args:
-            role: That is trained.
-            norm: Of its gradient.
-            largest: That was taken.
-            scale: Of losses in float16.
-            metrics: Of the step.
-            rows: This rank's of the update, by the inputs of the node that trains.
+            role: The role that is trained.
+            norm: Norm of its whole gradient before clipping, the same on all ranks.
+            largest: What `largest` returned before the update.
+            scale: Loss scale of a float16 role, whose overflows do not count while the scale can fall; else None.
+            metrics: Metrics of the step.
+            rows: This rank's rows of the update, by the node's parameters.
 
         Raises:
-            UserError: Too many in a row were not made.
+            UserError: `most` updates of the role in a row were skipped.
         """
         if scale is not None:
             metrics.number(f"{role}/loss_scale", scale.factor)
@@ -318,15 +334,15 @@ class UpdateWatch:
         self._count(role, f"the gradient of `{role}` was {how}", remedy, rows)
 
     def note_dropped(self, role: str, metrics: StepMetrics, rows: Mapping[str, Any]) -> None:
-        """An update was not made, for a reward failed on all of its samples, which were dropped.
+        """Count an update as skipped, because a reward failed on all of its samples, which were dropped.
 
         Args:
-            role: That is trained.
-            metrics: Of the step.
-            rows: As `note`.
+            role: The role that is trained.
+            metrics: Metrics of the step.
+            rows: This rank's rows of the update, by the node's parameters.
 
         Raises:
-            UserError: Too many in a row were not made.
+            UserError: `most` updates of the role in a row were skipped.
         """
         metrics.number(f"{role}/skipped_updates", 1.0)
         self._count(role, f"the reward of `{role}` failed on all samples", "Mend the reward", rows)
@@ -354,10 +370,12 @@ class UpdateWatch:
 
 
 def rows_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What values hold of each row, JSON-able: texts, token ids, and numbers by the value's name.
+    """The rows of values as JSON-able dicts, for `logs/bad-update-<role>-rank<rank>.jsonl`.
+
+        {"rollout.texts": "42", "rollout.response_ids": [19, 17, 0], "advantages": 0.7, ...}
 
     Args:
-        values: By name; of as many rows each, or of none.
+        values: Values of equally many rows, by name; columns that are neither numbers nor texts are left out.
     """
     rows: dict[int, dict[str, Any]] = {}
     for name, value in values.items():
