@@ -1,4 +1,4 @@
-"""`ConversationRunner`: the conversations of a node's rows on this rank, their environments, players and seeds."""
+"""`ConversationRunner` runs the conversations of a node's rows on this rank, with environments, engines and seeds."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ ROUND_S = 5.0  # after which ranks that share an engine are told that no environ
 
 @dataclass(frozen=True)
 class ConversationTimes:
-    """Of the conversations that a rank had in a node.
+    """How long the conversations of one `converse` call took on this rank, and for what they waited.
 
     Attributes:
         waits: Waits of the first conversations, see `ConversationLoop`.
-        count: How many there were; one of several seats is one.
-        calls: Seconds of all calls of environments, waiting for their turn not counted.
+        count: Conversations that were run; a game of several seats counts once.
+        calls: Seconds in calls of environments, summed over the calls; waiting for their turn does not count.
         idle: Seconds in which this rank waited for environments, and no turn was in progress.
-        whole: Seconds of all.
+        whole: Seconds from the first turn to the last group reward.
     """
 
     waits: Sequence[tuple[str, int, float, float]]
@@ -62,7 +62,7 @@ class ConversationTimes:
     whole: float
 
     def report(self, watch: Watch | None, **where: Any) -> None:
-        """Report the waits to whoever watches this rank, and where they were."""
+        """Add the waits to the trace of this rank; `where` is their step and node. Nothing without a trace."""
         if watch is None:
             return
         for of, number, start, end in self.waits:
@@ -71,17 +71,17 @@ class ConversationTimes:
 
 @dataclass(frozen=True)
 class ConverseCall:
-    """A call of `converse`.
+    """What a call of `converse` says of its node and policies.
 
     Attributes:
-        draw: How often prompts were drawn before.
-        node: The node that calls.
-        policy: Whose conversations they are.
-        versions: Of the policies that take turns.
-        layout: Of the node.
-        players: Who plays a seat in the policy's place, by the seat's name: another policy, and its temperature.
-        rows_of: The numbers in the dataset of prompts, by their ids.
-        part: Of conversations that may be cut off, how far they get; None for whole ones.
+        draw: Number of the draw of prompts, from 0; it goes into the seeds.
+        node: Name of the node that calls.
+        policy: Policy that the returned rows are of.
+        versions: By policy that takes turns, the version of the weights that its engine must hold.
+        layout: Layout of the node's rows; ranks that share an engine run the same conversations.
+        players: By seat, the policy that plays it in place of `policy`, and the temperature of that policy.
+        rows_of: Ids of prompts `[N]` to their places in the dataset `[N]`.
+        part: With `trainer.partial_rollout`, how far conversations get in this call; None for whole ones.
     """
 
     draw: int
@@ -95,16 +95,16 @@ class ConverseCall:
 
 
 class ConversationRunner:
-    """Runs the conversations of nodes, and of validation.
+    """Runs the conversations of nodes and of validation on one rank.
 
     Args:
-        bridge: The bridge of an environment, which writes and reads its turns.
-        messages: Messages of a row of the dataset, those of its prompt.
+        bridge: An environment's definition to the bridge that turns its messages into tokens, and tokens into messages.
+        messages: A row of the dataset to the messages of its prompt.
         longest_prompt: Tokens of a conversation's first prompt, at most.
         decode: Token ids to text.
-        dtype: Of log-probabilities and rewards.
-        seed: Of the run.
-        transport: To the ranks that share an engine.
+        dtype: Dtype of log-probabilities and rewards.
+        seed: Seed of the run.
+        transport: Collectives with the ranks that share an engine.
     """
 
     def __init__(
@@ -137,17 +137,25 @@ class ConversationRunner:
         call: ConverseCall,
         earlier: Earlier | None = None,
     ) -> tuple[Rollout, list[Conversation], ConversationTimes]:
-        """`n` conversations from each prompt, in consecutive rows; of games a row for each seat of the policy.
+        """Run `n` conversations from each prompt; called by all ranks that share an engine, with the same rows.
 
         Args:
-            engines: By policy; each holds the weights of its version.
-            environment: What answers.
-            rows: The dataset's rows, `B`.
-            parents: The path of each.
-            n: Conversations from each.
-            sampling: Of a whole conversation; a turn may be shorter, as the environment says.
+            engines: By policy that takes turns, its engine on this rank, which holds the weights of its version.
+            environment: What answers the policy.
+            rows: `B` rows of the dataset.
+            parents: Paths of these rows.
+            n: Conversations from each row.
+            sampling: Tokens of a whole conversation, what the environment writes included; `max_turn_length` of the
+                environment may limit a turn further.
             call: The node, and the versions of its policies.
-            earlier: What the node made of each row before; nothing where None.
+            earlier: How often the node used each row before, so that seeds and paths differ; None for never.
+
+        Returns:
+            The rows on the CPU, `n` for each prompt and each seat of the policy, those of one prompt consecutive; the
+            conversation of each row; and how long they took.
+
+        Raises:
+            UserError: An environment failed and its `on_failure` is `raise`, or an engine refused a turn.
         """
         seats = environment.seats_of(call.policy, {seat: policy for seat, (policy, _) in call.players.items()})
         children = Children.of(parents, torch.full((len(parents),), n * len(seats)), call.node, earlier)
@@ -189,13 +197,13 @@ class ConversationRunner:
         return rollout, conversations, times
 
     def close(self) -> None:
-        """End the processes of environments."""
+        """End the processes of environments; at the end of the run."""
         self._hosts.close()
 
     def _begun(
         self, environment: Environment, rows: Sequence[tuple[int, dict[str, Any]]], path: RowPath, part: Part | None
     ) -> dict[int, Conversation]:
-        """The conversations that were cut off, and those beside them that were over, by row."""
+        """By row, the conversations of groups that an earlier draw cut off, those of them that are over included."""
         if part is None or part.begun is None:
             return {}
         there: Rollout = to_device(part.begun, torch.device("cpu"))
@@ -216,15 +224,15 @@ class ConversationRunner:
         call: ConverseCall,
         begun: Conversation | None,
     ) -> ConversationSteps[list[Conversation]]:
-        """From its beginning or from where it was cut off: the views of the policy itself.
+        """One conversation from its beginning, or from where it was cut off; of a game the views of the policy's seats.
 
         Args:
-            environment: What answers.
-            of_dataset: Its row, and the number of that.
-            seed_of: The seed of a seat's turn, of a conversation that began at this draw.
-            rules: How it goes.
+            environment: What answers the policy.
+            of_dataset: The row's place in the dataset, and the row.
+            seed_of: `(seat, turn, draw)` to the seed of that turn, for a conversation that began at that draw.
+            rules: How long the conversation may get.
             call: The node, and the versions of its policies.
-            begun: As far as it got; None where it begins.
+            begun: The conversation as far as it got; None for a new one.
         """
         place, row = of_dataset
         definition = environment.definition_of(row)
@@ -287,7 +295,7 @@ class ConversationRunner:
         rules: Rules,
         seed_of: Callable[[int], int],
     ) -> Iterator[ConversationSteps[None]]:
-        """Of each prompt's conversations that are all over, what the environment gives them as a whole."""
+        """For each prompt whose conversations are all over, what adds the environment's group rewards to them."""
         groups: dict[int, list[int]] = {}
         for place, parent in enumerate(children.parent.tolist()):
             if environment.definition_of(rows[place][1]).rewards_groups:
@@ -355,7 +363,7 @@ class ConversationRunner:
 
 
 class EnvironmentHosts:
-    """Hosts of environments; processes are kept for later conversations, until `close`."""
+    """Hosts that run environments' code: in this process, or in worker processes that later conversations reuse."""
 
     def __init__(self) -> None:
         self._coroutines = Coroutines()
@@ -364,11 +372,11 @@ class EnvironmentHosts:
         self._processes: list[Host] = []
 
     def take(self, environment: Environment, conversation: int) -> Host:
-        """A host for a conversation: the one that waits for it, or one that is free.
+        """A host for a conversation: the one that was kept for it, else a free one, else a new one.
 
         Args:
-            environment: Of the conversation.
-            conversation: A number that no other one has.
+            environment: The conversation's environment.
+            conversation: A number that no other conversation has: the seed of its environment.
         """
         free = self._free.setdefault(environment, [])
         if conversation in self._waiting:
@@ -376,7 +384,7 @@ class EnvironmentHosts:
         return free.pop() if free else self.made(environment)
 
     def give_back(self, environment: Environment, host: Host) -> None:
-        """It is free for another conversation, or ends where as many are as may run side by side."""
+        """Keep the host for another conversation, or close it where `workers` hosts are free or it has no process."""
         free = self._free.setdefault(environment, [])
         if environment.workers is not None and len(free) < environment.workers:
             free.append(host)
@@ -385,15 +393,15 @@ class EnvironmentHosts:
             self._processes = [each for each in self._processes if each is not host]
 
     def keep(self, conversation: int, host: Host) -> None:
-        """It waits, with its environment, until its conversation is continued."""
+        """Keep the host, with its environment, for this conversation, which a later draw continues."""
         self._waiting[conversation] = host
 
     def waits(self, conversation: int) -> bool:
-        """Whether the environment of this conversation is still there."""
+        """Whether a host with this conversation's environment was kept, and not taken since."""
         return conversation in self._waiting
 
     def made(self, environment: Environment) -> Host:
-        """A new one; a process starts with its first call."""
+        """A new host; if it has a process, that starts with the first call."""
         host = environment.host(self._coroutines)
         if environment.workers is not None:
             self._processes.append(host)
@@ -404,7 +412,7 @@ class EnvironmentHosts:
         self._coroutines.close()
 
     def pause(self) -> None:
-        """End the loop of coroutines, unless an environment waits that may have something on it."""
+        """End the loop of coroutines, unless an environment is kept for later, which may have tasks on it."""
         if not self._waiting:
             self._coroutines.close()
 
@@ -425,14 +433,14 @@ def measure_conversations(
     metrics: StepMetrics,
     cut_off: bool = False,
 ) -> None:
-    """Turns, calls of tools, who wrote how much, time of environments, and why conversations ended; of this rank's.
+    """Log turns, tool calls, the policy's share of the tokens, time of environments, and why conversations ended.
 
     Args:
-        node_id: The node.
-        conversations: Those that ended in this call are counted.
-        times: Of all.
-        metrics: Of the step.
-        cut_off: Whether some may be cut off and continued.
+        node_id: Name of the node.
+        conversations: This rank's conversations; with `cut_off` those count that ended in this call.
+        times: How long they took.
+        metrics: Metrics of the step.
+        cut_off: Whether conversations may be cut off and continued.
     """
     if cut_off:
         metrics.sum(f"{node_id}/begun_anew", float(sum(each.begun_anew for each in conversations)))
@@ -451,7 +459,7 @@ def measure_conversations(
 
 
 def measure_turns(node_id: str, conversations: Sequence[Conversation], metrics: StepMetrics) -> None:
-    """Turns, and calls of tools; of this rank's."""
+    """Log turns and tool calls of each of this rank's conversations, and which share of the calls failed."""
     count = float(len(conversations))
     calls = float(sum(each.calls for each in conversations))
     metrics.mean(f"{node_id}/turns", float(sum(each.turns for each in conversations)), count)

@@ -1,4 +1,4 @@
-"""Rows that a reward failed on and that are dropped: what a node sees that follows from scores."""
+"""Rows that a reward with `on_error: drop` failed on, and the values that later nodes get without them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def drop(places: Sequence[int], scored: Any, space: RowSpace, ranks: tuple[int, 
     """Mark the rows of `scored` at these places as dropped, on all `ranks`; a collective of theirs.
 
     Args:
-        places: Among this rank's.
-        scored: What a reward scored.
-        space: The rows that the scoring node sees.
-        ranks: Of this node.
-        transport: Between them.
+        places: Places of the rows among this rank's, from 0.
+        scored: This rank's samples that a reward scored; one field is their `RowPath`.
+        space: The rows that the scoring node sees; `space.dropped` is changed in place.
+        ranks: Ranks of the node.
+        transport: Collectives between these ranks.
     """
     (path,) = (value for value in vars(scored).values() if isinstance(value, RowPath))
     mine = on_host(path.numbers)[list(places)]
@@ -36,9 +36,10 @@ def drop(places: Sequence[int], scored: Any, space: RowSpace, ranks: tuple[int, 
 
 
 def left_out(space: RowSpace, node: Node, spaces: Mapping[str, RowSpace], graph: Graph) -> Tensor | None:
-    """`[N]` bool, the rows of `space` that were dropped as far as a node follows from scores; None where none was.
+    """`[N]` bool, the rows of `space` that `node` must not see because a reward it depends on dropped them; or None.
 
-    Rows of another branch that were made of what follows from the scores were made without those that were dropped.
+    It is None where the node depends on no scores, or nothing was dropped. Rows of another branch of the tree are not
+    left out if they were made from the scores: the node that made them saw no dropped rows.
 
     Args:
         space: The rows.
@@ -61,10 +62,12 @@ def left_out(space: RowSpace, node: Node, spaces: Mapping[str, RowSpace], graph:
 
 
 def without_dropped(value: Any, dropped: Tensor) -> Any:
-    """`value`, in which rows that were dropped have no token in the loss mask and no group.
+    """A copy of `value` in which dropped rows have no token in `loss_mask`, and the group `NO_GROUP`.
+
+    The rows stay, so shapes do not change. A value without these fields, such as a tensor, is returned as it is.
 
     Args:
-        value: Of `B` rows.
+        value: A value of `B` rows.
         dropped: `[B]` bool, on the CPU.
     """
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
@@ -79,7 +82,7 @@ def without_dropped(value: Any, dropped: Tensor) -> Any:
 
 
 def each_without(each: Each[Any], annotation: Any, dropped: Tensor) -> Each[Any]:
-    """`each` without the rows that were dropped, `[K]` bool, on the CPU."""
+    """A copy of `each` without the rows where `dropped`, `[K]` bool on the CPU, is True; its `counts` are smaller."""
     kept = ~dropped
     parent, counts = on_host(each.parent)[kept], on_host(each.counts)
     counts = torch.zeros_like(counts).index_add(0, parent, torch.ones_like(parent))

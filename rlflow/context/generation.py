@@ -1,4 +1,4 @@
-"""What a call of `generate` or `converse` means in a node: the policy, and the rows that are answered."""
+"""Checks of `generate` and `converse` calls in a node, and `Calls`, which knows what the node has generated so far."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from rlflow.values.rollout import Rollout
 
 
 def policy_of(node: Node, policy: str | None) -> str:
-    """The policy that a node generates with.
+    """The policy that a node generates with: `policy`, or where that is None the only one of its `generates`.
 
     Raises:
-        UserError: The node does not name it, or names several and it is not said which.
+        UserError: The node is not marked with it, or names several and `policy` is None.
     """
     if node.kind != "rollout":
         marked = f'generates="{policy}"' if policy is not None else "generates=..."
@@ -44,7 +44,7 @@ def policy_of(node: Node, policy: str | None) -> str:
 
 
 def callers_of(parents: RowPath, node: Node) -> list[tuple[int, ...]]:
-    """The paths of rows that are generated from, each once."""
+    """The paths of the rows that are generated from, as tuples such as `(7, 1)`; a row must not be there twice."""
     callers = [tuple(path) for path in parents.numbers.tolist()]
     if len(set(callers)) < len(callers):
         raise UserError(
@@ -55,15 +55,15 @@ def callers_of(parents: RowPath, node: Node) -> list[tuple[int, ...]]:
 
 
 def parents_of(rows: Any, node: Node, own: RowPath) -> RowPath:
-    """The paths of the rows that are answered or continued, on the host.
+    """The paths of the rows that `generate` answers or continues, on the host.
 
     Args:
-        rows: What `generate` was given.
-        node: Which generates.
-        own: The paths of the rows that it reads here.
+        rows: The first argument of `generate`; one without a path stands for the node's own rows, in their order.
+        node: The node that generates.
+        own: Paths of the rows that the node sees on this rank.
 
     Raises:
-        UserError: They are of another type, or rows that the node does not see.
+        UserError: `rows` is no `Batch`, `Pairs` or `Rollout`, or has rows that are not below those of the node.
     """
     if not isinstance(rows, Batch | Pairs | Rollout):
         raise UserError(
@@ -89,9 +89,9 @@ def require_beginning(rows: Any, node: Node, environment: Environment, cut_off: 
     """Refuse rows from which no conversation begins, or games that would be cut off.
 
     Args:
-        rows: What `converse` was given.
-        node: Which converses.
-        environment: With which.
+        rows: The first argument of `converse`.
+        node: The node that converses.
+        environment: What answers.
         cut_off: Whether the run cuts responses off, to continue them with the next prompts.
     """
     if not isinstance(rows, Batch):
@@ -107,8 +107,8 @@ def require_no_seats(what: str, environment: Environment) -> None:
     """Refuse games of several seats, where `trainer.partial_rollout` is set.
 
     Args:
-        what: What has them, for the error.
-        environment: Of games or not.
+        what: Beginning of the error's sentence, such as "node `games` converses".
+        environment: The environment, whose definitions may have seats.
     """
     for definition in environment.definitions.values():
         if definition.seats:
@@ -125,10 +125,10 @@ def require_own_rows(
     """Refuse to continue what another policy wrote, conversations, or what partial rollout continues itself.
 
     Args:
-        rows: What `generate` was given.
-        node: Which generates.
-        policy: With which.
-        writers: The policies of each node that generates.
+        rows: The first argument of `generate`.
+        node: The node that generates.
+        policy: The policy that it generates with.
+        writers: By node that generates, its policies.
         cut_off: Whether the run cuts responses off, to continue them with the next prompts.
     """
     if len(rows.segments.values):
@@ -155,10 +155,15 @@ Path = tuple[int, ...]  # of a row
 
 @dataclass
 class Calls:
-    """The calls of `generate` that a node has made.
+    """The calls of `generate` and `converse` that a node has made in one run of it.
+
+    They give a second call on the same row other seeds and paths than the first:
+
+        generate(batch, n=2)    rows 7 0 and 7 1 of prompt 7
+        generate(batch, n=2)    rows 7 2 and 7 3
 
     Attributes:
-        tokens: That were sampled in them.
+        tokens: Tokens that were sampled in these calls.
     """
 
     tokens: int = 0
@@ -167,15 +172,15 @@ class Calls:
     _inherited: dict[Path, int] = field(default_factory=dict)  # of each row that was made
 
     def before(self, parents: Sequence[Path]) -> Earlier:
-        """What was made of rows of these paths so far."""
+        """How often each of these rows was generated from so far, and how many rows came of it."""
         of_rows = [(self._count[row], self._children[row]) for row in parents]
         return Earlier(*torch.tensor(of_rows, dtype=torch.int64).view(-1, 2).unbind(dim=1))
 
     def add(self, parents: Sequence[Path], made: Rollout) -> None:
-        """Note a call.
+        """Note a call, after it.
 
         Args:
-            parents: The paths of the rows that were answered or continued.
+            parents: Paths of the rows that were answered or continued.
             made: Their children, on the CPU.
         """
         self._count.update(parents)
@@ -185,14 +190,14 @@ class Calls:
         self._inherited |= zip(paths, made.inherited.tolist(), strict=True)
 
     def returned(self, rollout: Rollout, depth: int) -> Rollout:
-        """What a node returns, each token in the loss mask of one row: the first, by paths, of those that share it.
+        """A node's result, changed so that a token which several rows share is in the loss mask of one of them alone.
 
-        What came with a row that the node read is inherited, and nothing else: a row may continue one that the node
-        made itself, and nobody else sees that one.
+        That is the first of these rows by path. `inherited` then counts the tokens that came with a row that the node
+        read, and not those of a row that it made and continued itself, which no other node sees.
 
         Args:
             rollout: Some of the rows that the node made, in any order.
-            depth: Of the paths of what the node reads.
+            depth: Numbers in a path of the rows that the node reads; 1 for prompts.
         """
         shares = any(self._inherited.values())
         if not shares and rollout.path.depth <= depth + 1:

@@ -1,4 +1,10 @@
-"""What a running node may ask for: samples, scores, metrics, and sums over the rows of all ranks."""
+"""`NodeContext`: what the methods of `RLModule` call while a node runs on this rank.
+
+A node calls `self.generate(batch, n=8)`, `self.reward_function(rollout)` or `self.log("actor/kl", kl)`; `RLModule`
+passes the call on to the context, which knows the node, this rank's rows and the other ranks.
+
+`B` is the number of rows on this rank, `N` that on all ranks, `T` the tokens of the longest response on this rank.
+"""
 
 from __future__ import annotations
 
@@ -39,21 +45,22 @@ AllRows = TypeVar("AllRows", Tensor, Ragged)
 
 @dataclass
 class Running:
-    """The node that runs.
+    """One call of a node on this rank, with its rows; of a train node all its micro-batches in a step.
 
     Attributes:
-        node: Itself.
-        space: Its rows.
-        layout: Where they lie.
-        draw: Of prompts, that it runs at.
-        version: Of the policy, likewise.
-        metrics: What is logged goes here.
-        part: How far it samples; None for whole responses.
-        calls: Of `generate` that it has made.
-        returned: What environments gave for rows, as far as it has asked.
-        dropped: `[B]` bool on the CPU, which of its rows were dropped; None where none was.
-        cut_off: `[B]` bool, which of the responses that it sampled are unfinished; None where none is cut off.
-        validates: Whether this is validation, and no node of the graph.
+        node: The node that runs.
+        space: The rows that the node sees, on all ranks.
+        layout: How these rows lie on the ranks that run the node.
+        draw: Number of the draw of prompts that the node runs on, from 0; sampling seeds depend on it.
+        versions: By policy, the version of the weights that its engine must hold; empty in train nodes and validation.
+        metrics: This rank's metrics of the step, to which `log` adds.
+        part: How far responses get in this call, with `trainer.partial_rollout`; None for whole responses.
+        calls: The calls of `generate` and `converse` that the node has made.
+        returned: Samples whose environment returns the node has asked for, each with these returns `[B]`.
+        dropped: `[B]` bool on the CPU, the rows that a reward failed on and dropped; None where there are none.
+        cut_off: `[K]` bool on the CPU, which of `K` sampled responses are unfinished; None without
+            `trainer.partial_rollout`.
+        validates: Whether `validation_step`, or the loss of held-out rows, runs in place of a node of the graph.
     """
 
     node: Node
@@ -71,7 +78,34 @@ class Running:
 
 
 class NodeContext:
-    """What the node that runs on this rank may ask for; all ranks of the node ask alike."""
+    """What a node can call while it runs on this rank; one for each rank and run, made by `rlflow.run.setup.join`.
+
+    `score`, `all_rows` and `of_each_shard` are collectives: all ranks of the node call them in the same order, ranks
+    without rows too. Ranks that share an engine call `generate` and `converse` together. `log`, `returned` and
+    `remember` only note what this rank has; ranks exchange it at the end of the step.
+
+    Ranks that share an engine or a sequence hold the same rows; then only the first of them logs. All methods but
+    `log`, `kept`, `encode`, `written` and `reward_input` raise `UserError` in a train node, which sees one micro-batch
+    at a time.
+
+    Args:
+        engines: Rollout engines on this rank, by policy.
+        transport: Collectives between ranks.
+        device: Device of the tensors that a node gets.
+        dtype: Dtype of rewards and rollout logprobs.
+        seed: Seed of the run.
+        stop_token_ids: Tokens that end every response, in addition to those of a call.
+        decode: Token ids to text, special tokens left out.
+        encode: Text of a prompt to token ids.
+        written: Rows of the dataset and a template to token ids of prompts.
+        on_scores: Called with the step (from 0), samples and their scores, for `samples.jsonl`.
+        rows_of: Ids of prompts `[N]` to their places in the dataset `[N]`.
+        writers: By node that generates, its policies.
+        longest_prompt: Tokens of the longest prompt that a node may generate from; None for any.
+        conversations: Runs conversations; None without a tokenizer.
+        prompt_column: Column of the prompt that rewards read, see `RewardInput`.
+        trainer_state: A step (from 0) to the progress of the run, for rewards.
+    """
 
     def __init__(
         self,
@@ -114,7 +148,7 @@ class NodeContext:
 
     @contextmanager
     def within(self, running: Running) -> Iterator[None]:
-        """Within it this node runs."""
+        """Set `running`, the node that all calls are for, until the block ends."""
         self.running = running
         try:
             yield
@@ -122,9 +156,33 @@ class NodeContext:
             self.running = None
 
     def policy(self, name: str | None) -> str:
+        """`name` if the node is marked to generate with this policy; for None the only policy of its `generates`."""
         return policy_of(self._outside_training("generate").node, name)
 
     def generate(self, rows: Any, n: int, sampling: Sampling, longest: int, policy: str | None) -> Rollout:
+        """Sample `n` responses to each prompt, or `n` continuations of each response, with this rank's engine.
+
+        The seed of a response follows from the run's seed, the draw, the node, the row that is answered and the
+        response's number, whichever rank has the row. For `n` 2, paths of two prompts and of the rows that come back:
+
+            rows       4, 7
+            returned   4 0, 4 1, 7 0, 7 1
+
+        Args:
+            rows: `Batch` or `Pairs`, whose prompts are answered; or a `Rollout`, whose responses are continued.
+            n: Responses to each row; a response that has ended, or has `longest` tokens, is copied once instead.
+            sampling: Tokens of the response, or of the continuation alone; temperature; further stop tokens.
+            longest: Tokens of a continued response in all; not used for prompts.
+            policy: Name of the policy; None for the only one of the node.
+
+        Returns:
+            `B * n` rows on the context's device, fewer where responses were copied. With `trainer.partial_rollout` some
+            are unfinished; their groups are held back after the node, and continued with the next draw of prompts.
+
+        Raises:
+            UserError: The node may not use this policy or these rows, or gives one row twice in a call, or generates
+                twice with `trainer.partial_rollout`; or a prompt has more than `longest_prompt` tokens.
+        """
         now, policy, engine = self._generating(policy)
         own = now.space.paths(now.space.held(now.layout, self._transport.rank))
         parents = parents_of(rows, now.node, own)
@@ -163,6 +221,17 @@ class NodeContext:
         policy: str | None,
         players: Mapping[str, tuple[str, float]],
     ) -> Rollout:
+        """Hold `n` conversations with an environment from each prompt of a `Batch`; log turns, tool calls and times.
+
+        Of `sampling`, `max_tokens` is for a whole conversation, what the environment writes included. `players` says
+        who speaks for a seat of a game in the policy's place, and at which temperature: `{"black": ("rival", 1.0)}`.
+
+        Returns:
+            `B * n` rows, one for each conversation; in a game `n` for each prompt and each seat of the policy.
+
+        Raises:
+            UserError: As `generate`; or an environment failed, and its `on_failure` is `raise`.
+        """
         now, policy, engine = self._generating(policy)
         require_beginning(rows, now.node, environment, cut_off=now.part is not None)
         own = now.space.paths(now.space.held(now.layout, self._transport.rank))
@@ -189,7 +258,7 @@ class NodeContext:
         return on_device
 
     def _generating(self, policy: str | None) -> tuple[Running, str, RolloutEngine]:
-        """The node that runs, and the policy that it means with its engine on this rank."""
+        """The running node, the policy that it generates with, and the engine of that policy on this rank."""
         now = self._outside_training("generate")
         policy = policy_of(now.node, policy)
         engine = self._engines.get(policy)
@@ -197,9 +266,11 @@ class NodeContext:
         return now, policy, engine
 
     def encode(self, text: str) -> list[int]:
+        """Token ids of the text of a prompt, in the chat template if the dataset's prompts are."""
         return self._encode(text)
 
     def written(self, rows: Sequence[dict[str, Any]], template: str) -> Ragged:
+        """Token ids of the prompts that `template` writes from rows of the dataset; see `RLModule.prompts`."""
         prompts: Ragged = to_device(Ragged.from_lists(self._written(rows, template)), self._device)
         return prompts
 
@@ -212,6 +283,20 @@ class NodeContext:
         now.cut_off = found
 
     def score(self, reward: Reward, rollout: Written, name: str) -> tuple[Tensor, Parts]:
+        """Score this rank's samples with a reward; a collective of the node's ranks, which compare the parts' names.
+
+        It logs `<name>/mean`, `<name>/<part>`, `<name>/errors` and the reward's own metrics, and passes scores on for
+        `samples.jsonl`. Samples that the reward fails on and drops are marked on all ranks of the node; they count
+        neither in the means of the reward and its parts nor in what the node logs afterwards.
+
+        Returns:
+            The reward of each sample `[B]`, and its parts by name, `[B]` each. A part is 0 where it does not apply.
+
+        Raises:
+            UserError: On all ranks of the node: the reward failed on a sample and its `on_error` is `raise`, or two
+                ranks have different parts; or the reward drops samples, and the node does not read `Written` and return
+                a value for each row.
+        """
         now = self._outside_training("reward_function")
         drops = reward.drops and now.node.makes_value and not now.validates
         if drops and not scores_rows(now.node):
@@ -243,10 +328,15 @@ class NodeContext:
         return on_device(totals, self._device), to_device(Parts(parts), self._device)
 
     def reward_input(self, rollout: Written, step: int) -> RewardInput:
-        """What a reward is given of samples at a step, counted from 0."""
+        """This rank's samples as a reward reads them, at a step counted from 0; no node needs to run."""
         return reward_input(rollout, self._prompt_column, self._trainer_state(step))
 
     def returned(self, rollout: Written, name: str, alone: bool) -> Tensor:
+        """`[B]`, what environments gave each conversation, summed over its turns; logged as `<name>/environment`.
+
+        If the module has no reward (`alone`), it is logged as `<name>/mean` too. If the node scores the same object
+        after this, `samples.jsonl` has the sum of both.
+        """
         now = self._outside_training("environment_returns")
         returns = rollout.returns.sum(dim=1)
         self.log(f"{name}/environment", returns, None)
@@ -257,6 +347,15 @@ class NodeContext:
         return returns
 
     def log(self, name: str, x: Tensor, mask: Tensor | None) -> None:
+        """Add this rank's entries to a mean over all ranks, which is made when the step's metrics are reduced.
+
+        Sum and count are added up separately, so every row has the same weight:
+
+            rank 0 logs [1.0, 3.0] and rank 1 logs [8.0]: (1 + 3 + 8) / 3 = 4.0
+
+        `x` is `[B]`, `[B, T]` or 0-dim. `mask`, shaped as `x`, is nonzero on entries that count; without one all count,
+        but for dropped rows of a `[B]`.
+        """
         now = self._now()
         if not self._speaks(now):
             return
@@ -268,17 +367,30 @@ class NodeContext:
             now.metrics.mean(name, x.detach().double().where(mask.bool(), 0.0).sum(), mask.bool().sum())
 
     def kept(self, x: Tensor) -> Tensor | None:
-        """`[B]` bool, the rows of `x` that were not dropped; None where none of them was."""
+        """`[B]` bool on the device of `x`, the rows that were not dropped.
+
+        None where the node has no dropped rows, or `x` has another number of rows than the node, as in a micro-batch.
+        """
         dropped = self._now().dropped
         return None if dropped is None or len(x) != len(dropped) else on_device(~dropped, x.device)
 
     def of_each_shard(self, x: Tensor) -> Tensor:
-        """The tensors of all shards, `[shards, ...]`; of several peers one speaks."""
+        """`[shards, ...]`, one tensor for each shard of the node's rows; a collective of the node's ranks.
+
+        `x` has the same shape on all ranks. Of ranks that hold the same rows, the tensor of the first is returned.
+        """
         now = self._outside_training("a number over all rows")
         return torch.stack(self._transport.all_gather(x, now.layout.ranks)[:: now.layout.copies])
 
     def all_rows(self, x: AllRows) -> AllRows:
-        """Of all ranks' rows, in the order of their paths; a tensor is `[B, ...]`, with one shape after B."""
+        """The entries of all ranks' rows, the same on every rank; a collective of the node's ranks.
+
+        `x` is `[B, ...]`, with the same shape after B on all ranks, or `Ragged`; the result has `N` rows, in the order
+        of their paths. Where rank 0 has the rows 4 0 and 7 1 (sample 1 of prompt 7), and rank 1 the rows 4 1 and 7 0:
+
+            x          [0.1, 0.4] on rank 0, [0.2, 0.3] on rank 1
+            returned   [0.1, 0.2, 0.3, 0.4] on both
+        """
         now = self._outside_training("all_rows")
         if isinstance(x, Ragged):
             return self._all_ragged(now, x)
@@ -293,6 +405,11 @@ class NodeContext:
         return whole.take(now.space.in_order(now.layout, list(numbers)))
 
     def dataset_rows(self, group: Tensor) -> Tensor:
+        """`[B]` int64, the places in the dataset, from 0, of the prompts with the ids `group` `[B]`.
+
+        What is returned for a dropped row (its group is `NO_GROUP`) means nothing. It raises `UserError` in validation,
+        and where these are groups of rows below samples.
+        """
         now = self._outside_training("dataset_rows")
         if now.validates:
             raise UserError(
@@ -304,6 +421,11 @@ class NodeContext:
         return on_device(self._rows_of(known), group.device)
 
     def remember(self, memory: str, group: Tensor, x: Tensor) -> None:
+        """Note numbers `x` `[B]` of the prompts `group` `[B]` for the `PromptMemory` that the module has as `memory`.
+
+        It learns them on all ranks at the end of the step. Dropped rows, whose group is `NO_GROUP`, are left out. It
+        raises `UserError` where `dataset_rows` does.
+        """
         now = self._outside_training("a PromptMemory")
         _require_prompts(f"`{memory}`", group)
         if now.validates:
@@ -346,7 +468,7 @@ COLUMNS = KEYS + 2  # then the prompt's place in the dataset, and the number its
 
 
 class MemoryUpdates:
-    """What this rank's nodes gave memories of prompts, by step, until all ranks learn it.
+    """What this rank's nodes gave to `PromptMemory` objects, by step, until ranks exchange it at the end of the step.
 
     Args:
         transport: To the other ranks.
@@ -358,24 +480,24 @@ class MemoryUpdates:
         self._given: dict[int, dict[tuple[str, int, int], list[Tensor]]] = {}
 
     def add(self, memory: str, step: int, draw: int, node: int, rows: Tensor) -> None:
-        """What a call of a node gave a memory.
+        """Note what one call of `PromptMemory.update` gave; no other rank takes part.
 
         Args:
             memory: Name of the memory.
             step: Number of the step.
-            draw: Number of the draw of prompts that the node ran at.
-            node: The node's place in the graph.
-            rows: `[3, B]` float64: places of the rows in the order of all, places of their prompts in the dataset, and
-                the numbers.
+            draw: Number of the draw of prompts that the node ran on.
+            node: The node's place in the order of the graph.
+            rows: `[3, B]` float64: each row's place among the rows of all ranks, its prompt's place in the dataset, and
+                the number.
         """
         calls = self._given.setdefault(step, {}).setdefault((memory, draw, node), [])
         key = rows.new_tensor([draw, node, len(calls)])[:, None]
         calls.append(torch.cat([key.expand(-1, rows.shape[1]), rows]))
 
     def learn(self, memories: Mapping[str, PromptMemory], step: int) -> None:
-        """Let memories learn what all ranks' nodes gave in a step; by all ranks.
+        """Let memories learn what the nodes of all ranks gave in a step; a collective of all ranks of the run.
 
-        The order is that of draws, of nodes, of a node's calls, and of the rows' paths: alike on any number of ranks.
+        Numbers are learned by draw, then node, then call of the node, then row: the same on any number of ranks.
         """
         here = self._given.pop(step, {})
         for name, memory in memories.items():
@@ -388,7 +510,7 @@ class MemoryUpdates:
             memory.learn(rows[KEYS].long(), rows[KEYS + 1])
 
     def of_later_steps(self, step: int) -> list[dict[str, Any]]:
-        """What is to be learned of steps after `step`, JSON-able: these are in progress."""
+        """What nodes gave in steps after `step`, which are in progress; JSON-able, for this rank's checkpoint files."""
         return [
             {"step": later, "key": key, "calls": [rows.tolist() for rows in calls]}
             for later, given in self._given.items()
@@ -397,7 +519,7 @@ class MemoryUpdates:
         ]
 
     def restore(self, later_steps: Sequence[Mapping[str, Any]]) -> None:
-        """Take back what `of_later_steps` gave."""
+        """Add what `of_later_steps` returned, of one rank or of several, when the checkpoint was taken."""
         for stored in later_steps:
             calls = [torch.tensor(rows, dtype=torch.float64).view(COLUMNS, -1) for rows in stored["calls"]]
             memory, draw, node = stored["key"]

@@ -1,4 +1,4 @@
-"""What a reward is given, and the scores of one reward on several ranks, which have the same parts."""
+"""What a reward reads of samples, and the scores that a reward gives on several ranks, which agree on its parts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rlflow.values.protocols import Written
 
 
 def reward_input(rollout: Written, prompt_column: str | None, state: TrainerState) -> RewardInput:
-    """What a reward is given of this rank's samples.
+    """This rank's samples as a reward reads them; token ids are computed only if the reward asks for them.
 
     Args:
         rollout: The samples.
-        prompt_column: See `RewardInput`.
-        state: Where the run is.
+        prompt_column: Column of the prompt in the dataset's rows, see `RewardInput`.
+        state: Where the run is: its step and epoch.
     """
 
     def token_ids() -> list[list[int]]:
@@ -29,16 +29,18 @@ def reward_input(rollout: Written, prompt_column: str | None, state: TrainerStat
 
 
 def scored_alike(reward: Reward, responses: RewardInput, ranks: tuple[int, ...], transport: Transport) -> Scores:
-    """The scores of this rank's samples, with the parts that all ranks have; ranks without samples have them too.
+    """Score this rank's samples; a collective of `ranks`, which compare the names of the parts.
+
+    A rank without samples, or whose samples all failed, gets the parts of the others, so that all log the same names.
 
     Args:
-        reward: That scores.
-        responses: Those of this rank.
-        ranks: That score together; all of them call this.
-        transport: Between them.
+        reward: The reward.
+        responses: This rank's samples.
+        ranks: Ranks that score together.
+        transport: Collectives between these ranks.
 
     Raises:
-        UserError: On all ranks alike: scoring failed on one, or two have other parts.
+        UserError: On all of these ranks: scoring failed on one, or two have different parts.
     """
     failure: UserError | None = None
     try:

@@ -25,14 +25,16 @@ FEWEST = 8  # of them; before, none is too large
 
 @dataclass
 class UpdateWatch:
-    """Decides which updates are not made, and when the run ends; alike on all ranks, for the norms are.
+    """Decides which updates are skipped, and ends the run when too many were; all ranks see the same norms.
+
+    With `skip_spikes: 10` and norms of about 0.5 in the last updates, one with the norm 7 is skipped.
 
     Attributes:
-        folder: Folder of the run, where each rank writes its rows of the last update that was not made; None for
-            nowhere.
+        folder: Folder of the run, where each rank writes its rows of the last skipped update; None to write nothing.
         rank: This rank.
-        times: A gradient's norm of more than so many times the median of the last ones is too large; None for any.
-        most: So many updates of a role in a row that were not made end the run.
+        times: `trainer.skip_spikes`: a norm above so many times the median of the role's last norms is too large; None
+            to skip only infinite and NaN norms.
+        most: `trainer.max_skipped`: so many skipped updates of a role in a row end the run.
     """
 
     folder: Path | None = None
@@ -49,13 +51,13 @@ class UpdateWatch:
         return {role: {"norms": [*self._norms.get(role, ())], "skipped": self._skipped[role]} for role in roles}
 
     def restore(self, history: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take back what `history` gave."""
+        """Restore what `history` returned when the checkpoint was taken."""
         for role, of in history.items():
             self._norms[role] = deque(of["norms"], maxlen=NORMS)
             self._skipped[role] = of["skipped"]
 
     def largest(self, role: str) -> float:
-        """The largest norm of a gradient that is taken."""
+        """The largest gradient norm that is not skipped; infinite without `times`, or before `FEWEST` norms."""
         norms = self._norms.setdefault(role, deque(maxlen=NORMS))
         if self.times is None or len(norms) < FEWEST:
             return math.inf
@@ -70,18 +72,18 @@ class UpdateWatch:
         metrics: StepMetrics,
         rows: Mapping[str, Any],
     ) -> None:
-        """An update was made, or was not.
+        """Log an update and count it as made or skipped: skipped if `norm` is above `largest`, infinite or NaN.
 
         Args:
-            role: That is trained.
-            norm: Of its gradient.
-            largest: That was taken.
-            scale: Of losses in float16.
-            metrics: Of the step.
-            rows: This rank's of the update, by the inputs of the node that trains.
+            role: The role that is trained.
+            norm: Norm of its whole gradient before clipping, the same on all ranks.
+            largest: What `largest` returned before the update.
+            scale: Loss scale of a float16 role, whose overflows do not count while the scale can fall; else None.
+            metrics: Metrics of the step.
+            rows: This rank's rows of the update, by the node's parameters.
 
         Raises:
-            UserError: Too many in a row were not made.
+            UserError: `most` updates of the role in a row were skipped.
         """
         if scale is not None:
             metrics.number(f"{role}/loss_scale", scale.factor)
@@ -100,15 +102,15 @@ class UpdateWatch:
         self._count(role, f"the gradient of `{role}` was {how}", remedy, rows)
 
     def note_dropped(self, role: str, metrics: StepMetrics, rows: Mapping[str, Any]) -> None:
-        """An update was not made, for a reward failed on all of its samples, which were dropped.
+        """Count an update as skipped, because a reward failed on all of its samples, which were dropped.
 
         Args:
-            role: That is trained.
-            metrics: Of the step.
-            rows: As `note`.
+            role: The role that is trained.
+            metrics: Metrics of the step.
+            rows: This rank's rows of the update, by the node's parameters.
 
         Raises:
-            UserError: Too many in a row were not made.
+            UserError: `most` updates of the role in a row were skipped.
         """
         metrics.number(f"{role}/skipped_updates", 1.0)
         self._count(role, f"the reward of `{role}` failed on all samples", "Mend the reward", rows)
@@ -136,10 +138,12 @@ class UpdateWatch:
 
 
 def rows_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What values hold of each row, JSON-able: texts, token ids, and numbers by the value's name.
+    """The rows of values as JSON-able dicts, for `logs/bad-update-<role>-rank<rank>.jsonl`.
+
+        {"rollout.texts": "42", "rollout.response_ids": [19, 17, 0], "advantages": 0.7, ...}
 
     Args:
-        values: By name; of as many rows each, or of none.
+        values: Values of equally many rows, by name; columns that are neither numbers nor texts are left out.
     """
     rows: dict[int, dict[str, Any]] = {}
     for name, value in values.items():

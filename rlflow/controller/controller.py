@@ -31,11 +31,15 @@ from rlflow.values.layout import Layout
 class Controller:
     """Runs the tasks of one rank's plan, step after step, without a barrier between them.
 
-    Where the plan overlaps steps, a slot of time has tasks of several: generation works on step s while training is at
-    step s - `max_staleness`.
+    The plan is made before the run, the same on every rank; each rank runs the tasks that name it, in its order. Where
+    steps overlap, a slot has tasks of two steps; with `max_staleness` 1:
+
+        slot                  0           1           2
+        tasks without lag     generate 0  generate 1  generate 2
+        tasks of lag 1        -           train 0     train 1
 
     Args:
-        run: The run on this rank, which has met the others.
+        run: The run on this rank, which has joined the others.
         policies: Policies that generate.
         loader: Loader of the training rows.
         metrics: Metrics of this rank, reduced once a step.
@@ -70,17 +74,17 @@ class Controller:
 
     @property
     def draws(self) -> int:
-        """How often prompts were drawn."""
+        """How often prompts were drawn: once a step, or more where a filter or partial rollout draws again."""
         return self._draws.count
 
     @property
     def tried(self) -> Mapping[str, int]:
-        """Updates of the last step, by the roles that this rank trained in it; those among them that were skipped."""
+        """Updates of the last step by role, for the roles that this rank trained in it; skipped updates count too."""
         return self._nodes.training.tried
 
     @property
     def history(self) -> dict[str, dict[str, Any]]:
-        """What the next steps are compared with, JSON-able: updates of the roles that this rank trains, and gaps."""
+        """For a checkpoint: gradient norms of the roles that this rank trains, and logprob gaps; JSON-able."""
         return {"updates": self._nodes.training.watch.history, "gaps": self.policies.gaps}
 
     @property
@@ -89,14 +93,20 @@ class Controller:
         return self._metrics.asked
 
     def step(self, step: int, at_first_update: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """Run the plan until `step` is trained; the step's metrics, the same on every rank.
+        """Run this rank's tasks until `step` is trained; called by all ranks, for one step after the other.
+
+        With `max_staleness` N the first call also generates the N steps that come after.
 
         Args:
-            step: From 0.
-            at_first_update: Called before a weight of this rank changes.
+            step: Number of the step, from 0.
+            at_first_update: Called before the first update of this rank in the step.
+
+        Returns:
+            The step's metrics over all ranks, by name: `{"actor/loss": 0.02, ..., "time/step": 41.3}`; the same on
+            every rank.
 
         Raises:
-            StepGivenUp: A rank was asked to end before; on all ranks alike, none of which has changed a weight.
+            StepGivenUp: A rank received a signal before the first update; raised on all ranks.
         """
         self._nodes.training.begin(at_first_update)
         while self._slot <= step + self._run.plan.max_staleness:
@@ -105,7 +115,7 @@ class Controller:
         return self._reduced
 
     def run(self, task: Task, step: int) -> None:
-        """One task of this rank's plan."""
+        """Run one task of this rank's plan for a step in progress, and log its time as `time/<node>` or the like."""
         self._callbacks.call(Callback.on_task_start, str(task), step)
         doing = f"step {step + 1}, {self._doing(task)}"
         with self._watching(task, step), memory_watched(doing, lambda: self._remedies(task), self._run.strategy):
@@ -133,45 +143,48 @@ class Controller:
                     self._reduce(now)
 
     def close(self) -> None:
-        """Let go of steps that are in progress: the run ends before they are trained."""
+        """Free the values of steps in progress, which are generated and will not be trained; at the end of the run."""
         self._steps.clear()
 
     def carried_over(self, done: int) -> dict[str, Groups]:
-        """After `done` steps, what this rank has for later ones, by name.
+        """For a checkpoint after `done` steps, the groups of rows that later steps need, by name.
 
-        Groups beyond a step's, unfinished ones, and of each step that is generated and not trained what this rank made
-        for training.
+        `surplus` has groups that a draw gave beyond the step's, `unfinished` those with responses that were cut off,
+        `step-00000007` what this rank made for training in a step that is generated and not trained.
         """
         return self._steps.carried_over(done) | self._draws.carried_over()
 
     def restore(self, done: int, draws: int, read: ReadGroups) -> None:
-        """Go on after `done` steps; all ranks call it.
+        """Resume after `done` steps; called by all ranks, before the first `step`.
 
         Args:
             done: Steps that were trained.
             draws: How often prompts were drawn.
-            read: Reads what `carried_over` gave.
+            read: Reads the groups of a name from the checkpoint.
 
         Raises:
-            UserError: It is of another algorithm.
+            UserError: The groups are of another algorithm.
         """
         self._slot = done + self._run.plan.max_staleness
         self._draws.restore(draws, read)
         self._steps.restore(done, read, self.run)
 
     def restore_history(self, history: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take back what `history` gave, of all ranks together; nothing of a checkpoint that has none."""
+        """Restore what `history` returned, with the roles of all ranks; empty for a checkpoint without it."""
         self._nodes.training.watch.restore(history.get("updates", {}))
         self.policies.restore_gaps(history.get("gaps", {}))
 
     def replay(self, node_id: str, step: int, draw: int, put: Callable[[Layout, Step], None]) -> Step:
-        """Run one node as in a step of an earlier run; the step, which has what the node makes.
+        """Run one node as in a step of an earlier run, for `rlflow replay`, in one process.
 
         Args:
-            node_id: Id of the node.
+            node_id: Name of the node.
             step: Number of the step, from 0.
-            draw: Number of the draw of prompts that it ran at.
-            put: Gives the step what the node reads, in this layout.
+            draw: Number of the draw of prompts that the node ran on.
+            put: Puts what the node reads into the step, in this layout.
+
+        Returns:
+            The step, with what the node returned in its buffer.
         """
         node, run = self._run.graph.nodes[node_id], self._run
         tasks = (task for task in run.plan.every() if isinstance(task, RunNode | TrainNode))
@@ -185,7 +198,7 @@ class Controller:
         return self._steps[step]
 
     def _run_slot(self, slot: int) -> None:
-        """All tasks of this rank: of step `slot`, and of those that lag behind it."""
+        """Run all tasks of this rank once: those without lag for step `slot`, those of lag n for step `slot` - n."""
         if slot < self._run.steps:
             self._steps.begin(slot, self._draws.count)
             self._draws.count += not self._draws.repeats
@@ -204,7 +217,7 @@ class Controller:
 
     @contextmanager
     def _watching(self, task: Task, step: int) -> Iterator[None]:
-        """Time a task, and note on an error where this rank was."""
+        """Wrap a task: trace and log its time, report it as this rank's status, and add it to errors."""
         started, rank = time.perf_counter(), self._run.rank
         report(rank, f"step {step + 1}, {task}")
         try:
@@ -241,14 +254,14 @@ class Controller:
         self._reduced = dict(sorted(self._reduced.items()))
 
     def _doing(self, task: Task) -> str:
-        """The task in an error: its node and role, or what it brings where."""
+        """The task in an out-of-memory error: its node and role, or its line of the plan."""
         if not isinstance(task, RunNode | TrainNode):
             return " ".join(str(task).split())
         node = self._run.graph.nodes[task.node_id]
         return f"node `{task.node_id}`{f' of role `{node.models}`' if node.models else ''}"
 
     def _remedies(self, task: Task) -> list[str]:
-        """What lowers the memory that a task takes."""
+        """Settings that lower the memory of a task, for an out-of-memory error."""
         if isinstance(task, SyncWeights):
             engine = self.policies[task.policy].engine
             return ["lower `trainer.sync_bucket_bytes`", *to_generate(self._run.strategy, engine)]

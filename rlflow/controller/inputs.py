@@ -1,10 +1,11 @@
-"""What nodes read and made in a step, kept so that `rlflow replay` can run them again.
+"""Stores what nodes read and returned in a step, so that `rlflow replay` can run them again.
 
 step-00000007/advantages.json                          rows, what the node is, and why its inputs are kept
 step-00000007/advantages-00000-of-00002.safetensors    rank 0's rows, in the form of `rlflow.checkpoint.stored_groups`
 step-00000007/advantages-00000-of-00002.written.json   SHA-256 of the files that rank 0 wrote, by name
 step-00000007/advantages.state.json, .safetensors      the module's own state before the call
-step-00000007/advantages.made.json, ...                what it returned, likewise; none where it raised
+step-00000007/advantages.made.json, ...                what it returned, in the same form; none where it raised
+step-00000007/advantages.failed-00000-of-00002.txt     what it raised on rank 0; none where it did not
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ EACH = "each "  # before the name of rows that a node reads as `Each`
 
 @dataclass(frozen=True)
 class NodeInputs:
-    """Writes what one rank's nodes read, in the steps that are asked for and where a node raises.
+    """Stores what this rank's nodes read, in the steps of `trainer.keep_inputs` and wherever a node raises.
 
     Attributes:
         run: The run on this rank.
-        folder: Folder of the run's inputs; None to write nothing.
-        steps: Steps that are asked for, from 1.
-        nodes: Ids of the nodes that are asked for; empty for all.
+        folder: Folder of the run's inputs, with one folder for each step; None to write nothing.
+        steps: Steps whose inputs and results are stored, from 1.
+        nodes: Names of the nodes to which `steps` applies; empty for all.
     """
 
     run: Run
@@ -71,7 +72,11 @@ class NodeInputs:
 
     @contextmanager
     def around(self, node: Node, layout: Layout, step: Step) -> Iterator[NodeCall]:
-        """Around the call of a node, whose inputs are written before it if they are asked for, else if it raises."""
+        """Wrap the call of a node: its inputs are written before the call in a step of `steps`, else if it raises.
+
+        A note on the error says how to replay it: `rlflow replay runs/grpo --step 7 --node advantages`. Nothing is
+        written if a collective failed, because the cause is on another rank.
+        """
         asked = step.number + 1 in self.steps and (not self.nodes or node.id in self.nodes)
         call = NodeCall(self.run, self.folder, node, layout, step, asked)
         if asked:
@@ -89,7 +94,7 @@ class NodeInputs:
 
 @dataclass(frozen=True)
 class NodeCall:
-    """A node's call in a step, on this rank; see `NodeInputs`."""
+    """A node's call in a step on this rank, see `NodeInputs`; `asked` is whether its step and node are to be stored."""
 
     run: Run
     folder: Path | None
@@ -99,7 +104,7 @@ class NodeCall:
     asked: bool
 
     def write(self, failed: str) -> None:
-        """Write what the node reads; `failed`: what it raised."""
+        """Write what the node reads on this rank, and the module's state; `failed` is what it raised, or empty."""
         graph, node, step, rank = self.run.graph, self.node, self.step, self.run.rank
         spaces, values = {node.inside: self._laid(step.spaces[node.inside])}, {}
         for name in node.reads:
@@ -139,7 +144,7 @@ class NodeCall:
         return folder_of(self.folder, self.step.number)
 
     def _write(self, name: str, groups: Groups, more: dict[str, Any]) -> list[str]:
-        """The names of the files that no other rank writes."""
+        """Write rows and their description; the names of the files that no other rank writes."""
         self._folder.mkdir(parents=True, exist_ok=True)
         signature_of(self._folder, name, self.run.rank, self.run.transport.world_size).unlink(missing_ok=True)
         written = write_rows(self._folder, name, groups, self.run.transport.world_size)
@@ -158,24 +163,24 @@ class NodeCall:
         return space.partition(self.layout)
 
     def _laid(self, space: RowSpace, partition: Partition | None = None) -> RowSpace:
-        """The rows as they lie in the node's layout, and in no other; dropped are those that the node does not see."""
+        """The space with the node's layout alone; rows that the node does not see are marked as dropped."""
         at = self._at(space) if partition is None else partition
         out = left_out(space, self.node, self.step.spaces, self.run.graph)
         return replace(space, dropped=space.dropped if out is None else out, lies={self.layout: at})
 
 
 def folder_of(folder: Path, step: int) -> Path:
-    """Where a step's inputs are, counted from 0."""
+    """The folder of a step's inputs, for a step counted from 0: `step-00000007` for 6."""
     return folder / f"step-{step + 1:08d}"
 
 
 def signature_of(folder: Path, name: str, rank: int, world_size: int) -> Path:
-    """Where the digests are of what a rank wrote under a name; none where the run was killed meanwhile."""
+    """The file with the SHA-256 of what a rank wrote under a name; missing if the run was killed while it wrote."""
     return folder / f"{of_rank(name, rank, world_size)}.{WRITTEN}.json"
 
 
 def key_of(graph: Graph, node: Node, value: str) -> str:
-    """Under which name the rows of a value that a node reads are kept: its own rows, or all below each of them."""
+    """The name under which the rows of a value that a node reads are stored: `rollout`, or for `Each` `each answer`."""
     return f"{EACH}{graph.space_of(value)}" if value in node.each else graph.seen_in(node, value)
 
 
@@ -184,16 +189,16 @@ MEND = "bring the file back, or run the step again with `trainer.keep_inputs`"
 
 @dataclass(frozen=True)
 class StoredInputs:
-    """What was kept of one node in one step.
+    """The stored inputs of one node in one step, as `rlflow replay` reads them.
 
     Attributes:
-        folder: Of the step.
-        node: Its id.
-        draw: Of prompts, that it ran at.
-        failed: What it raised, by rank.
-        ranks: That ran it.
-        there: Those whose rows were written.
-        described: How the rows lie, of these ranks.
+        folder: Folder of the step.
+        node: Name of the node.
+        draw: Number of the draw of prompts that the node ran on, from 0.
+        failed: By rank, what the node raised there; ranks where it did not raise are left out.
+        ranks: Ranks that ran the node.
+        there: Ranks whose rows are stored; fewer than `ranks` where the node raised on some ranks alone, say.
+        described: How the rows of these ranks lie, as `<node>.json` has it.
     """
 
     folder: Path
@@ -206,10 +211,10 @@ class StoredInputs:
 
     @classmethod
     def read(cls, folder: Path, node: str) -> StoredInputs:
-        """Look at what is there.
+        """Read the description of a node's inputs and compare all files with their SHA-256; tensors are read later.
 
         Raises:
-            UserError: Nothing whole is.
+            UserError: No rank's rows are there, or a file is missing or damaged.
         """
         found, ranks = _described(folder, node)
         there = tuple(rank for rank in ranks if (folder / f"{of_rank(node, rank, found['ranks'])}.json").is_file())
@@ -226,14 +231,14 @@ class StoredInputs:
             return cls(folder, node, int(found["draw"]), failed, ranks, there, of_ranks(found, there))
 
     def state(self) -> dict[str, Any]:
-        """The module's, before the call."""
+        """The module's `state_dict` before the call."""
         name = f"{self.node}.{STATE}"
         with readable_as(self.folder, name):
             path = self.folder / name
             return with_tensors(json.loads(Path(f"{path}.json").read_text()), load_file(f"{path}.safetensors"))
 
     def put(self, run: Run, layout: Layout, step: Step) -> None:
-        """Give a step of one process what the node reads, the rows of all ranks in the order of their paths."""
+        """Put what the node reads into a step of this one process: the rows of all ranks, ordered by path."""
         graph, node = run.graph, run.graph.nodes[self.node]
         if missing := sorted({*self.described["values"]} ^ {*node.reads}):
             raise UserError(
@@ -249,7 +254,7 @@ class StoredInputs:
                 step.buffer.issue(name, layout, step.spaces[node.inside])
 
     def made(self, run: Run, layout: Layout, step: int) -> tuple[Any, RowSpace] | None:
-        """What the node returned in the run, and its rows; None where that was not stored."""
+        """What the node returned in the run, on all ranks, and its rows; None where that was not stored."""
         name, node = f"{self.node}.{MADE}", run.graph.nodes[self.node]
         if not (self.folder / f"{name}.json").is_file():
             return None
@@ -273,11 +278,7 @@ class StoredInputs:
 
 @contextmanager
 def readable_as(folder: Path, name: str) -> Iterator[None]:
-    """Around reading what was kept under a name: an older run has no digests, so a damage shows where it is read.
-
-    Raises:
-        UserError: It cannot be read.
-    """
+    """Wrap the reading of files, so that an error becomes a `UserError` that names the file."""
     try:
         yield
     except UserError:
@@ -291,7 +292,7 @@ def readable_as(folder: Path, name: str) -> Iterator[None]:
 
 
 def _described(folder: Path, name: str) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """What `<name>.json` says, and the ranks that it is of."""
+    """The content of `<name>.json`, and the ranks that ran the node."""
     with readable_as(folder, name):
         found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
         written = found.pop("sha256", None)  # none in that of an older run
@@ -301,7 +302,7 @@ def _described(folder: Path, name: str) -> tuple[dict[str, Any], tuple[int, ...]
 
 
 def _check_written(folder: Path, name: str, ranks: Iterable[int], world_size: int) -> None:
-    """Refuse files that are not what ranks wrote; of an older run, or a rank that was killed, nothing is known."""
+    """Refuse files that differ from what ranks wrote; a rank without digests (older, or killed) is not checked."""
     for rank in ranks:
         signature = signature_of(folder, name, rank, world_size)
         if not signature.is_file():
@@ -323,13 +324,16 @@ def _signed(signature: Path) -> dict[str, str]:
 
 
 def difference(here: Any, there: Any, annotation: Any, lengths: Tensor) -> float:
-    """The largest difference of two values of this type; 0 where all is equal to the bit, infinite where it cannot be.
+    """The largest absolute difference of two values of one type, over all columns.
+
+    It is 0 if everything is equal, and infinite if shapes, names, texts or integers differ, or a number is NaN in one
+    value alone. Padding of columns per token is not compared.
 
     Args:
-        here: A value.
-        there: Another, of as many rows.
-        annotation: Its type.
-        lengths: `[B]`, beyond which columns of tokens are padding.
+        here: A value of `B` rows.
+        there: Another value of `B` rows.
+        annotation: The type of both.
+        lengths: `[B]`, response tokens of each row; what comes after them is padding.
     """
     largest = 0.0
     for column in columns(annotation):

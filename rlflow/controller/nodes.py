@@ -1,4 +1,4 @@
-"""How nodes run: what they read, the call, the rows that they make, and what becomes of the result."""
+"""`Nodes` runs a node on one rank: it gets what the node reads, calls the method, and stores rows and value."""
 
 from __future__ import annotations
 
@@ -37,15 +37,18 @@ from rlflow.values.rollout import Rollout
 
 
 class Nodes:
-    """Runs the nodes of one rank.
+    """Runs the nodes of one rank; the controller calls it for the tasks `RunNode`, `TrainNode` and `HoldBack`.
+
+    For `rewards(self, rollout: Written) -> PerSample`, `run` takes this rank's rows of `rollout` from the step's
+    buffer, calls `module.rewards(rollout=...)`, refuses a NaN in the result `[B]`, and stores it as `rewards`.
 
     Args:
         run: The run on this rank.
-        policies: Policies that generate.
-        callbacks: Called before and after each node.
+        policies: Policies that generate, with the versions of their weights.
+        callbacks: Called before and after each node that is not trained.
         steps: Steps in progress.
         draws: Draws of prompts.
-        inputs: Stores what nodes read in some steps.
+        inputs: Stores what nodes read, in steps that `trainer.keep_inputs` names and where a node raises.
 
     Attributes:
         training: Makes the updates of train nodes.
@@ -73,7 +76,12 @@ class Nodes:
         self.training = Training(run, policies.before_update)
 
     def run(self, task: RunNode, step: Step) -> None:
-        """Call a node on this rank's rows, and keep what it makes."""
+        """Call a node on this rank's rows, and put what it returns into the step's buffer; by all ranks of the task.
+
+        Raises:
+            UserError: On all these ranks, a number of a sample is infinite or NaN; or on this rank, the result does not
+                fit the node's annotation or the rows that it saw.
+        """
         node, layout = self._run.graph.nodes[task.node_id], task.layout
         self._callbacks.call(Callback.on_node_start, node.id)
         values, read = self._read(node, layout, step)
@@ -96,7 +104,7 @@ class Nodes:
         self._callbacks.call(Callback.on_node_end, node.id)
 
     def train(self, task: TrainNode, step: Step) -> None:
-        """Train a role with this rank's rows, from the first step that does."""
+        """Train a role on this rank's rows, by all ranks of the task; nothing before the role's `start_step`."""
         node = self._run.graph.nodes[task.node_id]
         values, space = self._read(node, task.layout, step)
         if self.training.begun(node, step.number):
@@ -111,7 +119,7 @@ class Nodes:
         step.free(task.frees)
 
     def hold_back(self, task: HoldBack, step: Step) -> None:
-        """Leave the step the groups whose responses have all ended."""
+        """Keep the groups whose responses have all ended in the step, log their lengths, and hold back the others."""
         self._draws.hold_back(task, step)
         layout = self._run.value_layouts[task.node_id]
         if layout.publishes(self._transport.rank):
@@ -119,7 +127,7 @@ class Nodes:
         step.free(task.frees)
 
     def note_age(self, run: RunNode, step: Step) -> None:
-        """How many versions older than the trainer's the weights were that began the responses of the step."""
+        """Log `<node>/staleness`: by how many versions the weights that began the responses were behind."""
         node, staleness = self._run.graph.nodes[run.node_id], self._run.plan.max_staleness
         if not node.generates or not (staleness or self._draws.repeats) or self._transport.rank != run.layout.ranks[0]:
             return
@@ -131,7 +139,7 @@ class Nodes:
     def _call(
         self, node: Node, space: RowSpace, layout: Layout, values: dict[str, Any], step: Step
     ) -> tuple[Any, Calls]:
-        """What the node makes, and what it generated from."""
+        """Call the module's method; its result, and the calls of `generate` that it made."""
         versions = self._policies.versions_of(step.number, self._run.graph.changed_before(node))
         part, dropped = self._draws.part_of(node.id), self._dropped(node, layout, step)
         running = Running(node, space, layout, step.draw, versions, step.metrics, part, dropped=dropped)
@@ -147,7 +155,7 @@ class Nodes:
         return result, running.calls
 
     def _read(self, node: Node, layout: Layout, step: Step) -> tuple[dict[str, Any], RowSpace]:
-        """The values that `node` reads, in its layout, and the row space that it runs in."""
+        """This rank's rows of the values that `node` reads, by parameter, dropped rows masked; and the rows it sees."""
         graph, space = self._run.graph, step.spaces[node.inside]
         values = {name: step.buffer.get(name, layout, step.spaces[graph.seen_in(node, name)]) for name in node.reads}
         values = graph.seen(node, values)
@@ -167,7 +175,7 @@ class Nodes:
         return values, space
 
     def _dropped(self, node: Node, layout: Layout, step: Step) -> Tensor | None:
-        """`[B]` bool on the CPU, which of the rows that a node sees here were dropped; None where none was."""
+        """`[B]` bool on the CPU, which of the rows that a node sees on this rank were dropped; None if none were."""
         space = step.spaces[node.inside]
         out = left_out(space, node, step.spaces, self._run.graph)
         return None if out is None else out[space.held(layout, self._transport.rank)]
@@ -178,7 +186,7 @@ class Nodes:
         return calls.returned(result, above.path.shape[1])
 
     def _made(self, node: Node, layout: Layout, step: Step, result: Any, above: RowSpace, calls: Calls) -> RowSpace:
-        """The rows that a node made, below those that it saw, and the metrics of its responses."""
+        """Let the node's ranks exchange which rows it made, and log `<node>/length` and the like of its responses."""
         rows = new_rows(node, result, above, layout, self._transport.rank)
         space = self._steps.gather(node.id, layout, step, rows.path, rows.lengths, rows.tokens, rows.versions)
         if node.generates and not self._draws.cuts_off and layout.publishes(self._transport.rank):
@@ -203,17 +211,22 @@ class NewRows(NamedTuple):
 
 
 def new_rows(node: Node, value: Any, above: RowSpace, layout: Layout, rank: int) -> NewRows:
-    """The rows of `value`, children of those above them that the fronts of their paths name, in their order.
+    """What the other ranks must know of the rows that a node made on this rank.
+
+    A node that saw the prompts 4 and 7 returned the responses 4 0, 4 2 and 7 1, of 3, 2 and 7 tokens to prompts of 2:
+
+        path [[4, 0], [4, 1], [7, 0]], lengths [3, 2, 7], tokens [5, 4, 9], versions [12, 12, 12]
 
     Args:
-        node: That made them.
-        value: Of the type that the node is annotated with.
-        above: The rows that the node saw.
-        layout: Where these lie.
-        rank: This one.
+        node: The node that made the rows.
+        value: What it returned.
+        above: The rows that it saw.
+        layout: How these lie on its ranks.
+        rank: This rank.
 
     Raises:
-        UserError: The value has no paths, or a row descends from none of those that the node saw here.
+        UserError: The value is not of the annotated type or has no paths, or a row has no parent that the node saw on
+            this rank.
     """
     if not isinstance(value, node.returns):
         raise UserError(
@@ -246,7 +259,7 @@ def new_rows(node: Node, value: Any, above: RowSpace, layout: Layout, rank: int)
 
 
 def _counts(value: Any) -> dict[str, Tensor]:
-    """The numbers of each row that a value has, as they are: what is made of them is made on the host."""
+    """The columns `[B]` of a value that `new_rows` computes with, by name, on the device where they are."""
     found: dict[str, Tensor] = {}
     lengths, prompts = getattr(value, "lengths", None), getattr(value, "prompt_ids", None)
     if isinstance(lengths, Tensor):
@@ -274,17 +287,19 @@ def _require_parents(node: Node, above: RowSpace, held: Tensor, parents: Tensor,
 
 
 def require_finite(node: Node, value: Any, space: RowSpace, layout: Layout, transport: Transport) -> None:
-    """Refuse infinite and NaN numbers of samples that a node without a role made; called by all its ranks.
+    """Refuse infinite and NaN numbers in a value of one number per sample; a collective of the node's ranks.
+
+    It is called for nodes without a role, such as rewards and advantages per sample; values per token are not checked.
 
     Args:
-        node: That made the value.
-        value: Of the type that the node is annotated with.
+        node: The node that made the value.
+        value: What it returned.
         space: The rows of the value.
-        layout: Where they lie.
-        transport: To the other ranks.
+        layout: How they lie on the node's ranks.
+        transport: Collectives between the ranks.
 
     Raises:
-        UserError: There is one, on any rank: all raise it, with the first sample by its path.
+        UserError: A rank has such a number: all ranks raise it, with the first sample by its path.
     """
     if not node.makes_value or node.returns is Any:
         return
@@ -311,7 +326,7 @@ def require_finite(node: Node, value: Any, space: RowSpace, layout: Layout, tran
 
 
 def _numbers(value: Any, annotation: Any) -> dict[str, Tensor] | None:
-    """The floating point numbers of samples by the column's or part's name; None where the type has none."""
+    """The floating point columns `[B]` or `[B, ...]` of a value, by column or part; None if its type has no such."""
     found: dict[str, Tensor] = {}
     cuts = [column for column in columns(annotation) if column.cut in (Cut.SAMPLE, Cut.PARTS)]
     for column in cuts:
@@ -324,14 +339,14 @@ def _numbers(value: Any, annotation: Any) -> dict[str, Tensor] | None:
 def measure(
     node_id: str, rollout: Rollout, metrics: StepMetrics, sampled: int | None = None, continued: bool = False
 ) -> None:
-    """Lengths, and how many were cut, of this rank's responses that have ended.
+    """Log `<node>/length` and `<node>/truncated`, means over this rank's responses, and `<node>/tokens`, their sum.
 
     Args:
-        node_id: The node.
-        rollout: The responses.
-        metrics: Of the step.
-        sampled: Tokens that were sampled for them; None where that is all of them.
-        continued: Whether some may be of several policies.
+        node_id: Name of the node.
+        rollout: This rank's responses; with `trainer.partial_rollout` those that have ended.
+        metrics: Metrics of the step.
+        sampled: Tokens that were sampled for them, if that is known; None for the tokens of the responses.
+        continued: Whether to log `<node>/continued` too, the share of responses with tokens of newer weights.
     """
     rows, tokens = float(len(rollout.lengths)), on_host(rollout.policy_lengths).sum()
     metrics.mean(f"{node_id}/length", tokens, rows)

@@ -1,4 +1,4 @@
-"""The policies that generate: of each its engine, how weights get there, their version, and whether they are right."""
+"""The policies that generate: engine, weight sync, version of the weights, and the check that the engine has them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ from rlflow.values.rollout import Rollout
 
 @dataclass(frozen=True)
 class Policy:
-    """One policy, seen from one rank.
+    """A policy that generates, as one rank sees it.
+
+    The version of its weights counts how often nodes have changed them: with two train nodes per step and `start_step`
+    10 it is 0 up to step 10 (from 0), then 2, 4, 6, ... Skipped updates count too.
 
     Attributes:
-        name: The role that it is.
-        engine: Generates with it on this rank; None where none does.
-        sync: Brings its weights to the engines; None on ranks that have no part in it.
-        changes_per_step: How often a step changes its weights: its train nodes, 1 of an average; 0 where it is frozen.
-        start_step: The first step that does, from 0.
-        gap: The alarm for wrong weights in the engines; None where it is frozen.
-        probe: Compares engine and trainer after each sync, where no step does so by itself; None where steps do.
+        name: Name of the policy, which is the role of its model.
+        engine: Rollout engine on this rank; None where this rank does not generate with the policy.
+        sync: Sends the weights to the engines; None on ranks without a part in it.
+        changes_per_step: Nodes per step that change the weights; 0 for a frozen policy.
+        start_step: First step that changes the weights, from 0.
+        gap: Compares logprobs of engine and trainer, and ends the run if weights are wrong; None for a frozen policy.
+        probe: Generates rows for this comparison after each sync, where the steps' own rows do not serve; else None.
     """
 
     name: str
@@ -43,18 +46,20 @@ class Policy:
     probe: Probe | None = None
 
     def version_after(self, steps: int) -> int:
-        """The version of the weights after so many steps: how often they have changed."""
+        """The version of the weights after so many steps: 0 until `start_step`, then `changes_per_step` more each."""
         return self.changes_per_step * max(0, steps - self.start_step)
 
     def bring(self, version: int, metrics: StepMetrics, callbacks: Callbacks | None, of_step: bool = True) -> bool:
-        """Bring the engines to `version`, which the trainer has, unless they are; each verifies tensor by tensor.
+        """Send the trainer's weights to the engines, or wake these up if they have `version`; by all ranks of the sync.
+
+        Each engine reads back what it was given, and compares it tensor by tensor.
 
         Args:
-            version: Of the weights.
-            metrics: Of the step.
-            callbacks: Told if weights are sent.
-            of_step: Whether a step generates with them. What validation has sent, the next step logs and compares, so
-                that it logs the same in a run that goes on between the two.
+            version: Version of the trainer's weights now.
+            metrics: Metrics of the step.
+            callbacks: Get `on_weight_sync` if weights are sent to an engine on this rank.
+            of_step: Whether a step generates with the weights. If validation sent them, the next step logs and compares
+                them, so that a run which resumes between the two logs the same.
 
         Returns:
             Whether weights were sent.
@@ -73,7 +78,7 @@ class Policy:
         return sends
 
     def _compare(self, sync: WeightSync, version: int, metrics: StepMetrics) -> None:
-        """Log what engines say of weights that no step has logged, and begin to compare what they generate."""
+        """Log the reports of the last sync if no step has yet, and begin to compare logprobs with the engines'."""
         reports = sync.take_reports()
         if self.gap is not None and self.probe is None:
             self.gap.open(version, metrics)
@@ -84,12 +89,12 @@ class Policy:
                 metrics.number("sync/verified_tensors", float(report.tensors))
 
     def sleep(self) -> None:
-        """Let its engines give back their memory, and weights that training changes; all ranks of the sync call it."""
+        """Let the engines free their memory, and the weights if training changes them; on all ranks of the sync."""
         if self.sync is not None:
             self.sync.sleep()
 
     def forget(self) -> None:
-        """Its engines hold other weights, or none."""
+        """Note that the engines hold other weights, or none, so that the next `bring` sends them."""
         if self.sync is not None:
             self.sync.forget()
 
@@ -118,11 +123,13 @@ class Policies(Mapping[str, Policy]):
         return len(self._policies)
 
     def versions_of(self, step: int, changed: Mapping[str, int]) -> dict[str, int]:
-        """The versions that generate rows of `step`: the weights after the last step trained by then.
+        """By policy, the version that generates rows of `step`: the weights after the last step trained by then.
+
+        For one train node and `max_staleness` 2 these are 0 0 0 1 2 3 in the steps 0 to 5.
 
         Args:
-            step: From 0.
-            changed: By policy: how often the step has changed its weights before.
+            step: Number of the step, from 0.
+            changed: By policy, how often this step changes its weights before it generates.
         """
         return {name: self._version(name, step, changed.get(name, 0)) for name in self}
 
@@ -131,14 +138,11 @@ class Policies(Mapping[str, Policy]):
         return self[name].version_after(steps) if name is not None and name in self else 0
 
     def bring(self, name: str, steps: int, metrics: StepMetrics) -> None:
-        """Bring the engines of a policy to its weights after so many steps; all ranks of its sync call it.
-
-        For validation, after a step or before the first.
-        """
+        """For validation, send a policy's weights after `steps` steps to its engines; on all ranks of its sync."""
         self._bring(name, self[name].version_after(steps), metrics, of_step=False)
 
     def sync(self, name: str, step: int, metrics: StepMetrics, changed: int = 0) -> None:
-        """Bring the engines of a policy to the weights that generate rows of `step`, see `versions_of`."""
+        """Send the weights that generate rows of `step`, see `versions_of`; called by all ranks of the sync."""
         self._bring(name, self._version(name, step, changed), metrics)
 
     def _version(self, name: str, step: int, changed: int) -> int:
@@ -155,22 +159,22 @@ class Policies(Mapping[str, Policy]):
                 self[other].forget()  # its turn in the engine is over
 
     def scored(self, role: str) -> None:
-        """A node has scored rows with a role; once is enough to compare."""
+        """Note that a node has scored rows with a role; once logprobs were compared, the step compares no more."""
         if role in self and (gap := self[role].gap) is not None:
             gap.close_if_compared()
 
     def before_update(self, role: str) -> None:
-        """The weights of a role are about to change."""
+        """Note that a role's weights are about to change, after which its logprobs are not comparable."""
         if role in self and (gap := self[role].gap) is not None:
             gap.close()
 
     @property
     def gaps(self) -> dict[str, dict[str, Any]]:
-        """By policy, what the gap of the next step is compared with; JSON-able and the same on every rank."""
+        """By policy, the logprob gaps of earlier steps, for a checkpoint; JSON-able and the same on every rank."""
         return {policy.name: policy.gap.history for policy in self.values() if policy.gap is not None}
 
     def restore_gaps(self, gaps: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take back what `gaps` gave."""
+        """Restore what `gaps` returned when the checkpoint was taken."""
         for policy in self.values():
             if policy.gap is not None and policy.name in gaps:
                 policy.gap.restore(gaps[policy.name])
@@ -179,10 +183,10 @@ class Policies(Mapping[str, Policy]):
         """Stop the run if a policy's engines did not generate with the trainer's weights.
 
         Args:
-            reduced: The step's metrics, to which those of the comparison are added.
+            reduced: The step's metrics over all ranks; those of the comparison are added.
 
         Raises:
-            UserError: One did not.
+            UserError: The logprobs of an engine differ too much from the trainer's; on all ranks.
         """
         for policy in self.values():
             if policy.gap is not None:
@@ -209,10 +213,10 @@ def _policy(run: Run, task: SyncWeights) -> Policy:
 
 
 def _needs_probe(run: Run, name: str) -> bool:
-    """Whether some rows are generated only to be compared with the trainer's own model.
+    """Whether rows must be generated just to compare engine and trainer, as the steps' own rows do not serve.
 
-    Where steps overlap, or responses are continued from older ones, few rows or none are of the trainer's version; nor
-    are they compared where its model does not score them before it changes.
+    With `max_staleness` or `partial_rollout` few rows or none are of the trainer's version; and in some algorithms the
+    policy's model does not score its rows before it changes.
     """
     return bool(run.plan.max_staleness) or run.plan.cuts_off or not scores_its_rows(name, run.graph)
 
@@ -221,8 +225,8 @@ def scores_its_rows(policy: str, graph: Graph) -> bool:
     """Whether a policy's model scores rows that it alone generated with each of a step's weights, before they change.
 
     Args:
-        policy: Its name, which is its model's role.
-        graph: Of the module.
+        policy: Name of the policy.
+        graph: Graph of the module.
     """
     generated: dict[int, set[str]] = {}  # by how often the step has changed the weights before
     scored: dict[int, set[str]] = {}

@@ -1,4 +1,4 @@
-"""How a train node runs: mini-batches of the whole batch, micro-batches of this rank, one denominator for all."""
+"""`Training` runs a train node: epochs, mini-batches over all ranks, micro-batches on each, one loss denominator."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ from rlflow.values.ragged import Ragged
 
 
 class StepGivenUp(BaseException):
-    """A rank was asked to end, and no rank has changed a weight in this step: all of them leave it here.
+    """A rank received a signal before the step's first update: all ranks raise this, and no weight has changed.
+
+    Only where every train node runs on all ranks of the run, which then meet before each update.
 
     Args:
-        number: Of the signal.
+        number: Number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -47,15 +49,18 @@ class Training:
     """Runs train nodes so that the gradient depends on neither micro-batches, packing, ranks nor ZeRO stage.
 
     The masked loss of every micro-batch is divided by the token (or sample) count of the whole mini-batch over all
-    ranks and micro-batches, which is agreed before its first backward pass.
+    ranks and micro-batches, which ranks exchange before its first backward pass. With `token-mean`, a mini-batch of 10
+    tokens in three micro-batches, whose token losses sum to s1, s2 (rank 0) and s3 (rank 1), has the gradient of
+
+        s1 / 10 + s2 / 10 + s3 / 10
 
     Args:
         run: The run on this rank.
         before_update: Called with a role whose weights are about to change.
 
     Attributes:
-        tried: Updates of the last step by role, those among them that were skipped or had nothing to learn from.
-        watch: What decides which updates are skipped.
+        tried: Updates of the last step by role; also those that were skipped, or had no token to learn from.
+        watch: Decides which updates are skipped, and when too many were.
     """
 
     def __init__(self, run: Run, before_update: Callable[[str], None]) -> None:
@@ -76,16 +81,16 @@ class Training:
             self.watch = UpdateWatch(most=sys.maxsize)
 
     def begin(self, at_first_update: Callable[[], None]) -> None:
-        """A step begins.
+        """Begin a step; called by `Controller.step`.
 
         Args:
-            at_first_update: Called before the step's first update, unless it is given up there.
+            at_first_update: Called before the step's first update on this rank, unless the step is given up there.
         """
         self.tried.clear()
         self._at_first_update = at_first_update
 
     def begun(self, node: Node, step: int) -> bool:
-        """Whether the node's role is trained at this step already."""
+        """Whether the role is trained at this step, counted from 0: from its handle's `start_step` on."""
         assert node.role is not None
         handle: ModelHandle = getattr(self._module, node.role)
         return step >= handle.start_step
@@ -93,17 +98,22 @@ class Training:
     def run(
         self, node: Node, values: Mapping[str, Any], step: Step, layout: Layout, dropped: Tensor | None = None
     ) -> None:
-        """All epochs and mini-batches of one step.
+        """Run all epochs and mini-batches of one train node in one step; by all ranks of the role.
+
+        An update per mini-batch: exchange counts, then per micro-batch call the node's method, which returns a loss
+        `[B, T]` or `[B]`, and backpropagate; then clip and step the optimizer. Later epochs shuffle their order.
+        All ranks make as many micro-batches as the one that needs most, so that their collectives match.
 
         Args:
-            node: The node that trains.
-            values: This rank's rows in `layout`, by the node's inputs.
-            step: The step.
-            layout: Where the rows lie.
-            dropped: `[B]` bool on the CPU, this rank's rows that count in no loss; None where there is none.
+            node: The train node.
+            values: This rank's rows in `layout`, by the node's parameters.
+            step: The step, whose metrics get `<role>/loss`, `<role>/grad_norm` and the like.
+            layout: How the rows lie on the ranks; `samples_per_update` is the size of a mini-batch over all of them.
+            dropped: `[B]` bool on the CPU, this rank's rows that count in no loss; None where there are none.
 
         Raises:
-            StepGivenUp: A rank was asked to end before the step's first update.
+            StepGivenUp: A rank received a signal before the step's first update.
+            UserError: The loss has another shape than the mask, or too many updates in a row were skipped.
         """
         assert node.role is not None
         seed, rank = self._run.settings.seed, self._transport.rank
@@ -195,7 +205,11 @@ class Training:
         return {name: take_rows(value, self._graph.type_of(name), rows) for name, value in values.items()}
 
     def _agree(self, counts: tuple[int, int, int, int], micro_batches: int, layout: Layout) -> tuple[int, ...]:
-        """Of all ranks: the counts of the mini-batch, the most micro-batches, and what asks to end between these."""
+        """Exchange what ranks must know before an update; a collective of the ranks of `layout`.
+
+        `counts` are of this rank's rows of the mini-batch: the loss's denominator, entries in the mask, dropped rows,
+        and sequences. Returned are their sums, the largest `micro_batches`, and the signal that a rank received, or 0.
+        """
         here = torch.tensor([*counts, micro_batches, preemption.received()])
         every = torch.stack(self._transport.all_gather(here, layout.ranks))  # [ranks, 6]
         summed = every[:: layout.copies, :4].sum(dim=0).tolist()
@@ -217,7 +231,7 @@ def _scored(values: Mapping[str, Any]) -> Any:
 
 
 def _sequences(scored: Any) -> int:
-    """How many a model reads of these rows; a pair is two."""
+    """Sequences that a model reads for these rows: rows with a response token; for pairs two each."""
     return 2 * len(scored.prompt_ids) if isinstance(scored, Pairs) else int((on_host(scored.lengths) > 0).sum())
 
 

@@ -1,4 +1,4 @@
-"""What cannot work, refused before a process starts or a weight is loaded."""
+"""Checks of settings, data and algorithm together, made before processes start or weights are loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 
 def resolved(data: PromptData, module: RLModule, graph: Graph) -> PromptData:
-    """The data with the columns that this algorithm reads.
+    """The data with the columns resolved that this algorithm reads: pairs, responses, or prompts alone.
+
+    DPO reads `batch` as `Pairs`; SFT trains on `batch` itself, so it needs responses; GRPO samples its responses.
 
     Raises:
         UserError: The rows have no such columns, or `data.rejected` is set and the algorithm reads no pairs.
@@ -56,10 +58,10 @@ def learns_from_batch(graph: Graph) -> list[Node]:
 
 
 def check_monitors(settings: Settings, callbacks: Iterable[Callback], data: PromptData) -> None:
-    """Refuse to wait for a metric of validation where nothing is validated; other names are known after a step.
+    """Refuse a `monitor` that begins with `val/` in a run without validation; other names are known after a step.
 
     Raises:
-        UserError: One is of validation, and there is none.
+        UserError: `trainer.monitor` or an `EarlyStopping` has such a name.
     """
     monitors = {"`trainer.monitor`": settings.monitor}
     for callback in callbacks:
@@ -71,7 +73,7 @@ def check_monitors(settings: Settings, callbacks: Iterable[Callback], data: Prom
 
 
 def nothing_to_validate(module: RLModule, follows: str | None) -> str:
-    """Why nothing can be measured on held-out rows."""
+    """The error's text for a module that cannot measure anything on the rows of `data.validation`."""
     if follows is None:
         lacks = (
             "trains no model that generates, and has no `validation_step`; write one, or leave `data.validation` out"
@@ -81,7 +83,10 @@ def nothing_to_validate(module: RLModule, follows: str | None) -> str:
 
 
 def require_end(planned: Plan, settings: Settings, chooses: bool) -> None:
-    """A run ends after steps or epochs."""
+    """Raise `UserError` unless the run has an end: `max_steps`, or `max_epochs` where an epoch's steps are known.
+
+    They are not where prompts are drawn as often as needed, or the module `chooses` its prompts.
+    """
     max_steps, max_epochs = settings.max_steps, settings.max_epochs
     if chooses and max_epochs is not None:
         raise UserError(
@@ -101,7 +106,7 @@ def require_end(planned: Plan, settings: Settings, chooses: bool) -> None:
 
 
 def require_one_place(module: RLModule, roles: Collection[str], placed: Mapping[str, Layout], lead: str) -> None:
-    """A `validation_step` may call any model, and runs on the ranks of the lead."""
+    """Refuse `roles` on other ranks than the lead's, where a `validation_step` runs, which may call any of them."""
     for role in roles:
         if placed[role].ranks != placed[lead].ranks:
             raise UserError(
@@ -114,7 +119,10 @@ def require_one_place(module: RLModule, roles: Collection[str], placed: Mapping[
 def check_experts(
     handle: ModelHandle, role: str, config: PretrainedConfig, policies: Collection[str], cuts_off: bool, whole: bool
 ) -> None:
-    """Refuse settings of experts that the model, the algorithm or how rows are fed to the model cannot follow."""
+    """Refuse `moe` settings of a role that cannot work with its model, the algorithm or the strategy.
+
+    `cuts_off` is whether `trainer.partial_rollout` is set, `whole` whether the model gets whole packed sequences.
+    """
     moe = handle.moe if isinstance(handle, CausalLM) else None
     if moe is None:
         return
@@ -137,10 +145,10 @@ def check_experts(
 
 
 def check_environments(run: Run) -> None:
-    """Check that what answers policies can be heard: its tools have schemas, and the model's template writes turns.
+    """Check each environment of the module: tools have schemas, and the model's chat template writes its turns.
 
     Raises:
-        UserError: It cannot, or steps are such that conversations cannot be.
+        UserError: That fails; or a setting does not go with environments, such as `moe.routing_replay`.
     """
     found = environments(run.module)
     for name in ("renderer", "tool_calls"):
@@ -168,10 +176,10 @@ def check_environments(run: Run) -> None:
 
 
 def check_rows(run: Run) -> None:
-    """Check what the scanned rows decide: that there are enough, and that models and engines take the longest.
+    """Check the data once its rows were scanned: there are enough for a step, and the longest fit models and engines.
 
     Raises:
-        UserError: Something of this cannot work.
+        UserError: A check fails, those of `check_environments` included.
     """
     module, strategy = run.module, run.strategy
     check_environments(run)
@@ -197,7 +205,7 @@ def check_rows(run: Run) -> None:
 
 
 def check_apart(models: Mapping[str, Path], folder: Path) -> None:
-    """Refuse to start from a model that lies where the run's results go: they would move it away."""
+    """Refuse a model that lies in the run's own folder, whose content is moved away when the run starts."""
     for role, path in models.items():
         if path.resolve().is_relative_to(folder.resolve()):
             raise UserError(

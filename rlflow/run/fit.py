@@ -1,4 +1,4 @@
-"""One rank's training: what it builds, the loop over its steps, and what it leaves behind."""
+"""Training on one rank: models and engines are loaded, `Fit` loops over the steps, and results are written."""
 
 from __future__ import annotations
 
@@ -45,14 +45,20 @@ def fit(
     state: RunningTrainer,
     resolved_config: str | None,
 ) -> dict[str, Any]:
-    """Train to the end; the run's summary. Called by all ranks.
+    """Train to the end, or resume a run; called by `Trainer.fit` on all ranks.
+
+    Errors while models load and steps run go to `on_exception` of the callbacks before they are raised.
 
     Args:
-        run: The run.
-        callbacks: Of the user.
-        loggers: Beside the run's own.
-        state: The trainer, which callbacks see; where the run stands is written there.
-        resolved_config: YAML; None for a run without a config.
+        run: The run, which the ranks have not joined yet.
+        callbacks: Callbacks of the user.
+        loggers: Loggers in addition to the run's own files `metrics.jsonl` and `metrics.csv`.
+        state: The trainer as callbacks see it; its `global_step`, `callback_metrics` and the like are set here.
+        resolved_config: Config of the run as YAML; None for a run without a config.
+
+    Returns:
+        The run's summary, see `Fit.train`. On rank 0 it also has `seconds`, and is written to `summary.json`, except
+        with `fast_dev_run`.
     """
     strategy = run.strategy
     report(strategy.global_rank, AT_FIRST)
@@ -72,7 +78,7 @@ def _fit(
     loggers: Sequence[LoggerLike],
     state: RunningTrainer,
 ) -> dict[str, Any]:
-    """As `fit`, in the run's folder."""
+    """As `fit`, in the run's folder: build the controller, resume from a checkpoint if there is one, and train."""
     settings, strategy, rank = run.settings, run.strategy, run.rank
     with ExitStack() as stack:
         log = folder.logs / f"rank{rank}.log"
@@ -112,18 +118,18 @@ def _fit(
 
 
 class Fit:
-    """The loop over the steps of a run, with validations, saves and callbacks between them.
+    """The training loop, which all ranks run together; `train` says what happens in a step.
 
     Args:
-        run: This rank.
+        run: The run on this rank, with models and engines loaded.
         controller: Runs the steps.
-        remembered: Takes snapshots of the run.
+        remembered: Takes snapshots of the run's state, for checkpoints.
         saving: Writes checkpoints and models.
-        recording: Has what loggers and terminal are given.
-        callbacks: Told of what happens.
-        state: That they see.
-        metrics: Of this rank, by step.
-        trace: Of this rank.
+        recording: Passes metrics and samples to loggers and to the terminal.
+        callbacks: Callbacks of the user.
+        state: The trainer as callbacks see it.
+        metrics: Metrics of this rank, by step.
+        trace: Trace of this rank's tasks.
     """
 
     def __init__(
@@ -150,7 +156,34 @@ class Fit:
         self._trace = trace
 
     def train(self, resume: Resume) -> dict[str, Any]:
-        """All steps that are not done; the run's summary."""
+        """Run all steps that are not done yet.
+
+        Before the first step `on_fit_start` is called, then the model is validated, unless the run resumes. A step:
+
+            1. controller    This rank runs the tasks of its plan in order, see `Controller.step`. For GRPO: load
+                             prompts, sync weights to the engines, run `rollout`, let the engines sleep, exchange rows
+                             between ranks, run `rewards` and `advantages`, train `actor_loss`, reduce the metrics.
+                             Each task calls `on_task_start`; a node that is not trained also calls `on_node_start` and
+                             `on_node_end`, and a sync that sends weights `on_weight_sync`.
+            2. callbacks     `trainer.global_step` and `callback_metrics` are set, then `on_step_end` is called with
+                             the step's metrics over all ranks. It may set `trainer.should_stop`, on all ranks.
+            3. validation    After every `val_check_interval` steps and after the last; then `on_validation_end`.
+            4. logging       The terminal shows the step; loggers get metrics and samples, see `log_every_n_steps`.
+            5. saving        A checkpoint and the models, if `Saving.is_due` says so.
+            6. signals       If a rank received a signal such as SIGTERM and steps are left, the run saves and ends.
+
+        After the last step the models are written, unless the last checkpoint came with them; then `on_fit_end` is
+        called. With `fast_dev_run` nothing is saved. Decisions follow from numbers that all ranks have.
+
+        Args:
+            resume: The checkpoint that the run resumes from, if any; it has been restored.
+
+        Returns:
+            The run's summary: `{"steps": 200, "reward_before": 0.31, "reward_after": 0.64, ..., "problems": 64}`.
+
+        Raises:
+            Preempted: A rank received a signal; a checkpoint to resume from is saved, if a step is done.
+        """
         settings, state, steps = self._settings, self._state, self._run.steps
         self._stand_at(resume.done)
         self._callbacks.call(Callback.on_fit_start)
@@ -192,13 +225,17 @@ class Fit:
         return summary
 
     def _stand_at(self, done: int) -> None:
-        """Let callbacks see where the run stands; every rank knows how often prompts were drawn."""
+        """Set `global_step` and `current_epoch` of the trainer, which callbacks see, after `done` steps."""
         draws = done if self._run.plan.fill is None else self._controller.draws
         self._state.global_step = done
         self._state.current_epoch = max(0, draws - 1) // self._run.train.steps_per_epoch
 
     def _step(self, done: int) -> dict[str, float]:
-        """The metrics of the step after `done`; if it is given up, the run ends as it stood before."""
+        """Run the step after `done`; its metrics over all ranks.
+
+        If the step is given up because of a signal, see `StepGivenUp`, the run is saved as it was before the step. The
+        snapshot that this needs is dropped at the step's first update.
+        """
         before = [self._remembered.take(done)] if done and preemption.is_handled() else []
         try:
             return self._controller.step(done, before.clear)
@@ -206,11 +243,11 @@ class Fit:
             self._end(next(iter(before), None), given_up.number)
 
     def _end(self, snapshot: Snapshot | None, asked: int) -> NoReturn:
-        """A rank was asked to end by a signal; all of them do, with what is not saved yet saved.
+        """Save a checkpoint, unless the last one is of this step, and raise `Preempted`; called by all ranks.
 
         Args:
-            snapshot: Of this rank, with weights and optimizers as they were then; None before the first step.
-            asked: The signal's number.
+            snapshot: This rank's state after the last step whose updates were made; None before the first step.
+            asked: Number of the signal that ends the run.
         """
         preemption.agree(asked)
         what = "nothing was saved; start it again"
@@ -225,7 +262,7 @@ class Fit:
         raise ended
 
     def _save(self, snapshot: Snapshot, with_models: bool = True) -> None:
-        """Callbacks and validation have seen the steps that are done, and keep what they saw."""
+        """Write a checkpoint of a snapshot, and the models; a collective of all ranks. The trace gets its time."""
         done = snapshot.done
         rank, doing, started = self._run.transport.rank, f"saving after step {done}", time.perf_counter()
         report(rank, doing)
@@ -235,6 +272,7 @@ class Fit:
         report(rank, f"step {done}")
 
     def _validate(self, done: int) -> dict[str, float]:
+        """Sync weights, measure `val/reward` and the like on the held-out rows if there are any, call callbacks."""
         if self._run.validation is None:
             return {}
         policies, name = self._controller.policies, self._run.follows
@@ -259,7 +297,7 @@ def _build(
     console: Console,
     folder: RunFolder,
 ) -> Controller:
-    """Load models and engine, and give them to a controller; on the terminal, what the run comes to."""
+    """Load this rank's models and engines, and make the controller; the terminal shows tables of sizes and memory."""
     settings = run.settings
     for line in (*trusted_code(run), *size_table(run), *memory_table(run)):
         console.say(line)
@@ -280,7 +318,7 @@ def _build(
 
 
 def _leave_behind(folder: RunFolder, run: Run, numbers: dict[str, Any]) -> dict[str, Any]:
-    """The files that sum the run up, and on the terminal where they are; the summary."""
+    """Write `curves.png` and `summary.json`, print where the results are, and return the summary; rank 0 only."""
     try:
         draw_curves(folder.path)
     except UserError as error:  # of metrics that were damaged during the run, which is done
@@ -292,5 +330,5 @@ def _leave_behind(folder: RunFolder, run: Run, numbers: dict[str, Any]) -> dict[
 
 
 def _too_long(metrics: dict[str, float], max_seconds: float | None) -> bool:
-    """Decided from the ranks' largest, so by all alike."""
+    """Whether `trainer.max_seconds` are over; `time/elapsed` is the largest of all ranks, so all decide alike."""
     return max_seconds is not None and metrics["time/elapsed"] >= max_seconds

@@ -1,4 +1,4 @@
-"""The layout of each role's rows: which ranks hold them, in how many shards, dealt how."""
+"""From `placement` to a layout for each role: which ranks hold its rows, in how many shards, how they are dealt."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rlflow.values.layout import Layout
 def followed_role(module: RLModule, graph: Graph) -> str | None:
     """The first language model that is trained: validation generates with it, and its tokenizer reads the data.
 
-    None where none is trained.
+    None where no language model is trained.
 
     Raises:
-        UserError: No node trains a model; or one samples and does not say with which, and none trains one that can.
+        UserError: No node trains a model; or a rollout node names no policy, and no `CausalLM` is trained.
     """
     name, trained = type(module).__name__, graph.trained_roles()
     if not trained:
@@ -47,22 +47,26 @@ def layouts(
     tensor_parallel_sizes: Mapping[str, int],
     placement: Mapping[str, Placed] | None = None,
 ) -> dict[str, Layout]:
-    """One layout for each model of the module, and by `engine_of` for the engines of each policy.
+    """A layout for each model of the module, and for the engines of each policy under its `engine_of` name.
 
-    Trained and scored roles hold balanced rows; a scored role on the ranks of the trained one holds the same, so
-    nothing moves between them.
+    With 4 ranks, engines of 2 ranks each, `samples_per_update` 512 and `placement: {rollout: 0-1, actor: 2-3}`:
+
+        {"actor.rollout": Layout((0, 1), 1), "actor": Layout((2, 3), 2, "balanced", 512)}
+
+    Trained and scored roles hold balanced rows; a scored role on the ranks of the first trained one has the same
+    layout, so nothing moves between them.
 
     Args:
-        module: With its models configured.
-        graph: Of the module.
-        machines: The ranks there are.
-        tensor_parallel_sizes: By policy that generates: ranks of one of its engines.
-        placement: By role, `actor.rollout` for the engines of `actor`, `rollout` for those of all policies that are not
-            named; what is not named lives on all ranks.
+        module: The algorithm, with its models configured.
+        graph: Graph of the module.
+        machines: Number of machines, and of ranks on each.
+        tensor_parallel_sizes: By policy that generates, the ranks that share one of its engines.
+        placement: By role, its ranks; `actor.rollout` for the engines of `actor`, `rollout` for those of policies that
+            are not named. A role that is not named lives on all ranks.
 
     Raises:
-        UserError: A role of the placement is none of the module's, is given ranks that do not exist, or none; ranks do
-            not divide into engines or sequence-parallel groups; or an engine lies across the border of another role.
+        UserError: `placement` names an unknown role, or ranks that do not exist; ranks do not divide into engines or
+            sequence-parallel groups; or a role lives on some of an engine's ranks and not on the others.
     """
     found = handles(module)
     places = {role: _place(written) for role, written in (placement or {}).items()}
@@ -105,7 +109,7 @@ def layouts(
 
 
 def _bring_together(placed: dict[str, Layout], graph: Graph) -> None:
-    """Give models that a node uses beside its role's the role's layout; a model is called by all of its ranks alike."""
+    """Give models in a node's `uses` the layout of its role, or raise `UserError` if they are placed differently."""
     for node in graph.order:
         for used in node.uses:
             role = str(node.role)
@@ -153,7 +157,7 @@ def _of_engine(name: str, place: Place, machines: Machines, tensor_parallel_size
 
 
 def _ranks(role: str, place: Place, machines: Machines) -> tuple[int, ...]:
-    """The ranks that a place names, ascending."""
+    """The ranks that a place names, ascending: `[0, "2-3"]` gives `(0, 2, 3)`; all where both settings are None."""
     if place.ranks is not None and place.nodes is not None:
         raise UserError(f"`placement.{role}` names `ranks` and `nodes`; name one of the two")
     if place.nodes is not None:
@@ -190,7 +194,7 @@ def _numbers(role: str, kind: str, written: Sequence[int | str], count: int) -> 
 
 
 def _node(role: str, node: int | str) -> int | str:
-    """A machine by its number; names are looked up in the job's list of machines."""
+    """The number or range as it is written; for a host name its place in Slurm's list of the job's machines."""
     if re.fullmatch(r"\s*\d+\s*(-\s*\d+\s*)?", str(node)):
         return node
     listed = os.environ.get("SLURM_JOB_NODELIST", "")
@@ -202,7 +206,7 @@ def _node(role: str, node: int | str) -> int | str:
 
 
 def _expanded(listed: str) -> list[str]:
-    """The host names of Slurm's short form, such as `gpu[01-03,07],login`."""
+    """The host names of Slurm's short form: `gpu[01-02,07],login` gives `gpu01`, `gpu02`, `gpu07`, `login`."""
     names = []
     for part in re.findall(r"[^,\[]+(?:\[[^\]]*\])?[^,\[]*", listed):
         prefix, _, rest = part.partition("[")
@@ -217,7 +221,7 @@ def _expanded(listed: str) -> list[str]:
 
 
 def _refuse_torn_engines(name: str, placed: Mapping[str, Layout], graph: Graph) -> None:
-    """The ranks of one engine do the same work, or they would wait for each other at different times."""
+    """Raise `UserError` if a role lives on some of an engine's ranks alone: these must do the same work together."""
     engine = placed[name]
     for role in graph.roles():
         for shard in range(engine.shards):

@@ -1,4 +1,4 @@
-"""A step's nodes run once more in one process, on what a run kept of them."""
+"""`rlflow replay`: nodes of one step of an earlier run, run again in one process on their stored inputs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from rlflow.run.setup import join, load_roles, locked_folder, open_folder, set_u
 
 @dataclass(frozen=True)
 class Replay:
-    """What is run once more.
+    """Which nodes to run again: `Replay(Path("runs/grpo"), step=7, node="advantages")`.
 
     Attributes:
-        run: The folder of the run.
-        step: Of it, from 1.
-        node: Its id; None for all that were kept.
-        debugs: Whether the debugger stops where each node begins.
+        run: Folder of the run.
+        step: Step of the run, from 1.
+        node: Name of the node; None for all nodes whose inputs are stored.
+        debugs: Whether the debugger stops at the beginning of each node.
     """
 
     run: Path
@@ -43,14 +43,18 @@ class Replay:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A node that was run once more.
+    """The result of a node that was run again; `str` of it is the line on the terminal.
+
+        advantages: 256 rows, equal to the run's, to the bit
+        actor_loss: 256 rows, at most 0.000125 from the run's; actor/loss 0.25 (run: 0.250125); ...
 
     Attributes:
-        node: Its id.
-        rows: That it read.
-        apart: The largest difference of a number to what the run made; NaN where that is not known.
-        metrics: Of a train node: of its role, here and in the run, by name.
-        raised: Whether it raised in the run.
+        node: Name of the node.
+        rows: Rows that it saw, of all ranks whose rows are stored.
+        apart: Largest absolute difference to a number of the run; NaN where the run's are not stored, infinite where
+            shapes or integers differ.
+        metrics: For a train node, its role's loss and gradient norm by name, each here and in the run.
+        raised: Whether the node raised in the run.
     """
 
     node: str
@@ -73,16 +77,19 @@ class Replayed:
 
 
 def replay(asked: Replay, run: Run, callbacks: Callbacks) -> list[Replayed]:
-    """Run the nodes, in the order of the graph; lines on the terminal say with what, and what came of each.
+    """Run nodes of a step again, in the order of the graph, and print a line for each; called by `Trainer.replay`.
+
+    Weights are those of the newest whole checkpoint from before the step, or for step 1 the models that the run began
+    with. Without such a checkpoint, nodes that need a model are left out.
 
     Args:
-        asked: What is run.
-        run: The run, on one process.
-        callbacks: None of the user's.
+        asked: Which run, step and node.
+        run: The run as prepared for this one process.
+        callbacks: Callbacks of the trainer.
 
     Raises:
-        UserError: Nothing was kept of that step or node, or it is damaged, or the node that is asked for needs a model
-            and there are no weights.
+        UserError: Nothing is stored of that step or node, or it is damaged; or the node in `asked` needs a model and
+            there are no weights.
     """
     from transformers.utils import logging
 
@@ -124,7 +131,7 @@ def replay(asked: Replay, run: Run, callbacks: Callbacks) -> list[Replayed]:
 
 
 def _weights(asked: Replay) -> tuple[bool, Path | None, list[str]]:
-    """Whether there are weights from before the step; their checkpoint, None for the config's models; lines on both."""
+    """Whether there are weights from before the step; their checkpoint, or None for the run's first models; lines."""
     done = asked.step - 1
     if done == 0:
         return True, None, ["weights: the models that the run began with"]
@@ -147,7 +154,7 @@ def _needs_weights(node: Node) -> bool:
 
 
 def _stored(run: Run, asked: Replay) -> list[StoredInputs]:
-    """What was kept, in the order of the graph; before a node that is asked for, those that train what it uses."""
+    """The stored nodes to run, in the graph's order: all, or `asked.node` after those that train its models."""
     folder = folder_of(RunFolder(asked.run).inputs, asked.step - 1)
     kept = [node for node in run.graph.order if (folder / f"{node.id}.json").is_file()]
     names = [node.id for node in kept]
@@ -217,12 +224,12 @@ def _run(
 
 
 def _logged(asked: Replay) -> dict[str, float]:
-    """What the run logged of the step."""
+    """The metrics that the run logged of the step, by name; NaN for null, empty if they are missing."""
     lines = read_metrics(asked.run) if (asked.run / METRICS_FILE).is_file() else []
     of_step = [line for line in lines if line["step"] == asked.step]
     return {name: math.nan if value is None else value for line in of_step for name, value in line.items()}
 
 
 def _apart(here: float, there: float) -> float:
-    """How far two numbers are apart; infinite where one is not finite: of these a run's log keeps no value."""
+    """The absolute difference; infinite if a number is not finite, as the run's log has no value of it then."""
     return abs(here - there) if math.isfinite(here) and math.isfinite(there) else math.inf
