@@ -126,10 +126,7 @@ class EngineSubprocess(RolloutEngine):
             raise
 
     def _environment(self, local_rank: int) -> dict[str, str]:
-        """Environment variables of the engine's process: this process's, without torchrun's own.
-
-        `RANK`, `WORLD_SIZE` and the address to meet at are those of the ranks that share the engine, not of the job.
-        """
+        """Environment variables of the engine's process; `RANK` and `WORLD_SIZE` count ranks that share the engine."""
         of_job = ("TORCHELASTIC_", "PET_")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(of_job)}
         host, _, port = self._address.rpartition(":")
@@ -251,9 +248,8 @@ class EngineSubprocess(RolloutEngine):
         _stores.pop(self._address, None)
 
     def _stream(self, process: EngineConnection, buckets: Iterable[list[tuple[str, Tensor]]], doing: str) -> Any:
-        """Send all weights, and return the engine's `Answer` to the sync.
+        """Send all weights, the next copied while the engine loads the one before, and return its `Answer`.
 
-        While the engine loads one weight, the next is copied into shared memory.
         If `buckets` raises, the engine is sent `Signal.WITHDRAWN`, and the error is raised here.
         """
         weights = (named for bucket in buckets for named in bucket)
@@ -279,10 +275,7 @@ class EngineSubprocess(RolloutEngine):
             loading = True
 
     def _shared(self, weights: Iterator[tuple[str, Tensor]]) -> tuple[SentWeight, int | None] | None:
-        """The next weight in the engine's dtype, in memory that both processes map; None after the last.
-
-        With it comes the file descriptor of that memory, to be closed once it is sent; None on a GPU.
-        """
+        """The next weight in memory that both processes map, on the CPU with its descriptor; None after the last."""
         named = next(weights, None)
         if named is None:
             return None
@@ -564,11 +557,7 @@ def _serve(connection: Connection, engine: RolloutEngine) -> None:
 
 
 def _buckets(connection: Connection) -> Iterator[list[tuple[str, Tensor]]]:
-    """Receive weights as buckets of one tensor each; a tensor is acknowledged when the next bucket is asked for.
-
-    Raises:
-        WeightSyncError: A tensor arrived with other values than were sent, or the rank withdrew the weights.
-    """
+    """Receive weights as buckets of one tensor each; a tensor is acknowledged when the next bucket is asked for."""
     while (weight := connection.recv()) is not Signal.END:
         if weight is Signal.WITHDRAWN:
             raise WeightSyncError("the trainer withdrew its weights")
@@ -618,9 +607,6 @@ def share(tensor: Tensor, parts: Sequence[Callable[[Tensor], Tensor]] = ()) -> i
 
 
 def mapped(descriptor: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The tensor in the shared memory of a file descriptor, without a copy.
-
-    The memory is freed when no process has the descriptor, the tensor, or a view of it any more.
-    """
+    """The tensor in shared memory, without a copy; the memory lasts as long as a tensor or a view in any process."""
     memory = mmap.mmap(descriptor, math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)

@@ -162,10 +162,7 @@ class TransformersEngine(InProcessEngine):
         ]
 
     def _experts(self, chosen: Sequence[Tensor], tokens: int) -> np.ndarray[Any, Any] | None:
-        """The experts of the first `tokens` tokens of a row, `[tokens, layers, k]`; None where none were recorded.
-
-        A row that has ended goes on being read while it is in the batch, so that `chosen` may have more tokens.
-        """
+        """The experts of a row's first `tokens` tokens, `[tokens, layers, k]`; later ones came after its end."""
         if not chosen:
             return None
         experts = torch.cat(list(chosen))[:tokens]
@@ -184,15 +181,9 @@ class TransformersEngine(InProcessEngine):
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, routings: Sequence[Routing]) -> Any:
         """Compute `N` new tokens of each row, in parts of at most `max_prefill_tokens` tokens of all rows.
 
-        Args:
-            ids: `[b, N]` int64, the new tokens.
-            mask: `[b, M]` int64, 0 on padding: the tokens in the cache, then the new ones.
-            positions: `[b, N]` int64, positions of the new tokens.
-            cache: Transformers' key-value cache of the tokens before; None for an empty one.
-            routings: One for each part, which records its experts; or empty.
-
-        Returns:
-            Transformers' output for the last part: `logits` `[b, 1, V]`, and the cache as `past_key_values`.
+        `ids` and `positions` are `[b, N]`; `mask` `[b, M]` covers the tokens in `cache` and then the new ones. Each of
+        `routings` records the experts of a part. Returns transformers' output for the last part: `logits` `[b, 1, V]`,
+        and the new cache as `past_key_values`.
         """
         width, most = ids.shape[1], self._most(ids)
         before = mask.shape[1] - width
@@ -229,12 +220,8 @@ def _experts_of(routings: Sequence[Routing], mask: Tensor) -> list[Tensor]:
 def _sample(logits: Tensor, temperature: float, draws: Tensor) -> tuple[Tensor, Tensor]:
     """Token ids `[B]` and their logprobs `[B]`, in nats after temperature; at temperature 0 those of temperature 1.
 
-    With the probabilities 0.2, 0.5, 0.3 the draw 0.1 takes token 0, 0.6 token 1, and 0.9 token 2.
-
-    Args:
-        logits: `[B, V]`.
-        temperature: Divides the logits; 0 takes the likeliest token.
-        draws: `[B]` float64, uniform in [0, 1).
+    `logits` are `[B, V]`, and `draws` `[B]` float64 uniform in [0, 1). With the probabilities 0.2, 0.5, 0.3 the draw
+    0.1 takes token 0, 0.6 token 1, and 0.9 token 2.
     """
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
     if temperature == 0:

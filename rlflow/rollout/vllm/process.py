@@ -55,11 +55,8 @@ def installed() -> tuple[str, bool]:
 def import_vllm(allow_untested: bool) -> Any:
     """Import vLLM with its environment variables set so that it runs in this process, and return the module.
 
-    Args:
-        allow_untested: Accept versions that are not in `TESTED`.
-
     Raises:
-        UserError: vLLM cannot be imported, or its version was not tested.
+        UserError: vLLM cannot be imported, or is not a version in `TESTED` and `allow_untested` is False.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine belongs to this process
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the threads of this process belong to training
@@ -82,10 +79,8 @@ def import_vllm(allow_untested: bool) -> Any:
 def process_state_kept(device: torch.device) -> Iterator[None]:
     """Restore the random states of torch, Python and NumPy, and `torch.set_num_threads`, which vLLM changes.
 
-    vLLM seeds these generators and, on the CPU, disables `torch.set_num_threads`. Training uses both.
-
-    Args:
-        device: Device of this rank; the random state of a GPU is restored too.
+    vLLM seeds these generators and, on the CPU, disables `torch.set_num_threads`. Training uses both. Of GPUs, only the
+    state of `device` is restored.
     """
     set_num_threads, python, numpy = torch.set_num_threads, random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -184,9 +179,6 @@ def make_rewindable(runner: Any) -> None:
 
     It relies on two facts of vLLM: `InputBatch.add_request(request)` is called when a request enters the batch, after a
     preemption too; and tokens are drawn with `request.generator`.
-
-    Args:
-        runner: vLLM's model runner on the CPU.
     """
     add_request = runner.input_batch.add_request
 
